@@ -1,0 +1,36 @@
+"""graphshard: fully sharded data parallelism for PyTorch, as a compiler.
+
+    mesh = init_device_mesh("cuda", (8,))
+    model = graphshard.compile(model, mesh)
+"""
+
+from graphshard.api import compile, programs
+from graphshard.errors import (
+    ArgumentError,
+    CaptureError,
+    CaptureLimitError,
+    DivergenceError,
+    GraphshardError,
+    InputError,
+    MaterializationError,
+    PassError,
+)
+from graphshard.plan import Plan
+from graphshard.program import Program
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "CaptureError",
+    "CaptureLimitError",
+    "DivergenceError",
+    "GraphshardError",
+    "InputError",
+    "MaterializationError",
+    "PassError",
+    "Plan",
+    "Program",
+    "compile",
+    "programs",
+]

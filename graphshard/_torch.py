@@ -1,0 +1,42 @@
+"""Torch internals that more than one module needs, in one place to adapt when torch moves them.
+
+Besides this module only `capture.py` and `inductor.py` import torch internals; a lint rule says so.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import Graph, GraphModule
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "CheckpointPolicy",
+    "disable_autocast",
+    "min_cut_partition",
+    "rendezvous_store",
+    "use_boxed_calls",
+]
+
+
+def min_cut_partition(joint: GraphModule, num_outputs: int) -> tuple[GraphModule, GraphModule]:
+    """AOTAutograd's min-cut partitioner; `num_outputs` counts the forward's outputs in the joint graph."""
+    return min_cut_rematerialization_partition(joint, [], num_fwd_outputs=num_outputs)
+
+
+def use_boxed_calls(graph: Graph) -> None:
+    """Generate code that takes one list of inputs and clears it, so that inputs can be freed early."""
+    graph.set_codegen(_BoxedCodeGen())
+
+
+def rendezvous_store() -> dist.Store:
+    """The store the default process group was made with."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def disable_autocast() -> torch._C._DisableAutocast:
+    """Run operators as they stand in the graph: autocast was captured with them."""
+    return torch._C._DisableAutocast()

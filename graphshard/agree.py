@@ -1,0 +1,60 @@
+"""Tell ranks that made different programs, before they wait for each other in vain.
+
+Ranks must run the same collectives in the same order. They need no communication to agree on a plan, so this only
+checks: each rank puts what its program communicates into the rendezvous store and reads the others'.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from graphshard._torch import rendezvous_store
+from graphshard.errors import DivergenceError
+from graphshard.program import Program
+
+
+def check_agreement(program: Program, mesh: DeviceMesh, tag: str, timeout: timedelta) -> None:
+    """Compare this rank's collectives with those of the other ranks of the mesh.
+
+    Args:
+        tag: names the occasion; the same on every rank.
+        timeout: how long to wait for a rank that has not come as far.
+
+    Raises:
+        DivergenceError: names the rank that differs and the first line that does, or the rank that is missing.
+    """
+    group = mesh.get_group()
+    if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        return
+    store = dist.PrefixStore(f"graphshard/{tag}", rendezvous_store())
+    lines = program.communication
+    me = dist.get_rank()
+    store.set(str(me), json.dumps(lines))
+    for rank in dist.get_process_group_ranks(group):
+        try:
+            store.wait([str(rank)], timeout)
+        except (RuntimeError, ValueError) as error:
+            raise DivergenceError(
+                f"rank {me} has a new program to run ({program.reason}), but rank {rank} has none after "
+                f"{timeout.total_seconds():.0f} s. All ranks must make the same sequence of calls: look for a branch "
+                f"that depends on the rank or on the data, or for an exception on rank {rank}."
+            ) from error
+        theirs = json.loads(store.get(str(rank)))
+        if theirs != lines:
+            raise DivergenceError(_difference(me, lines, rank, theirs))
+
+
+def _difference(me: int, mine: list[str], rank: int, theirs: list[str]) -> str:
+    longest = max(len(mine), len(theirs))
+    padded = [lines + ["(nothing)"] * (longest - len(lines)) for lines in (mine, theirs)]
+    index, (ours, other) = next((i, pair) for i, pair in enumerate(zip(*padded)) if pair[0] != pair[1])
+    return (
+        f"rank {rank} made a different program than rank {me}; they first differ at collective {index}:\n"
+        f"  rank {me}: {ours}\n"
+        f"  rank {rank}: {other}\n"
+        "Give every rank the same model, the same requires_grad flags and the same arguments of compile."
+    )

@@ -1,0 +1,127 @@
+"""The public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
+
+from graphshard._torch import rendezvous_store
+from graphshard.capture import CaptureSpec
+from graphshard.checks import check_arguments, check_model
+from graphshard.errors import ArgumentError
+from graphshard.inductor import Backend
+from graphshard.module import Runner, ShardedModule, sharded_class
+from graphshard.params import build_table
+from graphshard.planner import PlanByUnit
+from graphshard.program import Axis, Program
+from graphshard.sharding import param_refs, shard_module
+from graphshard.units import find_units
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def compile(
+    model: ModuleT,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    units: Sequence[str] | None = None,
+    backend: Backend = "inductor",
+    example_inputs: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    max_captures: int = 8,
+) -> ModuleT:
+    """Shard a module's parameters over a mesh and compile its training step, in place.
+
+    Parameters and their gradients become `DTensor`s with placement `Shard(0)`, under the same names; the module
+    keeps its class by `isinstance`. Call it, its optimizer and its state_dict as before.
+
+    Args:
+        model: any module that torch.export can trace; on the CPU, on the mesh's device, or on the meta device.
+        mesh: one-dimensional mesh of "cpu" or "cuda" devices.
+        reshard_after_forward: True gathers parameters again in backward, False keeps them gathered, None keeps
+            those of the root and gathers those of the units again, as FSDP2 does.
+        mp_policy: FSDP2's `MixedPrecisionPolicy`.
+        units: name patterns of the modules whose parameters are gathered together, such as `["layers.*"]`;
+            None finds the repeated blocks.
+        backend: "inductor", or "eager" for the same program without Inductor, bit for bit equal to FSDP2.
+        example_inputs, example_kwargs: inputs of a call; with them the program is compiled now instead of at the
+            first call. Only shapes, dtypes and non-tensor values matter.
+        max_captures: how many input signatures may be captured before a call with a new one is an error.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ArgumentError: an argument is wrong; nothing was changed.
+        CaptureError: the module cannot be captured from the example inputs; nothing was changed.
+    """
+    check_model(model)
+    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
+    check_arguments(mesh, reshard_after_forward, policy, backend, max_captures)
+    device = _device_of(mesh)
+    unit_names = find_units(model, units)
+    table = build_table(
+        model,
+        num_shards=mesh.size(),
+        units=unit_names,
+        param_dtype=policy.param_dtype,
+        reduce_dtype=policy.reduce_dtype,
+        reshard_after_forward=reshard_after_forward,
+    )
+    axis = Axis((mesh.mesh_dim_names or ("shard",))[0], mesh.size())
+    runner = Runner(
+        spec=CaptureSpec(table, unit_names, axis, device, policy, type(model)),
+        mesh=mesh,
+        backend=backend,
+        planner=PlanByUnit.for_device(device.type),
+        max_captures=max_captures,
+        tag=_tag(mesh),
+        params=tuple(param_refs(model, table)),
+    )
+    prepared = None
+    if example_inputs is not None or example_kwargs is not None:
+        args, kwargs = tuple(example_inputs or ()), dict(example_kwargs or {})
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves = runner.on_device(leaves, structure)
+        signature = runner.signature(model, leaves, structure)
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        prepared = signature, runner.build(model, args, kwargs, signature)
+
+    shard_module(model, table, mesh, device)
+    model.__dict__["_graphshard"] = runner
+    model.__class__ = sharded_class(type(model))
+    if prepared is not None:
+        runner.install(model, *prepared)
+    return model
+
+
+def programs(model: nn.Module) -> list[Program]:
+    """The programs captured for a compiled module, newest last.
+
+    Raises:
+        ArgumentError: the module was not compiled.
+    """
+    if not isinstance(model, ShardedModule):
+        raise ArgumentError(f"{type(model).__name__} is not compiled. Call graphshard.compile(model, mesh) first.")
+    return [executable.program for executable in model._graphshard.executables.values()]
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _tag(mesh: DeviceMesh) -> str:
+    """A name for this module that is the same on all ranks: how many were compiled on this rank before."""
+    return f"model-{rendezvous_store().add(f'graphshard/models/{mesh.get_rank()}', 1)}"
+
+

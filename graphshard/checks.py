@@ -1,0 +1,101 @@
+"""Everything that can be wrong with the arguments of `compile`, found before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from graphshard.errors import ArgumentError
+from graphshard.params import named_parameters
+
+_BACKENDS = ("inductor", "eager")
+
+
+def check_arguments(
+    mesh: Any, reshard_after_forward: Any, mp_policy: Any, backend: Any, max_captures: Any
+) -> None:
+    """Raise ArgumentError for the first wrong argument; the message names it and the remedy."""
+    _check_mesh(mesh)
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
+        raise ArgumentError(
+            f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}. Gathering again "
+            "over a smaller group (an int in FSDP2) is not supported yet."
+        )
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise ArgumentError(
+            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(mp_policy).__name__}."
+        )
+    if backend not in _BACKENDS:
+        raise ArgumentError(f"backend must be one of {', '.join(map(repr, _BACKENDS))}, got {backend!r}.")
+    if not isinstance(max_captures, int) or max_captures < 1:
+        raise ArgumentError(f"max_captures must be a positive int, got {max_captures!r}.")
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(
+            f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}. Make one with "
+            "torch.distributed.device_mesh.init_device_mesh('cuda', (world_size,))."
+        )
+    if mesh.ndim != 1:
+        named = mesh.mesh_dim_names or "no axis names"
+        advice = (
+            f"Pass the axis to shard over, such as mesh[{mesh.mesh_dim_names[-1]!r}]."
+            if mesh.mesh_dim_names
+            else "Name its axes with mesh_dim_names and pass the one to shard over."
+        )
+        raise ArgumentError(
+            f"mesh must have one axis, got {mesh.ndim} ({named}): replication over a second axis (HSDP) is not "
+            f"supported yet. {advice}"
+        )
+    if mesh.device_type not in ("cpu", "cuda"):
+        raise ArgumentError(f"mesh must be of 'cpu' or 'cuda' devices, got {mesh.device_type!r}.")
+    if mesh.get_coordinate() is None:
+        raise ArgumentError("mesh does not contain this rank. Call compile on the ranks of the mesh only.")
+
+
+def check_model(model: Any) -> None:
+    """Raise ArgumentError if the module cannot be compiled."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model must be an nn.Module, got {type(model).__name__}.")
+    cls = type(model)
+    for name, sub in model.named_modules():
+        if "_graphshard" in sub.__dict__:
+            what = f"its submodule {name!r} is" if name else "it is"
+            raise ArgumentError(
+                f"{cls.__name__} cannot be compiled: {what} already compiled. Compile the root module, once."
+            )
+    if cls.forward is nn.Module.forward:
+        raise ArgumentError(
+            f"{cls.__name__} has no forward, so there is nothing to compile. Compile the module that calls it, or "
+            "give it a forward."
+        )
+    _check_params(model)
+
+
+def _check_params(model: nn.Module) -> None:
+    trainable: dict[torch.dtype, str] = {}
+    for (name, *_), param in named_parameters(model).items():
+        if isinstance(param, DTensor):
+            raise ArgumentError(
+                f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). Compile "
+                "the plain module."
+            )
+        if param.dim() == 0:
+            raise ArgumentError(
+                f"parameter {name} is a scalar, which cannot be sharded. Change {name} to a 1D tensor with numel "
+                "equal to 1."
+            )
+        if param.requires_grad:
+            trainable.setdefault(param.dtype, name)
+    if len(trainable) > 1:
+        listed = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in trainable.items())
+        raise ArgumentError(
+            f"trainable parameters must have one dtype, but {listed}. Convert the model with .to(dtype), and set "
+            "mp_policy for the dtype to compute in."
+        )

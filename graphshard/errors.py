@@ -1,0 +1,37 @@
+"""Every error a user can meet, in one place.
+
+A message names the culprit (argument, parameter, module or line) and the remedy. The classes also derive from
+the built-in exception that fits, so that code which catches `ValueError` keeps working.
+"""
+
+
+class GraphshardError(Exception):
+    """Base of all errors graphshard raises on purpose."""
+
+
+class ArgumentError(GraphshardError, ValueError):
+    """An argument of a public function is wrong."""
+
+
+class CaptureError(GraphshardError, RuntimeError):
+    """torch.export could not turn the module's forward into a graph."""
+
+
+class CaptureLimitError(GraphshardError, RuntimeError):
+    """The module was captured for more input signatures than `max_captures` allows."""
+
+
+class MaterializationError(GraphshardError, RuntimeError):
+    """A parameter or buffer is still on the meta device when the module is called."""
+
+
+class InputError(GraphshardError, ValueError):
+    """An input of the call cannot be used: wrong device, or a type that pytree does not know."""
+
+
+class DivergenceError(GraphshardError, RuntimeError):
+    """Two ranks made different programs."""
+
+
+class PassError(GraphshardError, RuntimeError):
+    """A pass broke its contract; addressed to the author of the pass."""

@@ -1,0 +1,214 @@
+"""Cut the scheduled graph at its collectives into regions and write the executor that calls them.
+
+    wait, region_0(...), start, region_1(...), wait, region_0(...), ...
+
+What lies between two collectives is pure compute with no rank in it. Equal regions share compiled code, so the
+time to compile does not grow with depth. The executor is an FX graph of region calls and collectives: its code is
+the program that runs, line by line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import operator
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from graphshard._torch import use_boxed_calls
+from graphshard.graph import aten, base_of, fake, is_communication, is_view
+from graphshard.printer import describe, print_graph
+from graphshard.program import Phase, Program, Region
+
+log = logging.getLogger(__name__)
+
+Boxed = Callable[[list[Any]], Any]
+Compiler = Callable[[Region, str], Boxed]
+
+
+class RegionCall(nn.Module):
+    """A compiled region; it takes a list of inputs and empties it, so that each can be freed at its last use."""
+
+    def __init__(self, fn: Boxed) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, inputs: list[Any]) -> Any:
+        return self.fn(inputs)
+
+
+def lower(
+    program: Program,
+    compiler: Compiler,
+    compiled: dict[str, RegionCall],
+    show: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Replace the compute of every phase by region calls, in place.
+
+    Args:
+        program: scheduled; its graphs hold ATen operators and collectives.
+        compiler: makes a region callable.
+        compiled: regions by key; what is there is used, what is new is added.
+        show: told what is being compiled.
+    """
+    start = time.perf_counter()
+    def compile_shown(region: Region, name: str) -> Boxed:
+        show(f"compile {name} of the {phase_name}")
+        return compiler(region, name)
+
+    for phase_name, phase in program.phases.items():
+        _Lowering(phase, program, compile_shown, compiled).run()
+    log.info(
+        "lowered %d regions, %d distinct, in %.2f s",
+        program.num_regions,
+        program.num_distinct_regions,
+        time.perf_counter() - start,
+    )
+
+
+class _Lowering:
+    """Builds the executor of one phase; `env` maps its nodes to the executor's."""
+
+    def __init__(
+        self, phase: Phase, program: Program, compiler: Compiler, compiled: dict[str, RegionCall]
+    ) -> None:
+        self.phase = phase
+        self.program = program
+        self.compiler = compiler
+        self.compiled = compiled
+        self.executor = Graph()
+        self.root = nn.Module()
+        self.env: dict[Node, Node] = {}
+
+    def run(self) -> None:
+        nodes = list(self.phase.module.graph.nodes)
+        runs = _runs(nodes)
+        exact = {n for node in nodes if not _is_compute(node) for n in node.all_input_nodes}
+        inputs = [_inputs(run) for run in runs]
+        needed = {n for values in inputs for n in values} | exact | {base_of(n) for n in exact}
+        at = {run[0]: i for i, run in enumerate(runs)}
+        for node in nodes:
+            if node in at:
+                run = runs[at[node]]
+                self._call(run, inputs[at[node]], [n for n in run if n in needed and not is_view(n)])
+                for view in run:
+                    if view in exact and is_view(view):
+                        self._copy(view)
+            elif not _is_compute(node):
+                self.env[node] = self.executor.node_copy(node, self.env.__getitem__)
+        reshape_views(self.executor)
+        use_boxed_calls(self.executor)
+        self.executor.on_generate_code(lambda _: _free_before_call)
+        self.phase.module = GraphModule(self.root, self.executor)
+
+    def _call(self, run: list[Node], inputs: list[Node], outputs: list[Node]) -> None:
+        if not outputs:
+            return
+        program, region = self.program, make_region(run, inputs, outputs)
+        program.regions.setdefault(region.key, region)
+        name = f"region_{list(program.regions).index(region.key)}"
+        if region.key not in self.compiled:
+            self.compiled[region.key] = RegionCall(self.compiler(region, name))
+        setattr(self.root, name, self.compiled[region.key])
+        program.region_calls.append(region.key)
+        call = self.executor.call_module(name, ([self.env[n] for n in inputs],))
+        call.meta["val"] = tuple(n.meta["val"] for n in outputs)
+        for i, output in enumerate(outputs):
+            self.env[output] = self.executor.call_function(operator.getitem, (call, i))
+            self.env[output].meta = dict(output.meta)
+
+    def _copy(self, view: Node) -> Node:
+        """Make a view in the executor itself, from what it is a view of."""
+        for source in view.all_input_nodes:
+            if source not in self.env:
+                self._copy(source)
+        if view not in self.env:
+            self.env[view] = self.executor.node_copy(view, self.env.__getitem__)
+        return self.env[view]
+
+
+def _is_compute(node: Node) -> bool:
+    return node.op == "call_function" and not is_communication(node)
+
+
+def _runs(nodes: list[Node]) -> list[list[Node]]:
+    """Maximal runs of compute between collectives."""
+    runs: list[list[Node]] = [[]]
+    for node in nodes:
+        if _is_compute(node):
+            runs[-1].append(node)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _inputs(run: list[Node]) -> list[Node]:
+    """What the kernels of a run read from outside, in order of first use. Views are made again inside."""
+    kernels = {node for node in run if not is_view(node)}
+    bases = (base_of(source) for node in run if node in kernels for source in node.all_input_nodes)
+    return list(dict.fromkeys(base for base in bases if base not in kernels))
+
+
+def make_region(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Region:
+    """Extract the kernels of a run into a graph of their own, in canonical form.
+
+    Values are numbered in order of first use and nothing but operators, shapes, strides, dtypes and devices goes
+    into the key, so that equal blocks of a model give equal regions.
+    """
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    for i, node in enumerate(inputs):
+        env[node] = graph.placeholder(f"x{i}")
+        env[node].meta["val"] = node.meta["val"]
+
+    def copy(node: Node) -> Node:
+        if node not in env:
+            for source in node.all_input_nodes:
+                copy(source)
+            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node].name = f"v{len(env)}"
+        return env[node]
+
+    for node in run:
+        if not is_view(node):
+            copy(node)
+    graph.output(tuple(env[node] for node in outputs))
+    signature = [f"{describe(fake(n))} {fake(n).stride()} {fake(n).device}" for n in inputs]
+    text = print_graph(graph, signature, [""] * len(outputs), modules=False)
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Region(key, text, GraphModule(nn.Module(), graph))
+
+
+def reshape_views(graph: Graph) -> None:
+    """Replace `view` by `reshape` where operators run one by one.
+
+    Some operators return other strides than their fake kernels said (batch norm of a transposed input does), and a
+    view that was possible in the capture may need a copy.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+
+
+_CALL = re.compile(r"^(?P<indent>\s*)(?P<call>.*self\.region_\d+\()(?P<args>\[.*\])\);  (?P<free>.*= None)$")
+
+
+def _free_before_call(body: list[str]) -> list[str]:
+    """Let go of a region's last-used inputs before the call, so that the region can free them while it runs.
+
+    y = self.region_0([a, b]);  a = None   ->   inputs = [a, b];  a = None
+                                                y = self.region_0(inputs)
+    """
+    lines = []
+    for line in "".join(body).split("\n"):
+        match = _CALL.match(line)
+        if match:
+            indent, call, args, free = match.group("indent", "call", "args", "free")
+            lines += [f"{indent}inputs = {args};  {free}", f"{indent}{call}inputs)"]
+        else:
+            lines.append(line)
+    return ["\n".join(lines)]

@@ -1,0 +1,242 @@
+"""The compiled module: the user's class with another forward.
+
+`Sharded<Class>` captures a program for each signature it is called with and runs it. Everything else of the module,
+names and `isinstance` included, stays as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import logging
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from graphshard.agree import check_agreement
+from graphshard.capture import CaptureSpec, capture
+from graphshard.errors import CaptureLimitError, InputError, MaterializationError
+from graphshard.inductor import Backend, compiler_for
+from graphshard.lower import RegionCall, lower
+from graphshard.params import ParamTable
+from graphshard.pipeline import record, schedule_program, shard_program
+from graphshard.planner import Planner
+from graphshard.program import Phase, Program
+from graphshard.progress import progress
+from graphshard.runtime import Executable
+from graphshard.sharding import ParamRef
+
+log = logging.getLogger(__name__)
+
+# How long a rank waits for the others to come as far as a new program: compilation takes different times.
+AGREEMENT_TIMEOUT = timedelta(minutes=10)
+
+_CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+
+
+class ShardedModule(nn.Module):
+    """Mixed into the user's class by `compile`; `forward` runs the captured program."""
+
+    _graphshard: Runner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program for this signature, capturing it first if it is new."""
+        return self._graphshard.call(self, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise copy.Error(
+            f"{type(self).__name__} cannot be deep-copied: its parameters are bound to a process group. Copy the "
+            "model before graphshard.compile, or build it anew and load this one's state_dict."
+        )
+
+
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a compiled module: a subclass of the user's."""
+    return type(f"Sharded{cls.__name__}", (ShardedModule, cls), {"__module__": cls.__module__})
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a program was captured for. Programs differ where signatures do."""
+
+    structure: pytree.TreeSpec
+    inputs: tuple[Hashable, ...]
+    training: tuple[bool, ...]
+    grad: bool
+    autocast: Hashable
+    params: tuple[tuple[bool, torch.dtype], ...]
+
+    def __hash__(self) -> int:
+        return hash((self.inputs, self.training, self.grad, self.autocast, self.params))
+
+    def changes_from(self, other: Signature) -> str:
+        """What differs from another signature, in words."""
+        reasons = {
+            "structure": "new structure of the inputs",
+            "inputs": "new shapes, dtypes or values of the inputs",
+            "training": "train() or eval() was called",
+            "grad": "gradients are " + ("on" if self.grad else "off"),
+            "autocast": "autocast changed",
+            "params": "dtype or requires_grad of a parameter changed",
+        }
+        changed = [why for name, why in reasons.items() if getattr(self, name) != getattr(other, name)]
+        return ", ".join(changed)
+
+
+@dataclass
+class Runner:
+    """Programs of one module, by signature."""
+
+    spec: CaptureSpec
+    mesh: DeviceMesh
+    backend: Backend
+    planner: Planner
+    max_captures: int
+    tag: str
+    params: tuple[ParamRef, ...]
+    executables: dict[Signature, Executable] = field(default_factory=dict)
+    compiled: dict[str, RegionCall] = field(default_factory=dict)
+    agreed: set[tuple[str, ...]] = field(default_factory=set)
+    _partitioned: dict[Signature, Phase | None] = field(default_factory=dict)
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call of the compiled module."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves = self.on_device(leaves, structure)
+        signature = self.signature(module, leaves, structure)
+        executable = self.executables.get(signature)
+        if executable is None:
+            check_materialized(module)
+            args, kwargs = pytree.tree_unflatten(leaves, structure)
+            executable = self.install(module, signature, self.build(module, args, kwargs, signature))
+        return executable([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+    def build(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
+    ) -> Program:
+        """Capture, shard, schedule and lower a program; the module stays as it is."""
+        reason = self._reason(signature)
+        if len(self.executables) >= self.max_captures:
+            raise CaptureLimitError(
+                f"{self.spec.forward_class.__name__} was captured {len(self.executables)} times, which is "
+                f"max_captures; this call would be one more, because of {reason}. Pad inputs to a few sizes, pass "
+                "numbers that change as tensors, or raise max_captures in graphshard.compile."
+            )
+        log.info("capture %d of %s: %s", len(self.executables), self.spec.forward_class.__name__, reason)
+        with progress(f"graphshard: {self.spec.forward_class.__name__}") as show:
+            show("capture")
+            program = capture(module, args, kwargs, self._current_spec(), grad=signature.grad)
+            program.reason = reason
+            record(program, "capture", 0, 0.0)
+            show("shard and partition")
+            shard_program(program)
+            partitioned = program.phases.get("backward")
+            self._partitioned[signature] = partitioned.clone() if partitioned else None
+            show("schedule")
+            schedule_program(program, self.planner)
+            lower(program, compiler_for(self.backend), self.compiled, show)
+        return program
+
+    def install(self, module: nn.Module, signature: Signature, program: Program) -> Executable:
+        """Check that the other ranks made the same program, and bind it to the module and the mesh."""
+        if tuple(program.communication) not in self.agreed:
+            check_agreement(program, self.mesh, f"{self.tag}/{len(self.agreed)}", AGREEMENT_TIMEOUT)
+            self.agreed.add(tuple(program.communication))
+
+        def make_backward(used: frozenset[str]) -> Phase:
+            partitioned = self._partitioned[signature]
+            assert partitioned is not None
+            log.info("lowering backward again, for gradients through outputs %s", sorted(used))
+            variant = dataclasses.replace(program, phases={"backward": partitioned.clone()}, history=[])
+            schedule_program(variant, self.planner, used)
+            lower(variant, compiler_for(self.backend), self.compiled)
+            return variant.phases["backward"]
+
+        executable = Executable(program, module, self.params, self.mesh, make_backward)
+        self.executables[signature] = executable
+        return executable
+
+    def signature(self, module: nn.Module, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Signature:
+        """The signature of a call with these input leaves."""
+        inputs = tuple(_leaf_key(leaf) for leaf in leaves)
+        device_type = self.spec.device.type
+        autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+        return Signature(
+            structure=structure,
+            inputs=inputs,
+            training=tuple(sub.training for sub in module.modules()),
+            grad=torch.is_grad_enabled(),
+            autocast=autocast,
+            params=tuple((ref.param.requires_grad, ref.param.dtype) for ref in self.params),
+        )
+
+    def on_device(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
+        """Input leaves with CPU tensors moved to the mesh's device, as FSDP2 does.
+
+        Raises:
+            InputError: a tensor is on another device, or a leaf is of a type that cannot be captured.
+        """
+        device = self.spec.device
+        moved = []
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.device != device:
+                if leaf.device.type != "cpu":
+                    raise InputError(
+                        f"input {_path(structure, index)} is on {leaf.device}, the model's mesh is on {device}. "
+                        f"Move it there before the call."
+                    )
+                leaf = leaf.to(device)
+            elif not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
+                raise InputError(
+                    f"input {_path(structure, index)} is a {type(leaf).__name__}, which is neither a tensor nor a "
+                    "number, string or None. Pass its tensors, or register the class with "
+                    "torch.utils._pytree.register_dataclass or torch.export.register_dataclass."
+                )
+            moved.append(leaf)
+        return moved
+
+    def _current_spec(self) -> CaptureSpec:
+        """The spec with the parameters' flags and dtypes as they are now."""
+        rows = tuple(
+            dataclasses.replace(ref.row, trainable=ref.param.requires_grad, dtype=ref.param.dtype)
+            for ref in self.params
+        )
+        return dataclasses.replace(self.spec, params=ParamTable(rows))
+
+    def _reason(self, signature: Signature) -> str:
+        if not self.executables:
+            return "first call"
+        return signature.changes_from(list(self.executables)[-1])
+
+
+def check_materialized(module: nn.Module) -> None:
+    """Raise MaterializationError if a parameter or buffer is still on the meta device."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    meta = [name for name, tensor in tensors if tensor.is_meta]
+    if meta:
+        listed = ", ".join(meta[:5]) + (f" and {len(meta) - 5} more" if len(meta) > 5 else "")
+        raise MaterializationError(
+            f"{len(meta)} parameters or buffers of {type(module).__name__} are on the meta device: {listed}. "
+            "Allocate them with model.to_empty(device=...) and initialise or load them before the first call."
+        )
+
+
+def _leaf_key(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+    return (type(leaf), leaf)
+
+
+def _path(structure: pytree.TreeSpec, index: int) -> str:
+    """Where a leaf is in (args, kwargs), such as `args[0]` or `labels`."""
+    marks = pytree.tree_unflatten(range(structure.num_leaves), structure)
+    path = next(p for p, leaf in pytree.tree_flatten_with_path(marks)[0] if leaf == index)
+    text = pytree.keystr(path[1:])
+    return f"args{text}" if str(path[0]) == "[0]" else text

@@ -1,0 +1,84 @@
+"""Split the joint graph into forward and backward.
+
+What is saved between them is AOTAutograd's min-cut decision, under the marks that `reshard_after_forward` left. The
+placeholders get readable names here: the partitioner was the last to give meaning to theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from graphshard._torch import min_cut_partition
+from graphshard.errors import PassError
+from graphshard.passes.base import Pass
+from graphshard.program import Phase, Program, Slot
+
+
+@dataclass(frozen=True)
+class Partition(Pass):
+    """Requires: a joint graph.  Ensures: every value that backward reads is an output of forward.
+    Preserves: numerics; nodes that are cheap to recompute may appear in both graphs."""
+
+    name: ClassVar[str] = "partition"
+
+    def rewrite(self, program: Program) -> int:
+        joint = program.phases.get("joint")
+        if joint is None:
+            return 0
+        num_outputs = sum(slot.kind != "grad" for slot in joint.outputs)
+        slots = {node.name: slot for node, slot in joint.slot_of().items()}
+        forward, backward = min_cut_partition(joint.module, num_outputs)
+        saved = tuple(_saved_slot(node, slots) for node in _results(forward)[num_outputs:])
+        program.phases = {
+            "forward": Phase(
+                forward,
+                tuple(slots[n.name] for n in forward.graph.find_nodes(op="placeholder")),
+                (*joint.outputs[:num_outputs], *saved),
+            ),
+            "backward": Phase(
+                backward,
+                tuple(_saved_slot(n, slots) for n in backward.graph.find_nodes(op="placeholder")),
+                joint.outputs[num_outputs:],
+            ),
+        }
+        for phase in program.phases.values():
+            _rename_placeholders(phase)
+        return 1
+
+    def ensures(self, program: Program) -> None:
+        if "backward" not in program.phases:
+            return
+        forward = program.phases["forward"]
+        given = {*forward.outputs, *forward.inputs}
+        for slot in program.phases["backward"].inputs:
+            if slot.kind != "tangent" and slot not in given:
+                raise PassError(f"{self.name}: backward reads {slot}, which forward does not return")
+
+
+def _saved_slot(node: Node, slots: dict[str, Slot]) -> Slot:
+    """An input of the step keeps its slot when it is saved; anything else is a saved value."""
+    return slots.get(node.name) or Slot("saved", node.name)
+
+
+def _results(module: GraphModule) -> list[Node]:
+    (output,) = module.graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def _rename_placeholders(phase: Phase) -> None:
+    taken: set[str] = {n.name for n in phase.module.graph.nodes}
+    for node, slot in phase.slot_of().items():
+        stem = re.sub(r"\W", "_", slot.name if slot.kind in ("param", "buffer", "saved") else str(slot))
+        name = stem if not stem[:1].isdigit() else f"_{stem}"
+        if name != node.name:
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            node.name = node.target = name
+    phase.module.recompile()
+
+

@@ -1,0 +1,85 @@
+"""The plan: which collectives travel together, when each starts and when it is waited for.
+
+A plan is plain data. It is made by a planner (`planner.py`), applied by the passes `bucket` and `reorder`, goes
+through JSON unchanged, and two ranks that made the same plan have the same hash.
+
+Time in a plan is a position in the compute order of a phase: the number of compute nodes that run before the
+event. The compute order is the captured order without the collectives and the casts, copies and views that
+belong to them (`graph.Layout`), so a position means the same before and after bucketing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+CollectiveKind = Literal["gather", "reduce"]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Collectives of one kind that are launched as one.
+
+    Attributes:
+        name: unique within a plan, such as "gather layers.0 (forward)".
+        kind: all-gather of parameters or reduce-scatter of gradients.
+        phase: "forward" or "backward".
+        params: parameter names that travel as they are (coalesced, no copy).
+        packed: parameter names that travel in one flat buffer (one copy in, one out).
+        axis: name of the mesh axis.
+        num_bytes: bytes of the full (unsharded) tensors.
+    """
+
+    name: str
+    kind: CollectiveKind
+    phase: str
+    params: tuple[str, ...]
+    packed: tuple[str, ...]
+    axis: str
+    num_bytes: int
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.packed + self.params
+
+
+@dataclass(frozen=True)
+class Event:
+    """A bucket's collective is started, or waited for, after `at` compute nodes of its phase."""
+
+    action: Literal["start", "wait"]
+    bucket: str
+    at: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Buckets, and per phase the events in the order in which every rank executes them."""
+
+    buckets: tuple[Bucket, ...] = ()
+    events: dict[str, tuple[Event, ...]] = field(default_factory=dict)
+
+    def bucket(self, name: str) -> Bucket:
+        return next(b for b in self.buckets if b.name == name)
+
+    def to_json(self) -> str:
+        """Serialise; keys are sorted, so equal plans give equal text."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Inverse of `to_json`."""
+        data: dict[str, Any] = json.loads(text)
+        buckets = tuple(
+            Bucket(**{k: tuple(v) if isinstance(v, list) else v for k, v in bucket.items()})
+            for bucket in data["buckets"]
+        )
+        events = {phase: tuple(Event(**event) for event in events) for phase, events in data["events"].items()}
+        return Plan(buckets, events)
+
+    @property
+    def hash(self) -> str:
+        """Hex digest of the plan's JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()

@@ -1,0 +1,143 @@
+"""Make a plan: one bucket per unit, prefetch one ahead.
+
+    gather 0 | gather 1      | gather 2      |
+             | compute 0     | compute 1     | compute 2
+                                                          backward: | reduce 2    | reduce 1 ...
+
+This is FSDP2's order: the next unit's gather starts when the current one's has arrived, so at most two units are
+gathered at a time, and a reduction is waited for when the next one starts. A planner that weighs costs has the
+same type: a program in, a plan out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from graphshard.graph import Collective, Layout, collectives
+from graphshard.params import ParamRow
+from graphshard.plan import Bucket, CollectiveKind, Event, Plan
+from graphshard.program import Phase, Program
+
+Planner = Callable[[Program], Plan]
+
+
+@dataclass(frozen=True)
+class PlanByUnit:
+    """The default planner.
+
+    Attributes:
+        pack_gathers_below: bytes of a shard below which it is packed with others of its bucket.
+        pack_reductions_below: the same for gradients.
+    """
+
+    pack_gathers_below: float
+    pack_reductions_below: float
+
+    @staticmethod
+    def for_device(device_type: str) -> PlanByUnit:
+        """Packing limits that fit the backend of a device.
+
+        NCCL's bandwidth falls off below some tens of kilobytes per rank, so only small tensors pay for a copy.
+        Gloo runs a coalesced reduction tensor by tensor at about a millisecond each, and its summation order
+        depends on where in a buffer an element lies: one packed buffer is faster, and has the bits of FSDP2.
+        """
+        small = 64 * 1024
+        return PlanByUnit(small, small if device_type == "cuda" else math.inf)
+
+    def __call__(self, program: Program) -> Plan:
+        """Bucket every collective of the program and place its start and wait."""
+        buckets: list[Bucket] = []
+        events: dict[str, tuple[Event, ...]] = {}
+        for name, phase in program.phases.items():
+            if name == "joint":
+                continue
+            groups = self._group(program, name, phase)
+            buckets += [bucket for bucket, _ in groups]
+            events[name] = tuple(_place(phase, groups))
+        return Plan(tuple(buckets), events)
+
+    def _group(self, program: Program, phase_name: str, phase: Phase) -> list[tuple[Bucket, list[Collective]]]:
+        """Collectives of one kind, unit and dtype travel together, in the order of the parameter table."""
+        groups: dict[tuple[str, ...], list[Collective]] = {}
+        for collective in collectives(phase):
+            row = program.params[collective.params[0]]
+            dtype = row.compute_dtype if collective.kind == "gather" else row.reduce_dtype
+            groups.setdefault((collective.kind, row.unit, str(dtype)), []).append(collective)
+        found: list[tuple[Bucket, list[Collective]]] = []
+        for (kind, unit, _), members in groups.items():
+            rows = {c.params[0]: program.params[c.params[0]] for c in members}
+            ordered = [row for row in program.params if row.name in rows]
+            name = self._name(kind, unit, phase_name, [bucket.name for bucket, _ in found])
+            bucket = self._bucket(members[0].kind, name, phase_name, ordered, program.axis.name)
+            found.append((bucket, members))
+        return found
+
+    def _name(self, kind: str, unit: str, phase_name: str, taken: Iterable[str]) -> str:
+        name = f"{kind} {unit or '(root)'} in {phase_name}"
+        same = sum(other.startswith(name) for other in taken)
+        return f"{name} {same + 1}" if same else name
+
+    def _bucket(
+        self, kind: CollectiveKind, name: str, phase_name: str, rows: list[ParamRow], axis: str
+    ) -> Bucket:
+        limit = self.pack_gathers_below if kind == "gather" else self.pack_reductions_below
+        sizes = {row.name: _shard_bytes(row, kind) for row in rows}
+        packed = tuple(row.name for row in rows if sizes[row.name] < limit)
+        if len(packed) == 1:
+            packed = ()
+        return Bucket(
+            name=name,
+            kind=kind,
+            phase=phase_name,
+            params=tuple(row.name for row in rows if row.name not in packed),
+            packed=packed,
+            axis=axis,
+            num_bytes=sum(sizes[row.name] * row.num_shards for row in rows),
+        )
+
+
+def _shard_bytes(row: ParamRow, kind: CollectiveKind) -> int:
+    dtype = row.compute_dtype if kind == "gather" else row.reduce_dtype
+    return math.prod(row.padded_shape) * dtype.itemsize
+
+
+def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]]) -> list[Event]:
+    """Starts and waits of a phase in order of execution."""
+    layout = Layout.of(phase)
+    end = len(layout.compute)
+    needed = {b.name: _first_use(members, layout) for b, members in groups if b.kind == "gather"}
+    ready = {b.name: _last_input(members, layout) for b, members in groups if b.kind == "reduce"}
+
+    gathers: list[Event] = []
+    start = 0
+    for name in sorted(needed, key=needed.__getitem__):
+        gathers += [Event("start", name, start), Event("wait", name, needed[name])]
+        start = needed[name]
+    reductions: list[Event] = []
+    for name in sorted(ready, key=ready.__getitem__):
+        if reductions:
+            reductions.append(Event("wait", reductions[-1].bucket, ready[name]))
+        reductions.append(Event("start", name, ready[name]))
+    if reductions:
+        reductions.append(Event("wait", reductions[-1].bucket, end))
+    return list(heapq.merge(reductions, gathers, key=lambda event: event.at))
+
+
+def _first_use(members: list[Collective], layout: Layout) -> int:
+    """Position of the first compute node that needs one of the gathered parameters."""
+    waits = [wait for c in members for wait in c.waits]
+    sources = waits + [node for wait in waits for node in layout.after[wait]]
+    users = (user for node in sources for user in node.users)
+    return min((layout.index[user] for user in users if user in layout.index), default=len(layout.compute))
+
+
+def _last_input(members: list[Collective], layout: Layout) -> int:
+    """Position after the last compute node that the gradients come from."""
+    users = [node for c in members for node in (*layout.before[c.node], c.node)]
+    inputs = (layout.index[n] for node in users for n in node.all_input_nodes if n in layout.index)
+    return max(inputs, default=-1) + 1

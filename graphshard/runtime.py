@@ -1,0 +1,179 @@
+"""Run an installed program: bind names to tensors, call the executors, connect them to autograd.
+
+    Step.forward    parameters, buffers and inputs -> outputs, with what backward needs saved
+    Step.backward   saved values and tangents -> gradients, as DTensors like their parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from graphshard._torch import disable_autocast
+from graphshard.graph import fake, is_collective
+from graphshard.program import Phase, Program, Slot
+from graphshard.sharding import ParamRef, as_dtensor, padded_shard
+
+BackwardFactory = Callable[[frozenset[str]], Phase]
+
+
+class Executable:
+    """A lowered program bound to a module and a mesh.
+
+    Args:
+        program: lowered; its axis names are replaced by the names of the mesh's process groups.
+        module: the module that owns the buffers.
+        params: where the parameters live.
+        mesh: the mesh the parameters are sharded over.
+        make_backward: makes the backward phase for another set of tangents than the likely one.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        module: nn.Module,
+        params: Sequence[ParamRef],
+        mesh: DeviceMesh,
+        make_backward: BackwardFactory,
+    ) -> None:
+        self.program = program
+        self.mesh = mesh
+        self._module = module
+        self._params = {ref.row.name: ref for ref in params}
+        self._make_backward = make_backward
+        self._forward = self._bind(program.phases["forward"])
+        self._outputs = self._forward.outputs
+        # Outputs that are constants, and None where a tensor of the step goes.
+        self._template = [
+            (isinstance(value, Node), value)
+            for value, slot in zip(self._forward.results, self._outputs)
+            if slot.kind == "output"
+        ]
+        self._backwards: dict[frozenset[str], Phase] = {}
+        if "backward" in program.phases:
+            phase = self._bind(program.phases["backward"])
+            self._backwards[_tangents(phase)] = phase
+            self._grads = phase.outputs
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Run the program on the tensors among a call's inputs; return what the module returns."""
+        if self._backwards:
+            wrt = [self._params[s.name].param if s.of == "param" else tensors[int(s.name)] for s in self._grads]
+            results = iter(Step.apply(self, tensors, *wrt))
+        else:
+            with torch.no_grad():
+                results = iter(self.forward(tensors)[0])
+        flat = [next(results) if is_tensor else value for is_tensor, value in self._template]
+        return pytree.tree_unflatten(flat, self.program.out_spec)
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[Slot, Any]]:
+        """Run the forward executor; return the module's tensors and the values saved for backward."""
+        with disable_autocast():
+            values = self._forward.module([self._read(slot, tensors) for slot in self._forward.inputs])
+        results: list[torch.Tensor] = []
+        saved: dict[Slot, Any] = {}
+        mutations: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for value, slot in zip(values, self._outputs, strict=True):
+            if slot.kind == "mutation":
+                assert slot.of is not None
+                mutations.append((self._read(Slot(slot.of, slot.name), tensors), value))
+            elif slot.kind != "output":
+                saved[slot] = value
+            elif isinstance(value, torch.Tensor):
+                results.append(value)
+        for target, value in mutations:
+            # Backward must see what forward saw.
+            saved = {s: v.clone() if v is target else v for s, v in saved.items()}
+            target.copy_(value)
+        return tuple(results), saved
+
+    def backward(self, saved: dict[Slot, Any], tangents: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
+        """Run the backward executor for the tangents at hand; `saved` is emptied."""
+        phase = self._backwards.get(frozenset(tangents))
+        if phase is None:
+            phase = self._bind(self._make_backward(frozenset(tangents)))
+            self._backwards[frozenset(tangents)] = phase
+        inputs = [
+            _like(tangents.pop(slot.name), fake(node)) if slot.kind == "tangent" else saved[slot]
+            for slot, node in zip(phase.inputs, phase.placeholders, strict=True)
+        ]
+        saved.clear()
+        with disable_autocast():
+            values = phase.module(inputs)
+        return [self._as_gradient(value, slot) for value, slot in zip(values, phase.outputs, strict=True)]
+
+    def _read(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        if slot.kind == "param":
+            ref = self._params[slot.name]
+            return padded_shard(ref.param, ref.row)
+        if slot.kind == "input":
+            return tensors[int(slot.name)].detach()
+        constant = self.program.constants.get(slot.name)
+        return constant if constant is not None else self._module.get_buffer(slot.name)
+
+    def _as_gradient(self, value: torch.Tensor | None, slot: Slot) -> torch.Tensor | None:
+        if value is None or slot.of != "param":
+            return value
+        row = self._params[slot.name].row
+        return as_dtensor(value[: row.local_rows(self.mesh.get_local_rank())[1]], row, self.mesh)
+
+    def _bind(self, phase: Phase) -> Phase:
+        """Put the process group's name in the place of the axis name."""
+        group = self.mesh.get_group().group_name
+        for node in phase.module.graph.nodes:
+            if is_collective(node):
+                node.args = (*node.args[:-1], group)
+        phase.module.recompile()
+        return phase
+
+    def outputs_with_tangent(self) -> list[tuple[str, bool]]:
+        """Name of each tensor the step returns, and whether autograd may differentiate through it."""
+        names = [
+            slot.name
+            for value, slot in zip(self._forward.results, self._outputs)
+            if slot.kind == "output" and isinstance(value, Node)
+        ]
+        return [(name, name in self.program.tangents) for name in names]
+
+
+class Step(torch.autograd.Function):
+    """One call of a program with gradients. The parameters are passed so that autograd sees them."""
+
+    @staticmethod
+    def forward(ctx: Any, executable: Executable, tensors: Sequence[torch.Tensor], *wrt: torch.Tensor) -> Any:
+        results, saved = executable.forward(tensors)
+        ctx.executable = executable
+        ctx.set_materialize_grads(False)
+        ctx.slots = list(saved)
+        ctx.save_for_backward(*saved.values())
+        names = executable.outputs_with_tangent()
+        ctx.mark_non_differentiable(*(r for r, (_, differentiable) in zip(results, names) if not differentiable))
+        ctx.names = [name for name, _ in names]
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        saved = dict(zip(ctx.slots, ctx.saved_tensors, strict=True))
+        ctx.maybe_clear_saved_tensors()  # so that the executor can free them, unless the graph is retained
+        tangents = {name: grad for name, grad in zip(ctx.names, grads) if grad is not None}
+        return (None, None, *ctx.executable.backward(saved, tangents))
+
+
+def _tangents(phase: Phase) -> frozenset[str]:
+    return frozenset(slot.name for slot in phase.inputs if slot.kind == "tangent")
+
+
+def _like(tangent: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
+    """The tangent with the strides that the backward graph was traced with."""
+    if tangent.stride() == traced.stride():
+        return tangent
+    strided = torch.empty_strided(tangent.shape, traced.stride(), dtype=tangent.dtype, device=tangent.device)
+    return strided.copy_(tangent)

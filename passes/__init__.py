@@ -1,0 +1,32 @@
+"""The passes, one per file. `pipeline.py` runs them in the order that fits one screen.
+
+    insert_collectives      parameters become shards; all-gathers and reduce-scatters appear
+    mixed_precision         shards are stored in their own dtype; casts before gathers and around reductions
+    reshard_after_forward   what backward gathers again, and what it keeps
+    drop_unused_tangents    outputs that never receive a gradient cost nothing in backward
+    bucket                  collectives travel together, as the plan says
+    reorder                 collectives start and are waited for where the plan says
+
+A pass sees the program, the plan, the parameter table and the graph helpers; never capture, lowering or runtime.
+"""
+
+if __name__ == "passes":
+    raise ImportError("import graphshard.passes: the top-level directory passes/ is not a package of its own")
+
+from graphshard.passes.base import Pass
+from graphshard.passes.bucket import Bucketing
+from graphshard.passes.drop_unused_tangents import DropUnusedTangents
+from graphshard.passes.insert_collectives import InsertCollectives
+from graphshard.passes.mixed_precision import MixedPrecision
+from graphshard.passes.reorder import Reorder
+from graphshard.passes.reshard_after_forward import ReshardAfterForward
+
+__all__ = [
+    "Bucketing",
+    "DropUnusedTangents",
+    "InsertCollectives",
+    "MixedPrecision",
+    "Pass",
+    "Reorder",
+    "ReshardAfterForward",
+]

@@ -1,0 +1,155 @@
+"""Let collectives travel together as the plan's buckets say.
+
+  * %g1 = all_gather_into_tensor(%a)           * %g = all_gather_into_tensor_coalesced([%a, %b])
+    %w1 = wait_tensor(%g1)                       %w1 = wait_tensor(getitem(%g, 0))
+  * %g2 = all_gather_into_tensor(%b)             %w2 = wait_tensor(getitem(%g, 1))
+    %w2 = wait_tensor(%g2)
+
+A coalesced bucket launches several tensors as one group and copies nothing. Small tensors of a bucket are packed:
+flattened into one buffer that travels as one more tensor of the group, at the price of a copy on either side. A packed
+reduction holds the buffer that FSDP2 would make: one row per rank, and in it each gradient's chunk in order.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch._ops import OpOverloadPacket
+from torch.fx import Graph, Node
+
+from graphshard.errors import PassError
+from graphshard.graph import WAIT, Collective, Layout, aten, c10d, collectives, emit, fake
+from graphshard.passes.base import Pass
+from graphshard.plan import Bucket
+from graphshard.program import Program
+
+
+@dataclass(frozen=True)
+class Bucketing(Pass):
+    """Requires: a plan that names every collective once; one collective per parameter.
+    Ensures: one collective per bucket.  Preserves: the compute order, numerics."""
+
+    name: ClassVar[str] = "bucket"
+
+    def requires(self, program: Program) -> None:
+        if program.plan is None:
+            raise PassError(f"{self.name}: the program has no plan; run a planner first")
+        for phase_name, phase in program.phases.items():
+            found = sorted((c.kind, p) for c in collectives(phase) for p in c.params)
+            planned = sorted(
+                (b.kind, p) for b in program.plan.buckets if b.phase == phase_name for p in b.members
+            )
+            if found != planned:
+                odd = sorted(set(found) ^ set(planned)) or found
+                raise PassError(f"{self.name}: plan and {phase_name} graph disagree about {odd[:5]}")
+
+    def rewrite(self, program: Program) -> int:
+        assert program.plan is not None
+        count = 0
+        for phase_name, phase in program.phases.items():
+            single = {(c.kind, p): c for c in collectives(phase) if len(c.params) == 1 for p in c.params}
+            layout = Layout.of(phase)
+            for bucket in program.plan.buckets:
+                members = [single.get((bucket.kind, name)) for name in bucket.members]
+                if bucket.phase != phase_name or len(members) < 2 or None in members:
+                    continue
+                merge = _merge_gathers if bucket.kind == "gather" else _merge_reductions
+                merge(phase.module.graph, bucket, [m for m in members if m is not None], layout)
+                count += 1
+        return count
+
+    def ensures(self, program: Program) -> None:
+        for name, phase in program.phases.items():
+            assert program.plan is not None
+            planned = sum(b.phase == name for b in program.plan.buckets)
+            found = len(collectives(phase))
+            if found != planned:
+                raise PassError(f"{self.name}: {name} has {found} collectives for {planned} buckets")
+
+
+def _merge_gathers(graph: Graph, bucket: Bucket, members: list[Collective], layout: Layout) -> None:
+    first = min(m.node for m in members)
+    for member in members:
+        for node in layout.before[member.node]:
+            first.prepend(node)
+    shards = [m.node.args[0] for m in members]
+    size, axis = members[0].node.args[1:]
+    num_packed = len(bucket.packed)
+    with graph.inserting_before(first):
+        tensors = shards[num_packed:]
+        if num_packed:
+            flats = [emit(graph, aten.view.default, s, [-1], like=first) for s in shards[:num_packed]]
+            tensors = [emit(graph, aten.cat.default, flats, like=first), *tensors]
+        fulls = _launch(graph, c10d.all_gather_into_tensor, tensors, size, axis, like=first)
+        if num_packed:
+            fulls = _unpack_gathered(graph, fulls[0], shards[:num_packed], size) + fulls[1:]
+    for member, full in zip(members, fulls, strict=True):
+        _replace(graph, member, full)
+
+
+def _unpack_gathered(graph: Graph, buffer: Node, shards: list[Node], size: int) -> list[Node]:
+    rows = emit(graph, aten.view.default, buffer, [size, -1], like=buffer)
+    sizes = [fake(s).numel() for s in shards]
+    pieces = emit(graph, aten.split_with_sizes.default, rows, sizes, 1, like=buffer)
+    fulls = []
+    for index, shard in enumerate(shards):
+        shape = fake(shard).shape
+        piece = emit(graph, operator.getitem, pieces, index, like=buffer)
+        # A column of the buffer is not contiguous: this is the copy out.
+        whole = emit(graph, aten.clone.default, piece, memory_format=torch.contiguous_format, like=buffer)
+        fulls.append(emit(graph, aten.view.default, whole, [size * shape[0], *shape[1:]], like=buffer))
+    return fulls
+
+
+def _merge_reductions(graph: Graph, bucket: Bucket, members: list[Collective], layout: Layout) -> None:
+    last = max(m.node for m in members)
+    grads = [m.node.args[0] for m in members]
+    op, size, axis = members[0].node.args[1:]
+    num_packed = len(bucket.packed)
+    with graph.inserting_before(last):
+        tensors = grads[num_packed:]
+        if num_packed:
+            rows = [emit(graph, aten.view.default, g, [size, -1], like=last) for g in grads[:num_packed]]
+            buffer = emit(graph, aten.cat.default, rows, 1, like=last)
+            tensors = [emit(graph, aten.view.default, buffer, [-1], like=last), *tensors]
+        shards = _launch(graph, c10d.reduce_scatter_tensor, tensors, op, size, axis, like=last)
+        if num_packed:
+            shards = _unpack_reduced(graph, shards[0], grads[:num_packed], size) + shards[1:]
+    anchor = last
+    for member, shard in zip(members, shards, strict=True):
+        for node in layout.after[member.waits[0]]:
+            anchor.append(node)
+            anchor = node
+        _replace(graph, member, shard)
+
+
+def _unpack_reduced(graph: Graph, buffer: Node, grads: list[Node], size: int) -> list[Node]:
+    shapes = [[fake(g).shape[0] // size, *fake(g).shape[1:]] for g in grads]
+    sizes = [math.prod(shape) for shape in shapes]
+    pieces = emit(graph, aten.split_with_sizes.default, buffer, sizes, like=buffer)
+    return [
+        emit(graph, aten.view.default, emit(graph, operator.getitem, pieces, i, like=buffer), shape, like=buffer)
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def _launch(graph: Graph, packet: OpOverloadPacket, tensors: list[Node], *args: object, like: Node) -> list[Node]:
+    """Start one collective for all tensors and wait for each."""
+    if len(tensors) == 1:
+        starts = [emit(graph, packet.default, *tensors, *args, like=like)]
+    else:
+        coalesced = getattr(c10d, f"{packet.__name__}_coalesced")
+        group = emit(graph, coalesced.default, tensors, *args, like=like)
+        starts = [emit(graph, operator.getitem, group, i, like=like) for i in range(len(tensors))]
+    return [emit(graph, WAIT, start, like=like) for start in starts]
+
+
+def _replace(graph: Graph, member: Collective, value: Node) -> None:
+    (wait,) = member.waits
+    wait.replace_all_uses_with(value)
+    graph.erase_node(wait)
+    graph.erase_node(member.node)

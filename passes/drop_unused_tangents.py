@@ -1,0 +1,128 @@
+"""Take outputs that receive no gradient out of the backward graph.
+
+    %t: f32[8, 16, 256] = tangent:1
+    %b: f32[8, 16, 256] = nll_backward(%t0)
+    %s = add(%b, %t)                         %s = %b
+
+A model that returns its loss and its logits is differentiated through the loss alone; autograd would pass zeros for
+the logits, as large as the logits. A gradient is linear in each tangent, so a zero tangent makes everything zero
+that depends on it alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Graph, Node
+
+from graphshard.graph import WAIT, aten, c10d, emit, fake, is_view
+from graphshard.passes.base import Pass
+from graphshard.program import Phase, Program
+
+_ZERO_IF_ANY = frozenset(
+    {
+        operator.getitem,
+        aten._to_copy.default,
+        aten.bmm.default,
+        aten.clone.default,
+        aten.constant_pad_nd.default,
+        aten.mm.default,
+        aten.mul.Scalar,
+        aten.mul.Tensor,
+        aten.neg.default,
+        aten.sum.dim_IntList,
+        aten.sum.default,
+        c10d.reduce_scatter_tensor.default,
+        WAIT,
+    }
+)
+_ZERO_IF_FIRST = frozenset({aten.div.Tensor, aten.div.Scalar, aten.embedding_dense_backward.default})
+
+
+@dataclass(frozen=True)
+class DropUnusedTangents(Pass):
+    """Requires: a partitioned program.  Ensures: every tangent input is in `used`.
+    Preserves: gradients with respect to the used outputs; others become None, as in eager autograd.
+
+    Attributes:
+        used: names of the tangents that arrive; None guesses: the scalars if there are any, else all.
+    """
+
+    name: ClassVar[str] = "drop-unused-tangents"
+    used: frozenset[str] | None = None
+
+    def rewrite(self, program: Program) -> int:
+        phase = program.phases.get("backward")
+        if phase is None:
+            return 0
+        tangents = {node: slot.name for node, slot in phase.slot_of().items() if slot.kind == "tangent"}
+        used = likely_used(tangents) if self.used is None else self.used
+        unused = {node for node, name in tangents.items() if name not in used}
+        if unused:
+            _propagate(phase, set(unused))
+            _erase(phase, unused)
+        return len(unused)
+
+
+def likely_used(tangents: dict[Node, str]) -> frozenset[str]:
+    """Scalar outputs are losses; a model without one is differentiated through everything it returns."""
+    scalars = frozenset(name for node, name in tangents.items() if fake(node).dim() == 0)
+    return scalars or frozenset(tangents.values())
+
+
+def _propagate(phase: Phase, zeros: set[Node]) -> None:
+    """Follow zeros through the graph: drop them from sums, materialise them where nothing is known."""
+    graph = phase.module.graph
+    for node in list(graph.nodes):
+        dead = [n for n in node.all_input_nodes if n in zeros]
+        if not dead or node.op == "output":
+            continue
+        if _is_zero(node, zeros):
+            zeros.add(node)
+        elif (other := _other_addend(node, zeros)) is not None:
+            node.replace_all_uses_with(other)
+        else:
+            for zero in dead:
+                node.replace_input_with(zero, _materialize(graph, zero, node))
+    phase.set_results([None if n in zeros else n for n in phase.results])
+
+
+def _is_zero(node: Node, zeros: set[Node]) -> bool:
+    first = node.args[0] if node.args else None
+    if is_view(node) or node.target in _ZERO_IF_ANY:
+        return True
+    if isinstance(first, (list, tuple)):
+        return node.target is aten.cat.default and all(n in zeros for n in first)
+    name = node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
+    return first in zeros and (node.target in _ZERO_IF_FIRST or name.endswith(("_backward", "_backward_data")))
+
+
+def _other_addend(node: Node, zeros: set[Node]) -> Node | None:
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return None
+    rest = [a for a in node.args if isinstance(a, Node) and a not in zeros]
+    if len(rest) != 1 or len(node.args) != 2:
+        return None
+    same = fake(rest[0]).shape == fake(node).shape and fake(rest[0]).dtype == fake(node).dtype
+    return rest[0] if same else None
+
+
+def _materialize(graph: Graph, zero: Node, before: Node) -> Node:
+    val = fake(zero)
+    with graph.inserting_before(before):
+        return emit(graph, aten.full.default, list(val.shape), 0, dtype=val.dtype, device=val.device, like=before)
+
+
+def _erase(phase: Phase, unused: set[Node]) -> None:
+    graph = phase.module.graph
+    kept = [slot for node, slot in phase.slot_of().items() if node not in unused]
+    # eliminate_dead_code keeps collectives and placeholders; those that only carried zeros go too.
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+    for node in unused:
+        graph.erase_node(node)
+    phase.inputs = tuple(kept)

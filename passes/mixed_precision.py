@@ -1,0 +1,83 @@
+"""Store parameters and gradients in the parameters' own dtype; compute and communicate in the policy's.
+
+    %s: bf16[4, 4] = param:w                 %s: f32[4, 4] = param:w
+                                             %c: bf16[4, 4] = _to_copy(%s, dtype=bf16)
+  * %g = all_gather_into_tensor(%s)        * %g = all_gather_into_tensor(%c)
+    ...                                      ...
+    return %ds as grad:w                     %d: f32[4, 4] = _to_copy(%ds, dtype=f32)
+                                             return %d as grad:w
+
+The program was captured with parameters in the compute dtype, so casts appear only at its edges. The cast comes
+before the gather, where it halves the bytes that travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import Node
+
+from graphshard.errors import PassError
+from graphshard.graph import aten, emit, fake
+from graphshard.params import ParamRow
+from graphshard.passes.base import Pass
+from graphshard.program import Phase, Program
+
+
+@dataclass(frozen=True)
+class MixedPrecision(Pass):
+    """Ensures: parameter inputs and their gradients have the stored dtype.
+    Preserves: every other node and the dtype in which it computes."""
+
+    name: ClassVar[str] = "mixed-precision"
+
+    def rewrite(self, program: Program) -> int:
+        count = 0
+        for phase in program.phases.values():
+            for node, slot in phase.slot_of().items():
+                if slot.kind == "param":
+                    count += _cast_shard(phase, node, program.params[slot.name])
+            count += _cast_gradients(phase, program)
+        return count
+
+    def ensures(self, program: Program) -> None:
+        for phase in program.phases.values():
+            for node, slot in [*phase.slot_of().items(), *zip(phase.results, phase.outputs)]:
+                if "param" not in (slot.kind, slot.of) or not isinstance(node, Node):
+                    continue
+                dtype, wanted = fake(node).dtype, program.params[slot.name].dtype
+                if dtype != wanted:
+                    raise PassError(f"{self.name}: {slot} is {dtype}, the stored parameter is {wanted}")
+
+
+def _cast_shard(phase: Phase, shard: Node, row: ParamRow) -> int:
+    if fake(shard).dtype == row.dtype:
+        return 0
+    graph = phase.module.graph
+    users = list(shard.users)
+    shard.meta["val"] = fake(shard).to(row.dtype)
+    if users:
+        first = min(users)
+        with graph.inserting_before(first):
+            cast = emit(graph, aten._to_copy.default, shard, dtype=row.compute_dtype, like=first)
+        for user in users:
+            user.replace_input_with(shard, cast)
+    return 1
+
+
+def _cast_gradients(phase: Phase, program: Program) -> int:
+    count = 0
+    results = phase.results
+    for index, slot in enumerate(phase.outputs):
+        node = results[index]
+        if slot.kind != "grad" or slot.of != "param" or not isinstance(node, Node):
+            continue
+        dtype = program.params[slot.name].dtype
+        if fake(node).dtype != dtype:
+            graph = phase.module.graph
+            with graph.inserting_after(node):
+                results[index] = emit(graph, aten._to_copy.default, node, dtype=dtype, like=node)
+            count += 1
+    phase.set_results(results)
+    return count

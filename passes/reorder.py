@@ -1,0 +1,97 @@
+"""Start and wait for collectives where the plan says.
+
+    %w0 = wait_tensor(%g0)                     %w0 = wait_tensor(%g0)
+    %y0 = mm(%x, %w0)                        * %g1 = all_gather_into_tensor(%b)
+  * %g1 = all_gather_into_tensor(%b)           %y0 = mm(%x, %w0)
+    %w1 = wait_tensor(%g1)                     %w1 = wait_tensor(%g1)
+    %y1 = mm(%y0, %w1)                         %y1 = mm(%y0, %w1)
+
+The compute keeps its order. What belongs to a collective moves with it: casts and copies before it are done when it
+starts, those behind it when it is waited for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import Node
+
+from graphshard.errors import PassError
+from graphshard.graph import Collective, Layout, collectives, with_parts
+from graphshard.passes.base import Pass
+from graphshard.plan import Event, Plan
+from graphshard.program import Phase, Program
+
+
+@dataclass(frozen=True)
+class Reorder(Pass):
+    """Requires: a plan whose buckets are the graph's collectives.  Ensures: the order is the plan's.
+    Preserves: the node set, the order of compute nodes, numerics."""
+
+    name: ClassVar[str] = "reorder"
+
+    def requires(self, program: Program) -> None:
+        if program.plan is None:
+            raise PassError(f"{self.name}: the program has no plan; run a planner first")
+
+    def rewrite(self, program: Program) -> int:
+        assert program.plan is not None
+        return sum(_reorder(phase, name, program.plan) for name, phase in program.phases.items())
+
+
+def _reorder(phase: Phase, phase_name: str, plan: Plan) -> int:
+    graph = phase.module.graph
+    old = [n for n in graph.nodes if n.op == "call_function"]
+    new = _schedule(phase, phase_name, plan)
+    _check(old, new, phase_name)
+    if old == new:
+        return 0
+    anchor = phase.placeholders[-1]
+    for node in new:
+        anchor.append(node)
+        anchor = node
+    return sum(a is not b for a, b in zip(old, new))
+
+
+def _schedule(phase: Phase, phase_name: str, plan: Plan) -> list[Node]:
+    layout = Layout.of(phase)
+    launches = {(c.kind, p): c for c in collectives(phase) for p in c.params}
+    due: defaultdict[int, list[Event]] = defaultdict(list)
+    for event in plan.events.get(phase_name, ()):
+        due[min(event.at, len(layout.compute))].append(event)
+
+    order: list[Node] = []
+    for position in range(len(layout.compute) + 1):
+        for event in due[position]:
+            bucket = plan.bucket(event.bucket)
+            collective = launches[bucket.kind, bucket.members[0]]
+            order += _start(collective, layout) if event.action == "start" else _wait(collective, layout)
+        for node in layout.compute[position : position + 1]:
+            order += with_parts(node)
+    return order
+
+
+def _start(collective: Collective, layout: Layout) -> list[Node]:
+    parts = [w.all_input_nodes[0] for w in collective.waits if w.all_input_nodes[0] is not collective.node]
+    return [*layout.before[collective.node], collective.node, *parts]
+
+
+def _wait(collective: Collective, layout: Layout) -> list[Node]:
+    return [node for wait in collective.waits for node in (wait, *layout.after[wait])]
+
+
+def _check(old: list[Node], new: list[Node], phase_name: str) -> None:
+    """The plan must place every node once, and every node after its inputs."""
+    placed: set[Node] = set()
+    for node in new:
+        if node in placed:
+            raise PassError(f"reorder: the plan starts or waits twice for {node.name} in {phase_name}")
+        late = [n.name for n in node.all_input_nodes if n.op == "call_function" and n not in placed]
+        if late:
+            raise PassError(f"reorder: the plan runs {node.name} in {phase_name} before its input {late[0]}")
+        placed.add(node)
+    missing = [n.name for n in old if n not in placed]
+    if missing:
+        raise PassError(f"reorder: the plan has no place for {missing[:5]} in {phase_name}")

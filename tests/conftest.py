@@ -1,0 +1,41 @@
+"""Fixtures shared by all tests: worlds of real ranks, fake worlds, and the skip of GPU tests."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.ranks import FakeWorld, RankPool, Ranks, reset_distributed
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """`ranks(n)` is the session's pool of n gloo ranks; see tests/ranks.py."""
+    with contextlib.ExitStack() as pools:
+        yield functools.cache(lambda world_size: pools.enter_context(RankPool(world_size)))
+
+
+@pytest.fixture
+def fake_world() -> Iterator[FakeWorld]:
+    """`fake_world(n)` makes this process a rank of n. Collectives return at once, with made-up values.
+
+    A second call in the same test replaces the world.
+    """
+
+    def start(world_size: int, rank: int = 0) -> None:
+        reset_distributed()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    yield start
+    reset_distributed()

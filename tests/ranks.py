@@ -1,0 +1,279 @@
+"""Run functions on real gloo ranks that stay alive from test to test.
+
+Importing torch and starting a process takes seconds, a test milliseconds. So the processes are started once
+per world size, and each test sends them a function of its own module:
+
+    def _sum(rank: int, world_size: int, x: int) -> int:
+        total = torch.tensor(rank * x)
+        dist.all_reduce(total)
+        return total.item()
+
+    def test_sum(ranks: Ranks) -> None:
+        assert ranks(2).run(_sum, 3) == [3, 3]
+
+        test process                                 rank 0, rank 1
+        run(_sum, 3) --- "tests.test_x._sum", 3 -->  make a process group, call _sum(rank, 2, 3)
+        [3, 3]       <-- value or traceback -------
+                                                     leave the group (at the next run, if all went well)
+
+Each run has process groups of its own. Kept ones would add up (sockets, threads), and their names would
+depend on the order of tests. Leaving at once after an error wakes the ranks that wait for the failing one.
+
+The processes are spawned, not forked. So each has its own hash seed, as in a real job, and what depends on the
+order of a set differs between ranks.
+
+A rank that dies or hangs takes its pool along, and the next run starts a fresh one. What the ranks print, the
+test process prints again, so that pytest shows it with a test that fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import itertools
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, TextIO, TypeAlias
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+# Defaults: what the environment of the tests says comes first.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # A pool of compile workers in each rank costs more than it gives.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    # Gloo otherwise resolves the name of the host, which may lead outside or nowhere.
+    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+}
+START_TIMEOUT = 300.0
+
+
+class RankError(Exception):
+    """A rank raised, died or hung. The message holds the traceback or stack of each, root cause first."""
+
+
+class RankPool:
+    """`world_size` processes: started by the first run, and by the run after one that lost a rank."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._ranks: list[_Rank] = []
+        self._store: dist.Store | None = None
+        self._folder = contextlib.ExitStack()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 300.0, grace: float = 20.0
+    ) -> list[Any]:
+        """Call `function(rank, world_size, *args)` on every rank; return the values, in the order of ranks.
+
+        `function` is sent by name, so it sits at the top level of its module. Arguments and values are sent
+        by value, tensors too. The ranks have `timeout` seconds, and `grace` after the first error.
+        """
+        __tracebackhide__ = True
+        request = pickle.dumps((function, args))
+        try:
+            if not self._ranks:
+                self._start()
+            for rank in self._ranks:
+                rank.send(request)
+            answers = self._collect(timeout, grace)
+        except BaseException:
+            self.close()  # after a KeyboardInterrupt, say, answers are left in the pipes
+            raise
+        if any(answer.lost for answer in answers):
+            self.close()
+        self._relay_output()
+        _raise_errors(answers)
+        return [pickle.loads(answer.value) for answer in answers]
+
+    def close(self) -> None:
+        """Kill the processes: left to themselves they take a second each, as torch is slow to leave."""
+        self._relay_output()
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.close()
+        self._ranks = []
+        self._store = None
+        self._folder.close()
+
+    def _start(self) -> None:
+        folder = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="ranks-")))
+        # Served from here, the store has a port that is free for certain, and outlives any rank.
+        self._store = store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ}):
+            for rank in range(self.world_size):
+                self._ranks.append(_Rank.start(rank, self.world_size, store.port, folder))
+        _raise_errors(self._collect(START_TIMEOUT, grace=0.0))
+
+    def _collect(self, timeout: float, grace: float) -> list[_Answer]:
+        """Wait for an answer of each rank, and answer for those that hang."""
+        waiting = {rank.connection: rank for rank in self._ranks}
+        answers: list[_Answer] = []
+        deadline = time.monotonic() + timeout
+        limit = f"{timeout:g} s"
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                answer = waiting.pop(connection).receive()
+                answers.append(answer)
+                if answer.error and time.monotonic() + grace < deadline:
+                    deadline = time.monotonic() + grace
+                    limit = f"{grace:g} s after the first error"
+        answers += _hanging(list(waiting.values()), f"no answer within {limit}")
+        return sorted(answers, key=lambda answer: answer.rank)
+
+    def _relay_output(self) -> None:
+        for rank in self._ranks:
+            for line in rank.log.read().splitlines():
+                print(f"[rank {rank.rank}] {line}")
+
+
+Ranks: TypeAlias = Callable[[int], RankPool]
+FakeWorld: TypeAlias = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a rank returned, or why it did not."""
+
+    rank: int
+    value: bytes = b""  # pickled by the rank itself, so that its failure to do so is an error like others
+    error: str = ""
+    detail: str = ""
+    time: float = 0.0  # of the error; the clock is the same in all processes
+    lost: bool = False  # the process died or hangs
+
+
+def _raise_errors(answers: list[_Answer]) -> None:
+    """Raise one RankError for all errors, if there are any."""
+    __tracebackhide__ = True
+    errors = sorted((answer for answer in answers if answer.error), key=lambda answer: answer.time)
+    if errors:
+        title = f"rank {errors[0].rank} of {len(answers)}: {errors[0].error}"
+        raise RankError("\n".join([title, *(f"---- rank {e.rank}: {e.error}\n{e.detail}" for e in errors)]))
+
+
+@dataclass
+class _Rank:
+    """A process, as the test process sees it."""
+
+    rank: int
+    process: SpawnProcess
+    connection: Connection
+    log: TextIO  # what the rank prints
+    stacks: TextIO  # what it writes when asked where it hangs
+
+    @classmethod
+    def start(cls, rank: int, world_size: int, port: int, folder: Path) -> _Rank:
+        log, stacks = folder / f"log{rank}", folder / f"stacks{rank}"
+        log.touch()
+        stacks.touch()
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        args = (rank, world_size, port, theirs, log, stacks)
+        process = context.Process(target=_serve, args=args, name=f"rank {rank}", daemon=True)
+        process.start()
+        theirs.close()  # the only other end is the rank's, so its death ends the pipe
+        return cls(rank, process, ours, log.open(errors="replace"), stacks.open())
+
+    def send(self, request: bytes) -> None:
+        with contextlib.suppress(OSError):  # dead: found when its answer is due
+            self.connection.send_bytes(request)
+
+    def receive(self) -> _Answer:
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join(10.0)
+            # Errors of the other ranks follow from this one, so its time is the earliest.
+            return _Answer(self.rank, error=f"died with exit code {self.process.exitcode}", lost=True)
+
+    def close(self) -> None:
+        self.process.join()
+        self.process.close()
+        self.connection.close()
+        self.log.close()
+        self.stacks.close()
+
+
+def _hanging(ranks: list[_Rank], error: str) -> list[_Answer]:
+    """The answers for ranks that hang: their stacks."""
+    for rank in ranks:
+        os.kill(rank.process.pid, signal.SIGUSR1)
+    if ranks:
+        time.sleep(1.0)  # they write their stacks
+    return [_Answer(r.rank, error=error, detail=r.stacks.read(), time=math.inf, lost=True) for r in ranks]
+
+
+def _serve(rank: int, world_size: int, port: int, connection: Connection, log: Path, stacks: Path) -> None:
+    """The life of a rank: answer requests until it is killed, or the test process is."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process
+    with stacks.open("w") as stacks_file, log.open("w") as log_file, contextlib.suppress(EOFError):
+        faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
+        os.dup2(log_file.fileno(), 1)
+        os.dup2(log_file.fileno(), 2)
+        sys.stdout.reconfigure(line_buffering=True)
+        torch.set_num_threads(1)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        connection.send_bytes(pickle.dumps(_Answer(rank)))
+        frozen = 0
+        for number in itertools.count():
+            request = connection.recv_bytes()
+            reset_distributed()  # not before all ranks have answered: one may still be in a collective
+            answer = _answer(request, dist.PrefixStore(f"run{number}", store), rank, world_size)
+            connection.send_bytes(pickle.dumps(answer))
+            if answer.error:
+                reset_distributed()
+            gc.collect()
+            if len(sys.modules) > frozen:  # what imports made stays, and takes 0.1 s to go through in each run
+                frozen = len(sys.modules)
+                gc.freeze()
+
+
+def _answer(request: bytes, store: dist.Store, rank: int, world_size: int) -> _Answer:
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        torch.manual_seed(0)
+        function, args = pickle.loads(request)
+        return _Answer(rank, value=pickle.dumps(function(rank, world_size, *args)))
+    except BaseException as error:  # SystemExit and pytest.fail, too
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        return _Answer(rank, error=summary, detail=traceback.format_exc(), time=time.monotonic())
+
+
+def reset_distributed() -> None:
+    """Leave all process groups, and forget what names them.
+
+    DTensor caches its plans by device mesh. A mesh equals that of an earlier run, but a plan of then names
+    groups that are gone, or are others by now.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
