@@ -34,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
+from graphshard.decompose import capture_decompositions
 from graphshard.diagnose import explain_export_failure
 from graphshard.graph import base_of
 from graphshard.params import ParamTable
@@ -85,7 +86,9 @@ def capture(
     _unalias_outputs(graph_module)
     tensors = [f for f in fakes if isinstance(f, torch.Tensor)]
     with contextlib.ExitStack() as stack, torch.set_grad_enabled(grad):
-        joint = aot_export_joint_with_descriptors(stack, graph_module, tuple(tensors))
+        joint = aot_export_joint_with_descriptors(
+            stack, graph_module, tuple(tensors), decompositions=capture_decompositions()
+        )
         captured: GraphModule = joint.graph_module
     phase = _phase(captured, spec.params)
     tangents = tuple(slot.name for slot in phase.inputs if slot.kind == "tangent")
@@ -206,6 +209,8 @@ def _tie(graph_module: GraphModule, params: ParamTable) -> None:
 def _flatten_signature(graph_module: GraphModule, leaves: list[Any]) -> None:
     """Take a flat list of tensors and return a flat list: other inputs were captured by value."""
     graph = graph_module.graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)  # export states dtypes that hold by construction
     graph.set_codegen(CodeGen())
     for node, leaf in zip(graph.find_nodes(op="placeholder"), leaves, strict=True):
         if not isinstance(leaf, torch.Tensor):

@@ -92,6 +92,15 @@ def fake(node: Node) -> torch.Tensor:
     return val
 
 
+def restride(value: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
+    """A real value with the strides its fake had in the graph; itself if it has them."""
+    if value.stride() == traced.stride():
+        return value
+    return torch.empty_strided(
+        traced.shape, traced.stride(), dtype=value.dtype, device=value.device
+    ).copy_(value)
+
+
 def module_of(node: Node) -> str:
     """Name of the innermost module whose forward (or backward) made the node; "" for the root."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")

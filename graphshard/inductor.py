@@ -11,10 +11,12 @@ import torch
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard._torch import use_boxed_calls
+from graphshard.graph import restride
 from graphshard.lower import Boxed, Compiler, reshape_views
 from graphshard.program import Region
 
@@ -39,9 +41,9 @@ def compile_eager(region: Region, name: str) -> Boxed:
 def compile_inductor(region: Region, name: str) -> Boxed:
     """Compile the region with Inductor; on failure run its ATen operators, with a warning that names it."""
     try:
-        module, inputs = _decompose(region.module)
         # Random numbers come from torch's generators, in program order, as in eager mode.
         with config.patch(fallback_random=True):
+            module, inputs = _decompose(region.module)
             compiled: Boxed = compile_fx_inner(module, inputs)
         return compiled
     except Exception as error:
@@ -51,15 +53,30 @@ def compile_inductor(region: Region, name: str) -> Boxed:
             stacklevel=2,
         )
         log.debug("%s:\n%s", name, region.text, exc_info=True)
-        return compile_eager(region, name)
+        return _with_strides(compile_eager(region, name), _outputs(region.module))
+
+
+def _with_strides(fn: Boxed, traced: list[torch.Tensor]) -> Boxed:
+    """Give each result the strides that compiled regions rely on; some operators return others."""
+
+    def call(inputs: list[Any]) -> list[torch.Tensor]:
+        return [restride(value, like) for value, like in zip(fn(inputs), traced, strict=True)]
+
+    return call
 
 
 def _decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
     """Inductor's decompositions, with the strides of the outputs pinned: the next region relies on them."""
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    with torch.no_grad():
+    outputs = _outputs(module)
+    with torch.no_grad(), outputs[0].fake_mode:
         decomposed = make_fx(module, select_decomp_table(), tracing_mode="real")(*inputs)
-    (old,), (output,) = (m.graph.find_nodes(op="output") for m in (module, decomposed))
-    output.meta["user_visible_output_idxs"] = list(range(len(old.args[0])))
-    output.meta["original_output_strides"] = [node.meta["val"].stride() for node in old.args[0]]
+    (output,) = decomposed.graph.find_nodes(op="output")
+    output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
+    output.meta["original_output_strides"] = [value.stride() for value in outputs]
     return decomposed, inputs
+
+
+def _outputs(module: GraphModule) -> list[FakeTensor]:
+    (output,) = module.graph.find_nodes(op="output")
+    return [node.meta["val"] for node in output.args[0]]

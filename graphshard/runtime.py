@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from graphshard._torch import disable_autocast
-from graphshard.graph import fake, is_collective
+from graphshard.graph import fake, is_collective, restride
 from graphshard.program import Phase, Program, Slot
 from graphshard.sharding import ParamRef, as_dtensor, padded_shard
 
@@ -101,7 +101,7 @@ class Executable:
             phase = self._bind(self._make_backward(frozenset(tangents)))
             self._backwards[frozenset(tangents)] = phase
         inputs = [
-            _like(tangents.pop(slot.name), fake(node)) if slot.kind == "tangent" else saved[slot]
+            restride(tangents.pop(slot.name), fake(node)) if slot.kind == "tangent" else saved[slot]
             for slot, node in zip(phase.inputs, phase.placeholders, strict=True)
         ]
         saved.clear()
@@ -169,11 +169,3 @@ class Step(torch.autograd.Function):
 
 def _tangents(phase: Phase) -> frozenset[str]:
     return frozenset(slot.name for slot in phase.inputs if slot.kind == "tangent")
-
-
-def _like(tangent: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
-    """The tangent with the strides that the backward graph was traced with."""
-    if tangent.stride() == traced.stride():
-        return tangent
-    strided = torch.empty_strided(tangent.shape, traced.stride(), dtype=tangent.dtype, device=tangent.device)
-    return strided.copy_(tangent)

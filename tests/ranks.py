@@ -19,8 +19,8 @@ per world size, and each test sends them a function of its own module:
 Each run has process groups of its own. Kept ones would add up (sockets, threads), and their names would
 depend on the order of tests. Leaving at once after an error wakes the ranks that wait for the failing one.
 
-The processes are spawned, not forked. So each has its own hash seed, as in a real job, and what depends on the
-order of a set differs between ranks.
+The processes are spawned, not forked: each then has its own hash seed, as in a real job, and a result that
+hangs on the order of a set differs between ranks.
 
 A rank that dies or hangs takes its pool along, and the next run starts a fresh one. What the ranks print, the
 test process prints again, so that pytest shows it with a test that fails.
@@ -39,6 +39,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -123,8 +124,8 @@ class RankPool:
         folder = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="ranks-")))
         # Served from here, the store has a port that is free for certain, and outlives any rank.
         self._store = store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ}):
-            for rank in range(self.world_size):
+        for rank in range(self.world_size):
+            with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ, "PYTHONHASHSEED": str(rank)}):
                 self._ranks.append(_Rank.start(rank, self.world_size, store.port, folder))
         _raise_errors(self._collect(START_TIMEOUT, grace=0.0))
 
@@ -228,9 +229,10 @@ def _hanging(ranks: list[_Rank], error: str) -> list[_Answer]:
 
 
 def _serve(rank: int, world_size: int, port: int, connection: Connection, log: Path, stacks: Path) -> None:
-    """The life of a rank: answer requests until it is killed, or the test process is."""
+    """The life of a rank: answer requests until it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process
-    with stacks.open("w") as stacks_file, log.open("w") as log_file, contextlib.suppress(EOFError):
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    with stacks.open("w") as stacks_file, log.open("w") as log_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
         os.dup2(log_file.fileno(), 1)
         os.dup2(log_file.fileno(), 2)
@@ -247,16 +249,22 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, log: P
             if answer.error:
                 reset_distributed()
             gc.collect()
-            if len(sys.modules) > frozen:  # what imports made stays, and takes 0.1 s to go through in each run
+            if len(sys.modules) > frozen:  # what imports made stays, and takes 0.1 s to go through
                 frozen = len(sys.modules)
                 gc.freeze()
+
+
+def _leave_with_parent() -> None:
+    """Exit when the test process is killed, though this rank may hang."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _answer(request: bytes, store: dist.Store, rank: int, world_size: int) -> _Answer:
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        torch.manual_seed(0)
         function, args = pickle.loads(request)
+        torch.manual_seed(0)  # last, as the first run of a module imports it here
         return _Answer(rank, value=pickle.dumps(function(rank, world_size, *args)))
     except BaseException as error:  # SystemExit and pytest.fail, too
         summary = "".join(traceback.format_exception_only(error)).strip()

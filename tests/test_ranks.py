@@ -65,6 +65,14 @@ def test_pool_is_small_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         os.kill(pid, 0)
 
 
+def _hash(rank: int, world_size: int) -> int:
+    return hash("layers.0.weight")
+
+
+def test_hash_seeds_differ(ranks: Ranks) -> None:
+    assert len(set(ranks(2).run(_hash))) == 2
+
+
 def _fail_on(rank: int, world_size: int, failing: int) -> None:
     if rank == failing:
         raise ValueError(f"boom on {rank}")

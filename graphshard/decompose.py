@@ -1,0 +1,37 @@
+"""Operators that tracing replaces by something that rounds differently from eager mode.
+
+On the CPU eager dropout multiplies by a mask that is already scaled, in the tensor's dtype; tracing puts
+`native_dropout` in its place, which scales in higher precision. These decompositions restore eager's rounding and
+its random numbers; on CUDA eager mode runs `native_dropout` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+
+def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
+    if x.device.type != "cpu" or not train or p in (0, 1):
+        return NotImplemented
+    keep = aten.bernoulli.p(torch.empty_like(x), 1 - p)
+    return x * (keep / (1 - p)), keep.to(torch.bool)
+
+
+def _native_dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
+    if grad.device.type != "cpu":
+        return NotImplemented
+    return grad * (mask.to(grad.dtype) / (1 / scale))
+
+
+def capture_decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """The table to differentiate an exported graph with."""
+    return {
+        aten.native_dropout.default: _native_dropout,
+        aten.native_dropout_backward.default: _native_dropout_backward,
+    }
