@@ -1,7 +1,7 @@
 """graphshard: fully sharded data parallelism for PyTorch, as a compiler.
 
-    mesh = init_device_mesh("cuda", (8,))
-    model = graphshard.compile(model, mesh)
+mesh = init_device_mesh("cuda", (8,))
+model = graphshard.compile(model, mesh)
 """
 
 from graphshard.api import compile, programs

@@ -17,6 +17,13 @@ from graphshard.errors import DivergenceError
 from graphshard.program import Program
 
 
+def model_tag(mesh: DeviceMesh) -> str:
+    """A name for a model that is the same on all ranks: how many were compiled before on this rank."""
+    if _is_alone(mesh):
+        return ""
+    return f"model-{rendezvous_store().add(f'graphshard/models/{mesh.get_rank()}', 1)}"
+
+
 def check_agreement(program: Program, mesh: DeviceMesh, tag: str, timeout: timedelta) -> None:
     """Compare this rank's collectives with those of the other ranks of the mesh.
 
@@ -27,14 +34,13 @@ def check_agreement(program: Program, mesh: DeviceMesh, tag: str, timeout: timed
     Raises:
         DivergenceError: names the rank that differs and the first line that does, or the rank that is missing.
     """
-    group = mesh.get_group()
-    if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+    if _is_alone(mesh):
         return
     store = dist.PrefixStore(f"graphshard/{tag}", rendezvous_store())
     lines = program.communication
     me = dist.get_rank()
     store.set(str(me), json.dumps(lines))
-    for rank in dist.get_process_group_ranks(group):
+    for rank in dist.get_process_group_ranks(mesh.get_group()):
         try:
             store.wait([str(rank)], timeout)
         except (RuntimeError, ValueError) as error:
@@ -46,6 +52,10 @@ def check_agreement(program: Program, mesh: DeviceMesh, tag: str, timeout: timed
         theirs = json.loads(store.get(str(rank)))
         if theirs != lines:
             raise DivergenceError(_difference(me, lines, rank, theirs))
+
+
+def _is_alone(mesh: DeviceMesh) -> bool:
+    return mesh.size() == 1 or dist.get_backend(mesh.get_group()) == "fake"
 
 
 def _difference(me: int, mine: list[str], rank: int, theirs: list[str]) -> str:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
-from graphshard._torch import rendezvous_store
+from graphshard.agree import model_tag
 from graphshard.capture import CaptureSpec
 from graphshard.checks import check_arguments, check_model
 from graphshard.errors import ArgumentError
@@ -83,7 +83,7 @@ def compile(
         backend=backend,
         planner=PlanByUnit.for_device(device.type),
         max_captures=max_captures,
-        tag=_tag(mesh),
+        tag=model_tag(mesh),
         params=tuple(param_refs(model, table)),
     )
     prepared = None
@@ -97,7 +97,7 @@ def compile(
 
     shard_module(model, table, mesh, device)
     model.__dict__["_graphshard"] = runner
-    model.__class__ = sharded_class(type(model))
+    object.__setattr__(model, "__class__", sharded_class(type(model)))
     if prepared is not None:
         runner.install(model, *prepared)
     return model
@@ -118,10 +118,3 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-def _tag(mesh: DeviceMesh) -> str:
-    """A name for this module that is the same on all ranks: how many were compiled on this rank before."""
-    return f"model-{rendezvous_store().add(f'graphshard/models/{mesh.get_rank()}', 1)}"
-
-

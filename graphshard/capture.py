@@ -154,9 +154,7 @@ def _register_casts(module: nn.Module, spec: CaptureSpec, stack: contextlib.Exit
             return _cast((args, kwargs), policy.param_dtype)
 
         for unit in ("", *spec.units):
-            handle = module.get_submodule(unit).register_forward_pre_hook(
-                cast_inputs, with_kwargs=True, prepend=True
-            )
+            handle = module.get_submodule(unit).register_forward_pre_hook(cast_inputs, with_kwargs=True, prepend=True)
             stack.callback(handle.remove)
     if policy.output_dtype is not None:
         for unit in ("", *spec.units):

@@ -16,9 +16,7 @@ from graphshard.params import named_parameters
 _BACKENDS = ("inductor", "eager")
 
 
-def check_arguments(
-    mesh: Any, reshard_after_forward: Any, mp_policy: Any, backend: Any, max_captures: Any
-) -> None:
+def check_arguments(mesh: Any, reshard_after_forward: Any, mp_policy: Any, backend: Any, max_captures: Any) -> None:
     """Raise ArgumentError for the first wrong argument; the message names it and the remedy."""
     _check_mesh(mesh)
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):

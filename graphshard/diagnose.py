@@ -20,8 +20,7 @@ _ADVICE = {
         "for a branch, or compute the condition from shapes or from Python values"
     ),
     "item": (
-        "a tensor's value becomes a Python number. Keep it a tensor, or pass the number into the call as an "
-        "argument"
+        "a tensor's value becomes a Python number. Keep it a tensor, or pass the number into the call as an argument"
     ),
     "other": "torch.export does not support this line. See https://docs.pytorch.org/docs/stable/export.html",
 }

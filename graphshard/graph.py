@@ -96,9 +96,7 @@ def restride(value: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
     """A real value with the strides its fake had in the graph; itself if it has them."""
     if value.stride() == traced.stride():
         return value
-    return torch.empty_strided(
-        traced.shape, traced.stride(), dtype=value.dtype, device=value.device
-    ).copy_(value)
+    return torch.empty_strided(traced.shape, traced.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def module_of(node: Node) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+from filelock import FileLock
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -26,11 +30,36 @@ Backend = Literal["inductor", "eager"]
 
 
 def compiler_for(backend: Backend) -> Compiler:
-    """The function that makes a region callable."""
-    return compile_inductor if backend == "inductor" else compile_eager
+    """What `lower` compiles regions with."""
+    return _all_inductor if backend == "inductor" else _all_eager
 
 
-def compile_eager(region: Region, name: str) -> Boxed:
+def _all_eager(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
+    for name, region in regions.items():
+        yield name, compile_eager(region)
+
+
+def _all_inductor(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
+    """Compile each region once per machine: its ranks start at different regions and meet in Inductor's cache."""
+    names = list(regions)
+    first = len(names) * _local_rank() // _local_world_size()
+    locks = os.path.join(cache_dir(), "graphshard-locks")
+    os.makedirs(locks, exist_ok=True)
+    for done, name in enumerate(names[first:] + names[:first]):
+        show(f"compile {name}, {done} of {len(names)} done")
+        with FileLock(os.path.join(locks, f"{regions[name].key}.lock")):
+            yield name, compile_inductor(regions[name], name)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _local_world_size() -> int:
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def compile_eager(region: Region) -> Boxed:
     """Run the region's ATen operators one by one, freeing each value at its last use."""
     graph = copy.deepcopy(region.module.graph)
     reshape_views(graph)
@@ -53,10 +82,10 @@ def compile_inductor(region: Region, name: str) -> Boxed:
             stacklevel=2,
         )
         log.debug("%s:\n%s", name, region.text, exc_info=True)
-        return _with_strides(compile_eager(region, name), _outputs(region.module))
+        return _with_strides(compile_eager(region), _outputs(region.module))
 
 
-def _with_strides(fn: Boxed, traced: list[torch.Tensor]) -> Boxed:
+def _with_strides(fn: Boxed, traced: Sequence[torch.Tensor]) -> Boxed:
     """Give each result the strides that compiled regions rely on; some operators return others."""
 
     def call(inputs: list[Any]) -> list[torch.Tensor]:

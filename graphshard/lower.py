@@ -14,7 +14,8 @@ import logging
 import operator
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -28,7 +29,8 @@ from graphshard.program import Phase, Program, Region
 log = logging.getLogger(__name__)
 
 Boxed = Callable[[list[Any]], Any]
-Compiler = Callable[[Region, str], Boxed]
+# Makes regions callable, by name, in an order of its own; is given a function to show progress with.
+Compiler = Callable[[dict[str, Region], Callable[[str], None]], Iterator[tuple[str, Boxed]]]
 
 
 class RegionCall(nn.Module):
@@ -52,17 +54,21 @@ def lower(
 
     Args:
         program: scheduled; its graphs hold ATen operators and collectives.
-        compiler: makes a region callable.
+        compiler: makes regions callable.
         compiled: regions by key; what is there is used, what is new is added.
         show: told what is being compiled.
     """
     start = time.perf_counter()
-    def compile_shown(region: Region, name: str) -> Boxed:
-        show(f"compile {name} of the {phase_name}")
-        return compiler(region, name)
-
+    cuts = {name: cut(phase) for name, phase in program.phases.items()}
+    calls = [call for found in cuts.values() for call in found]
+    program.regions = {call.region.key: call.region for call in calls}
+    program.region_calls = [call.region.key for call in calls]
+    names = {key: f"region_{i}" for i, key in enumerate(program.regions)}
+    new = {names[key]: region for key, region in program.regions.items() if key not in compiled}
+    for name, fn in compiler(new, show):
+        compiled[new[name].key] = RegionCall(fn)
     for phase_name, phase in program.phases.items():
-        _Lowering(phase, program, compile_shown, compiled).run()
+        phase.module = _executor(phase, cuts[phase_name], names, compiled)
     log.info(
         "lowered %d regions, %d distinct, in %.2f s",
         program.num_regions,
@@ -71,65 +77,63 @@ def lower(
     )
 
 
-class _Lowering:
-    """Builds the executor of one phase; `env` maps its nodes to the executor's."""
+@dataclass(frozen=True)
+class Call:
+    """One call of a region: the run of nodes it stands for, what it reads and what others read of it."""
 
-    def __init__(
-        self, phase: Phase, program: Program, compiler: Compiler, compiled: dict[str, RegionCall]
-    ) -> None:
-        self.phase = phase
-        self.program = program
-        self.compiler = compiler
-        self.compiled = compiled
-        self.executor = Graph()
-        self.root = nn.Module()
-        self.env: dict[Node, Node] = {}
+    run: list[Node]
+    inputs: list[Node]
+    outputs: list[Node]
+    region: Region
 
-    def run(self) -> None:
-        nodes = list(self.phase.module.graph.nodes)
-        runs = _runs(nodes)
-        exact = {n for node in nodes if not _is_compute(node) for n in node.all_input_nodes}
-        inputs = [_inputs(run) for run in runs]
-        needed = {n for values in inputs for n in values} | exact | {base_of(n) for n in exact}
-        at = {run[0]: i for i, run in enumerate(runs)}
-        for node in nodes:
-            if node in at:
-                run = runs[at[node]]
-                self._call(run, inputs[at[node]], [n for n in run if n in needed and not is_view(n)])
-                for view in run:
-                    if view in exact and is_view(view):
-                        self._copy(view)
-            elif not _is_compute(node):
-                self.env[node] = self.executor.node_copy(node, self.env.__getitem__)
-        reshape_views(self.executor)
-        use_boxed_calls(self.executor)
-        self.executor.on_generate_code(lambda _: _free_before_call)
-        self.phase.module = GraphModule(self.root, self.executor)
 
-    def _call(self, run: list[Node], inputs: list[Node], outputs: list[Node]) -> None:
-        if not outputs:
-            return
-        program, region = self.program, make_region(run, inputs, outputs)
-        program.regions.setdefault(region.key, region)
-        name = f"region_{list(program.regions).index(region.key)}"
-        if region.key not in self.compiled:
-            self.compiled[region.key] = RegionCall(self.compiler(region, name))
-        setattr(self.root, name, self.compiled[region.key])
-        program.region_calls.append(region.key)
-        call = self.executor.call_module(name, ([self.env[n] for n in inputs],))
-        call.meta["val"] = tuple(n.meta["val"] for n in outputs)
-        for i, output in enumerate(outputs):
-            self.env[output] = self.executor.call_function(operator.getitem, (call, i))
-            self.env[output].meta = dict(output.meta)
+def cut(phase: Phase) -> list[Call]:
+    """Cut a phase at its collectives into region calls, in order.
 
-    def _copy(self, view: Node) -> Node:
-        """Make a view in the executor itself, from what it is a view of."""
-        for source in view.all_input_nodes:
-            if source not in self.env:
-                self._copy(source)
-        if view not in self.env:
-            self.env[view] = self.executor.node_copy(view, self.env.__getitem__)
-        return self.env[view]
+    Views do not leave a region: whoever needs one makes it again from what it is a view of.
+    """
+    nodes = list(phase.module.graph.nodes)
+    runs = _runs(nodes)
+    inputs = [_inputs(run) for run in runs]
+    outside = {base_of(n) for node in nodes if not _is_compute(node) for n in node.all_input_nodes}
+    needed = outside.union(*inputs)
+    calls = []
+    for run, sources in zip(runs, inputs):
+        results = [node for node in run if node in needed and not is_view(node)]
+        if results:
+            calls.append(Call(run, sources, results, make_region(run, sources, results)))
+    return calls
+
+
+def _executor(phase: Phase, calls: list[Call], names: dict[str, str], compiled: dict[str, RegionCall]) -> GraphModule:
+    """The graph of region calls and collectives that runs."""
+    graph, root = Graph(), nn.Module()
+    env: dict[Node, Node] = {}
+    call_at = {call.run[0]: call for call in calls}
+
+    def copy(node: Node) -> Node:
+        if node not in env:
+            for source in node.all_input_nodes:
+                copy(source)
+            env[node] = graph.node_copy(node, env.__getitem__)
+        return env[node]
+
+    for node in phase.module.graph.nodes:
+        if node in call_at:
+            call = call_at[node]
+            name = names[call.region.key]
+            setattr(root, name, compiled[call.region.key])
+            result = graph.call_module(name, ([env[n] for n in call.inputs],))
+            result.meta["val"] = tuple(n.meta["val"] for n in call.outputs)
+            for i, output in enumerate(call.outputs):
+                env[output] = graph.call_function(operator.getitem, (result, i))
+                env[output].meta = dict(output.meta)
+        if not _is_compute(node):
+            copy(node)
+    reshape_views(graph)
+    use_boxed_calls(graph)
+    graph.on_generate_code(lambda _: _free_before_call)
+    return GraphModule(root, graph)
 
 
 def _is_compute(node: Node) -> bool:

@@ -118,9 +118,7 @@ class Runner:
             executable = self.install(module, signature, self.build(module, args, kwargs, signature))
         return executable([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
-    def build(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
-    ) -> Program:
+    def build(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Program:
         """Capture, shard, schedule and lower a program; the module stays as it is."""
         reason = self._reason(signature)
         if len(self.executables) >= self.max_captures:

@@ -7,6 +7,8 @@ arithmetic of its shards; nothing else in graphshard does it again.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,6 +59,12 @@ class ParamRow:
     def padded_shape(self) -> tuple[int, ...]:
         """Shape of the shard that every rank passes to the graph."""
         return (self.shard_len, *self.shape[1:])
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Strides of the contiguous parameter, and of each of its shards."""
+        numels = itertools.accumulate(reversed(self.shape[1:]), operator.mul, initial=1)
+        return tuple(numels)[::-1]
 
     @property
     def is_even(self) -> bool:

@@ -80,5 +80,3 @@ def _rename_placeholders(phase: Phase) -> None:
             taken.add(name)
             node.name = node.target = name
     phase.module.recompile()
-
-

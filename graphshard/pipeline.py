@@ -79,4 +79,3 @@ def record(program: Program, name: str, rewrites: int, seconds: float) -> None:
     """Keep the program's text as a stage of its history."""
     program.history.append(Stage(name, rewrites, seconds, print_program(program)))
     log.info("%s: %d rewrites in %.2f s", name, rewrites, seconds)
-

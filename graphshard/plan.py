@@ -73,7 +73,7 @@ class Plan:
         """Inverse of `to_json`."""
         data: dict[str, Any] = json.loads(text)
         buckets = tuple(
-            Bucket(**{k: tuple(v) if isinstance(v, list) else v for k, v in bucket.items()})
+            Bucket(**{**bucket, "params": tuple(bucket["params"]), "packed": tuple(bucket["packed"])})
             for bucket in data["buckets"]
         )
         events = {phase: tuple(Event(**event) for event in events) for phase, events in data["events"].items()}

@@ -16,8 +16,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torch.fx import Node
-
 from graphshard.graph import Collective, Layout, collectives
 from graphshard.params import ParamRow
 from graphshard.plan import Bucket, CollectiveKind, Event, Plan
@@ -82,9 +80,7 @@ class PlanByUnit:
         same = sum(other.startswith(name) for other in taken)
         return f"{name} {same + 1}" if same else name
 
-    def _bucket(
-        self, kind: CollectiveKind, name: str, phase_name: str, rows: list[ParamRow], axis: str
-    ) -> Bucket:
+    def _bucket(self, kind: CollectiveKind, name: str, phase_name: str, rows: list[ParamRow], axis: str) -> Bucket:
         limit = self.pack_gathers_below if kind == "gather" else self.pack_reductions_below
         sizes = {row.name: _shard_bytes(row, kind) for row in rows}
         packed = tuple(row.name for row in rows if sizes[row.name] < limit)

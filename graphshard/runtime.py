@@ -1,7 +1,7 @@
 """Run an installed program: bind names to tensors, call the executors, connect them to autograd.
 
-    Step.forward    parameters, buffers and inputs -> outputs, with what backward needs saved
-    Step.backward   saved values and tangents -> gradients, as DTensors like their parameters
+Step.forward    parameters, buffers and inputs -> outputs, with what backward needs saved
+Step.backward   saved values and tangents -> gradients, as DTensors like their parameters
 """
 
 from __future__ import annotations
@@ -45,22 +45,21 @@ class Executable:
     ) -> None:
         self.program = program
         self.mesh = mesh
+        self._rank = mesh.get_local_rank()
         self._module = module
         self._params = {ref.row.name: ref for ref in params}
         self._make_backward = make_backward
         self._forward = self._bind(program.phases["forward"])
-        self._outputs = self._forward.outputs
-        # Outputs that are constants, and None where a tensor of the step goes.
-        self._template = [
-            (isinstance(value, Node), value)
-            for value, slot in zip(self._forward.results, self._outputs)
-            if slot.kind == "output"
-        ]
+        outputs = zip(self._forward.results, self._forward.outputs)
+        self._results = [(value, slot.name) for value, slot in outputs if slot.kind == "output"]
+        # Names of the outputs that are tensors; the others are constants.
+        self.names = [name for value, name in self._results if isinstance(value, Node)]
+        self._grads: tuple[Slot, ...] = ()
         self._backwards: dict[frozenset[str], Phase] = {}
         if "backward" in program.phases:
             phase = self._bind(program.phases["backward"])
-            self._backwards[_tangents(phase)] = phase
             self._grads = phase.outputs
+            self._backwards[frozenset(s.name for s in phase.inputs if s.kind == "tangent")] = phase
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Run the program on the tensors among a call's inputs; return what the module returns."""
@@ -70,7 +69,7 @@ class Executable:
         else:
             with torch.no_grad():
                 results = iter(self.forward(tensors)[0])
-        flat = [next(results) if is_tensor else value for is_tensor, value in self._template]
+        flat = [next(results) if isinstance(value, Node) else value for value, _ in self._results]
         return pytree.tree_unflatten(flat, self.program.out_spec)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[Slot, Any]]:
@@ -79,19 +78,19 @@ class Executable:
             values = self._forward.module([self._read(slot, tensors) for slot in self._forward.inputs])
         results: list[torch.Tensor] = []
         saved: dict[Slot, Any] = {}
-        mutations: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for value, slot in zip(values, self._outputs, strict=True):
+        mutations: dict[Slot, torch.Tensor] = {}
+        for value, slot in zip(values, self._forward.outputs, strict=True):
             if slot.kind == "mutation":
                 assert slot.of is not None
-                mutations.append((self._read(Slot(slot.of, slot.name), tensors), value))
+                mutations[Slot(slot.of, slot.name)] = value
             elif slot.kind != "output":
                 saved[slot] = value
             elif isinstance(value, torch.Tensor):
                 results.append(value)
-        for target, value in mutations:
-            # Backward must see what forward saw.
-            saved = {s: v.clone() if v is target else v for s, v in saved.items()}
-            target.copy_(value)
+        for slot, value in mutations.items():
+            if slot in saved:
+                saved[slot] = saved[slot].clone()  # backward must see what forward saw
+            self._read(slot, tensors).copy_(value)
         return tuple(results), saved
 
     def backward(self, saved: dict[Slot, Any], tangents: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
@@ -122,7 +121,7 @@ class Executable:
         if value is None or slot.of != "param":
             return value
         row = self._params[slot.name].row
-        return as_dtensor(value[: row.local_rows(self.mesh.get_local_rank())[1]], row, self.mesh)
+        return as_dtensor(value[: row.local_rows(self._rank)[1]], row, self.mesh)
 
     def _bind(self, phase: Phase) -> Phase:
         """Put the process group's name in the place of the axis name."""
@@ -132,15 +131,6 @@ class Executable:
                 node.args = (*node.args[:-1], group)
         phase.module.recompile()
         return phase
-
-    def outputs_with_tangent(self) -> list[tuple[str, bool]]:
-        """Name of each tensor the step returns, and whether autograd may differentiate through it."""
-        names = [
-            slot.name
-            for value, slot in zip(self._forward.results, self._outputs)
-            if slot.kind == "output" and isinstance(value, Node)
-        ]
-        return [(name, name in self.program.tangents) for name in names]
 
 
 class Step(torch.autograd.Function):
@@ -153,9 +143,9 @@ class Step(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.slots = list(saved)
         ctx.save_for_backward(*saved.values())
-        names = executable.outputs_with_tangent()
-        ctx.mark_non_differentiable(*(r for r, (_, differentiable) in zip(results, names) if not differentiable))
-        ctx.names = [name for name, _ in names]
+        differentiable = executable.program.tangents
+        constant = [r for r, name in zip(results, executable.names, strict=True) if name not in differentiable]
+        ctx.mark_non_differentiable(*constant)
         return results
 
     @staticmethod
@@ -163,9 +153,5 @@ class Step(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         saved = dict(zip(ctx.slots, ctx.saved_tensors, strict=True))
         ctx.maybe_clear_saved_tensors()  # so that the executor can free them, unless the graph is retained
-        tangents = {name: grad for name, grad in zip(ctx.names, grads) if grad is not None}
+        tangents = {name: grad for name, grad in zip(ctx.executable.names, grads) if grad is not None}
         return (None, None, *ctx.executable.backward(saved, tangents))
-
-
-def _tangents(phase: Phase) -> frozenset[str]:
-    return frozenset(slot.name for slot in phase.inputs if slot.kind == "tangent")

@@ -35,9 +35,7 @@ def shard_module(module: nn.Module, table: ParamTable, mesh: DeviceMesh, device:
 
 
 @torch.no_grad()
-def _shard(
-    param: nn.Parameter, row: ParamRow, mesh: DeviceMesh, rank: int, device: torch.device
-) -> nn.Parameter:
+def _shard(param: nn.Parameter, row: ParamRow, mesh: DeviceMesh, rank: int, device: torch.device) -> nn.Parameter:
     start, length = row.local_rows(rank)
     if param.is_meta:
         local = torch.empty(row.local_shape(rank), dtype=row.dtype, device="meta")
@@ -56,10 +54,7 @@ def _padded(rows: torch.Tensor, row: ParamRow, device: torch.device) -> torch.Te
 
 def as_dtensor(local: torch.Tensor, row: ParamRow, mesh: DeviceMesh) -> DTensor:
     """A shard (of a parameter or its gradient) as the DTensor that FSDP2 would make."""
-    stride = torch.empty(row.shape, device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, (Shard(0),), run_check=False, shape=torch.Size(row.shape), stride=stride
-    )
+    return DTensor.from_local(local, mesh, (Shard(0),), run_check=False, shape=torch.Size(row.shape), stride=row.stride)
 
 
 @torch.no_grad()
@@ -76,7 +71,7 @@ def padded_shard(param: nn.Parameter, row: ParamRow) -> torch.Tensor:
     if not (local.is_contiguous() and _has_room(local, row)):
         local = _padded(local, row, local.device)
         param._local_tensor = local
-    return local.as_strided(row.padded_shape, torch.empty(row.padded_shape, device="meta").stride())
+    return local.as_strided(row.padded_shape, row.stride)
 
 
 def _has_room(local: torch.Tensor, row: ParamRow) -> bool:

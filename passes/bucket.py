@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch._ops import OpOverloadPacket
@@ -40,9 +40,7 @@ class Bucketing(Pass):
             raise PassError(f"{self.name}: the program has no plan; run a planner first")
         for phase_name, phase in program.phases.items():
             found = sorted((c.kind, p) for c in collectives(phase) for p in c.params)
-            planned = sorted(
-                (b.kind, p) for b in program.plan.buckets if b.phase == phase_name for p in b.members
-            )
+            planned = sorted((b.kind, p) for b in program.plan.buckets if b.phase == phase_name for p in b.members)
             if found != planned:
                 odd = sorted(set(found) ^ set(planned)) or found
                 raise PassError(f"{self.name}: plan and {phase_name} graph disagree about {odd[:5]}")
@@ -76,8 +74,9 @@ def _merge_gathers(graph: Graph, bucket: Bucket, members: list[Collective], layo
     for member in members:
         for node in layout.before[member.node]:
             first.prepend(node)
-    shards = [m.node.args[0] for m in members]
-    size, axis = members[0].node.args[1:]
+    shards = [m.node.all_input_nodes[0] for m in members]
+    launch: Any = members[0].node.args
+    _, size, axis = launch
     num_packed = len(bucket.packed)
     with graph.inserting_before(first):
         tensors = shards[num_packed:]
@@ -107,8 +106,9 @@ def _unpack_gathered(graph: Graph, buffer: Node, shards: list[Node], size: int) 
 
 def _merge_reductions(graph: Graph, bucket: Bucket, members: list[Collective], layout: Layout) -> None:
     last = max(m.node for m in members)
-    grads = [m.node.args[0] for m in members]
-    op, size, axis = members[0].node.args[1:]
+    grads = [m.node.all_input_nodes[0] for m in members]
+    launch: Any = members[0].node.args
+    _, op, size, axis = launch
     num_packed = len(bucket.packed)
     with graph.inserting_before(last):
         tensors = grads[num_packed:]

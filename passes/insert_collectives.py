@@ -8,8 +8,9 @@
                                              %ds: f32[4, 4] = wait_tensor(%r)
                                              return %ds as grad:w
 
-The reduction is in the parameter's reduce dtype. Shards are padded to equal size, so the graph is the same on every rank: rows beyond the parameter's are cut off
-after the gather and filled with zeros before the reduction. A world of one rank gets no collectives at all.
+The reduction is in the parameter's reduce dtype. Shards are padded to equal size, so the graph is the same on every
+rank: rows beyond the parameter's are cut off after the gather and filled with zeros before the reduction. A world of
+one rank gets no collectives at all.
 """
 
 from __future__ import annotations
