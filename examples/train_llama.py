@@ -152,9 +152,7 @@ def load_corpus() -> Tensor:
     return torch.frombuffer(text[:CORPUS_BYTES], dtype=torch.uint8)
 
 
-def batch_of(
-    corpus: Tensor, step: int, args: argparse.Namespace, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def batch_of(corpus: Tensor, step: int, args: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor]:
     """This rank's tokens and targets: a function of seed, step and rank, so there is no state to save."""
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     # Drawn for all ranks together, so no two ranks can share a stream.
@@ -297,9 +295,7 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write losses and step times here")
     add("--checkpoint", type=Path, metavar="DIR", help="save checkpoints in this folder")
-    add(
-        "--save-every", type=int, default=0, metavar="N", help="steps between checkpoints; 0: only at the end"
-    )
+    add("--save-every", type=int, default=0, metavar="N", help="steps between checkpoints; 0: only at the end")
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     add("--sample", type=int, default=200, metavar="N", help="bytes of text to generate; 0 for none")
     args = parser.parse_args()

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.agree import model_tag
 from graphshard.capture import CaptureSpec
-from graphshard.checks import check_arguments, check_model
+from graphshard.checks import check_arguments, check_device, check_model
 from graphshard.errors import ArgumentError
 from graphshard.inductor import Backend
 from graphshard.module import Runner, ShardedModule, sharded_class
@@ -66,6 +66,7 @@ def compile(
     check_model(model)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     check_arguments(mesh, reshard_after_forward, policy, backend, max_captures)
+    check_device(model, mesh)
     device = _device_of(mesh)
     unit_names = find_units(model, units)
     table = build_table(

@@ -53,8 +53,22 @@ def _check_mesh(mesh: Any) -> None:
         )
     if mesh.device_type not in ("cpu", "cuda"):
         raise ArgumentError(f"mesh must be of 'cpu' or 'cuda' devices, got {mesh.device_type!r}.")
+    if mesh.device_type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError(
+            "mesh is of 'cuda' devices, but torch.cuda.is_available() is False here. Use a 'cpu' mesh on this machine."
+        )
     if mesh.get_coordinate() is None:
         raise ArgumentError("mesh does not contain this rank. Call compile on the ranks of the mesh only.")
+
+
+def check_device(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise ArgumentError if a parameter is neither on the CPU, nor on meta, nor on the mesh's kind of device."""
+    for name, param in model.named_parameters():
+        if param.device.type not in ("cpu", "meta", mesh.device_type):
+            raise ArgumentError(
+                f"parameter {name} is on {param.device}, but mesh is of {mesh.device_type!r} devices. Move the model "
+                f"to the CPU first, or use a mesh of {param.device.type!r} devices."
+            )
 
 
 def check_model(model: Any) -> None:

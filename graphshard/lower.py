@@ -69,12 +69,9 @@ def lower(
         compiled[new[name].key] = RegionCall(fn)
     for phase_name, phase in program.phases.items():
         phase.module = _executor(phase, cuts[phase_name], names, compiled)
-    log.info(
-        "lowered %d regions, %d distinct, in %.2f s",
-        program.num_regions,
-        program.num_distinct_regions,
-        time.perf_counter() - start,
-    )
+    program.lowering_seconds = time.perf_counter() - start
+    counts = program.num_regions, program.num_distinct_regions
+    log.info("lowered %d regions, %d distinct, in %.2f s", *counts, program.lowering_seconds)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import enum
 import logging
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -130,9 +131,10 @@ class Runner:
         log.info("capture %d of %s: %s", len(self.executables), self.spec.forward_class.__name__, reason)
         with progress(f"graphshard: {self.spec.forward_class.__name__}") as show:
             show("capture")
+            start = time.perf_counter()
             program = capture(module, args, kwargs, self._current_spec(), grad=signature.grad)
             program.reason = reason
-            record(program, "capture", 0, 0.0)
+            record(program, "capture", 0, time.perf_counter() - start)
             show("shard and partition")
             shard_program(program)
             partitioned = program.phases.get("backward")

@@ -6,6 +6,7 @@ import logging
 import time
 
 from graphshard.errors import PassError
+from graphshard.liveness import peak_gathered
 from graphshard.partition import Partition
 from graphshard.passes import (
     Bucketing,
@@ -59,6 +60,7 @@ def schedule_program(program: Program, planner: Planner, used_tangents: frozense
     for step in schedule_passes():
         run_pass(step, program)
     program.communication = print_communication(program)
+    program.peak_gathered = {name: peak_gathered(phase, program.params) for name, phase in program.phases.items()}
 
 
 def run_pass(step: Pass, program: Program) -> None:

@@ -108,8 +108,10 @@ class Program:
         tangents: names of the outputs that autograd may differentiate through.
         plan: buckets and events; None until planned.
         communication: one line per collective, in order; equal on all ranks.
+        peak_gathered: per phase, the units whose gathered parameters are alive at once, where they are most.
         regions: distinct regions by key; empty until lowered.
         region_calls: keys in execution order, one per call in a step.
+        lowering_seconds: time it took to compile regions and write the executors.
         history: every earlier stage.
         reason: why this program was captured.
     """
@@ -122,8 +124,10 @@ class Program:
     tangents: tuple[str, ...] = ()
     plan: Plan | None = None
     communication: list[str] = field(default_factory=list)
+    peak_gathered: dict[str, tuple[str, ...]] = field(default_factory=dict)
     regions: dict[str, Region] = field(default_factory=dict)
     region_calls: list[str] = field(default_factory=list)
+    lowering_seconds: float = 0.0
     history: list[Stage] = field(default_factory=list)
     reason: str = ""
 
