@@ -148,9 +148,7 @@ def _hf_vit(masked: bool) -> tuple[nn.Module, Batch]:
 def _hf_resnet(masked: bool) -> tuple[nn.Module, Batch]:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 12], depths=[1, 2], num_labels=10, layer_type="basic"
-    )
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 2], num_labels=10, layer_type="basic")
     return ResNetForImageClassification(config), _images
 
 

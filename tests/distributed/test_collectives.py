@@ -1,0 +1,267 @@
+"""What travels and what stays in memory, observed while real ranks train: as much as with FSDP2, or less."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphshard
+from tests.distributed.test_parity import assert_same, grads_of, twins, world_mesh
+from tests.ranks import Ranks
+
+BLOCKS = 3
+
+# (all-gathers, reductions)
+Counts = tuple[int, int]
+
+
+class _Block(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class _Net(nn.Module):
+    """n blocks, and a root with parameters of its own at both ends."""
+
+    def __init__(self, dim: int = 6, hidden: int = 10, blocks: int = BLOCKS) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, dim)
+        self.blocks = nn.ModuleList(_Block(dim, hidden) for _ in range(blocks))
+        self.head = nn.Linear(dim, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+class _Count(TorchDispatchMode):
+    """Counts launches, functional (graphshard's) or not (FSDP2's); a coalesced one is one launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
+            self.launches[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def counts(self) -> Counts:
+        return _counts(self.launches)
+
+
+def _counts(launches: Mapping[str, int]) -> Counts:
+    gathers = sum(number for name, number in launches.items() if "gather" in name)
+    reductions = sum(number for name, number in launches.items() if "reduce" in name)
+    assert gathers + reductions == sum(launches.values()), f"unknown collective among {dict(launches)}"
+    return gathers, reductions
+
+
+def _count(call: Callable[[], Any]) -> tuple[Counts, Any]:
+    with _Count() as mode:
+        result = call()
+    return mode.counts, result
+
+
+def _count_step(model: nn.Module, x: Tensor) -> tuple[Counts, Counts]:
+    """Collectives in forward and in backward, in a step that is not the first."""
+    model(x).backward()
+    model.zero_grad()
+    forward, loss = _count(lambda: model(x))
+    backward, _ = _count(loss.backward)
+    return forward, backward
+
+
+def _both_counts(rank: int, world_size: int, frozen: list[str], options: dict[str, Any]) -> list[tuple[Counts, Counts]]:
+    model = _Net()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(part in name for part in frozen))
+    pair = twins(model, world_mesh(), **options)
+    counts = [_count_step(model, torch.randn(4, 5)) for model in pair]
+    for model in pair:
+        torch.manual_seed(rank)
+        model(torch.randn(4, 5)).backward()
+    assert list(map(bool, _grads(pair[0]))) == list(map(bool, _grads(pair[1])))
+    return counts
+
+
+def _grads(model: nn.Module) -> list[str]:
+    return [name if grad is not None else "" for name, grad in grads_of(model).items()]
+
+
+@pytest.mark.parametrize(
+    ("reshard", "backward_gathers"),
+    [(True, BLOCKS + 1), (None, BLOCKS), (False, 0)],
+    ids=lambda value: str(value),
+)
+def test_counts_equal_fsdp2(ranks: Ranks, reshard: bool | None, backward_gathers: int) -> None:
+    """One launch per unit and direction. By default the root stays gathered between forward and backward."""
+    expected = (BLOCKS + 1, 0), (backward_gathers, BLOCKS + 1)
+    for ours, theirs in ranks(2).run(_both_counts, [], {"reshard_after_forward": reshard}):
+        assert ours == theirs == expected
+
+
+@pytest.mark.parametrize(
+    ("frozen", "expected"),
+    [
+        # Backward ends where nothing below is trained: block 0 is not gathered again.
+        (["stem", "blocks.0"], ((BLOCKS + 1, 0), (BLOCKS - 1, BLOCKS))),
+        # A frozen block in the middle passes gradients on, but has none of its own.
+        (["blocks.1"], ((BLOCKS + 1, 0), (BLOCKS, BLOCKS))),
+        # Frozen weights and trained biases share a bucket.
+        (["weight"], ((BLOCKS + 1, 0), (BLOCKS, BLOCKS + 1))),
+    ],
+    ids=["lower-part", "one-block", "all-weights"],
+)
+def test_frozen_parameters_are_not_reduced(ranks: Ranks, frozen: list[str], expected: tuple[Counts, Counts]) -> None:
+    for ours, theirs in ranks(2).run(_both_counts, frozen, {}):
+        assert ours == theirs == expected
+
+
+def _with_comm_debug_mode(rank: int, world_size: int) -> list[Counts]:
+    counts = []
+    for model in twins(_Net(), world_mesh()):
+        x = torch.randn(4, 5)
+        model(x).backward()
+        with CommDebugMode() as mode:
+            model(x).backward()
+        counts.append(_counts({str(op): number for op, number in mode.get_comm_counts().items()}))
+        model(x)  # nothing of the mode is left behind
+    return counts
+
+
+def test_torch_s_own_count(ranks: Ranks) -> None:
+    """`CommDebugMode`, which users have, sees the same."""
+    for ours, theirs in ranks(2).run(_with_comm_debug_mode):
+        assert ours == theirs == (2 * BLOCKS + 1, BLOCKS + 1)
+
+
+class _Tower(nn.Module):
+    """Every layer is a unit, the embedding too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Embedding(7, 6), _Block(6, 10), _Block(6, 10)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def _tower_counts(rank: int, world_size: int) -> list[tuple[Counts, Counts]]:
+    return [_count_step(model, torch.arange(4)) for model in twins(_Tower(), world_mesh())]
+
+
+def test_unit_that_backward_does_not_need_is_not_gathered(ranks: Ranks) -> None:
+    """The gradient of an embedding does not depend on its weight. FSDP2 gathers it all the same."""
+    for ours, theirs in ranks(2).run(_tower_counts):
+        assert ours == ((3, 0), (2, 3))
+        assert theirs == ((3, 0), (3, 3))
+
+
+def _alone(rank: int, world_size: int) -> tuple[tuple[Counts, Counts], tuple[Counts, Counts]]:
+    alone = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("other", "shard"))["shard"]
+    model = _Net()
+    plain = copy.deepcopy(model)
+    graphshard.compile(model, alone, backend="eager")
+    x = torch.randn(4, 5)
+    counts = _count_step(model, x), _count_step(plain, x)
+    assert_same(grads_of(model), grads_of(plain), "gradients")
+    return counts
+
+
+def test_world_of_one_communicates_nothing(ranks: Ranks) -> None:
+    for ours, plain in ranks(2).run(_alone):
+        assert ours == plain == ((0, 0), (0, 0))
+
+
+def _inference(rank: int, world_size: int) -> list[Counts]:
+    counts = []
+    for model in twins(_Net(), world_mesh()):
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(4, 5))
+            counts.append(_count(lambda model=model: model(torch.ones(4, 5)))[0])
+    return counts
+
+
+def test_inference_reduces_nothing(ranks: Ranks) -> None:
+    for ours, theirs in ranks(2).run(_inference):
+        assert ours == theirs == (BLOCKS + 1, 0)
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+DIM, HIDDEN = 128, 256  # a shard of 64 KiB is not packed, so a gathered weight is the result of its all-gather
+WEIGHT_BYTES = DIM * HIDDEN * 4
+
+
+class _Watch(TorchDispatchMode):
+    """Counts the gathered weights of blocks that are alive: after every operator, and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered: dict[int, StorageWeakRef] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._opname in ("all_gather_into_tensor", "all_gather_into_tensor_coalesced"):
+            for tensor in [result] if isinstance(result, Tensor) else result:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() == WEIGHT_BYTES:
+                    self.gathered[storage._cdata] = StorageWeakRef(storage)
+        self.most = max(self.most, self.alive())
+        return result
+
+    def alive(self) -> int:
+        return sum(not ref.expired() for ref in self.gathered.values())
+
+
+def _gathered_blocks(
+    rank: int, world_size: int, backend: str, reshard: bool | None
+) -> tuple[float, float, float, float]:
+    """How many blocks are gathered: at most in forward, after it, at most in backward, after it."""
+    model = graphshard.compile(
+        _Net(DIM, HIDDEN, blocks=4), world_mesh(), backend=backend, reshard_after_forward=reshard
+    )
+    x = torch.randn(4, 5)
+    model(x).backward()
+    blocks = []
+    with _Watch() as watch:
+        loss = model(x)
+    blocks += [watch.most, watch.alive()]
+    watch.most = 0
+    with watch:
+        loss.backward()
+    blocks += [watch.most, watch.alive()]
+    return tuple(number / 2 for number in blocks)  # a block has two weights
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_two_blocks_are_gathered_at_a_time(ranks: Ranks, backend: str) -> None:
+    """The one that computes and the next, whose gather runs at the same time."""
+    assert ranks(2).run(_gathered_blocks, backend, None) == [(2, 0, 2, 0)] * 2
+
+
+def test_without_resharding_all_blocks_stay_gathered(ranks: Ranks) -> None:
+    assert ranks(2).run(_gathered_blocks, "eager", False) == [(4, 4, 4, 0)] * 2
