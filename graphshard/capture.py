@@ -35,7 +35,7 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from graphshard.decompose import capture_decompositions
-from graphshard.diagnose import explain_export_failure
+from graphshard.diagnose import check_capturable, explain_export_failure
 from graphshard.graph import base_of
 from graphshard.params import ParamTable
 from graphshard.program import Axis, Phase, Program, Slot, SlotKind
@@ -78,6 +78,7 @@ def capture(
             raise explain_export_failure(error, spec.forward_class) from error
         graph_module = exported.module(check_guards=False)
     assert isinstance(graph_module, GraphModule)
+    check_capturable(graph_module, spec.forward_class)
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
     constants = _lift_constants(graph_module, fake_mode)

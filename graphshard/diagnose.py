@@ -4,54 +4,97 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
+import sysconfig
 import traceback
+from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
+from torch.fx import GraphModule
 
 from graphshard.errors import CaptureError
 
-_TORCH = os.path.dirname(torch.__file__)
-_HERE = os.path.dirname(__file__)
+_PACKAGES = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 _ADVICE = {
     "control flow": (
-        "the condition depends on the values of a tensor. Use torch.where for a choice per element, torch.cond "
-        "for a branch, or compute the condition from shapes or from Python values"
+        "The condition depends on the values of a tensor. Use torch.where for a choice per element, or compute the "
+        "condition from shapes or from Python values."
     ),
     "item": (
-        "a tensor's value becomes a Python number. Keep it a tensor, or pass the number into the call as an argument"
+        "A tensor's value becomes a Python number. Keep it a tensor, or pass the number into the call as an argument."
     ),
-    "other": "torch.export does not support this line. See https://docs.pytorch.org/docs/stable/export.html",
+    "shape": (
+        "The size of the result depends on the values of a tensor. Keep the size, for example with torch.where or a "
+        "mask."
+    ),
+    "operator": "This operator takes functions, which graphshard cannot schedule yet. Write it as plain operators.",
+    "other": "torch.export cannot trace this line, or it fails for these inputs.",
 }
 
 
 def explain_export_failure(error: Exception, cls: type[nn.Module]) -> CaptureError:
     """The error to raise instead of `error`: file, line and source of the user's code, and what to change."""
-    frame = _user_frame(error)
     text = str(error).strip().splitlines()
-    first = text[0] if text else type(error).__name__
+    cause = f"{type(error).__name__}: {text[0] if text else ''}"
+    frame = _user_frame(traceback.extract_tb(error.__traceback__))
+    return _capture_error(cls, frame, _kind(error, _source(frame)), cause)
+
+
+def check_capturable(module: GraphModule, cls: type[nn.Module]) -> None:
+    """Raise CaptureError for what torch.export traces but graphshard cannot run: sizes that depend on values."""
+    for node in module.graph.nodes:
+        kind, val = None, node.meta.get("val")
+        if isinstance(node.target, HigherOrderOperator):
+            kind = "operator"
+        elif isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            kind = "item"
+        elif isinstance(val, torch.Tensor) and not all(isinstance(size, int) for size in val.shape):
+            kind = "shape"
+        if kind is not None:
+            frame = _user_frame(_parse_stack(node.meta.get("stack_trace") or ""))
+            raise _capture_error(cls, frame, kind, f"operator {node.target}")
+
+
+def _capture_error(cls: type[nn.Module], frame: traceback.FrameSummary | None, kind: str, cause: str) -> CaptureError:
     if frame is None:
-        return CaptureError(f"graphshard cannot capture {cls.__name__}.forward: {type(error).__name__}: {first}")
-    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+        return CaptureError(f"graphshard cannot capture {cls.__name__}.forward: {cause}")
     return CaptureError(
         f"graphshard cannot capture {cls.__name__}.forward at {frame.filename}:{frame.lineno}\n"
-        f"    {line}\n"
-        f"{_ADVICE[_kind(error, line)]}.\n"
-        f"({type(error).__name__}: {first})"
+        f"    {_source(frame)}\n"
+        f"{_ADVICE[kind]}\n"
+        f"({cause})"
     )
 
 
-def _user_frame(error: Exception) -> traceback.FrameSummary | None:
-    """The innermost frame of the traceback that is neither torch nor graphshard."""
-    frames = traceback.extract_tb(error.__traceback__)
-    user = [f for f in frames if not f.filename.startswith((_TORCH, _HERE, "<"))]
+def _source(frame: traceback.FrameSummary | None) -> str:
+    return linecache.getline(frame.filename, frame.lineno or 0).strip() if frame else ""
+
+
+def _user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """The innermost frame that is neither torch's, nor graphshard's, nor the standard library's."""
+    user = [f for f in frames if not _is_elsewhere(f.filename)]
     return user[-1] if user else None
+
+
+def _is_elsewhere(file: str) -> bool:
+    # Packages, such as the one the model comes from, may lie below the standard library's directory.
+    in_stdlib = file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
+    return in_stdlib or file.startswith((_TORCH, _HERE, "<"))
+
+
+def _parse_stack(text: str) -> list[traceback.FrameSummary]:
+    """Frames of a stack trace that torch keeps as text."""
+    found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
+    return [traceback.FrameSummary(file, int(line), name) for file, line, name in found]
 
 
 def _kind(error: Exception, line: str) -> str:
     if not any(word in type(error).__name__ for word in ("DataDependent", "UserError", "Unbacked")):
         return "other"
-    if ".item()" in line or ".tolist()" in line or "int(" in line or "float(" in line:
-        return "item"
-    return "control flow"
+    return "item" if re.search(r"\.item\(|\.tolist\(|\bint\(|\bfloat\(", line) else "control flow"

@@ -238,5 +238,7 @@ def _path(structure: pytree.TreeSpec, index: int) -> str:
     """Where a leaf is in (args, kwargs), such as `args[0]` or `labels`."""
     marks = pytree.tree_unflatten(range(structure.num_leaves), structure)
     path = next(p for p, leaf in pytree.tree_flatten_with_path(marks)[0] if leaf == index)
-    text = pytree.keystr(path[1:])
-    return f"args{text}" if str(path[0]) == "[0]" else text
+    if str(path[0]) == "[0]":
+        return f"args{pytree.keystr(path[1:])}"
+    assert isinstance(path[1], pytree.MappingKey)
+    return f"{path[1].key}{pytree.keystr(path[2:])}"

@@ -196,7 +196,8 @@ def test_world_of_one_communicates_nothing(ranks: Ranks) -> None:
 
 def _inference(rank: int, world_size: int) -> list[Counts]:
     counts = []
-    for model in twins(_Net(), world_mesh()):
+    # By default FSDP2 would keep the root gathered from one call to the next.
+    for model in twins(_Net(), world_mesh(), reshard_after_forward=True):
         model.eval()
         with torch.no_grad():
             model(torch.ones(4, 5))
