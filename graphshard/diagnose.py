@@ -50,7 +50,7 @@ def check_capturable(module: GraphModule, cls: type[nn.Module]) -> None:
     """Raise CaptureError for what torch.export traces but graphshard cannot run: sizes that depend on values."""
     for node in module.graph.nodes:
         kind, val = None, node.meta.get("val")
-        if isinstance(node.target, HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator) and not node.target.name().startswith("wrap_with"):
             kind = "operator"
         elif isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             kind = "item"

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard._torch import use_boxed_calls
-from graphshard.graph import restride
+from graphshard.graph import is_part, is_view, restride
 from graphshard.lower import Boxed, Compiler, reshape_views
 from graphshard.program import Region
 
@@ -68,7 +68,12 @@ def compile_eager(region: Region) -> Boxed:
 
 
 def compile_inductor(region: Region, name: str) -> Boxed:
-    """Compile the region with Inductor; on failure run its ATen operators, with a warning that names it."""
+    """Compile the region with Inductor; on failure run its ATen operators, with a warning that names it.
+
+    A region of one operator, such as the copy into a packed buffer, has nothing to fuse and runs as it is.
+    """
+    if num_kernels(region.module) == 1:
+        return _with_strides(compile_eager(region), _outputs(region.module))
     try:
         # Random numbers come from torch's generators, in program order, as in eager mode.
         with config.patch(fallback_random=True):
@@ -83,6 +88,12 @@ def compile_inductor(region: Region, name: str) -> Boxed:
         )
         log.debug("%s:\n%s", name, region.text, exc_info=True)
         return _with_strides(compile_eager(region), _outputs(region.module))
+
+
+def num_kernels(module: GraphModule) -> int:
+    """Operators of a region that compute or copy."""
+    calls = (node for node in module.graph.nodes if node.op == "call_function")
+    return sum(not is_view(node) and not is_part(node) for node in calls)
 
 
 def _with_strides(fn: Boxed, traced: Sequence[torch.Tensor]) -> Boxed:

@@ -5,8 +5,8 @@
                                                           backward: | reduce 2    | reduce 1 ...
 
 This is FSDP2's order: the next unit's gather starts when the current one's has arrived, so at most two units are
-gathered at a time, and a reduction is waited for when the next one starts. A planner that weighs costs has the
-same type: a program in, a plan out.
+gathered at a time; a reduction starts where its unit's backward ends and is waited for when the next one starts. A
+planner that weighs costs has the same type: a program in, a plan out.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]]) -> list[
     layout = Layout.of(phase)
     end = len(layout.compute)
     needed = {b.name: _first_use(members, layout) for b, members in groups if b.kind == "gather"}
-    ready = {b.name: _last_input(members, layout) for b, members in groups if b.kind == "reduce"}
+    ready = {
+        b.name: _next(_last_input(members, layout), needed.values()) for b, members in groups if b.kind == "reduce"
+    }
 
     gathers: list[Event] = []
     start = 0
@@ -122,6 +124,15 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]]) -> list[
     if reductions:
         reductions.append(Event("wait", reductions[-1].bucket, end))
     return list(heapq.merge(reductions, gathers, key=lambda event: event.at))
+
+
+def _next(position: int, boundaries: Iterable[int]) -> int:
+    """The next boundary between units, if there is one.
+
+    A unit's last gradient is ready a few operators before its backward ends. Starting its reduction there, as FSDP2
+    does, keeps those operators in one region with the rest.
+    """
+    return min((b for b in boundaries if b >= position), default=position)
 
 
 def _first_use(members: list[Collective], layout: Layout) -> int:
