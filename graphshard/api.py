@@ -12,10 +12,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
 from graphshard.agree import model_tag
+from graphshard.backends import Backend
 from graphshard.capture import CaptureSpec
 from graphshard.checks import check_arguments, check_device, check_model
 from graphshard.errors import ArgumentError
-from graphshard.inductor import Backend
 from graphshard.module import Runner, ShardedModule, sharded_class
 from graphshard.params import build_table
 from graphshard.planner import PlanByUnit

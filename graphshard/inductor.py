@@ -1,13 +1,12 @@
-"""Compile a region: with Inductor, or as the ATen operators it consists of."""
+"""Compile regions with Inductor."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -19,27 +18,15 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphshard._torch import use_boxed_calls
+from graphshard.backends import compile_eager
 from graphshard.graph import is_part, is_view, restride
-from graphshard.lower import Boxed, Compiler, reshape_views
+from graphshard.lower import Boxed
 from graphshard.program import Region
 
 log = logging.getLogger(__name__)
 
-Backend = Literal["inductor", "eager"]
 
-
-def compiler_for(backend: Backend) -> Compiler:
-    """What `lower` compiles regions with."""
-    return _all_inductor if backend == "inductor" else _all_eager
-
-
-def _all_eager(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
-    for name, region in regions.items():
-        yield name, compile_eager(region)
-
-
-def _all_inductor(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
+def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
     """Compile each region once per machine: its ranks start at different regions and meet in Inductor's cache."""
     names = list(regions)
     first = len(names) * _local_rank() // _local_world_size()
@@ -57,14 +44,6 @@ def _local_rank() -> int:
 
 def _local_world_size() -> int:
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def compile_eager(region: Region) -> Boxed:
-    """Run the region's ATen operators one by one, freeing each value at its last use."""
-    graph = copy.deepcopy(region.module.graph)
-    reshape_views(graph)
-    use_boxed_calls(graph)
-    return GraphModule(region.module, graph)
 
 
 def compile_inductor(region: Region, name: str) -> Boxed:

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from graphshard.agree import check_agreement
+from graphshard.backends import Backend, compiler_for
 from graphshard.capture import CaptureSpec, capture
 from graphshard.errors import CaptureLimitError, InputError, MaterializationError
-from graphshard.inductor import Backend, compiler_for
 from graphshard.lower import RegionCall, lower
 from graphshard.params import ParamTable
 from graphshard.pipeline import record, schedule_program, shard_program
