@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils.checkpoint import CheckpointPolicy
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 __all__ = [
     "CheckpointPolicy",
     "disable_autocast",
+    "fake_mode_of",
     "min_cut_partition",
     "rendezvous_store",
     "use_boxed_calls",
@@ -22,8 +25,18 @@ __all__ = [
 
 
 def min_cut_partition(joint: GraphModule, num_outputs: int) -> tuple[GraphModule, GraphModule]:
-    """AOTAutograd's min-cut partitioner; `num_outputs` counts the forward's outputs in the joint graph."""
-    return min_cut_rematerialization_partition(joint, [], num_fwd_outputs=num_outputs)
+    """AOTAutograd's min-cut partitioner; `num_outputs` counts the forward's outputs in the joint graph.
+
+    Its common subexpression elimination is off: it would merge the reductions of equal gradients into one.
+    """
+    with config.patch(cse=False):
+        return min_cut_rematerialization_partition(joint, [], num_fwd_outputs=num_outputs)
+
+
+def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
+    """The mode a fake tensor belongs to."""
+    assert isinstance(tensor, FakeTensor)
+    return tensor.fake_mode
 
 
 def use_boxed_calls(graph: Graph) -> None:

@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.decompose import capture_decompositions
 from graphshard.diagnose import check_capturable, explain_export_failure
-from graphshard.graph import base_of
+from graphshard.graph import is_view
 from graphshard.params import ParamTable
 from graphshard.program import Axis, Phase, Program, Slot, SlotKind
 
@@ -81,7 +81,7 @@ def capture(
     check_capturable(graph_module, spec.forward_class)
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
-    constants = _lift_constants(graph_module, fake_mode)
+    constants = _lift_constants(graph_module, module, fake_mode)
     _tie(graph_module, spec.params)
     _flatten_signature(graph_module, leaves)
     _unalias_outputs(graph_module)
@@ -111,9 +111,10 @@ def _plain(module: nn.Module, spec: CaptureSpec, fake_mode: FakeTensorMode, *, g
     """
     with contextlib.ExitStack() as stack:
         for owner in module.modules():
-            for attribute in ("_parameters", "_buffers"):
-                tensors = getattr(owner, attribute)
-                stack.callback(owner.__dict__.__setitem__, attribute, tensors)
+            stack.callback(_restore, owner, dict(owner.__dict__))
+            for name, value in owner.__dict__.items():
+                if isinstance(value, torch.Tensor):
+                    owner.__dict__[name] = value.clone()  # forward may write to it while it is traced
         fakes = {row.name: _fake_parameter(row.name, spec, fake_mode, grad) for row in spec.params}
         for prefix, owner in module.named_modules():
             dot = f"{prefix}." if prefix else ""
@@ -126,13 +127,17 @@ def _plain(module: nn.Module, spec: CaptureSpec, fake_mode: FakeTensorMode, *, g
                 for name, buffer in owner._buffers.items()
             }
         for attribute in ("_forward_hooks", "_forward_pre_hooks"):
-            hooks = getattr(module, attribute)
-            stack.callback(module.__dict__.__setitem__, attribute, hooks)
-            module.__dict__[attribute] = type(hooks)()
+            module.__dict__[attribute] = type(getattr(module, attribute))()
         stack.callback(setattr, module, "__class__", module.__class__)
         module.__class__ = spec.forward_class
         _register_casts(module, spec, stack)
         yield
+
+
+def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Undo what tracing the forward did to a module's attributes."""
+    module.__dict__.clear()
+    module.__dict__.update(attributes)
 
 
 def _fake_parameter(name: str, spec: CaptureSpec, fake_mode: FakeTensorMode, grad: bool) -> nn.Parameter:
@@ -172,13 +177,18 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
     return pytree.tree_map(cast, tree)
 
 
-def _lift_constants(graph_module: GraphModule, fake_mode: FakeTensorMode) -> dict[str, torch.Tensor]:
-    """Tensors that the module holds as plain attributes become buffers of the graph, and inputs of the program."""
+def _lift_constants(graph_module: GraphModule, module: nn.Module, fake_mode: FakeTensorMode) -> dict[str, torch.Tensor]:
+    """Tensors held as plain attributes become buffers of the graph, and inputs of the program.
+
+    The program reads the module's own tensor where there is one; others were made while the forward was traced.
+    """
     constants: dict[str, torch.Tensor] = {}
+    originals = {name: sub.__dict__ for name, sub in module.named_modules()}
     for prefix, owner in graph_module.named_modules():
         for name, value in list(owner.__dict__.items()):
             if isinstance(value, torch.Tensor):
-                constants[f"{prefix}.{name}" if prefix else name] = value
+                own = originals.get(prefix, {}).get(name)
+                constants[f"{prefix}.{name}" if prefix else name] = own if isinstance(own, torch.Tensor) else value
                 delattr(owner, name)
                 owner.register_buffer(name, fake_mode.from_tensor(value, static_shapes=True))
     return constants
@@ -230,7 +240,7 @@ def _unalias_outputs(graph_module: GraphModule) -> None:
     for index, node in enumerate(results):
         if not isinstance(node, torch.fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
-        base = base_of(node)
+        base = _owner(node)
         if base.op != "call_function" or base in seen:
             with graph.inserting_before(output):
                 results[index] = graph.call_function(torch.ops.aten.clone.default, (node,))
@@ -238,6 +248,17 @@ def _unalias_outputs(graph_module: GraphModule) -> None:
         seen.add(base)
     output.args = (tuple(results),)
     graph_module.recompile()
+
+
+def _owner(node: torch.fx.Node) -> torch.fx.Node:
+    """The value whose memory a value of the exported graph may share, through views and writes in place."""
+    while node.op == "call_function" and (is_view(node) or _writes(node)):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _phase(joint: GraphModule, params: ParamTable) -> Phase:

@@ -48,6 +48,13 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None
     return node
 
 
+def erase_dead(graph: Graph) -> None:
+    """Erase calls whose result nobody uses, collectives included; placeholders stay."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
 def is_collective(node: Node) -> bool:
     """An all-gather or reduce-scatter, single or coalesced; not its wait."""
     return node.target in GATHERS or node.target in REDUCES

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from graphshard._torch import min_cut_partition
 from graphshard.errors import PassError
+from graphshard.graph import aten, base_of, emit, erase_dead
 from graphshard.passes.base import Pass
 from graphshard.program import Phase, Program, Slot
 
@@ -32,6 +33,7 @@ class Partition(Pass):
         num_outputs = sum(slot.kind != "grad" for slot in joint.outputs)
         slots = {node.name: slot for node, slot in joint.slot_of().items()}
         forward, backward = min_cut_partition(joint.module, num_outputs)
+        _drop_idle(forward, backward, num_outputs)
         saved = tuple(_saved_slot(node, slots) for node in _results(forward)[num_outputs:])
         program.phases = {
             "forward": Phase(
@@ -47,6 +49,7 @@ class Partition(Pass):
         }
         for phase in program.phases.values():
             _rename_placeholders(phase)
+        _unalias(program.phases["backward"])
         return 1
 
     def ensures(self, program: Program) -> None:
@@ -67,6 +70,34 @@ def _saved_slot(node: Node, slots: dict[str, Slot]) -> Slot:
 def _results(module: GraphModule) -> list[Node]:
     (output,) = module.graph.find_nodes(op="output")
     return list(output.args[0])
+
+
+def _drop_idle(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
+    """Save nothing that backward does not read, such as a parameter that was only marked to be kept."""
+    erase_dead(backward.graph)
+    idle = {n.name: n for n in backward.graph.find_nodes(op="placeholder") if not n.users and "tangent" not in n.name}
+    (output,) = forward.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    saved = [node for node in results[num_outputs:] if node.name not in idle]
+    output.args = ((*results[:num_outputs], *saved),)
+    erase_dead(forward.graph)
+    for node in idle.values():
+        backward.graph.erase_node(node)
+
+
+def _unalias(backward: Phase) -> None:
+    """Copy gradients that would share memory with a tangent or with each other: `.grad` is written in place."""
+    graph, results = backward.module.graph, backward.results
+    seen: set[Node] = set()
+    for index, node in enumerate(results):
+        if not isinstance(node, Node):
+            continue
+        base = base_of(node)
+        if base.op == "placeholder" or base in seen:
+            with graph.inserting_after(node):
+                results[index] = emit(graph, aten.clone.default, node, like=node)
+        seen.add(base)
+    backward.set_results(results)
 
 
 def _rename_placeholders(phase: Phase) -> None:

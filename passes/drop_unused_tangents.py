@@ -18,7 +18,8 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.graph import WAIT, aten, c10d, emit, fake, is_view
+from graphshard._torch import fake_mode_of
+from graphshard.graph import WAIT, aten, c10d, emit, erase_dead, fake, is_view
 from graphshard.passes.base import Pass
 from graphshard.program import Phase, Program
 
@@ -106,23 +107,22 @@ def _other_addend(node: Node, zeros: set[Node]) -> Node | None:
     rest = [a for a in node.args if isinstance(a, Node) and a not in zeros]
     if len(rest) != 1 or len(node.args) != 2:
         return None
-    same = fake(rest[0]).shape == fake(node).shape and fake(rest[0]).dtype == fake(node).dtype
+    addend, result = fake(rest[0]), fake(node)
+    # Views behind the sum rely on its strides.
+    same = addend.shape == result.shape and addend.stride() == result.stride() and addend.dtype == result.dtype
     return rest[0] if same else None
 
 
 def _materialize(graph: Graph, zero: Node, before: Node) -> Node:
     val = fake(zero)
-    with graph.inserting_before(before):
+    with graph.inserting_before(before), fake_mode_of(val):
         return emit(graph, aten.full.default, list(val.shape), 0, dtype=val.dtype, device=val.device, like=before)
 
 
 def _erase(phase: Phase, unused: set[Node]) -> None:
     graph = phase.module.graph
     kept = [slot for node, slot in phase.slot_of().items() if node not in unused]
-    # eliminate_dead_code keeps collectives and placeholders; those that only carried zeros go too.
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)
+    erase_dead(graph)
     for node in unused:
         graph.erase_node(node)
     phase.inputs = tuple(kept)

@@ -108,6 +108,8 @@ def reduce(graph: Graph, grad: Node, row: ParamRow, axis: Axis) -> Node:
         node = then(aten.constant_pad_nd.default, [0, 0] * (len(row.shape) - 1) + [0, padding])
     if pre != 1:
         node = then(aten.div.Tensor, pre)
+    if not fake(node).is_contiguous():
+        node = then(aten.clone.default, memory_format=torch.contiguous_format)
     op = "avg" if post is None else "sum"
     node = then(c10d.reduce_scatter_tensor.default, op, axis.size, axis.name)
     node = then(c10d.wait_tensor.default)

@@ -1,34 +1,74 @@
-"""Tiny models and the way to a program at any stage, without a process group.
+"""Tiny models, the way to a program at any stage, and steps on simulated ranks; no process group anywhere.
 
-    program = captured(Blocks(2), (torch.randn(2, 4),))     the joint graph
-    through(program, "partition")                           forward and backward
-    through(program, "reorder")                             scheduled
+program = captured(Blocks(2), (torch.randn(2, 4),))     the joint graph
+through(program, "partition")                           forward and backward
+through(program, "reorder")                             scheduled
+step(program, model, [(x0,), (x1,)])                    what both ranks compute
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from graphshard.capture import CaptureSpec, capture
-from graphshard.params import build_table
+from graphshard.graph import WAIT, fake, is_collective
+from graphshard.params import ParamRow, build_table
 from graphshard.pipeline import record, run_pass, schedule_passes, shard_passes
 from graphshard.planner import PlanByUnit
-from graphshard.program import Axis, Phase, Program
+from graphshard.program import Axis, Phase, Program, Slot
 from graphshard.units import find_units
 
 COALESCED = PlanByUnit(pack_gathers_below=0, pack_reductions_below=0)
 PACKED = PlanByUnit(pack_gathers_below=math.inf, pack_reductions_below=math.inf)
 
 
+class Scale(nn.Module):
+    """`x * w`: the smallest graph with a parameter."""
+
+    def __init__(self, rows: int = 4) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(1.0, rows + 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.w
+
+
+class Scales(nn.Module):
+    """`x * w0 * w1 * ...`: every factor is a unit."""
+
+    def __init__(self, depth: int = 2, rows: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scale(rows) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Affine(nn.Module):
+    """`a * x + b`: two parameters in one unit, the root. They are registered in the order b, a."""
+
+    def __init__(self, rows: int = 4) -> None:
+        super().__init__()
+        self.b = nn.Parameter(torch.arange(1.0, rows + 1))
+        self.a = nn.Parameter(torch.arange(2.0 * rows).view(rows, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a * x + self.b[:, None]
+
+
 class Blocks(nn.Module):
-    """`depth` linear layers with a ReLU each; every layer is a unit."""
+    """Linear layers with ReLUs; every layer is a unit."""
 
     def __init__(self, depth: int = 2, width: int = 4, *, bias: bool = False) -> None:
         super().__init__()
@@ -50,7 +90,19 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(tokens)).sum()
+        return self.head(self.embed(tokens)).sin().sum()
+
+
+class ParallelBiases(nn.Module):
+    """`f(x) + g(x)`: both layers have the same gradients, so that the partitioner's CSE sees equal reductions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 4)
+        self.g = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.f(x) + self.g(x)).sum()
 
 
 def captured(
@@ -83,32 +135,145 @@ def captured(
 def through(program: Program, last: str, *, planner: PlanByUnit = COALESCED) -> Program:
     """Run the passes of the pipeline that the program has not seen yet, up to and with the one named `last`."""
     seen = {stage.name for stage in program.history}
-    for step in [*shard_passes(), *schedule_passes()]:
-        if step.name == "bucket" and "plan" not in seen:
+    for p in [*shard_passes(), *schedule_passes()]:
+        if p.name == "bucket" and program.plan is None:
             program.plan = planner(program)
             record(program, "plan", len(program.plan.buckets), 0.0)
-        if step.name not in seen:
-            run_pass(step, program)
-        if step.name == last:
+        if p.name not in seen:
+            run_pass(p, program)
+        if p.name == last:
             return program
     raise ValueError(f"the pipeline has no pass {last!r}")
 
 
-def targets(phase: Phase) -> list[str]:
-    """The operators of a phase in order, by name: `["mm", "relu", ...]`."""
-    return [_name(node) for node in phase.module.graph.nodes if node.op == "call_function"]
+def copied(program: Program) -> Program:
+    """A copy whose graphs can be rewritten, so that tests share the time of a capture."""
+    phases = {name: phase.clone() for name, phase in program.phases.items()}
+    return replace(program, phases=phases, history=list(program.history))
 
 
-def count(phase: Phase, name: str) -> int:
-    """How often a phase calls an operator."""
-    return targets(phase).count(name)
+def target_name(node: Node) -> str:
+    """The operator of a node by name: "mm"."""
+    target = node.target
+    return target._opname if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def calls(phase: Phase, name: str) -> list[Node]:
+    """All calls of an operator in a phase."""
+    return [n for n in phase.module.graph.nodes if n.op == "call_function" and target_name(n) == name]
 
 
 def result(phase: Phase, label: str) -> Any:
     """The value a phase returns as `label`, such as "grad:layers.0.weight"."""
-    return phase.results[[str(slot) for slot in phase.outputs].index(label)]
+    return phase.results[list(map(str, phase.outputs)).index(label)]
 
 
-def _name(node: Node) -> str:
-    target = node.target
-    return target._opname if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+def run_ranks(
+    phase: Phase, inputs: Sequence[Mapping[Slot, Any]], sent: list[list[torch.Tensor]] | None = None
+) -> list[dict[Slot, Any]]:
+    """Run a phase on all ranks at once, node by node; a collective sees what every rank sends.
+
+    `sent` receives one entry per reduced tensor: what each rank sends.
+    """
+    values: list[dict[Node, Any]] = [{} for _ in inputs]
+    slots = phase.slot_of()
+    for node in phase.module.graph.nodes:
+        if node.op == "output":
+            continue
+        args = [pytree.tree_map(lambda a, v=v: v[a] if isinstance(a, Node) else a, node.args) for v in values]
+        if node.op == "placeholder":
+            results = [given[slots[node]] for given in inputs]
+        elif is_collective(node):
+            results = _collective(node, [a[0] for a in args], sent)
+        elif node.target is WAIT:
+            results = [a[0] for a in args]
+        elif node.op == "call_module":
+            results = [phase.module.get_submodule(node.target)(list(*a)) for a in args]
+        else:
+            results = [node.target(*a, **node.kwargs) for a in args]
+        for value, r in zip(values, results, strict=True):
+            value[node] = r
+    return [
+        {s: v[r] if isinstance(r, Node) else r for s, r in zip(phase.outputs, phase.results, strict=True)}
+        for v in values
+    ]
+
+
+def _collective(node: Node, tensors: list[Any], sent: list[list[torch.Tensor]] | None) -> list[Any]:
+    """The results of a collective by rank, from what it is given by rank."""
+    if isinstance(tensors[0], (list, tuple)):
+        single = [_collective(node, list(column), sent) for column in zip(*tensors)]
+        return list(map(list, zip(*single)))
+    if "gather" in target_name(node):
+        return [torch.cat(tensors)] * len(tensors)
+    if sent is not None:
+        sent.append(tensors)
+    total = torch.stack(tensors).sum(0)
+    if node.args[1] == "avg":
+        total = total / len(tensors)
+    return list(total.chunk(len(tensors)))
+
+
+def padded_shard(param: torch.Tensor, row: ParamRow, rank: int) -> torch.Tensor:
+    """A rank's rows of a full parameter, padded with NaN, which must not reach any result."""
+    start, length = row.local_rows(rank)
+    pad = math.nan if row.dtype.is_floating_point else -1
+    shard = torch.full(row.padded_shape, pad, dtype=row.dtype)
+    shard[:length] = param.detach()[start : start + length]
+    return shard
+
+
+def step(
+    program: Program,
+    model: nn.Module,
+    batches: Sequence[Sequence[torch.Tensor]],
+    tangents: Mapping[str, torch.Tensor] | None = None,
+    sent: list[list[torch.Tensor]] | None = None,
+) -> list[dict[str, Any]]:
+    """One step of a partitioned program on simulated ranks, a batch for each.
+
+    Returns, per rank, what both phases return by label: "output:0", "grad:w", "mutation:buffer", ...
+    Tangents are ones unless given.
+    """
+    inputs = []
+    for rank, batch in enumerate(batches):
+        given = {Slot("input", str(i)): t for i, t in enumerate(batch)}
+        given |= {Slot("buffer", n): b.clone() for n, b in [*model.named_buffers(), *program.constants.items()]}
+        for row in program.params:
+            given[Slot("param", row.name)] = padded_shard(model.get_parameter(row.name), row, rank)
+        inputs.append(given)
+    results = run_ranks(program.phases["forward"], inputs)
+    if backward := program.phases.get("backward"):
+        for given, outputs in zip(inputs, results):
+            given.update((slot, value) for slot, value in outputs.items() if slot.kind == "saved")
+            for node, slot in backward.slot_of().items():
+                if slot.kind == "tangent":
+                    ones = torch.ones(fake(node).shape, dtype=fake(node).dtype)
+                    given[slot] = tangents[slot.name] if tangents else ones
+        gradients = run_ranks(backward, inputs, sent)
+        results = [{**outputs, **grads} for outputs, grads in zip(results, gradients)]
+    return [{str(slot): value for slot, value in by_slot.items()} for by_slot in results]
+
+
+def full_gradients(program: Program, results: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | None]:
+    """Gradients by parameter name, put together from the ranks' shards and cut to the parameter's rows."""
+    grads = {}
+    for row in program.params:
+        shards = [r.get(f"grad:{row.name}") for r in results]
+        grads[row.name] = None if shards[0] is None else torch.cat(shards)[: row.shape[0]]
+    return grads
+
+
+def mean_gradients(model: nn.Module, batches: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor | None]:
+    """What autograd computes without graphshard: the mean of the batches' gradients, by parameter name."""
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    losses = [model(*batch).sum() for batch in batches]
+    grads = [torch.autograd.grad(loss, list(params.values()), allow_unused=True) for loss in losses]
+    means = [None if column[0] is None else torch.stack(column).mean(0) for column in zip(*grads)]
+    return dict.fromkeys(dict(model.named_parameters())) | dict(zip(params, means))
+
+
+def assert_gradients(program: Program, model: nn.Module, batches: Sequence[Sequence[torch.Tensor]]) -> None:
+    """A program's gradients are the mean over the ranks, within rounding."""
+    found = full_gradients(program, step(program, model, batches))
+    torch.testing.assert_close(found, mean_gradients(model, batches))

@@ -84,9 +84,7 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 300.0, grace: float = 20.0
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0, grace: float = 20.0) -> list[Any]:
         """Call `function(rank, world_size, *args)` on every rank; return the values, in the order of ranks.
 
         `function` is sent by name, so it sits at the top level of its module. Arguments and values are sent

@@ -1,0 +1,430 @@
+"""The user's mistakes: each is found before anything is changed, and the message names culprit and remedy."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import graphshard
+from tests.distributed.test_parity import world_mesh
+from tests.ranks import Ranks
+
+
+class _Net(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x * self.scale).sum()
+
+
+class _Branching(_Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # the culprit
+            return super().forward(x)
+        return x.sum()
+
+
+class _Numbering(_Net):
+    def forward(self, x: Tensor) -> Tensor:
+        number = x[0, 0].item()  # the culprit
+        return super().forward(x) + number
+
+
+@dataclass
+class _Batch:
+    x: Tensor
+
+
+def _with_parameter(value: Tensor) -> nn.Module:
+    model = _Net()
+    model.extra = nn.Parameter(value)
+    return model
+
+
+def _hooked() -> nn.Module:
+    model = _Net()
+    model.register_forward_hook(lambda *_: None)
+    model.register_forward_pre_hook(lambda *_: None)
+    model.layers[1].weight.requires_grad_(False)
+    return model
+
+
+def _state(model: Any) -> Any:
+    """Everything of a module that an error must leave alone, by identity."""
+    if not isinstance(model, nn.Module):
+        return None
+    hooks = [name for name in vars(model) if name.endswith("_hooks")]
+    return {
+        name: (
+            type(sub),
+            {key: (id(param), param.requires_grad, param.data_ptr()) for key, param in sub._parameters.items()},
+            {key: id(buffer) for key, buffer in sub._buffers.items()},
+            {hook: [*getattr(sub, hook).items()] for hook in hooks},
+            sorted(vars(sub)),
+            sub.training,
+        )
+        for name, sub in model.named_modules()
+    }
+
+
+# --- compile ------------------------------------------------------------------------------------------------
+
+
+def _compile(model: Any, mesh: Any = None, **options: Any) -> Any:
+    return graphshard.compile(model, world_mesh() if mesh is None else mesh, backend="eager", **options)
+
+
+def _compile_twice() -> Any:
+    return _compile(_Net())
+
+
+def _with_compiled_part() -> nn.Module:
+    model = nn.Sequential(_Net(), nn.Linear(4, 4))
+    _compile(model[0])
+    return model
+
+
+def _fully_sharded() -> nn.Module:
+    return fully_shard(_Net(), mesh=world_mesh())
+
+
+def _mixed_dtypes() -> nn.Module:
+    return _with_parameter(torch.ones(4, dtype=torch.bfloat16))
+
+
+def _square_mesh(names: tuple[str, str] | None) -> DeviceMesh:
+    return init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+
+
+# What compile is given, and what it says about it.
+CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = {
+    "not a module": (
+        lambda: lambda x: x,
+        dict,
+        r"model must be an nn\.Module, got function\.",
+    ),
+    "container": (
+        lambda: nn.ModuleList([nn.Linear(2, 2)]),
+        dict,
+        r"ModuleList has no forward, so there is nothing to compile\. Compile the module that calls it, or give it",
+    ),
+    "compiled": (
+        _compile_twice,
+        dict,
+        r"Sharded_Net cannot be compiled: it is already compiled\. Compile the root module, once\.",
+    ),
+    "submodule compiled": (
+        _with_compiled_part,
+        dict,
+        r"Sequential cannot be compiled: its submodule '0' is already compiled\. Compile the root module, once\.",
+    ),
+    "DTensor parameters": (
+        _fully_sharded,
+        dict,
+        r"parameter layers\.0\.weight is a DTensor already \(fully_shard or .* was applied\)\. Compile the plain",
+    ),
+    "scalar parameter": (
+        lambda: _with_parameter(torch.tensor(1.0)),
+        dict,
+        r"parameter extra is a scalar, which cannot be sharded\. Change extra to a 1D tensor with numel equal to 1\.",
+    ),
+    "mixed dtypes": (
+        _mixed_dtypes,
+        dict,
+        r"trainable parameters must have one dtype, but extra is bfloat16, layers\.0\.weight is float32\. Convert "
+        r"the model with \.to\(dtype\), and set mp_policy",
+    ),
+    "mesh is a shape": (
+        _hooked,
+        lambda: {"mesh": (2,)},
+        r"mesh must be a torch\.distributed DeviceMesh, got tuple\. Make one with .*init_device_mesh\('cuda', \(world",
+    ),
+    "mesh is a device": (
+        _hooked,
+        lambda: {"mesh": "cpu"},
+        r"mesh must be a torch\.distributed DeviceMesh, got str\. Make one with",
+    ),
+    "two axes": (
+        _hooked,
+        lambda: {"mesh": _square_mesh(None)},
+        r"mesh must have one axis, got 2 \(no axis names\): .*HSDP.* not supported yet\. Name its axes with "
+        r"mesh_dim_names and pass the one to shard over\.",
+    ),
+    "two named axes": (
+        _hooked,
+        lambda: {"mesh": _square_mesh(("replicate", "shard"))},
+        r"mesh must have one axis, got 2 \(\('replicate', 'shard'\)\): .* Pass the axis to shard over, such as "
+        r"mesh\['shard'\]\.",
+    ),
+    "mesh of meta devices": (
+        _hooked,
+        lambda: {"mesh": DeviceMesh("meta", [0, 1], _init_backend=False, _rank=dist.get_rank())},
+        r"mesh must be of 'cpu' or 'cuda' devices, got 'meta'\.",
+    ),
+    "mesh of GPUs": (
+        _hooked,
+        lambda: {"mesh": DeviceMesh("cuda", [0, 1], _init_backend=False, _rank=dist.get_rank())},
+        r"mesh is of 'cuda' devices, but torch\.cuda\.is_available\(\) is False here\. Use a 'cpu' mesh",
+    ),
+    "mesh without this rank": (
+        _hooked,
+        lambda: {"mesh": DeviceMesh("cpu", [1 - dist.get_rank()], _init_backend=False, _rank=dist.get_rank())},
+        r"mesh does not contain this rank\. Call compile on the ranks of the mesh only\.",
+    ),
+    "reshard over some ranks": (
+        _hooked,
+        lambda: {"reshard_after_forward": 2},
+        r"reshard_after_forward must be True, False or None, got 2\. .*\(an int in FSDP2\) is not supported yet\.",
+    ),
+    "policy": (
+        _hooked,
+        lambda: {"mp_policy": torch.bfloat16},
+        r"mp_policy must be a torch\.distributed\.fsdp\.MixedPrecisionPolicy, got dtype\.",
+    ),
+    "backend": (
+        _hooked,
+        lambda: {"backend": "cudagraphs"},
+        r"backend must be one of 'inductor', 'eager', got 'cudagraphs'\.",
+    ),
+    "no captures": (
+        _hooked,
+        lambda: {"max_captures": 0},
+        r"max_captures must be a positive int, got 0\.",
+    ),
+    "text for a number": (
+        _hooked,
+        lambda: {"max_captures": "8"},
+        r"max_captures must be a positive int, got '8'\.",
+    ),
+    "unknown units": (
+        _hooked,
+        lambda: {"units": ["layers.*", "blocks.*"]},
+        r"units: the pattern 'blocks\.\*' matches no submodule with parameters of _Net\. Use names as in "
+        r"named_modules\(\), such as \['layers', 'layers\.0', 'layers\.1'\]\.",
+    ),
+    "units is one string": (
+        _hooked,
+        lambda: {"units": "layers.*"},
+        r"units must be a sequence .*\['layers\.\*'\]",
+    ),
+    "example_inputs is a tensor": (
+        _hooked,
+        lambda: {"example_inputs": torch.ones(2, 4)},
+        r"example_inputs must be .*, got Tensor",
+    ),
+    "example_kwargs is a tuple": (
+        _hooked,
+        lambda: {"example_kwargs": (torch.ones(2, 4),)},
+        r"example_kwargs must be .*, got tuple",
+    ),
+    "example of an unknown class": (
+        _hooked,
+        lambda: {"example_inputs": (_Batch(torch.ones(2, 4)),)},
+        r"input args\[0\] is a _Batch, which is neither a tensor nor a number, string or None\. Pass its tensors, or "
+        r"register the class with torch\.utils\._pytree\.register_dataclass",
+    ),
+    "example on another device": (
+        _hooked,
+        lambda: {"example_kwargs": {"x": torch.ones(2, 4, device="meta")}},
+        r"input x is on meta, the model's mesh is on cpu\. Move it there before the call\.",
+    ),
+}
+
+
+def _rejected(rank: int, world_size: int, name: str) -> tuple[str, bool]:
+    make_model, make_options, _ = CASES[name]
+    model, options = make_model(), make_options()
+    before = _state(model)
+    try:
+        graphshard.compile(model, **{"mesh": world_mesh(), "backend": "eager", **options})
+    except ValueError as error:  # both of ArgumentError and of InputError
+        return str(error), _state(model) == before
+    return "no error", True
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compile_rejects(ranks: Ranks, name: str) -> None:
+    for message, unchanged in ranks(2).run(_rejected, name):
+        assert re.search(CASES[name][2], message), message
+        assert unchanged
+
+
+def _not_capturable(rank: int, world_size: int, cls: type[nn.Module]) -> list[str]:
+    messages = []
+    model = cls()
+    before = _state(model)
+    try:
+        graphshard.compile(model, world_mesh(), backend="eager", example_inputs=(torch.ones(2, 4),))
+    except graphshard.CaptureError as error:
+        messages.append(str(error))
+    assert _state(model) == before
+    graphshard.compile(model, world_mesh(), backend="eager")
+    before = _state(model)
+    try:
+        model(torch.ones(2, 4))
+    except graphshard.CaptureError as error:
+        messages.append(str(error))
+    assert _state(model) == before
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("cls", "remedy"), [(_Branching, r"torch\.where"), (_Numbering, r"Keep it a tensor|argument")], ids=["if", "item"]
+)
+def test_code_that_cannot_be_captured(ranks: Ranks, cls: type[nn.Module], remedy: str) -> None:
+    """The message points at the user's line, from compile and from the first call."""
+    lines, start = inspect.getsourcelines(cls)
+    (number, source) = next((start + i, line) for i, line in enumerate(lines) if "# the culprit" in line)
+    messages = ranks(2).run(_not_capturable, cls)[0]
+    assert len(messages) == 2
+    for message in messages:
+        assert f"graphshard cannot capture {cls.__name__}.forward at {__file__}:{number}" in message
+        assert source.strip() in message
+        assert re.search(remedy, message)
+
+
+def test_programs_of_a_plain_module() -> None:
+    with pytest.raises(
+        graphshard.ArgumentError, match=r"^_Net is not compiled\. Call graphshard\.compile\(model, mesh\) first\.$"
+    ):
+        graphshard.programs(_Net())
+
+
+# --- calls --------------------------------------------------------------------------------------------------
+
+
+def _bad_calls(rank: int, world_size: int) -> list[str]:
+    good = torch.ones(2, 4)
+    model = graphshard.compile(_hooked(), world_mesh(), backend="eager")
+    messages = []
+    for known in (False, True):
+        before = _state(model)
+        for args, kwargs in (
+            ((good.to("meta"),), {}),
+            ((), {"x": {"a": [good, good.to("meta")]}}),
+            ((_Batch(good),), {}),
+        ):
+            try:
+                model(*args, **kwargs)
+            except graphshard.InputError as error:
+                messages.append(str(error))
+        assert _state(model) == before
+        if not known:
+            model(good).backward()
+    return messages
+
+
+def test_inputs_that_cannot_be_used(ranks: Ranks) -> None:
+    messages = ranks(2).run(_bad_calls)[0]
+    assert messages[:3] == messages[3:]
+    assert messages[:2] == [
+        "input args[0] is on meta, the model's mesh is on cpu. Move it there before the call.",
+        "input x['a'][1] is on meta, the model's mesh is on cpu. Move it there before the call.",
+    ]
+    assert re.fullmatch(
+        r"input args\[0\] is a _Batch, which is neither a tensor nor .* register_dataclass\.", messages[2]
+    )
+
+
+def _on_meta(rank: int, world_size: int) -> str:
+    with torch.device("meta"):
+        model = _Net()
+    graphshard.compile(model, world_mesh(), backend="eager")
+    before = _state(model)
+    with pytest.raises(graphshard.MaterializationError) as caught:
+        model(torch.ones(2, 4))
+    assert _state(model) == before
+    return str(caught.value)
+
+
+def test_parameters_on_the_meta_device(ranks: Ranks) -> None:
+    assert ranks(2).run(_on_meta)[1] == (
+        "5 parameters or buffers of Sharded_Net are on the meta device: layers.0.weight, layers.0.bias, "
+        "layers.1.weight, layers.1.bias, scale. Allocate them with model.to_empty(device=...) and initialise or load "
+        "them before the first call."
+    )
+
+
+# --- ranks that differ --------------------------------------------------------------------------------------
+
+
+def _diverge(rank: int, world_size: int, how: str) -> tuple[str, float]:
+    odd = rank == 1
+    model = _Net(layers=3 if odd and how == "extra layer" else 2)
+    if odd and how == "frozen parameter":
+        model.layers[0].bias.requires_grad_(False)
+    options = {"reshard_after_forward": False} if odd and how == "other option" else {}
+    start = time.monotonic()
+    try:
+        graphshard.compile(model, world_mesh(), backend="eager", **options)(torch.ones(2, 4))
+    except graphshard.DivergenceError as error:
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize(
+    ("how", "ours", "theirs"),
+    [
+        ("extra layer", r"backward: gather layers\.1\..*", r"forward: gather layers\.2\..*"),
+        ("frozen parameter", r"backward: .*layers\.0\.weight.*", r"backward: .*layers\.0\.weight.*"),
+        ("other option", r"backward: gather layers\..*", r"backward: reduce layers\.1\..*"),
+    ],
+    ids=["extra-layer", "frozen-parameter", "other-option"],
+)
+def test_rank_with_a_different_program(ranks: Ranks, how: str, ours: str, theirs: str) -> None:
+    """Rank 1 of 3 is the odd one: the others name it, and the first collective that differs, instead of waiting."""
+    results = ranks(3).run(_diverge, how)
+    odd = {0: 1, 1: 0, 2: 1}
+    for rank, (message, seconds) in enumerate(results):
+        lines = {1: theirs, 0: ours, 2: ours}
+        assert re.fullmatch(
+            rf"rank {odd[rank]} made a different program than rank {rank}; they first differ at collective \d+:\n"
+            rf"  rank {rank}: {lines[rank]}\n"
+            rf"  rank {odd[rank]}: {lines[odd[rank]]}\n"
+            r"Give every rank the same model, the same requires_grad flags and the same arguments of compile\.",
+            message,
+        ), message
+        assert seconds < 60
+
+
+def _absent(rank: int, world_size: int) -> tuple[str, float]:
+    model = graphshard.compile(_Net(), world_mesh(), backend="eager")
+    model(torch.ones(2, 4)).backward()
+    model.eval().requires_grad_(False)
+    if rank == 1:
+        return "", 0.0
+    start = time.monotonic()
+    with mock.patch("graphshard.module.AGREEMENT_TIMEOUT", timedelta(seconds=2)):
+        try:
+            model(torch.ones(2, 4))
+        except graphshard.DivergenceError as error:
+            return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+def test_rank_that_never_makes_the_program(ranks: Ranks) -> None:
+    message, seconds = ranks(2).run(_absent)[0]
+    assert message == (
+        "rank 0 has a new program to run (train() or eval() was called, dtype or requires_grad of a parameter "
+        "changed), but rank 1 has none after 2 s. All ranks must make the same sequence of calls: look for a branch "
+        "that depends on the rank or on the data, or for an exception on rank 1."
+    )
+    assert seconds < 60

@@ -1,0 +1,545 @@
+"""A compiled model is used as the module it was: modes, shapes, optimizers, checkpoints, meta device, autograd."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor, Shard
+
+import graphshard
+from tests.distributed.test_parity import (
+    MODELS,
+    assert_same,
+    example_llama,
+    fsdp2,
+    grads_of,
+    params_of,
+    twins,
+    world_mesh,
+)
+from tests.ranks import Ranks
+
+
+class _Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        self.norm = nn.BatchNorm1d(dim)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.norm(self.linear(x))))
+
+
+class _Net(nn.Module):
+    """Batch norm and dropout in two blocks of odd width: shards are uneven."""
+
+    def __init__(self, dim: int = 7) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, dim)
+        self.blocks = nn.ModuleList(_Block(dim) for _ in range(2))
+        self.head = nn.Linear(dim, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _loss(model: nn.Module, x: Tensor, seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)  # for dropout
+    return model(x).square().mean()
+
+
+def _input(rank: int, rows: int = 5) -> Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(rank))
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_buffers())
+
+
+def _full(tensor: Tensor | None) -> Tensor | None:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# --- programs -----------------------------------------------------------------------------------------------
+
+
+def _modes(rank: int, world_size: int) -> list[str]:
+    pair = twins(_Net(), world_mesh())
+    x = _input(rank)
+
+    def compare(when: str) -> None:
+        losses = [_loss(model, x) for model in pair]
+        assert_same({"loss": losses[0]}, {"loss": losses[1]}, when)
+        assert losses[0].requires_grad == losses[1].requires_grad == torch.is_grad_enabled()
+        if losses[0].requires_grad:
+            for loss in losses:
+                loss.backward()
+            assert_same(*map(grads_of, pair), when)
+        assert_same(*map(_buffers, pair), when)
+
+    for _ in range(2):  # the second time, no program is new
+        for training in (True, False):
+            for model in pair:
+                model.train(training)
+            compare(f"{training=}")
+            with torch.no_grad():
+                compare(f"{training=} without gradients")
+    programs = graphshard.programs(pair[0])
+    assert [program.backward is None for program in programs] == [False, True, False, True]
+    return [program.reason for program in programs]
+
+
+def test_modes_have_programs_of_their_own(ranks: Ranks) -> None:
+    """train(), eval() and no_grad(), with dropout's random numbers and batch norm's statistics as in FSDP2."""
+    assert ranks(2).run(_modes)[0] == [
+        "first call",
+        "gradients are off",
+        "train() or eval() was called, gradients are on",
+        "gradients are off",
+    ]
+
+
+def _shapes(rank: int, world_size: int) -> tuple[list[str], int, str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("graphshard.module")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    model = graphshard.compile(_Net(), world_mesh(), backend="eager", max_captures=2)
+    for rows in (5, 6, 5, 6):
+        _loss(model, _input(rank, rows)).backward()
+    before = len(graphshard.programs(model))
+    error = ""
+    try:
+        model(_input(rank, 7))
+    except graphshard.CaptureLimitError as caught:
+        error = str(caught)
+    _loss(model, _input(rank, 6)).backward()  # known shapes still run
+    logger.removeHandler(handler)
+    return [message for message in messages if message.startswith("capture")], before, error
+
+
+def test_new_shape_is_captured_up_to_a_limit(ranks: Ranks) -> None:
+    for logged, count, error in ranks(2).run(_shapes):
+        assert logged == [
+            "capture 0 of _Net: first call",
+            "capture 1 of _Net: new shapes, dtypes or values of the inputs",
+        ]
+        assert count == 2
+        assert error == (
+            "_Net was captured 2 times, which is max_captures; this call would be one more, because of new shapes, "
+            "dtypes or values of the inputs. Pad inputs to a few sizes, pass numbers that change as tensors, or "
+            "raise max_captures in graphshard.compile."
+        )
+
+
+def _ahead(rank: int, world_size: int) -> None:
+    model = graphshard.compile(_Net(), world_mesh(), backend="eager", example_inputs=(torch.empty(5, 4),))
+    (program,) = graphshard.programs(model)
+    assert program.backward is not None
+    assert program.reason == "first call"
+    _loss(model, _input(rank)).backward()
+    assert graphshard.programs(model) == [program]
+    keyword = graphshard.compile(_Net(), world_mesh(), backend="eager", example_kwargs={"x": torch.empty(5, 4)})
+    keyword(x=_input(rank)).sum().backward()
+    assert len(graphshard.programs(keyword)) == 1
+
+
+def test_example_inputs_compile_before_the_first_call(ranks: Ranks) -> None:
+    ranks(2).run(_ahead)
+
+
+def _frozen_later(rank: int, world_size: int) -> None:
+    pair = twins(_Net(), world_mesh())
+    for when in ("before", "after"):
+        for model in pair:
+            model.zero_grad()
+            _loss(model, _input(rank)).backward()
+            model.blocks[0].requires_grad_(False)
+        assert_same(*map(grads_of, pair), when)
+    assert pair[0].blocks[0].linear.weight.grad is None
+    assert graphshard.programs(pair[0])[1].reason == "dtype or requires_grad of a parameter changed"
+
+
+def test_freezing_captures_again(ranks: Ranks) -> None:
+    ranks(2).run(_frozen_later)
+
+
+# --- what the module looks like -----------------------------------------------------------------------------
+
+
+def _identity(rank: int, world_size: int) -> str:
+    plain = _Net()
+    model = copy.deepcopy(plain)
+    assert graphshard.compile(model, world_mesh(), backend="eager") is model
+    assert isinstance(model, _Net)
+    assert type(model).__name__ == "Sharded_Net"
+    assert type(model).__module__ == _Net.__module__
+    for names in ("named_parameters", "named_buffers", "named_modules"):
+        assert [name for name, _ in getattr(model, names)()] == [name for name, _ in getattr(plain, names)()]
+    assert all(type(model.get_submodule(name)) is type(sub) for name, sub in plain.named_modules() if name)
+    for name, param in model.named_parameters():
+        assert isinstance(param, nn.Parameter)
+        assert isinstance(param.data, DTensor)
+        assert param.placements == (Shard(0),)
+        assert torch.equal(param.full_tensor(), plain.get_parameter(name)), name
+    assert_same(_buffers(model), _buffers(plain), "buffers")
+    try:
+        copy.deepcopy(model)
+    except copy.Error as error:
+        return str(error)
+    return ""
+
+
+def test_module_keeps_its_identity(ranks: Ranks) -> None:
+    error = ranks(3).run(_identity)[0]
+    assert error == (
+        "Sharded_Net cannot be deep-copied: its parameters are bound to a process group. Copy the model before "
+        "graphshard.compile, or build it anew and load this one's state_dict."
+    )
+
+
+# --- optimizers ---------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    "sgd-foreach": (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+    "adamw-for-loop": (torch.optim.AdamW, {"foreach": False}),
+    "adamw-foreach": (torch.optim.AdamW, {"foreach": True}),
+    "adamw-fused": (torch.optim.AdamW, {"fused": True}),
+}
+
+
+def _optimizers(rank: int, world_size: int) -> None:
+    pair = twins(_Net(), world_mesh())
+    for name, (optimizer, options) in OPTIMIZERS.items():
+        optims = [optimizer(model.parameters(), lr=0.05, **options) for model in pair]
+        for step in range(3):
+            for model, optim in zip(pair, optims):
+                optim.zero_grad(set_to_none=step != 1)
+                _loss(model, _input(rank), step).backward()
+                optim.step()
+            assert_same(*map(params_of, pair), f"{name}, step {step}")
+    for set_to_none in (False, True):
+        pair[0].zero_grad(set_to_none)
+        grads = grads_of(pair[0]).values()
+        assert all(grad is None if set_to_none else not grad.to_local().any() for grad in grads)
+
+
+def test_optimizers_equal_fsdp2(ranks: Ranks) -> None:
+    """No fused SGD: in torch 2.13 it does not take DTensors, whoever made them."""
+    ranks(3).run(_optimizers)
+
+
+def _norms(rank: int, world_size: int) -> None:
+    plain = _Net()
+    model = graphshard.compile(copy.deepcopy(plain), world_mesh(), backend="eager")
+    x = _input(0)  # the same on all ranks, so the mean gradient is that of one
+    for net in (plain, model):
+        _loss(net, x).backward()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(_full(model.get_parameter(name).grad), param.grad, msg=name)
+    norms = [_full(nn.utils.clip_grad_norm_(net.parameters(), 0.01)) for net in (model, plain)]
+    torch.testing.assert_close(*norms)
+    clipped = torch.stack([_full(param.grad).norm() for param in model.parameters()]).norm()
+    torch.testing.assert_close(clipped, torch.tensor(0.01), rtol=1e-3, atol=0)
+
+
+def test_clipping_sees_the_norm_of_the_whole_model(ranks: Ranks) -> None:
+    ranks(3).run(_norms)
+
+
+def _accumulation(rank: int, world_size: int) -> None:
+    pair = twins(_Net(), world_mesh())
+    for model in pair:
+        for seed in range(3):
+            _loss(model, _input(rank + seed), seed).backward()
+    assert_same(*map(grads_of, pair), "accumulated gradients")
+
+
+def test_gradients_accumulate_as_in_fsdp2(ranks: Ranks) -> None:
+    ranks(2).run(_accumulation)
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------
+
+
+def _state_dicts(rank: int, world_size: int) -> None:
+    model, twin = twins(_Net(), world_mesh())
+    state, theirs = model.state_dict(), twin.state_dict()
+    assert_same(state, theirs, "state dicts")
+    for name, value in state.items():
+        assert type(value) is type(theirs[name]), name
+        if isinstance(value, DTensor):
+            assert (value.placements, value.device_mesh) == (theirs[name].placements, theirs[name].device_mesh)
+            assert (value.shape, value.stride()) == (theirs[name].shape, theirs[name].stride())
+    # Like any module's, the state dict shares memory with the module.
+    with torch.no_grad():
+        state["head.bias"].fill_(3.0)
+    assert bool((model.head.bias.to_local() == 3.0).all())
+    # And loading copies into it.
+    saved = {name: value.clone() for name, value in state.items()}
+    _loss(model, _input(rank)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not torch.equal(model.stem.weight.full_tensor(), saved["stem.weight"].full_tensor())
+    for assign in (False, True):
+        with torch.no_grad():
+            model.stem.weight.zero_()
+        result = model.load_state_dict(copy.copy(saved), assign=assign)
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        assert_same(model.state_dict(), saved, f"loaded, {assign=}")
+        twin.load_state_dict({name: value.clone() for name, value in saved.items()})
+        for net in (model, twin):
+            net.zero_grad()
+            _loss(net, _input(rank)).backward()
+        assert_same(*map(grads_of, (model, twin)), f"gradients after loading, {assign=}")
+        assert_same(*map(_buffers, (model, twin)), f"buffers after loading, {assign=}")
+
+
+def test_state_dict_is_that_of_fsdp2(ranks: Ranks) -> None:
+    ranks(3).run(_state_dicts)
+
+
+def _trainer(impl: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = _Net()
+    if impl == "fsdp2":
+        fsdp2(model, world_mesh())
+    else:
+        graphshard.compile(model, world_mesh(), backend="eager")
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    _loss(model, _input(0)).backward()
+    optim.step()
+    optim.zero_grad()
+
+
+def _full_state(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = {name: _full(value) for name, value in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        state |= {f"{name}.{key}": _full(value) for key, value in optim.state[param].items()}
+    return state
+
+
+def _save(rank: int, world_size: int, impl: str, folder: Path) -> dict[str, Tensor]:
+    model, optim = _trainer(impl, seed=1)
+    for _ in range(2):
+        _step(model, optim)
+    model_state, optim_state = get_state_dict(model, optim)
+    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=folder)
+    return _full_state(model, optim)
+
+
+def _load(rank: int, world_size: int, impl: str, folder: Path, expected: dict[str, Tensor]) -> None:
+    model, optim = _trainer(impl, seed=2)
+    model_state, optim_state = get_state_dict(model, optim)
+    state = {"model": model_state, "optim": optim_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert_same(_full_state(model, optim), expected, "loaded")
+    _step(model, optim)
+    other = _full_state(model, optim)
+    assert not torch.equal(other["head.weight"], expected["head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("writer", "written_by", "reader", "read_by"),
+    [("graphshard", 2, "graphshard", 3), ("fsdp2", 3, "graphshard", 2), ("graphshard", 3, "fsdp2", 2)],
+    ids=["graphshard-2-to-3", "fsdp2-to-graphshard", "graphshard-to-fsdp2"],
+)
+def test_checkpoints_move_between_worlds_and_to_fsdp2(
+    ranks: Ranks, tmp_path: Path, writer: str, written_by: int, reader: str, read_by: int
+) -> None:
+    """Parameters, buffers and optimizer state, through torch.distributed.checkpoint."""
+    (expected, *_) = ranks(written_by).run(_save, writer, tmp_path)
+    ranks(read_by).run(_load, reader, tmp_path, expected)
+
+
+# --- meta device --------------------------------------------------------------------------------------------
+
+
+def _meta(rank: int, world_size: int, ahead: bool) -> str:
+    plain, batch = example_llama()
+    torch.manual_seed(7)
+    plain.init_weights()
+    real = graphshard.compile(plain, world_mesh(), backend="eager")
+    with torch.device("meta"):
+        model, _ = example_llama()
+    inputs = batch()
+    graphshard.compile(model, world_mesh(), backend="eager", example_kwargs=inputs if ahead else None)
+    assert all(param.is_meta for param in model.parameters())
+    error = ""
+    try:
+        model(**inputs)
+    except graphshard.MaterializationError as caught:
+        error = str(caught)
+    model.to_empty(device="cpu")
+    torch.manual_seed(7)
+    model.init_weights()
+    assert_same(params_of(model), params_of(real), "parameters")
+    assert_same(_buffers(model), _buffers(real), "buffers")
+    for net in (model, real):
+        net(**inputs).backward()
+    assert_same(grads_of(model), grads_of(real), "gradients")
+    return error
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at-first-call", "ahead"])
+def test_meta_device(ranks: Ranks, ahead: bool) -> None:
+    """Compile, to_empty, init is init, compile. A call in between is an error."""
+    for error in ranks(3).run(_meta, ahead):
+        assert error == (
+            "25 parameters or buffers of ShardedLlama are on the meta device: embed.weight, "
+            "layers.0.attention_norm.weight, layers.0.attention.wq.weight, layers.0.attention.wk.weight, "
+            "layers.0.attention.wv.weight and 20 more. Allocate them with model.to_empty(device=...) and "
+            "initialise or load them before the first call."
+        )
+
+
+# --- autograd -----------------------------------------------------------------------------------------------
+
+
+def _input_gradients(rank: int, world_size: int) -> None:
+    pair = twins(_Net(), world_mesh())
+    leaves = [_input(rank).requires_grad_() for _ in pair]
+    for model, leaf in zip(pair, leaves):
+        _loss(model, leaf).backward()
+        _loss(model, leaf * 2).backward()
+    assert_same({"input": leaves[0].grad}, {"input": leaves[1].grad}, "gradients")
+    assert_same(*map(grads_of, pair), "gradients")
+
+
+def test_inputs_get_gradients(ranks: Ranks) -> None:
+    ranks(2).run(_input_gradients)
+
+
+def _logits(rank: int, world_size: int) -> None:
+    model, batch = MODELS["hf-gpt2"](False, layers=1)
+    pair = twins(model, world_mesh())
+    inputs = batch()
+    for used in ("loss", "logits", "both", "loss"):
+        for model in pair:
+            model.zero_grad()
+            torch.manual_seed(0)
+            output = model(**inputs)
+            loss = output.loss if used != "logits" else 0.0
+            (loss + (output.logits.square().mean() if used != "loss" else 0.0)).backward()
+        assert_same(*map(grads_of, pair), used)
+    assert len(graphshard.programs(pair[0])) == 1
+
+
+def test_other_outputs_than_the_loss_can_be_differentiated(ranks: Ranks) -> None:
+    """Backward is made for the loss alone, and made again for the logits when they get a gradient."""
+    ranks(2).run(_logits)
+
+
+def _retained(rank: int, world_size: int) -> str:
+    plain = _Net()
+    model = graphshard.compile(copy.deepcopy(plain), world_mesh(), backend="eager")
+    x = _input(0)
+    losses = [_loss(net, x) for net in (plain, model)]
+    for loss in losses:
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(_full(model.get_parameter(name).grad), param.grad, msg=name)
+    try:
+        losses[1].backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_graph_can_be_retained(ranks: Ranks) -> None:
+    assert "Trying to backward through the graph a second time" in ranks(2).run(_retained)[0]
+
+
+class _Outputs(nn.Module):
+    """Outputs of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+
+    def forward(self, x: Tensor, y: Tensor, *, scale: float = 1.0) -> dict[str, Any]:
+        z = F.linear(x, self.weight) * scale
+        return {
+            "value": z + y,
+            "view": z[0],
+            "index": z.argmax(-1),
+            "detached": z.detach() + 1,
+            "from frozen": y.detach() * self.frozen,
+            "input": x,
+            "constants": (z.shape[0], None, "text", scale),
+        }
+
+
+def _outputs(rank: int, world_size: int) -> None:
+    plain = _Outputs()
+    model = graphshard.compile(copy.deepcopy(plain), world_mesh(), backend="eager")
+    for grad, input_grad in ((True, False), (True, True), (False, False)):
+        x = torch.randn(5, 4, requires_grad=input_grad)
+        with torch.set_grad_enabled(grad):
+            # The same tensor twice: two inputs all the same.
+            ours, expected = model(x, x, scale=2.0), plain(x, x, scale=2.0)
+        assert_same(ours, expected, f"{grad=} {input_grad=}")
+        for name, value in ours.items():
+            if isinstance(value, Tensor):
+                assert value.requires_grad == expected[name].requires_grad, f"{name}, {grad=} {input_grad=}"
+        if grad:
+            grads = [torch.autograd.grad(out["value"].sum(), x) if input_grad else () for out in (ours, expected)]
+            torch.testing.assert_close(*grads)
+            other = torch.randn(5, 4)  # the program has not taken the inputs to be one
+            assert_same(model(x, other), plain(x, other), "different inputs")
+    assert len(graphshard.programs(model)) == 5
+
+
+def test_outputs_and_their_flags(ranks: Ranks) -> None:
+    ranks(2).run(_outputs)
+
+
+def _own_shapes(rank: int, world_size: int) -> None:
+    pair = twins(_Net(), world_mesh())
+    for rows in (4 + rank, 4):
+        for model in pair:
+            model.zero_grad()
+            _loss(model, _input(rank, rows)).backward()
+        assert_same(*map(grads_of, pair), f"{rows} rows")
+
+
+def test_ranks_may_have_inputs_of_different_shapes(ranks: Ranks) -> None:
+    """Such as the last batch of an epoch: what travels is the same, though the programs are not."""
+    ranks(2).run(_own_shapes)
+
+
+def _unused(rank: int, world_size: int) -> None:
+    plain = _Net()
+    plain.blocks[1].extra = nn.Linear(3, 3)
+    pair = twins(plain, world_mesh())
+    for model in pair:
+        _loss(model, _input(rank)).backward()
+    assert_same(*map(grads_of, pair), "gradients")
+    assert pair[0].blocks[1].extra.weight.grad is None
+
+
+def test_unused_parameters_get_no_gradient(ranks: Ranks) -> None:
+    ranks(2).run(_unused)

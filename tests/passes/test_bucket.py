@@ -1,0 +1,320 @@
+"""bucket: collectives travel together as the plan says."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+from graphshard.errors import PassError
+from graphshard.graph import Layout, collectives
+from graphshard.passes import Bucketing
+from graphshard.pipeline import run_pass
+from graphshard.plan import Plan
+from graphshard.planner import PlanByUnit
+from graphshard.printer import print_phase, print_program
+from graphshard.program import Program
+from tests.helpers import (
+    COALESCED,
+    PACKED,
+    Affine,
+    Blocks,
+    assert_gradients,
+    calls,
+    captured,
+    copied,
+    padded_shard,
+    step,
+    target_name,
+    through,
+)
+
+INPUT = (torch.ones(2),)
+PLANNERS = pytest.mark.parametrize("planner", [COALESCED, PACKED], ids=["coalesced", "packed"])
+
+
+@functools.cache
+def _partitioned(world_size: int, depth: int) -> Program:
+    """Affine for a depth of 0, else layers with two parameters each; nothing is gathered again."""
+    model, args = (Blocks(depth, bias=True), (torch.ones(3, 4),)) if depth else (Affine(), INPUT)
+    return through(captured(model, args, world_size=world_size, reshard_after_forward=False), "partition")
+
+
+def _planned(planner: PlanByUnit, *, depth: int = 0, world_size: int = 2) -> Program:
+    program = copied(_partitioned(world_size, depth))
+    program.plan = planner(program)
+    return program
+
+
+def test_coalesced_gathers() -> None:
+    """Two gathers become one launch of two tensors, in the order of registration. No copies."""
+    program = _planned(COALESCED)
+    assert_expected_inline(
+        print_phase(program.phases["forward"]),
+        """\
+  %0: f32[2] = param:b
+  %1: f32[2, 2] = param:a
+  %2: f32[2] = input:0
+* %3: f32[4, 2] = all_gather_into_tensor(%1, 2, shard)
+  %4: f32[4, 2] = wait_tensor(%3)
+  %5: f32[4, 2] = mul.Tensor(%4, %2)
+* %6: f32[4] = all_gather_into_tensor(%0, 2, shard)
+  %7: f32[4] = wait_tensor(%6)
+  %8: f32[4, 1] = unsqueeze(%7, 1)
+  %9: f32[4, 2] = add.Tensor(%5, %8)
+  return %9 as output:0
+  return %2 as input:0
+""",
+    )
+    run_pass(Bucketing(), program)
+    assert program.history[-1].rewrites == 2
+    assert_expected_inline(
+        print_phase(program.phases["forward"]),
+        """\
+  %0: f32[2] = param:b
+  %1: f32[2, 2] = param:a
+  %2: f32[2] = input:0
+* %3: (f32[4], f32[4, 2]) = all_gather_into_tensor_coalesced([%0, %1], 2, shard)
+  %4: f32[4] = getitem(%3, 0)
+  %5: f32[4, 2] = getitem(%3, 1)
+  %6: f32[4] = wait_tensor(%4)
+  %7: f32[4, 2] = wait_tensor(%5)
+  %8: f32[4, 2] = mul.Tensor(%7, %2)
+  %9: f32[4, 1] = unsqueeze(%6, 1)
+  %10: f32[4, 2] = add.Tensor(%8, %9)
+  return %10 as output:0
+  return %2 as input:0
+""",
+    )
+
+
+def test_coalesced_reductions() -> None:
+    program = _planned(COALESCED)
+    assert_expected_inline(
+        print_phase(program.phases["backward"]),
+        """\
+  %0: f32[2] = input:0
+  %1: f32[4, 2] = tangent:0
+  %2: f32[4, 1] = sum.dim_IntList(%1, [1], True)
+  %3: f32[4] = squeeze.dim(%2, 1)
+* %4: f32[2] = reduce_scatter_tensor(%3, avg, 2, shard)
+  %5: f32[2] = wait_tensor(%4)
+  %6: f32[4, 2] = mul.Tensor(%1, %0)
+* %7: f32[2, 2] = reduce_scatter_tensor(%6, avg, 2, shard)
+  %8: f32[2, 2] = wait_tensor(%7)
+  return %5 as grad:b
+  return %8 as grad:a
+""",
+    )
+    run_pass(Bucketing(), program)
+    assert_expected_inline(
+        print_phase(program.phases["backward"]),
+        """\
+  %0: f32[2] = input:0
+  %1: f32[4, 2] = tangent:0
+  %2: f32[4, 1] = sum.dim_IntList(%1, [1], True)
+  %3: f32[4] = squeeze.dim(%2, 1)
+  %4: f32[4, 2] = mul.Tensor(%1, %0)
+* %5: (f32[2], f32[2, 2]) = reduce_scatter_tensor_coalesced([%3, %4], avg, 2, shard)
+  %6: f32[2] = getitem(%5, 0)
+  %7: f32[2, 2] = getitem(%5, 1)
+  %8: f32[2] = wait_tensor(%6)
+  %9: f32[2, 2] = wait_tensor(%7)
+  return %8 as grad:b
+  return %9 as grad:a
+""",
+    )
+
+
+def test_packed_gathers() -> None:
+    """Shards become one flat buffer. A column of what arrives is a parameter: `clone` is the copy out."""
+    program = _planned(PACKED)
+    run_pass(Bucketing(), program)
+    assert_expected_inline(
+        print_phase(program.phases["forward"]),
+        """\
+  %0: f32[2] = param:b
+  %1: f32[2, 2] = param:a
+  %2: f32[2] = input:0
+  %3: f32[2] = view(%0, [-1])
+  %4: f32[4] = view(%1, [-1])
+  %5: f32[6] = cat([%3, %4])
+* %6: f32[12] = all_gather_into_tensor(%5, 2, shard)
+  %7: f32[12] = wait_tensor(%6)
+  %8: f32[2, 6] = view(%7, [2, -1])
+  %9: (f32[2, 2], f32[2, 4]) = split_with_sizes(%8, [2, 4], 1)
+  %10: f32[2, 2] = getitem(%9, 0)
+  %11: f32[2, 2] = clone(%10, memory_format=torch.contiguous_format)
+  %12: f32[4] = view(%11, [4])
+  %13: f32[2, 4] = getitem(%9, 1)
+  %14: f32[2, 4] = clone(%13, memory_format=torch.contiguous_format)
+  %15: f32[4, 2] = view(%14, [4, 2])
+  %16: f32[4, 2] = mul.Tensor(%15, %2)
+  %17: f32[4, 1] = unsqueeze(%12, 1)
+  %18: f32[4, 2] = add.Tensor(%16, %17)
+  return %18 as output:0
+  return %2 as input:0
+""",
+    )
+
+
+def test_packed_reductions() -> None:
+    program = _planned(PACKED)
+    run_pass(Bucketing(), program)
+    assert_expected_inline(
+        print_phase(program.phases["backward"]),
+        """\
+  %0: f32[2] = input:0
+  %1: f32[4, 2] = tangent:0
+  %2: f32[4, 1] = sum.dim_IntList(%1, [1], True)
+  %3: f32[4] = squeeze.dim(%2, 1)
+  %4: f32[4, 2] = mul.Tensor(%1, %0)
+  %5: f32[2, 2] = view(%3, [2, -1])
+  %6: f32[2, 4] = view(%4, [2, -1])
+  %7: f32[2, 6] = cat([%5, %6], 1)
+  %8: f32[12] = view(%7, [-1])
+* %9: f32[6] = reduce_scatter_tensor(%8, avg, 2, shard)
+  %10: f32[6] = wait_tensor(%9)
+  %11: (f32[2], f32[4]) = split_with_sizes(%10, [2, 4])
+  %12: f32[2] = getitem(%11, 0)
+  %13: f32[2] = view(%12, [2])
+  %14: f32[4] = getitem(%11, 1)
+  %15: f32[2, 2] = view(%14, [2, 2])
+  return %13 as grad:b
+  return %15 as grad:a
+""",
+    )
+
+
+class _Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Parameter(torch.ones(4))
+        self.large = nn.Parameter(torch.ones(64))
+        self.tiny = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.small * x[:4] + self.large[:4] + self.tiny.repeat(2)
+
+
+@pytest.mark.parametrize("limit", [0, 20, 10**6])
+def test_small_tensors_are_packed_and_travel_with_the_others(limit: float) -> None:
+    """One launch in any case: of three tensors, of a buffer and a tensor, of a buffer."""
+    program = through(captured(_Three(), (torch.ones(4),)), "bucket", planner=PlanByUnit(limit, limit))
+    for phase in program.phases.values():
+        (collective,) = collectives(phase)
+        assert len(collective.waits) == {0: 3, 20: 2, 10**6: 1}[limit]
+        assert sorted(collective.params) == ["large", "small", "tiny"]
+    assert_gradients(program, _Three(), [(torch.randn(4),), (torch.randn(4),)])
+
+
+def test_a_single_tensor_is_left_alone() -> None:
+    program = through(captured(Blocks(2), (torch.ones(3, 4),)), "partition")
+    program.plan = PACKED(program)
+    before = print_program(program)
+    run_pass(Bucketing(), program)
+    assert (program.history[-1].rewrites, print_program(program)) == (0, before)
+
+
+@PLANNERS
+def test_a_second_run_changes_nothing(planner: PlanByUnit) -> None:
+    program = _planned(planner)
+    run_pass(Bucketing(), program)
+    before = print_program(program)
+    run_pass(Bucketing(), program)
+    assert (program.history[-1].rewrites, print_program(program)) == (0, before)
+
+
+def test_a_plan_is_needed() -> None:
+    program = through(captured(Affine(), INPUT), "partition")
+    with pytest.raises(PassError, match="bucket: the program has no plan; run a planner first"):
+        run_pass(Bucketing(), program)
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    program = _planned(COALESCED)
+    assert program.plan is not None
+    gather, reduction = program.plan.buckets
+    program.plan = Plan((replace(gather, params=("a",)), reduction), program.plan.events)
+    with pytest.raises(PassError, match=r"bucket: plan and forward graph disagree about \[\('gather', 'b'\)\]"):
+        run_pass(Bucketing(), program)
+
+
+def test_a_bucket_that_was_not_merged_is_reported() -> None:
+    program = _planned(COALESCED)
+    with pytest.raises(PassError, match="bucket: forward has 2 collectives for 1 buckets"):
+        Bucketing().ensures(program)
+
+
+@PLANNERS
+def test_the_compute_keeps_its_order(planner: PlanByUnit) -> None:
+    """Positions in a plan mean the same before and after: what a bucket adds is not compute."""
+    program = _planned(planner, depth=2, world_size=3)
+    before = {name: Layout.of(phase).compute for name, phase in program.phases.items()}
+    run_pass(Bucketing(), program)
+    assert program.history[-1].rewrites == 4
+    assert {name: Layout.of(phase).compute for name, phase in program.phases.items()} == before
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@PLANNERS
+def test_values_do_not_depend_on_buckets(planner: PlanByUnit, world_size: int) -> None:
+    torch.manual_seed(0)
+    model, batches = Blocks(2, bias=True), [(torch.randn(3, 4),) for _ in range(world_size)]
+    program = _planned(planner, depth=2, world_size=world_size)
+    expected = step(program, model, batches)
+    run_pass(Bucketing(), program)
+    for found, wanted in zip(step(program, model, batches), expected):
+        assert {n: v.tolist() for n, v in found.items() if n in wanted and not n.startswith("saved")} == {
+            n: v.tolist() for n, v in wanted.items() if n in found and not n.startswith("saved")
+        }
+    assert_gradients(program, model, batches)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_a_packed_reduction_holds_what_fsdp2_reduces(world_size: int) -> None:
+    """One row per rank; in a row the chunks of all gradients, padded, in the order of registration."""
+    torch.manual_seed(0)
+    model, batches = Blocks(1, bias=True), [(torch.randn(3, 4),) for _ in range(world_size)]
+    program = through(captured(model, batches[0], world_size=world_size), "bucket", planner=PACKED)
+    sent: list[list[torch.Tensor]] = []
+    step(program, model, batches, sent=sent)
+    (buffers,) = sent
+    for buffer, batch in zip(buffers, batches):
+        grads = torch.autograd.grad(model(*batch), list(model.parameters()))
+        torch.testing.assert_close(buffer, torch._chunk_cat(grads, dim=0, num_chunks=world_size).flatten())
+
+
+def test_a_packed_gather_holds_the_shards_in_order() -> None:
+    model = Affine()
+    program = through(captured(model, INPUT), "bucket", planner=PACKED)
+    (gather,) = calls(program.phases["forward"], "all_gather_into_tensor")
+    cat = gather.args[0]
+    assert target_name(cat) == "cat"
+    names = {node: slot.name for node, slot in program.phases["forward"].slot_of().items()}
+    assert [names[view.args[0]] for view in cat.args[0]] == ["b", "a"]
+    assert [padded_shard(model.get_parameter(n), program.params[n], 0).numel() for n in "ba"] == [2, 4]
+
+
+class _Transposed(nn.Module):
+    """Gradients of `w` and `v` come out of a batched matrix product transposed, that of `s` expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 2, 3))
+        self.v = nn.Parameter(torch.randn(4, 2, 3))
+        self.s = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, (self.w * self.v).transpose(1, 2)).sum() + torch.bmm(x, self.w.mT).sum() + self.s.sum()
+
+
+@PLANNERS
+def test_gradients_that_are_not_contiguous(planner: PlanByUnit) -> None:
+    model, batches = _Transposed(), [(torch.randn(4, 5, 3),) for _ in range(2)]
+    program = through(captured(model, batches[0]), "bucket", planner=planner)
+    assert_gradients(program, model, batches)

@@ -1,0 +1,221 @@
+"""insert-collectives: parameters become shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from graphshard.errors import PassError
+from graphshard.passes import InsertCollectives
+from graphshard.passes.insert_collectives import divide_factors
+from graphshard.pipeline import run_pass
+from graphshard.printer import print_program
+from tests.helpers import (
+    Scale,
+    Tied,
+    assert_gradients,
+    calls,
+    captured,
+    result,
+    step,
+    target_name,
+    through,
+)
+from tests.ranks import FakeWorld
+
+FP16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+
+
+def test_before_and_after() -> None:
+    """A gather before the first use of the parameter, a reduction behind its gradient."""
+    program = captured(Scale(4), (torch.ones(4),))
+    assert_expected_inline(
+        print_program(program),
+        """\
+joint:
+  %0: f32[4] = param:w
+  %1: f32[4] = input:0
+  %2: f32[4] = tangent:0
+  %3: f32[4] = mul.Tensor(%1, %0)
+  %4: f32[4] = mul.Tensor(%2, %1)
+  return %3 as output:0
+  return %4 as grad:w
+""",
+    )
+    run_pass(InsertCollectives(), program)
+    assert program.history[-1].rewrites == 2
+    assert_expected_inline(
+        print_program(program),
+        """\
+joint:
+  %0: f32[2] = param:w
+  %1: f32[4] = input:0
+  %2: f32[4] = tangent:0
+* %3: f32[4] = all_gather_into_tensor(%0, 2, shard)
+  %4: f32[4] = wait_tensor(%3)
+  %5: f32[4] = mul.Tensor(%1, %4)
+  %6: f32[4] = mul.Tensor(%2, %1)
+* %7: f32[2] = reduce_scatter_tensor(%6, avg, 2, shard)
+  %8: f32[2] = wait_tensor(%7)
+  return %5 as output:0
+  return %8 as grad:w
+""",
+    )
+
+
+def test_uneven_shards() -> None:
+    """4 rows over 3 ranks are shards of 2: two rows are cut off after the gather and added before the reduction."""
+    program = captured(Scale(4), (torch.ones(4),), world_size=3)
+    run_pass(InsertCollectives(), program)
+    assert_expected_inline(
+        print_program(program),
+        """\
+joint:
+  %0: f32[2] = param:w
+  %1: f32[4] = input:0
+  %2: f32[4] = tangent:0
+* %3: f32[6] = all_gather_into_tensor(%0, 3, shard)
+  %4: f32[6] = wait_tensor(%3)
+  %5: f32[4] = slice.Tensor(%4, 0, 0, 4)
+  %6: f32[4] = mul.Tensor(%1, %5)
+  %7: f32[4] = mul.Tensor(%2, %1)
+  %8: f32[6] = constant_pad_nd(%7, [0, 2])
+* %9: f32[2] = reduce_scatter_tensor(%8, avg, 3, shard)
+  %10: f32[2] = wait_tensor(%9)
+  return %6 as output:0
+  return %10 as grad:w
+""",
+    )
+
+
+def test_reduction_in_half_precision() -> None:
+    """float16 is summed, with a part of the mean's division on either side."""
+    program = captured(Scale(8), (torch.ones(8),), world_size=8, mp_policy=FP16)
+    run_pass(InsertCollectives(), program)
+    chain = []
+    node = result(program.phases["joint"], "grad:w")
+    while node.op == "call_function":
+        chain.insert(0, (target_name(node), *node.args[1:], *node.kwargs.values()))
+        node = node.all_input_nodes[0]
+    assert chain == [
+        ("mul", chain[0][1]),
+        ("_to_copy", torch.float16),
+        ("div", 4),
+        ("reduce_scatter_tensor", "sum", 8, "shard"),
+        ("wait_tensor",),
+        ("div", 2),
+    ]
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_divide_factors_are_those_of_fsdp2(fake_world: FakeWorld, reduce_dtype: torch.dtype) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+    for size in (2, 3, 4, 6, 8, 12, 16, 64):
+        fake_world(size)
+        pre, post, op, _ = _get_gradient_divide_factors(dist.group.WORLD, None, reduce_dtype)
+        averages = op == dist.ReduceOp.AVG
+        assert divide_factors(reduce_dtype, size) == (pre or 1, None if averages else post)
+
+
+def test_one_rank_has_no_collectives() -> None:
+    program = captured(Scale(4), (torch.ones(4),), world_size=1)
+    before = print_program(program)
+    run_pass(InsertCollectives(), program)
+    assert (program.history[-1].rewrites, print_program(program)) == (0, before)
+
+
+def test_a_graph_without_parameters_is_left_alone() -> None:
+    program = captured(nn.ReLU(), (torch.ones(4, requires_grad=True),))
+    before = print_program(program)
+    run_pass(InsertCollectives(), program)
+    assert (program.history[-1].rewrites, print_program(program)) == (0, before)
+
+
+def test_a_second_run_is_refused() -> None:
+    program = through(captured(Scale(4), (torch.ones(4),)), "insert-collectives")
+    with pytest.raises(PassError, match="insert-collectives: the graph already has collectives; run this pass once"):
+        run_pass(InsertCollectives(), program)
+
+
+def test_a_parameter_that_is_no_shard_is_reported() -> None:
+    program = captured(Scale(4), (torch.ones(4),))
+    message = r"insert-collectives: param:w has shape \(4,\), its padded shard has \(2,\)"
+    with pytest.raises(PassError, match=message):
+        InsertCollectives().ensures(program)
+
+
+def test_a_forward_without_gradients() -> None:
+    program = through(captured(Scale(4), (torch.ones(4),), grad=False), "insert-collectives")
+    forward = program.phases["forward"]
+    assert len(calls(forward, "all_gather_into_tensor")) == 1
+    assert not calls(forward, "reduce_scatter_tensor")
+
+
+class _Mixed(nn.Module):
+    """A trainable, a frozen, an integer and an unused parameter, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Parameter(torch.ones(4))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.index = nn.Parameter(torch.tensor([3, 2, 1, 0]), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(4))
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x * self.trained + self.frozen) * self.mask)[self.index]
+
+
+def test_only_trainable_parameters_are_reduced() -> None:
+    model = _Mixed()
+    program = through(captured(model, (torch.ones(4),)), "insert-collectives")
+    joint = program.phases["joint"]
+    gathered = [node.args[0] for node in calls(joint, "all_gather_into_tensor")]
+    slots = joint.slot_of()
+    assert sorted(slots[shard].name for shard in gathered) == ["frozen", "index", "trained"]
+    assert len(calls(joint, "reduce_scatter_tensor")) == 1
+    assert result(joint, "grad:unused") is None
+    assert [str(slot) for slot in joint.outputs] == ["output:0", "grad:trained", "grad:unused"]
+    shapes = {str(slot): tuple(node.meta["val"].shape) for node, slot in slots.items()}
+    assert (shapes["buffer:mask"], shapes["param:unused"], shapes["input:0"]) == ((4,), (2,), (4,))
+
+
+def test_tied_weights_are_one_gather_and_one_reduction() -> None:
+    """The gradients of both uses are added before they are reduced."""
+    program = through(captured(Tied(), (torch.tensor([1, 2]),)), "insert-collectives")
+    joint = program.phases["joint"]
+    (gather,) = calls(joint, "all_gather_into_tensor")
+    (wait,) = gather.users
+    assert len(wait.users) > 1
+    (reduction,) = calls(joint, "reduce_scatter_tensor")
+    assert target_name(reduction.args[0]) == "add"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_gradients_are_the_mean_over_ranks(world_size: int) -> None:
+    """With 3 ranks a shard is partly padding, with 5 ranks the last one has nothing else."""
+    batches = [(torch.randn(4),) for _ in range(world_size)]
+    program = through(captured(Scale(4), batches[0], world_size=world_size), "partition")
+    assert_gradients(program, Scale(4), batches)
+    results = step(program, Scale(4), batches)
+    for outputs, (x,) in zip(results, batches):
+        torch.testing.assert_close(outputs["output:0"], Scale(4)(x), rtol=0, atol=0)
+
+
+def test_gradients_in_half_precision() -> None:
+    batches = [(torch.randn(4),) for _ in range(4)]
+    program = through(captured(Scale(4), batches[0], world_size=4, mp_policy=FP16), "partition")
+    grad = torch.cat([r["grad:w"] for r in step(program, Scale(4), batches)])
+    assert grad.dtype == torch.float32
+    expected = torch.stack([x.half() / 2 for (x,) in batches]).sum(0) / 2
+    torch.testing.assert_close(grad, expected.float(), rtol=0, atol=0)
+
+
+def test_gradients_of_tied_weights() -> None:
+    model, batches = Tied(), [(torch.tensor([1, 2]),), (torch.tensor([0, 5]),)]
+    assert_gradients(through(captured(model, batches[0]), "partition"), model, batches)
