@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from graphshard.agree import model_tag
 from graphshard.backends import Backend
 from graphshard.capture import CaptureSpec
-from graphshard.checks import check_arguments, check_device, check_model
+from graphshard.checks import check_arguments, check_device, check_examples, check_model
 from graphshard.errors import ArgumentError
 from graphshard.module import Runner, ShardedModule, sharded_class
 from graphshard.params import build_table
@@ -67,6 +67,7 @@ def compile(
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     check_arguments(mesh, reshard_after_forward, policy, backend, max_captures)
     check_device(model, mesh)
+    check_examples(units, example_inputs, example_kwargs)
     device = _device_of(mesh)
     unit_names = find_units(model, units)
     table = build_table(

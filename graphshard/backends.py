@@ -34,4 +34,5 @@ def compile_eager(region: Region) -> Boxed:
     graph = copy.deepcopy(region.module.graph)
     reshape_views(graph)
     use_boxed_calls(graph)
-    return GraphModule(region.module, graph)
+    forward: Boxed = GraphModule(region.module, graph).forward
+    return forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,20 @@ def check_arguments(mesh: Any, reshard_after_forward: Any, mp_policy: Any, backe
         raise ArgumentError(f"backend must be one of {', '.join(map(repr, _BACKENDS))}, got {backend!r}.")
     if not isinstance(max_captures, int) or max_captures < 1:
         raise ArgumentError(f"max_captures must be a positive int, got {max_captures!r}.")
+
+
+def check_examples(units: Any, example_inputs: Any, example_kwargs: Any) -> None:
+    """Raise ArgumentError where a container was forgotten."""
+    if isinstance(units, str):
+        raise ArgumentError(f"units must be a sequence of name patterns, got one string. Pass [{units!r}].")
+    if not (example_inputs is None or isinstance(example_inputs, (tuple, list))):
+        raise ArgumentError(
+            f"example_inputs must be a tuple of the call's positional inputs, got {type(example_inputs).__name__}"
+        )
+    if not (example_kwargs is None or isinstance(example_kwargs, Mapping)):
+        raise ArgumentError(
+            f"example_kwargs must be a dict of the call's keyword inputs, got {type(example_kwargs).__name__}"
+        )
 
 
 def _check_mesh(mesh: Any) -> None:

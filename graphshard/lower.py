@@ -33,14 +33,16 @@ Boxed = Callable[[list[Any]], Any]
 Compiler = Callable[[dict[str, Region], Callable[[str], None]], Iterator[tuple[str, Boxed]]]
 
 
-class RegionCall(nn.Module):
-    """A compiled region; it takes a list of inputs and empties it, so that each can be freed at its last use."""
+class RegionCall:
+    """A compiled region; it takes a list of inputs and empties it, so that each can be freed at its last use.
+
+    Not a module: global module hooks, which debugging tools install, must not see regions.
+    """
 
     def __init__(self, fn: Boxed) -> None:
-        super().__init__()
         self.fn = fn
 
-    def forward(self, inputs: list[Any]) -> Any:
+    def __call__(self, inputs: list[Any]) -> Any:
         return self.fn(inputs)
 
 

@@ -105,6 +105,7 @@ class Runner:
     executables: dict[Signature, Executable] = field(default_factory=dict)
     compiled: dict[str, RegionCall] = field(default_factory=dict)
     agreed: set[tuple[str, ...]] = field(default_factory=set)
+    materialized: bool = False
     _partitioned: dict[Signature, Phase | None] = field(default_factory=dict)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,9 +113,11 @@ class Runner:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         leaves = self.on_device(leaves, structure)
         signature = self.signature(module, leaves, structure)
+        if not self.materialized:
+            check_materialized(module)
+            self.materialized = True
         executable = self.executables.get(signature)
         if executable is None:
-            check_materialized(module)
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             executable = self.install(module, signature, self.build(module, args, kwargs, signature))
         return executable([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])

@@ -75,7 +75,7 @@ class Executable:
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[Slot, Any]]:
         """Run the forward executor; return the module's tensors and the values saved for backward."""
         with disable_autocast():
-            values = self._forward.module([self._read(slot, tensors) for slot in self._forward.inputs])
+            values = self._forward.module.forward([self._read(slot, tensors) for slot in self._forward.inputs])
         results: list[torch.Tensor] = []
         saved: dict[Slot, Any] = {}
         mutations: dict[Slot, torch.Tensor] = {}
@@ -105,7 +105,7 @@ class Executable:
         ]
         saved.clear()
         with disable_autocast():
-            values = phase.module(inputs)
+            values = phase.module.forward(inputs)
         return [self._as_gradient(value, slot) for value, slot in zip(values, phase.outputs, strict=True)]
 
     def _read(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -482,7 +482,7 @@ UNCAPTURABLE = [
 ]
 
 
-@pytest.mark.parametrize(("cls", "line", "advice"), UNCAPTURABLE)
+@pytest.mark.parametrize(("cls", "line", "advice"), UNCAPTURABLE, ids=[cls.__name__ for cls, *_ in UNCAPTURABLE])
 def test_an_error_names_the_line(cls: type[nn.Module], line: str, advice: str) -> None:
     """File and number of the line, the line, and what to do about it."""
     lines, start = inspect.getsourcelines(cls)

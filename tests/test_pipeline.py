@@ -109,7 +109,7 @@ class _Unhappy(Pass):
 
 
 def test_a_pass_that_breaks_the_graph() -> None:
-    program = captured(Scale(4), (torch.ones(4),), mp_policy=None)
+    program = captured(Scale(4), (torch.ones(4),))
     for step in shard_passes()[:2]:
         run_pass(step, program)
     with pytest.raises(PassError, match=r"broken left a broken joint graph: .*used before it has been defined"):

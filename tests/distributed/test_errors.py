@@ -340,7 +340,7 @@ def test_inputs_that_cannot_be_used(ranks: Ranks) -> None:
         "input x['a'][1] is on meta, the model's mesh is on cpu. Move it there before the call.",
     ]
     assert re.fullmatch(
-        r"input args\[0\] is a _Batch, which is neither a tensor nor .* register_dataclass\.", messages[2]
+        r"input args\[0\] is a _Batch, which is neither a tensor nor .*register_dataclass\.", messages[2]
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import logging
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,19 @@ def test_example_inputs_compile_before_the_first_call(ranks: Ranks) -> None:
     ranks(2).run(_ahead)
 
 
+def _converted(rank: int, world_size: int) -> None:
+    pair = twins(_Net(), world_mesh())
+    for model in pair:
+        model.to(torch.bfloat16)
+        model(_input(rank).bfloat16()).square().mean().backward()
+    assert_same(*map(grads_of, pair), "gradients")
+    assert_same(*map(params_of, pair), "parameters")
+
+
+def test_model_can_be_converted_before_the_first_call(ranks: Ranks) -> None:
+    ranks(2).run(_converted)
+
+
 def _frozen_later(rank: int, world_size: int) -> None:
     pair = twins(_Net(), world_mesh())
     for when in ("before", "after"):
@@ -177,6 +191,43 @@ def _frozen_later(rank: int, world_size: int) -> None:
 
 def test_freezing_captures_again(ranks: Ranks) -> None:
     ranks(2).run(_frozen_later)
+
+
+class _Constants(nn.Module):
+    """Inputs that are no tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, option: Any) -> Tensor:
+        return x * self.weight * (2 if option == CONSTANTS[0] else 3)
+
+
+class _Color(enum.Enum):
+    RED = 1
+
+
+CONSTANTS = [1, 2.5, 1j, True, "text", b"bytes", None, torch.float64, torch.device("cpu"), _Color.RED]
+
+
+def _constants(rank: int, world_size: int) -> list[str]:
+    model = graphshard.compile(_Constants(), world_mesh(), backend="eager", max_captures=len(CONSTANTS))
+    failed = []
+    for option in CONSTANTS:
+        try:
+            result = model(_input(rank), option)
+        except graphshard.GraphshardError as error:
+            failed.append(f"{option!r}: {error}")
+        else:
+            factor = 2 if option == CONSTANTS[0] else 3
+            assert torch.equal(result, _input(rank) * factor), option
+    return failed
+
+
+def test_inputs_that_are_no_tensors(ranks: Ranks) -> None:
+    """Numbers, strings, dtypes, devices and members of enumerations are part of what a program is made for."""
+    assert ranks(2).run(_constants)[0] == []
 
 
 # --- what the module looks like -----------------------------------------------------------------------------
