@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import enum
 import logging
 import time
 from collections.abc import Hashable, Sequence
@@ -39,7 +38,7 @@ log = logging.getLogger(__name__)
 # How long a rank waits for the others to come as far as a new program: compilation takes different times.
 AGREEMENT_TIMEOUT = timedelta(minutes=10)
 
-_CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+_CONSTANTS = (int, float, bool, str, bytes, type(None))
 
 
 class ShardedModule(nn.Module):
@@ -207,10 +206,8 @@ class Runner:
 
     def _current_spec(self) -> CaptureSpec:
         """The spec with the parameters' flags and dtypes as they are now."""
-        rows = tuple(
-            dataclasses.replace(ref.row, trainable=ref.param.requires_grad, dtype=ref.param.dtype)
-            for ref in self.params
-        )
+        policy = self.spec.mp_policy
+        rows = tuple(ref.row.as_now(ref.param, policy.param_dtype, policy.reduce_dtype) for ref in self.params)
         return dataclasses.replace(self.spec, params=ParamTable(rows))
 
     def _reason(self, signature: Signature) -> str:

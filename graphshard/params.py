@@ -46,6 +46,19 @@ class ParamRow:
     unit: str
     reshard: bool
 
+    def as_now(
+        self, param: nn.Parameter, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+    ) -> ParamRow:
+        """The row of the parameter as it is now: it may have been frozen or converted since."""
+        compute_dtype = param_dtype if param.is_floating_point() and param_dtype is not None else param.dtype
+        return dataclasses.replace(
+            self,
+            dtype=param.dtype,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype or compute_dtype,
+            trainable=param.requires_grad,
+        )
+
     @property
     def name(self) -> str:
         return self.names[0]
@@ -136,20 +149,17 @@ def build_table(
     """
     rows = []
     for names, param in named_parameters(module).items():
-        floating = param.is_floating_point()
-        compute_dtype = param_dtype if floating and param_dtype is not None else param.dtype
         unit = unit_of(names[0], units)
-        rows.append(
-            ParamRow(
-                names=names,
-                shape=tuple(param.shape),
-                dtype=param.dtype,
-                compute_dtype=compute_dtype,
-                reduce_dtype=reduce_dtype or compute_dtype,
-                trainable=param.requires_grad,
-                num_shards=num_shards,
-                unit=unit,
-                reshard=unit != "" if reshard_after_forward is None else reshard_after_forward,
-            )
+        row = ParamRow(
+            names=names,
+            shape=tuple(param.shape),
+            dtype=param.dtype,
+            compute_dtype=param.dtype,
+            reduce_dtype=param.dtype,
+            trainable=param.requires_grad,
+            num_shards=num_shards,
+            unit=unit,
+            reshard=unit != "" if reshard_after_forward is None else reshard_after_forward,
         )
+        rows.append(row.as_now(param, param_dtype, reduce_dtype))
     return ParamTable(tuple(rows))

@@ -46,7 +46,7 @@ def _shard(param: nn.Parameter, row: ParamRow, mesh: DeviceMesh, rank: int, devi
 
 def _padded(rows: torch.Tensor, row: ParamRow, device: torch.device) -> torch.Tensor:
     """A copy of some rows in a buffer that has room for the padded shard."""
-    buffer = torch.zeros(row.padded_shape, dtype=row.dtype, device=device)
+    buffer = torch.zeros(row.padded_shape, dtype=rows.dtype, device=device)
     local = buffer[: rows.shape[0]]
     local.copy_(rows)
     return local

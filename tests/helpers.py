@@ -188,7 +188,7 @@ def run_ranks(
         elif node.target is WAIT:
             results = [a[0] for a in args]
         elif node.op == "call_module":
-            results = [phase.module.get_submodule(node.target)(list(*a)) for a in args]
+            results = [getattr(phase.module, node.target)(list(*a)) for a in args]
         else:
             results = [node.target(*a, **node.kwargs) for a in args]
         for value, r in zip(values, results, strict=True):

@@ -208,7 +208,8 @@ class _Color(enum.Enum):
     RED = 1
 
 
-CONSTANTS = [1, 2.5, 1j, True, "text", b"bytes", None, torch.float64, torch.device("cpu"), _Color.RED]
+CONSTANTS = [1, 2.5, True, "text", b"bytes", None]
+OTHERS = [1j, torch.float64, torch.device("cpu"), _Color.RED]
 
 
 def _constants(rank: int, world_size: int) -> list[str]:
@@ -222,11 +223,14 @@ def _constants(rank: int, world_size: int) -> list[str]:
         else:
             factor = 2 if option == CONSTANTS[0] else 3
             assert torch.equal(result, _input(rank) * factor), option
+    for option in OTHERS:
+        with pytest.raises(graphshard.InputError, match="neither a tensor nor a number"):
+            model(_input(rank), option)
     return failed
 
 
 def test_inputs_that_are_no_tensors(ranks: Ranks) -> None:
-    """Numbers, strings, dtypes, devices and members of enumerations are part of what a program is made for."""
+    """Numbers, strings and None are part of what a program is made for; torch.export takes no other objects."""
     assert ranks(2).run(_constants)[0] == []
 
 
