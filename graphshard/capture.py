@@ -110,11 +110,14 @@ def _plain(module: nn.Module, spec: CaptureSpec, fake_mode: FakeTensorMode, *, g
     Units cast their inputs as FSDP2's do. Hooks of the root are left out: they run around the compiled forward.
     """
     with contextlib.ExitStack() as stack:
+        copies: dict[int, torch.Tensor] = {}
         for owner in module.modules():
             stack.callback(_restore, owner, dict(owner.__dict__))
             for name, value in owner.__dict__.items():
                 if isinstance(value, torch.Tensor):
-                    owner.__dict__[name] = value.clone()  # forward may write to it while it is traced
+                    # Forward may write to it while it is traced.
+                    owner.__dict__[name] = copies.setdefault(id(value), value.detach().clone())
+        buffers = {b: _fake_buffer(b, spec.device, fake_mode) for b in module.buffers()}
         fakes = {row.name: _fake_parameter(row.name, spec, fake_mode, grad) for row in spec.params}
         for prefix, owner in module.named_modules():
             dot = f"{prefix}." if prefix else ""
@@ -123,8 +126,7 @@ def _plain(module: nn.Module, spec: CaptureSpec, fake_mode: FakeTensorMode, *, g
                 for name, param in owner._parameters.items()
             }
             owner.__dict__["_buffers"] = {
-                name: None if buffer is None else _fake_buffer(buffer, spec.device, fake_mode)
-                for name, buffer in owner._buffers.items()
+                name: None if buffer is None else buffers[buffer] for name, buffer in owner._buffers.items()
             }
         for attribute in ("_forward_hooks", "_forward_pre_hooks"):
             module.__dict__[attribute] = type(getattr(module, attribute))()

@@ -20,7 +20,7 @@ def peak_gathered(phase: Phase, params: ParamTable) -> tuple[str, ...]:
     for collective in collectives(phase):
         if collective.kind == "gather":
             landed = {n for wait in collective.waits for n in (wait, *layout.after[wait])}
-            end = max(position[user] for node in _aliases(landed) for user in node.users)
+            end = max(position[n] for value in _aliases(landed) for n in (value, *value.users))
             intervals.append((position[collective.node], end, params[collective.params[0]].unit))
     alive = [
         tuple(dict.fromkeys(unit for start, end, unit in intervals if start <= point <= end))

@@ -10,11 +10,12 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch.fx import GraphModule, Node
 
 from graphshard._torch import min_cut_partition
 from graphshard.errors import PassError
-from graphshard.graph import aten, base_of, emit, erase_dead
+from graphshard.graph import aten, base_of, emit, erase_dead, fake
 from graphshard.passes.base import Pass
 from graphshard.program import Phase, Program, Slot
 
@@ -86,16 +87,20 @@ def _drop_idle(forward: GraphModule, backward: GraphModule, num_outputs: int) ->
 
 
 def _unalias(backward: Phase) -> None:
-    """Copy gradients that would share memory with a tangent or with each other: `.grad` is written in place."""
+    """Copy gradients that would share memory with a tangent or with each other, or that are not contiguous.
+
+    `.grad` is written in place, and FSDP2's is contiguous.
+    """
     graph, results = backward.module.graph, backward.results
     seen: set[Node] = set()
-    for index, node in enumerate(results):
+    for index, (node, slot) in enumerate(zip(backward.results, backward.outputs, strict=True)):
         if not isinstance(node, Node):
             continue
         base = base_of(node)
-        if base.op == "placeholder" or base in seen:
+        strided = slot.of == "param" and not fake(node).is_contiguous()
+        if base.op == "placeholder" or base in seen or strided:
             with graph.inserting_after(node):
-                results[index] = emit(graph, aten.clone.default, node, like=node)
+                results[index] = emit(graph, aten.clone.default, node, memory_format=torch.contiguous_format, like=node)
         seen.add(base)
     backward.set_results(results)
 

@@ -38,11 +38,11 @@ class _Block(nn.Module):
 class _Net(nn.Module):
     """n blocks, and a root with parameters of its own at both ends."""
 
-    def __init__(self, dim: int = 6, hidden: int = 10, blocks: int = BLOCKS) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(5, dim)
-        self.blocks = nn.ModuleList(_Block(dim, hidden) for _ in range(blocks))
-        self.head = nn.Linear(dim, 3)
+        self.stem = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList(_Block(6, 10) for _ in range(BLOCKS))
+        self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -213,6 +213,19 @@ DIM, HIDDEN = 128, 256  # a shard of 64 KiB is not packed, so a gathered weight 
 WEIGHT_BYTES = DIM * HIDDEN * 4
 
 
+class _Stack(nn.Module):
+    """Blocks and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block(DIM, HIDDEN) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
 class _Watch(TorchDispatchMode):
     """Counts the gathered weights of blocks that are alive: after every operator, and at most."""
 
@@ -239,10 +252,8 @@ def _gathered_blocks(
     rank: int, world_size: int, backend: str, reshard: bool | None
 ) -> tuple[float, float, float, float]:
     """How many blocks are gathered: at most in forward, after it, at most in backward, after it."""
-    model = graphshard.compile(
-        _Net(DIM, HIDDEN, blocks=4), world_mesh(), backend=backend, reshard_after_forward=reshard
-    )
-    x = torch.randn(4, 5)
+    model = graphshard.compile(_Stack(), world_mesh(), backend=backend, reshard_after_forward=reshard)
+    x = torch.randn(4, DIM)
     model(x).backward()
     blocks = []
     with _Watch() as watch:

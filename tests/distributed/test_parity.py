@@ -175,7 +175,7 @@ MODELS = {
 def _train_side_by_side(rank: int, world_size: int, name: str, precision: str, options: dict[str, Any]) -> None:
     model, batch = MODELS[name](precision == "bf16", layers=4 - world_size)
     pair = twins(model, world_mesh(), mp_policy=POLICIES[precision], **options)
-    optims = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in pair]
+    optims = [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) for model in pair]
     losses = []
     for step in range(20):
         seen = []
