@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 # How long a rank waits for the others to come as far as a new program: compilation takes different times.
 AGREEMENT_TIMEOUT = timedelta(minutes=10)
 
-_CONSTANTS = (int, float, bool, str, bytes, type(None))
+_CONSTANTS = (int, float, bool, str, type(None))
 
 
 class ShardedModule(nn.Module):

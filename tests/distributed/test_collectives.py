@@ -253,7 +253,7 @@ def _gathered_blocks(
 ) -> tuple[float, float, float, float]:
     """How many blocks are gathered: at most in forward, after it, at most in backward, after it."""
     model = graphshard.compile(_Stack(), world_mesh(), backend=backend, reshard_after_forward=reshard)
-    x = torch.randn(4, DIM)
+    x = torch.randn(4, DIM, requires_grad=True)  # so that backward needs the first weight, too
     model(x).backward()
     blocks = []
     with _Watch() as watch:
