@@ -15,6 +15,8 @@ from graphshard.errors import (
     MaterializationError,
     PassError,
 )
+from graphshard.passes import Pass
+from graphshard.pipeline import Pipeline
 from graphshard.plan import Plan
 from graphshard.program import Program
 
@@ -28,7 +30,9 @@ __all__ = [
     "GraphshardError",
     "InputError",
     "MaterializationError",
+    "Pass",
     "PassError",
+    "Pipeline",
     "Plan",
     "Program",
     "compile",

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._logging import trace_structured
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.graph import _BoxedCodeGen
@@ -20,6 +21,7 @@ __all__ = [
     "fake_mode_of",
     "min_cut_partition",
     "rendezvous_store",
+    "trace_structured",
     "use_boxed_calls",
 ]
 

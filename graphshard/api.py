@@ -14,11 +14,12 @@ from torch.utils import _pytree as pytree
 from graphshard.agree import model_tag
 from graphshard.backends import Backend
 from graphshard.capture import CaptureSpec
-from graphshard.checks import check_arguments, check_device, check_examples, check_model
+from graphshard.checks import check_arguments, check_debugging, check_device, check_examples, check_model
 from graphshard.errors import ArgumentError
 from graphshard.module import Runner, ShardedModule, sharded_class
+from graphshard.observe import Level
 from graphshard.params import build_table
-from graphshard.planner import PlanByUnit
+from graphshard.pipeline import Pipeline
 from graphshard.program import Axis, Program
 from graphshard.sharding import param_refs, shard_module
 from graphshard.units import find_units
@@ -37,6 +38,8 @@ def compile(
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     max_captures: int = 8,
+    passes: Pipeline | None = None,
+    verify: Level | None = None,
 ) -> ModuleT:
     """Shard a module's parameters over a mesh and compile its training step, in place.
 
@@ -55,6 +58,9 @@ def compile(
         example_inputs, example_kwargs: inputs of a call; with them the program is compiled now instead of at the
             first call. Only shapes, dtypes and non-tensor values matter.
         max_captures: how many input signatures may be captured before a call with a new one is an error.
+        passes: the passes between capture and lowering; see `Pipeline` for how to insert, replace and disable some.
+        verify: when the rules of `graphshard.rules` are checked: "off", "ends" (after capture and before lowering) or
+            "each" (after every pass, too). None takes GRAPHSHARD_VERIFY, or "ends".
 
     Returns:
         The same object.
@@ -66,6 +72,7 @@ def compile(
     check_model(model)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     check_arguments(mesh, reshard_after_forward, policy, backend, max_captures)
+    level = check_debugging(passes, verify)
     check_device(model, mesh)
     check_examples(units, example_inputs, example_kwargs)
     device = _device_of(mesh)
@@ -83,7 +90,8 @@ def compile(
         spec=CaptureSpec(table, unit_names, axis, device, policy, type(model)),
         mesh=mesh,
         backend=backend,
-        planner=PlanByUnit.for_device(device.type),
+        pipeline=passes if passes is not None else Pipeline(),
+        verify=level,
         max_captures=max_captures,
         tag=model_tag(mesh),
         params=tuple(param_refs(model, table)),

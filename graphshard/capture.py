@@ -94,7 +94,17 @@ def capture(
     phase = _phase(captured, spec.params)
     tangents = tuple(slot.name for slot in phase.inputs if slot.kind == "tangent")
     name = "joint" if tangents else "forward"
-    return Program({name: phase}, spec.params, spec.axis, constants, out_spec, tangents)
+    return Program(
+        {name: phase},
+        spec.params,
+        spec.axis,
+        torch.device(spec.device.type),
+        constants,
+        out_spec,
+        tangents,
+        differentiated=phase.differentiated,
+        model=spec.forward_class.__name__,
+    )
 
 
 def _fake_input(fake_mode: FakeTensorMode, tensor: torch.Tensor, grad: bool) -> torch.Tensor:

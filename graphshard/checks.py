@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
@@ -12,7 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from graphshard.errors import ArgumentError
+from graphshard.observe import Level
 from graphshard.params import named_parameters
+from graphshard.pipeline import Pipeline
 
 _BACKENDS = ("inductor", "eager")
 
@@ -33,6 +36,20 @@ def check_arguments(mesh: Any, reshard_after_forward: Any, mp_policy: Any, backe
         raise ArgumentError(f"backend must be one of {', '.join(map(repr, _BACKENDS))}, got {backend!r}.")
     if not isinstance(max_captures, int) or max_captures < 1:
         raise ArgumentError(f"max_captures must be a positive int, got {max_captures!r}.")
+
+
+def check_debugging(passes: Any, verify: Any) -> Level:
+    """Raise ArgumentError for wrong passes or a wrong level of verification; return the level that holds."""
+    if not (passes is None or isinstance(passes, Pipeline)):
+        raise ArgumentError(
+            f"passes must be a graphshard.Pipeline, got {type(passes).__name__}. Start from graphshard.Pipeline() and "
+            "use insert, replace and disable."
+        )
+    where = "verify" if verify is not None else "GRAPHSHARD_VERIFY"
+    level = verify if verify is not None else os.environ.get("GRAPHSHARD_VERIFY", "ends")
+    if level not in get_args(Level):
+        raise ArgumentError(f"{where} must be one of {', '.join(map(repr, get_args(Level)))}, got {level!r}.")
+    return cast(Level, level)
 
 
 def check_examples(units: Any, example_inputs: Any, example_kwargs: Any) -> None:

@@ -34,4 +34,14 @@ class DivergenceError(GraphshardError, RuntimeError):
 
 
 class PassError(GraphshardError, RuntimeError):
-    """A pass broke its contract; addressed to the author of the pass."""
+    """A pass broke its contract; addressed to the author of the pass.
+
+    Attributes:
+        rule: name of the rule of `graphshard.rules` that was broken; "" if it was none of them.
+        author: name of the pass.
+    """
+
+    def __init__(self, message: str, *, rule: str = "", author: str = "") -> None:
+        super().__init__(message)
+        self.rule = rule
+        self.author = author

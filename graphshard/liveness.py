@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch.fx import Node
 
-from graphshard.graph import Layout, base_of, collectives, is_communication
+from graphshard.graph import Collective, Layout, base_of, collectives, is_communication
 from graphshard.params import ParamTable
 from graphshard.program import Phase
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """A gather, the node at which it starts and the position of the last use of what it brings."""
+
+    collective: Collective
+    start: int
+    end: int
 
 
 def peak_gathered(phase: Phase, params: ParamTable) -> tuple[str, ...]:
@@ -14,19 +25,40 @@ def peak_gathered(phase: Phase, params: ParamTable) -> tuple[str, ...]:
 
     A unit is alive from the start of its gather to the last use of what was gathered, its copies and its views.
     """
-    position = {node: i for i, node in enumerate(phase.module.graph.nodes)}
-    layout = Layout.of(phase)
-    intervals = []
-    for collective in collectives(phase):
-        if collective.kind == "gather":
-            landed = {n for wait in collective.waits for n in (wait, *layout.after[wait])}
-            end = max(position[n] for value in _aliases(landed) for n in (value, *value.users))
-            intervals.append((position[collective.node], end, params[collective.params[0]].unit))
+    found = _gathered(phase)
     alive = [
-        tuple(dict.fromkeys(unit for start, end, unit in intervals if start <= point <= end))
-        for point, _, _ in intervals
+        tuple(dict.fromkeys(params[g.collective.params[0]].unit for g in found if g.start <= at.start <= g.end))
+        for at in found
     ]
     return max(alive, key=len, default=())
+
+
+def peak_gathered_bytes(phase: Phase, params: ParamTable) -> tuple[Node | None, int]:
+    """Bytes of gathered parameters that are alive at once, where they are most, and the gather that starts there."""
+    found = _gathered(phase)
+    alive = [
+        (at.collective.node, sum(_bytes(g.collective, params) for g in found if g.start <= at.start <= g.end))
+        for at in found
+    ]
+    return max(alive, key=lambda pair: pair[1], default=(None, 0))
+
+
+def last_use(collective: Collective, layout: Layout, position: dict[Node, int]) -> int:
+    """The last position at which something reads what a gather brought, or a view of it; nodes without are skipped."""
+    landed = {n for wait in collective.waits for n in (wait, *layout.after[wait])}
+    users = (n for value in _aliases(landed) for n in (value, *value.users))
+    return max((position[n] for n in users if n in position), default=-1)
+
+
+def _gathered(phase: Phase) -> list[_Gathered]:
+    position = {node: i for i, node in enumerate(phase.module.graph.nodes)}
+    layout = Layout.of(phase)
+    gathers = [c for c in collectives(phase) if c.kind == "gather"]
+    return [_Gathered(c, position[c.node], last_use(c, layout, position)) for c in gathers]
+
+
+def _bytes(collective: Collective, params: ParamTable) -> int:
+    return sum(params[name].gathered_bytes for name in collective.params)
 
 
 def _aliases(values: set[Node]) -> set[Node]:

@@ -182,7 +182,7 @@ def make_region(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Reg
             copy(node)
     graph.output(tuple(env[node] for node in outputs))
     signature = [f"{describe(fake(n))} {fake(n).stride()} {fake(n).device}" for n in inputs]
-    text = print_graph(graph, signature, [""] * len(outputs), modules=False)
+    text = print_graph(graph, signature, [""] * len(outputs), canonical=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return Region(key, text, GraphModule(nn.Module(), graph))
 

@@ -25,9 +25,9 @@ from graphshard.backends import Backend, compiler_for
 from graphshard.capture import CaptureSpec, capture
 from graphshard.errors import CaptureLimitError, InputError, MaterializationError
 from graphshard.lower import RegionCall, lower
+from graphshard.observe import Level, Observer
 from graphshard.params import ParamTable
-from graphshard.pipeline import record, schedule_program, shard_program
-from graphshard.planner import Planner
+from graphshard.pipeline import Partitioned, Pipeline, rerun_backward, run_pipeline
 from graphshard.program import Phase, Program
 from graphshard.progress import progress
 from graphshard.runtime import Executable
@@ -97,7 +97,8 @@ class Runner:
     spec: CaptureSpec
     mesh: DeviceMesh
     backend: Backend
-    planner: Planner
+    pipeline: Pipeline
+    verify: Level
     max_captures: int
     tag: str
     params: tuple[ParamRef, ...]
@@ -105,7 +106,7 @@ class Runner:
     compiled: dict[str, RegionCall] = field(default_factory=dict)
     agreed: set[tuple[str, ...]] = field(default_factory=set)
     materialized: bool = False
-    _partitioned: dict[Signature, Phase | None] = field(default_factory=dict)
+    _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
@@ -135,15 +136,13 @@ class Runner:
             show("capture")
             start = time.perf_counter()
             program = capture(module, args, kwargs, self._current_spec(), grad=signature.grad)
-            program.reason = reason
-            record(program, "capture", 0, time.perf_counter() - start)
-            show("shard and partition")
-            shard_program(program)
-            partitioned = program.phases.get("backward")
-            self._partitioned[signature] = partitioned.clone() if partitioned else None
-            show("schedule")
-            schedule_program(program, self.planner)
+            program.reason, program.capture = reason, len(self.executables)
+            observer = Observer(self.verify)
+            observer.after(program, "capture", 0, time.perf_counter() - start)
+            show("passes")
+            self._partitioned[signature] = run_pipeline(self.pipeline, program, observer)
             lower(program, compiler_for(self.backend), self.compiled, show)
+            observer.lowered(program)
         return program
 
     def install(self, module: nn.Module, signature: Signature, program: Program) -> Executable:
@@ -156,9 +155,10 @@ class Runner:
             partitioned = self._partitioned[signature]
             assert partitioned is not None
             log.info("lowering backward again, for gradients through outputs %s", sorted(used))
-            variant = dataclasses.replace(program, phases={"backward": partitioned.clone()}, history=[])
-            schedule_program(variant, self.planner, used)
+            observer = Observer(self.verify)
+            variant = rerun_backward(partitioned, program, used, observer)
             lower(variant, compiler_for(self.backend), self.compiled)
+            observer.lowered(variant)
             return variant.phases["backward"]
 
         executable = Executable(program, module, self.params, self.mesh, make_backward)

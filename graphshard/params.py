@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,11 @@ class ParamRow:
         """Strides of the contiguous parameter, and of each of its shards."""
         numels = itertools.accumulate(reversed(self.shape[1:]), operator.mul, initial=1)
         return tuple(numels)[::-1]
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the parameter when it is gathered, padding included."""
+        return self.num_shards * math.prod(self.padded_shape) * self.compute_dtype.itemsize
 
     @property
     def is_even(self) -> bool:

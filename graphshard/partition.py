@@ -14,7 +14,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graphshard._torch import min_cut_partition
-from graphshard.errors import PassError
 from graphshard.graph import aten, base_of, emit, erase_dead, fake
 from graphshard.passes.base import Pass
 from graphshard.program import Phase, Program, Slot
@@ -22,8 +21,7 @@ from graphshard.program import Phase, Program, Slot
 
 @dataclass(frozen=True)
 class Partition(Pass):
-    """Requires: a joint graph.  Ensures: every value that backward reads is an output of forward.
-    Preserves: numerics; nodes that are cheap to recompute may appear in both graphs."""
+    """Requires: a joint graph.  Preserves: numerics; nodes that are cheap to recompute may appear in both graphs."""
 
     name: ClassVar[str] = "partition"
 
@@ -50,17 +48,11 @@ class Partition(Pass):
         }
         for phase in program.phases.values():
             _rename_placeholders(phase)
+            for node in phase.module.graph.nodes:
+                for mark in ("recompute", "partitioner_tag"):  # they have done their work
+                    node.meta.pop(mark, None)
         _unalias(program.phases["backward"])
         return 1
-
-    def ensures(self, program: Program) -> None:
-        if "backward" not in program.phases:
-            return
-        forward = program.phases["forward"]
-        given = {*forward.outputs, *forward.inputs}
-        for slot in program.phases["backward"].inputs:
-            if slot.kind != "tangent" and slot not in given:
-                raise PassError(f"{self.name}: backward reads {slot}, which forward does not return")
 
 
 def _saved_slot(node: Node, slots: dict[str, Slot]) -> Slot:

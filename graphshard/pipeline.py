@@ -1,83 +1,173 @@
-"""The order of compilation, on one screen."""
+"""The order of compilation, on one screen, and how users change it."""
 
 from __future__ import annotations
 
-import logging
+import difflib
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass, replace
 
-from graphshard.errors import PassError
-from graphshard.liveness import peak_gathered
+from graphshard.errors import ArgumentError, GraphshardError, PassError
+from graphshard.observe import Observer
 from graphshard.partition import Partition
 from graphshard.passes import (
     Bucketing,
     DropUnusedTangents,
     InsertCollectives,
+    MakePlan,
     MixedPrecision,
     Pass,
     Reorder,
     ReshardAfterForward,
 )
-from graphshard.planner import Planner
-from graphshard.printer import print_communication, print_program
-from graphshard.program import Program, Stage
+from graphshard.program import Phase, Program
 
-log = logging.getLogger(__name__)
-
-
-def shard_passes() -> list[Pass]:
-    """From the captured joint graph to separate forward and backward graphs."""
-    return [
-        InsertCollectives(),  # parameters become shards
-        MixedPrecision(),  # storage dtype at the edges, so that gathers carry the compute dtype
-        ReshardAfterForward(),  # what the partitioner must recompute or save
-        Partition(),  # joint -> forward + backward
-    ]
+DEFAULT_PASSES: tuple[Pass, ...] = (
+    InsertCollectives(),  # parameters become shards
+    MixedPrecision(),  # storage dtype at the edges, so that gathers carry the compute dtype
+    ReshardAfterForward(),  # what the partitioner must recompute or save
+    Partition(),  # joint -> forward + backward
+    DropUnusedTangents(),  # outputs that are not differentiated cost nothing in backward
+    MakePlan(),  # which collectives travel together, and when
+    Bucketing(),  # they travel together
+    Reorder(),  # they start and are waited for when the plan says
+)
 
 
-def schedule_passes() -> list[Pass]:
-    """From separate graphs to scheduled ones; these follow the plan."""
-    return [
-        Bucketing(),  # which collectives travel together
-        Reorder(),  # when each starts and is waited for
-    ]
+@dataclass(frozen=True)
+class Pipeline:
+    """The passes between capture and lowering, in order. Edits return a new pipeline; names must be there.
 
-
-def shard_program(program: Program) -> None:
-    """Shard and partition a captured program, in place."""
-    for step in shard_passes():
-        run_pass(step, program)
-
-
-def schedule_program(program: Program, planner: Planner, used_tangents: frozenset[str] | None = None) -> None:
-    """Plan and schedule a partitioned program, in place, for gradients through the given outputs.
-
-    `used_tangents` of None takes the likely ones: scalar outputs if there are any, else all.
+    passes = graphshard.Pipeline().insert(MyPass(), after="partition").disable("reorder")
+    graphshard.compile(model, mesh, passes=passes)
     """
-    run_pass(DropUnusedTangents(used_tangents), program)
+
+    passes: tuple[Pass, ...] = DEFAULT_PASSES
+
+    def __iter__(self) -> Iterator[Pass]:
+        return iter(self.passes)
+
+    def __str__(self) -> str:
+        """One line per pass: name, what it does, and whether it may change numerics."""
+        width = max(len(step.name) for step in self)
+        return "\n".join(f"{step.name:{width}}  {_summary(step)}{'' if step.exact else '  [inexact]'}" for step in self)
+
+    def insert(self, new: Pass, *, after: str | None = None, before: str | None = None) -> Pipeline:
+        """With another pass, after or before the one of a name.
+
+        Raises:
+            ArgumentError: both or neither of `after` and `before` are given, no pass has the name, or `new` is no
+                pass or has a name that is taken.
+        """
+        if (after is None) == (before is None):
+            raise ArgumentError(f"insert {_name(new)}: give either after= or before=, the name of a pass.")
+        self._check_new(new, self.passes)
+        index = self._index(before) if before is not None else self._index(after or "") + 1
+        return Pipeline((*self.passes[:index], new, *self.passes[index:]))
+
+    def replace(self, name: str, new: Pass) -> Pipeline:
+        """With another pass in the place of the one named; raises `ArgumentError` as `insert` does."""
+        index = self._index(name)
+        rest = (*self.passes[:index], *self.passes[index + 1 :])
+        self._check_new(new, rest)
+        return Pipeline((*self.passes[:index], new, *self.passes[index + 1 :]))
+
+    def disable(self, *names: str) -> Pipeline:
+        """Without the passes named; raises `ArgumentError` if there is none of a name."""
+        gone = {self._index(name) for name in names}
+        return Pipeline(tuple(step for i, step in enumerate(self.passes) if i not in gone))
+
+    def _index(self, name: str) -> int:
+        names = [step.name for step in self.passes]
+        if name not in names:
+            close = difflib.get_close_matches(str(name), names, 1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ArgumentError(f"the pipeline has no pass {name!r}. It has {', '.join(names)}.{hint}")
+        return names.index(name)
+
+    def _check_new(self, new: Pass, others: tuple[Pass, ...]) -> None:
+        if not isinstance(new, Pass) or not is_dataclass(new) or not getattr(type(new), "name", ""):
+            raise ArgumentError(
+                f"{_name(new)} is not a pass: derive a frozen dataclass from graphshard.Pass and give it a name."
+            )
+        if new.name in {step.name for step in others}:
+            raise ArgumentError(f"the pipeline has a pass {new.name!r} already. Rename yours, or use replace().")
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """The backward graph as the partitioner left it, and the passes that follow: where another backward begins."""
+
+    backward: Phase
+    rest: tuple[Pass, ...]
+    established: frozenset[str]
+
+
+def run_pipeline(pipeline: Pipeline, program: Program, observer: Observer) -> Partitioned | None:
+    """Run all passes over a captured program, in place; None if the program has no backward."""
+    partitioned = None
+    for index, step in enumerate(pipeline.passes):
+        run_pass(step, program, observer)
+        if partitioned is None and "backward" in program.phases:
+            rest = pipeline.passes[index + 1 :]
+            partitioned = Partitioned(program.phases["backward"].clone(), rest, frozenset(program.established))
+    observer.end(program)
+    return partitioned
+
+
+def rerun_backward(partitioned: Partitioned, program: Program, used: frozenset[str], observer: Observer) -> Program:
+    """The program's backward for gradients through other outputs than were thought likely."""
+    phase = partitioned.backward.clone()
+    variant = replace(
+        program,
+        phases={"backward": phase},
+        plan=None,
+        history=[],
+        established=set(partitioned.established),
+        differentiated=phase.differentiated,
+    )
+    for step in partitioned.rest:
+        run_pass(replace(step, used=used) if isinstance(step, DropUnusedTangents) else step, variant, observer)
+    observer.end(variant)
+    return variant
+
+
+def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> None:
+    """requires -> rewrite -> rules -> ensures; the observer verifies, records and dumps.
+
+    Raises:
+        PassError: addressed to the author of the pass.
+    """
+    observer = observer or Observer("each")
     start = time.perf_counter()
-    program.plan = planner(program)
-    record(program, "plan", len(program.plan.buckets), time.perf_counter() - start)
-    for step in schedule_passes():
-        run_pass(step, program)
-    program.communication = print_communication(program)
-    program.peak_gathered = {name: peak_gathered(phase, program.params) for name, phase in program.phases.items()}
+    doing = "requires"
+    try:
+        step.requires(program)
+        doing = "rewrite"
+        rewrites = step.rewrite(program)
+        seconds = time.perf_counter() - start
+        if not isinstance(rewrites, int):
+            raise PassError(f"{step.name}: rewrite must return the number of rewrites, it returned {rewrites!r}")
+        program.established |= step.establishes
+        observer.after(program, step.name, rewrites, seconds, exact=step.exact)
+        doing = "ensures"
+        step.ensures(program)
+    except Exception as error:
+        observer.failed(program, step.name, error)
+        if isinstance(error, GraphshardError):
+            raise
+        where = f"{type(step).__module__}.{type(step).__qualname__}.{doing}"
+        raise PassError(f"{step.name}: {where} failed with {type(error).__name__}: {error}") from error
 
 
-def run_pass(step: Pass, program: Program) -> None:
-    """requires -> rewrite -> lint -> ensures, recorded in the history."""
-    start = time.perf_counter()
-    step.requires(program)
-    rewrites = step.rewrite(program)
-    for name, phase in program.phases.items():
-        try:
-            phase.module.graph.lint()
-        except RuntimeError as error:
-            raise PassError(f"{step.name} left a broken {name} graph: {error}") from error
-    step.ensures(program)
-    record(program, step.name, rewrites, time.perf_counter() - start)
+def _summary(step: Pass) -> str:
+    """The first line of the module that defines the pass, or of the class where that says nothing."""
+    import inspect
+
+    module = inspect.getmodule(type(step))
+    text = (module and module.__name__.startswith("graphshard") and module.__doc__) or type(step).__doc__ or ""
+    return text.strip().splitlines()[0] if text.strip() else ""
 
 
-def record(program: Program, name: str, rewrites: int, seconds: float) -> None:
-    """Keep the program's text as a stage of its history."""
-    program.history.append(Stage(name, rewrites, seconds, print_program(program)))
-    log.info("%s: %d rewrites in %.2f s", name, rewrites, seconds)
+def _name(value: object) -> str:
+    return str(getattr(value, "name", None) or getattr(value, "__name__", None) or type(value).__name__)

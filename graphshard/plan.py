@@ -56,10 +56,17 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """Buckets, and per phase the events in the order in which every rank executes them."""
+    """What a planner decides.
+
+    Attributes:
+        buckets: which collectives travel together.
+        events: per phase, in the order in which every rank executes them.
+        gathered_bytes: per phase, the most bytes of gathered parameters that the events let live at once.
+    """
 
     buckets: tuple[Bucket, ...] = ()
     events: dict[str, tuple[Event, ...]] = field(default_factory=dict)
+    gathered_bytes: dict[str, int] = field(default_factory=dict)
 
     def bucket(self, name: str) -> Bucket:
         return next(b for b in self.buckets if b.name == name)
@@ -77,7 +84,7 @@ class Plan:
             for bucket in data["buckets"]
         )
         events = {phase: tuple(Event(**event) for event in events) for phase, events in data["events"].items()}
-        return Plan(buckets, events)
+        return Plan(buckets, events, data["gathered_bytes"])
 
     @property
     def hash(self) -> str:

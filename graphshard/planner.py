@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from graphshard.graph import Collective, Layout, collectives
-from graphshard.params import ParamRow
+from graphshard.liveness import last_use
+from graphshard.params import ParamRow, ParamTable
 from graphshard.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.program import Phase, Program
 
@@ -28,36 +29,29 @@ Planner = Callable[[Program], Plan]
 class PlanByUnit:
     """The default planner.
 
+    NCCL's bandwidth falls off below some tens of kilobytes per rank, so only small tensors pay for a copy. Gloo runs
+    a coalesced reduction tensor by tensor at about a millisecond each, and its summation order depends on where in a
+    buffer an element lies: one packed buffer is faster, and has the bits of FSDP2.
+
     Attributes:
         pack_gathers_below: bytes of a shard below which it is packed with others of its bucket.
-        pack_reductions_below: the same for gradients.
+        pack_reductions_below: the same for gradients; None packs what suits the device.
     """
 
-    pack_gathers_below: float
-    pack_reductions_below: float
-
-    @staticmethod
-    def for_device(device_type: str) -> PlanByUnit:
-        """Packing limits that fit the backend of a device.
-
-        NCCL's bandwidth falls off below some tens of kilobytes per rank, so only small tensors pay for a copy.
-        Gloo runs a coalesced reduction tensor by tensor at about a millisecond each, and its summation order
-        depends on where in a buffer an element lies: one packed buffer is faster, and has the bits of FSDP2.
-        """
-        small = 64 * 1024
-        return PlanByUnit(small, small if device_type == "cuda" else math.inf)
+    pack_gathers_below: float = 64 * 1024
+    pack_reductions_below: float | None = None
 
     def __call__(self, program: Program) -> Plan:
         """Bucket every collective of the program and place its start and wait."""
         buckets: list[Bucket] = []
         events: dict[str, tuple[Event, ...]] = {}
+        gathered_bytes: dict[str, int] = {}
         for name, phase in program.phases.items():
-            if name == "joint":
-                continue
             groups = self._group(program, name, phase)
             buckets += [bucket for bucket, _ in groups]
             events[name] = tuple(_place(phase, groups))
-        return Plan(tuple(buckets), events)
+            gathered_bytes[name] = _account(phase, groups, events[name], program.params)
+        return Plan(tuple(buckets), events, gathered_bytes)
 
     def _group(self, program: Program, phase_name: str, phase: Phase) -> list[tuple[Bucket, list[Collective]]]:
         """Collectives of one kind, unit and dtype travel together, in the order of the parameter table."""
@@ -71,7 +65,7 @@ class PlanByUnit:
             rows = {c.params[0]: program.params[c.params[0]] for c in members}
             ordered = [row for row in program.params if row.name in rows]
             name = self._name(kind, unit, phase_name, [bucket.name for bucket, _ in found])
-            bucket = self._bucket(members[0].kind, name, phase_name, ordered, program.axis.name)
+            bucket = self._bucket(program, members[0].kind, name, phase_name, ordered)
             found.append((bucket, members))
         return found
 
@@ -80,8 +74,15 @@ class PlanByUnit:
         same = sum(other.startswith(name) for other in taken)
         return f"{name} {same + 1}" if same else name
 
-    def _bucket(self, kind: CollectiveKind, name: str, phase_name: str, rows: list[ParamRow], axis: str) -> Bucket:
-        limit = self.pack_gathers_below if kind == "gather" else self.pack_reductions_below
+    def _reduction_limit(self, program: Program) -> float:
+        if self.pack_reductions_below is not None:
+            return self.pack_reductions_below
+        return self.pack_gathers_below if program.device.type == "cuda" else math.inf
+
+    def _bucket(
+        self, program: Program, kind: CollectiveKind, name: str, phase_name: str, rows: list[ParamRow]
+    ) -> Bucket:
+        limit = self.pack_gathers_below if kind == "gather" else self._reduction_limit(program)
         sizes = {row.name: _shard_bytes(row, kind) for row in rows}
         packed = tuple(row.name for row in rows if sizes[row.name] < limit)
         if len(packed) == 1:
@@ -92,7 +93,7 @@ class PlanByUnit:
             phase=phase_name,
             params=tuple(row.name for row in rows if row.name not in packed),
             packed=packed,
-            axis=axis,
+            axis=program.axis.name,
             num_bytes=sum(sizes[row.name] * row.num_shards for row in rows),
         )
 
@@ -124,6 +125,25 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]]) -> list[
     if reductions:
         reductions.append(Event("wait", reductions[-1].bucket, end))
     return list(heapq.merge(reductions, gathers, key=lambda event: event.at))
+
+
+def _account(
+    phase: Phase, groups: list[tuple[Bucket, list[Collective]]], events: Iterable[Event], params: ParamTable
+) -> int:
+    """The most bytes of gathered parameters alive at once: each from its start to the last compute that reads it."""
+    layout = Layout.of(phase)
+    position = {**layout.index, phase.module.graph.output_node(): len(layout.compute)}
+    alive: list[tuple[int, int]] = []
+    most = 0
+    gathers = {bucket.name: members for bucket, members in groups if bucket.kind == "gather"}
+    for event in events:
+        if event.action == "start" and event.bucket in gathers:
+            alive = [(end, size) for end, size in alive if end >= event.at]
+            for member in gathers[event.bucket]:
+                end = max(event.at, last_use(member, layout, position))
+                alive.append((end, sum(params[name].gathered_bytes for name in member.params)))
+            most = max(most, sum(size for _, size in alive))
+    return most
 
 
 def _next(position: int, boundaries: Iterable[int]) -> int:

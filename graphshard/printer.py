@@ -1,7 +1,14 @@
-"""A program as text: values numbered by us, with shapes, dtypes, meaning and module.
+"""A program as text: values numbered by us, with shapes, dtypes, meaning, module and bucket.
 
-FX names change between torch releases and between passes; these do not, so the text can be diffed and kept
-in tests.
+    forward:
+      %0: f32[2, 4] = param:layers.0.weight
+    * %9: f32[4, 4] = all_gather_into_tensor(%0, 2, shard)  # layers.0 [gather layers.0 in forward]
+      %10: f32[4, 4] = wait_tensor(%9)  # layers.0 [gather layers.0 in forward]
+    > %40: (f32[3, 4]) = region_0([%1, %10])  # layers.0
+
+FX names change between torch releases and between passes. A value keeps its number from the stage that made it to
+the last, in both phases, so the difference of two stages is what was inserted, erased or moved. `*` marks
+collectives, `>` calls of regions, `[...]` buckets.
 """
 
 from __future__ import annotations
@@ -12,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from graphshard._torch import CheckpointPolicy
 from graphshard.graph import collectives, is_collective, module_of
 from graphshard.program import Phase, Program
 
@@ -23,38 +31,63 @@ _DTYPES = {
     "complex": "c",
     "bool": "b8",
 }
+_MARKS = {CheckpointPolicy.MUST_RECOMPUTE: "(recompute)", CheckpointPolicy.MUST_SAVE: "(save)"}
 
 
 def print_program(program: Program) -> str:
-    """All phases of a program, one after the other."""
+    """All phases of a program, one after the other; values without a number receive one."""
+    number(program)
     return "\n".join(f"{name}:\n{print_phase(phase)}" for name, phase in program.phases.items())
 
 
 def print_phase(phase: Phase) -> str:
-    """One line per node: `%3: f32[4, 8] = mm(%1, %2)  # layers.0`; collectives start with `*`."""
-    return print_graph(phase.module.graph, list(map(str, phase.inputs)), list(map(str, phase.outputs)))
+    """One line per node of a numbered phase."""
+    labels = ["saved" if slot.kind == "saved" else str(slot) for slot in (*phase.inputs, *phase.outputs)]
+    return print_graph(phase.module.graph, labels[: len(phase.inputs)], labels[len(phase.inputs) :])
 
 
-def print_graph(graph: Graph, inputs: list[str], outputs: list[str], *, modules: bool = True) -> str:
-    """A graph as text, with a label for each placeholder and output; `modules` adds module names as comments."""
+def number(program: Program) -> None:
+    """Give a number to every value that has none; a value that a pass copied within a phase is a new one."""
+    for phase in program.phases.values():
+        taken: set[int | None] = set()
+        for node in phase.module.graph.nodes:
+            if node.op != "output" and node.meta.get("number") in taken | {None}:
+                node.meta["number"] = program.next_number
+                program.next_number += 1
+            taken.add(node.meta.get("number"))
+
+
+def print_graph(graph: Graph, inputs: list[str], outputs: list[str], *, canonical: bool = False) -> str:
+    """A graph as text, with a label for each placeholder and output.
+
+    Args:
+        canonical: number values in order and leave out what tells one occurrence of a graph from another.
+    """
     numbers: dict[Node, str] = {}
-    lines = []
+    for node in graph.nodes:
+        numbers[node] = f"%{len(numbers) if canonical else node.meta.get('number', len(numbers))}"
     labels = iter(inputs)
+    lines = []
     for node in graph.nodes:
         if node.op == "output":
-            values = zip(node.args[0], outputs, strict=True)
-            lines += [f"  return {_arg(value, numbers)}" + (f" as {label}" if label else "") for value, label in values]
-            continue
-        numbers[node] = f"%{len(numbers)}"
-        kind = describe(node.meta.get("val"))
-        if node.op == "placeholder":
-            lines.append(f"  {numbers[node]}: {kind} = {next(labels)}")
-            continue
-        call = f"{_target(node)}({_args(node, numbers)})"
-        mark = "*" if is_collective(node) else " "
-        where = module_of(node) if modules else ""
-        lines.append(f"{mark} {numbers[node]}: {kind} = {call}" + (f"  # {where}" if where else ""))
-    return "\n".join(lines) + "\n"
+            for value, label in zip(node.args[0], outputs, strict=True):
+                comment = module_of(value) if label == "saved" else ""
+                lines.append((f"  return {_arg(value, numbers)}" + (f" as {label}" if label else ""), comment))
+        else:
+            call = next(labels) if node.op == "placeholder" else f"{_target(node)}({_args(node, numbers)})"
+            line = f"{_mark(node)} {numbers[node]}: {describe(node.meta.get('val'))} = {call}"
+            lines.append((line, "" if canonical else _comment(node)))
+    return "".join(f"{line}  # {comment}\n" if comment else f"{line}\n" for line, comment in lines)
+
+
+def print_nodes_around(phase: Phase, node: Node, margin: int = 3) -> str:
+    """The lines of a phase around one of its nodes, which is marked; what a message about a fault quotes."""
+    graph = phase.module.graph
+    index = list(graph.nodes).index(node)
+    lines = print_phase(phase).splitlines()
+    first = max(0, index - margin)
+    shown = lines[first : index + margin + 1]
+    return "\n".join(f"{'-->' if first + i == index else '   '} {line}" for i, line in enumerate(shown))
 
 
 def print_communication(program: Program) -> list[str]:
@@ -81,6 +114,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     stem = name.rstrip("0123456789")
     return _DTYPES[stem] + name[len(stem) :] if stem in _DTYPES else name
+
+
+def _mark(node: Node) -> str:
+    if node.op == "call_module":
+        return ">"
+    return "*" if is_collective(node) else " "
+
+
+def _comment(node: Node) -> str:
+    bucket = node.meta.get("bucket")
+    mark = _MARKS.get(node.meta["recompute"], "") if "recompute" in node.meta else ""
+    direction = "(backward)" if node.meta.get("partitioner_tag") == "is_backward" else ""
+    return " ".join(filter(None, [module_of(node), direction, bucket and f"[{bucket}]", mark]))
 
 
 def _target(node: Node) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from graphshard.fold import fold
 from graphshard.params import ParamTable
 from graphshard.plan import Plan
 
@@ -67,15 +68,37 @@ class Phase:
         """Slots by placeholder node."""
         return dict(zip(self.placeholders, self.inputs, strict=True))
 
+    @property
+    def differentiated(self) -> frozenset[str]:
+        """Names of the parameters whose gradient is returned and not None."""
+        results = zip(self.results, self.outputs)
+        return frozenset(s.name for value, s in results if s.of == "param" and s.kind == "grad" and value is not None)
+
 
 @dataclass(frozen=True)
 class Stage:
-    """One entry of the history: the program's text after a pass."""
+    """One entry of the history: the program after a pass.
+
+    Attributes:
+        name: the pass.
+        rewrites: how often it rewrote something.
+        seconds: time it took, without verification.
+        text: the whole program, see `graphshard.printer`.
+        num_nodes: calls in all graphs.
+        exact: False if the pass says that it may change the numbers.
+    """
 
     name: str
     rewrites: int
     seconds: float
     text: str
+    num_nodes: int
+    exact: bool = True
+
+    @property
+    def folded(self) -> str:
+        """The text with repeated blocks given once."""
+        return fold(self.text)
 
 
 @dataclass(frozen=True)
@@ -103,6 +126,7 @@ class Program:
         phases: {"joint"} until partition, then {"forward", "backward"}; {"forward"} for inference.
         params: the parameter table.
         axis: the mesh axis parameters are sharded over.
+        device: the kind of device it runs on, without an index.
         constants: tensors the module holds outside parameters and buffers, by name.
         out_spec: pytree structure of the module's output.
         tangents: names of the outputs that autograd may differentiate through.
@@ -113,12 +137,18 @@ class Program:
         region_calls: keys in execution order, one per call in a step.
         lowering_seconds: time it took to compile regions and write the executors.
         history: every earlier stage.
+        established: names of the rules of `graphshard.rules` that passes have made to hold.
+        differentiated: parameters whose gradient the program computes.
+        model: name of the class that was captured.
+        capture: how many programs of the module were captured before.
         reason: why this program was captured.
+        next_number: number of the next value to be printed; numbers are kept from stage to stage.
     """
 
     phases: dict[str, Phase]
     params: ParamTable
     axis: Axis
+    device: torch.device
     constants: dict[str, torch.Tensor]
     out_spec: pytree.TreeSpec
     tangents: tuple[str, ...] = ()
@@ -129,7 +159,17 @@ class Program:
     region_calls: list[str] = field(default_factory=list)
     lowering_seconds: float = 0.0
     history: list[Stage] = field(default_factory=list)
+    established: set[str] = field(default_factory=set)
+    differentiated: frozenset[str] = frozenset()
+    model: str = ""
+    capture: int = 0
     reason: str = ""
+    next_number: int = 0
+
+    @property
+    def title(self) -> str:
+        """Name of the program among those of its module: "Llama-0"."""
+        return f"{self.model}-{self.capture}"
 
     @property
     def forward(self) -> GraphModule:

@@ -4,6 +4,7 @@
     mixed_precision         shards are stored in their own dtype; casts before gathers and around reductions
     reshard_after_forward   what backward gathers again, and what it keeps
     drop_unused_tangents    outputs that never receive a gradient cost nothing in backward
+    make_plan               which collectives travel together, and when
     bucket                  collectives travel together, as the plan says
     reorder                 collectives start and are waited for where the plan says
 
@@ -17,6 +18,7 @@ from graphshard.passes.base import Pass
 from graphshard.passes.bucket import Bucketing
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.insert_collectives import InsertCollectives
+from graphshard.passes.make_plan import MakePlan
 from graphshard.passes.mixed_precision import MixedPrecision
 from graphshard.passes.reorder import Reorder
 from graphshard.passes.reshard_after_forward import ReshardAfterForward
@@ -25,6 +27,7 @@ __all__ = [
     "Bucketing",
     "DropUnusedTangents",
     "InsertCollectives",
+    "MakePlan",
     "MixedPrecision",
     "Pass",
     "Reorder",

@@ -25,15 +25,16 @@ from graphshard.errors import PassError
 from graphshard.graph import WAIT, Collective, Layout, aten, c10d, collectives, emit, fake
 from graphshard.passes.base import Pass
 from graphshard.plan import Bucket
-from graphshard.program import Program
+from graphshard.program import Phase, Program
 
 
 @dataclass(frozen=True)
 class Bucketing(Pass):
     """Requires: a plan that names every collective once; one collective per parameter.
-    Ensures: one collective per bucket.  Preserves: the compute order, numerics."""
+    Preserves: the compute order, numerics."""
 
     name: ClassVar[str] = "bucket"
+    establishes: ClassVar[frozenset[str]] = frozenset({"planned_buckets"})
 
     def requires(self, program: Program) -> None:
         if program.plan is None:
@@ -57,16 +58,20 @@ class Bucketing(Pass):
                     continue
                 merge = _merge_gathers if bucket.kind == "gather" else _merge_reductions
                 merge(phase.module.graph, bucket, [m for m in members if m is not None], layout)
-                count += 1
+            count += _tag(phase, [b for b in program.plan.buckets if b.phase == phase_name])
         return count
 
-    def ensures(self, program: Program) -> None:
-        for name, phase in program.phases.items():
-            assert program.plan is not None
-            planned = sum(b.phase == name for b in program.plan.buckets)
-            found = len(collectives(phase))
-            if found != planned:
-                raise PassError(f"{self.name}: {name} has {found} collectives for {planned} buckets")
+
+def _tag(phase: Phase, buckets: list[Bucket]) -> int:
+    """Write its bucket's name on every launch and wait; how many launches had another or none."""
+    names = {(bucket.kind, param): bucket.name for bucket in buckets for param in bucket.members}
+    count = 0
+    for collective in collectives(phase):
+        name = names[collective.kind, collective.params[0]]
+        count += collective.node.meta.get("bucket") != name
+        for node in (collective.node, *collective.waits):
+            node.meta["bucket"] = name
+    return count
 
 
 def _merge_gathers(graph: Graph, bucket: Bucket, members: list[Collective], layout: Layout) -> None:

@@ -65,6 +65,7 @@ class DropUnusedTangents(Pass):
         if unused:
             _propagate(phase, set(unused))
             _erase(phase, unused)
+            program.differentiated = phase.differentiated
         return len(unused)
 
 

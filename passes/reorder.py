@@ -27,10 +27,11 @@ from graphshard.program import Phase, Program
 
 @dataclass(frozen=True)
 class Reorder(Pass):
-    """Requires: a plan whose buckets are the graph's collectives.  Ensures: the order is the plan's.
+    """Requires: a plan whose buckets are the graph's collectives.
     Preserves: the node set, the order of compute nodes, numerics."""
 
     name: ClassVar[str] = "reorder"
+    establishes: ClassVar[frozenset[str]] = frozenset({"planned_order", "live_memory"})
 
     def requires(self, program: Program) -> None:
         if program.plan is None:

@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from graphshard.capture import CaptureSpec, capture
 from graphshard.graph import WAIT, fake, is_collective
 from graphshard.params import ParamRow, build_table
-from graphshard.pipeline import record, run_pass, schedule_passes, shard_passes
+from graphshard.passes import MakePlan
+from graphshard.pipeline import Pipeline, run_pass
 from graphshard.planner import PlanByUnit
 from graphshard.program import Axis, Phase, Program, Slot
 from graphshard.units import find_units
@@ -133,13 +134,13 @@ def captured(
 
 
 def through(program: Program, last: str, *, planner: PlanByUnit = COALESCED) -> Program:
-    """Run the passes of the pipeline that the program has not seen yet, up to and with the one named `last`."""
-    seen = {stage.name for stage in program.history}
-    for p in [*shard_passes(), *schedule_passes()]:
-        if p.name == "bucket" and program.plan is None:
-            program.plan = planner(program)
-            record(program, "plan", len(program.plan.buckets), 0.0)
-        if p.name not in seen:
+    """Run the passes of the pipeline that the program has not seen yet, up to and with the one named `last`.
+
+    Outputs that are not differentiated stay: `drop-unused-tangents` only runs where it is named.
+    """
+    seen = {stage.name for stage in program.history} | ({"plan"} if program.plan else set())
+    for p in Pipeline().replace("plan", MakePlan(planner)):
+        if p.name not in seen and (p.name != "drop-unused-tangents" or p.name == last):
             run_pass(p, program)
         if p.name == last:
             return program
@@ -149,7 +150,7 @@ def through(program: Program, last: str, *, planner: PlanByUnit = COALESCED) -> 
 def copied(program: Program) -> Program:
     """A copy whose graphs can be rewritten, so that tests share the time of a capture."""
     phases = {name: phase.clone() for name, phase in program.phases.items()}
-    return replace(program, phases=phases, history=list(program.history))
+    return replace(program, phases=phases, history=list(program.history), established=set(program.established))
 
 
 def target_name(node: Node) -> str:

@@ -16,6 +16,7 @@ from graphshard.pipeline import run_pass
 from graphshard.planner import PlanByUnit
 from graphshard.printer import print_program
 from graphshard.program import Slot
+from graphshard.verify import verify
 from tests.helpers import (
     COALESCED,
     PACKED,
@@ -46,12 +47,12 @@ def test_before_and_after() -> None:
 joint:
   %0: f32[4] = param:w
   %1: f32[4] = input:0
-  %2: f32[4] = tangent:0
+  %2: f32[4] = tangent:0  # (backward)
   %3: f32[4] = mul.Tensor(%1, %0)
   %4: f32[4] = sin(%3)
-  %5: f32[4] = cos(%3)
-  %6: f32[4] = mul.Tensor(%2, %5)
-  %7: f32[4] = mul.Tensor(%6, %1)
+  %5: f32[4] = cos(%3)  # (backward)
+  %6: f32[4] = mul.Tensor(%2, %5)  # (backward)
+  %7: f32[4] = mul.Tensor(%6, %1)  # (backward)
   return %4 as output:0
   return %7 as grad:w
 """,
@@ -64,9 +65,9 @@ joint:
 forward:
   %0: f32[4] = param:w
   %1: f32[4] = input:0
-  %2: f32[4] = mul.Tensor(%1, %0)
-  %3: f32[4] = sin(%2)
-  return %3 as output:0
+  %3: f32[4] = mul.Tensor(%1, %0)
+  %4: f32[4] = sin(%3)
+  return %4 as output:0
   return %0 as param:w
   return %1 as input:0
 
@@ -75,10 +76,10 @@ backward:
   %1: f32[4] = input:0
   %2: f32[4] = tangent:0
   %3: f32[4] = mul.Tensor(%1, %0)
-  %4: f32[4] = cos(%3)
-  %5: f32[4] = mul.Tensor(%2, %4)
-  %6: f32[4] = mul.Tensor(%5, %1)
-  return %6 as grad:w
+  %5: f32[4] = cos(%3)
+  %6: f32[4] = mul.Tensor(%2, %5)
+  %7: f32[4] = mul.Tensor(%6, %1)
+  return %7 as grad:w
 """,
     )
 
@@ -101,8 +102,9 @@ def test_a_value_that_forward_does_not_return_is_reported() -> None:
     program = through(captured(Blocks(2), (torch.ones(3, 4),)), "partition")
     backward = program.phases["backward"]
     backward.inputs = (Slot("saved", "nowhere"), *backward.inputs[1:])
-    with pytest.raises(PassError, match="partition: backward reads saved:nowhere, which forward does not return"):
-        Partition().ensures(program)
+    message = "saved_is_returned in backward: backward reads saved:nowhere, which forward does not return"
+    with pytest.raises(PassError, match=message):
+        verify(program, "partition")
 
 
 def test_placeholders_have_readable_names() -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from graphshard.errors import PassError
-from graphshard.passes import Pass
-from graphshard.pipeline import record, run_pass, schedule_program, shard_passes, shard_program
+from graphshard.observe import Observer
+from graphshard.passes import DropUnusedTangents, MakePlan, Pass
+from graphshard.pipeline import DEFAULT_PASSES, Pipeline, run_pass, run_pipeline
 from graphshard.printer import print_communication, print_program
 from graphshard.program import Program
 from tests.helpers import COALESCED, Blocks, Scale, captured
@@ -21,9 +22,10 @@ BATCH = (torch.ones(3, 4),)
 
 def _compiled(model: nn.Module, used: frozenset[str] | None = None, *, grad: bool = True) -> Program:
     program = captured(model, BATCH, grad=grad)
-    record(program, "capture", 0, 0.0)
-    shard_program(program)
-    schedule_program(program, COALESCED, used)
+    observer = Observer("each")
+    observer.after(program, "capture", 0, 0.0)
+    pipeline = Pipeline().replace("plan", MakePlan(COALESCED))
+    run_pipeline(pipeline.replace("drop-unused-tangents", DropUnusedTangents(used)), program, observer)
     return program
 
 
@@ -52,7 +54,8 @@ def test_history(grad: bool) -> None:
     assert "all_gather" not in texts["capture"]
     assert "coalesced" in texts["bucket"]
     changed = {stage.name for before, stage in zip(program.history, program.history[1:]) if before.text != stage.text}
-    expected = {"insert-collectives", "bucket", "reorder"} | ({"partition"} if grad else set())
+    expected = {"insert-collectives", "bucket", "reorder"}
+    expected |= {"reshard-after-forward", "partition"} if grad else set()
     assert changed == expected
     assert all(stage.rewrites for stage in program.history if stage.name in changed)
 
@@ -110,11 +113,13 @@ class _Unhappy(Pass):
 
 def test_a_pass_that_breaks_the_graph() -> None:
     program = captured(Scale(4), (torch.ones(4),))
-    for step in shard_passes()[:2]:
+    for step in DEFAULT_PASSES[:2]:
         run_pass(step, program)
-    with pytest.raises(PassError, match=r"broken left a broken joint graph: .*used before it has been defined"):
+    with pytest.raises(
+        PassError, match=r"broken broke the rule computed_before_use in joint: .* is used before it is computed"
+    ):
         run_pass(_Broken(), program)
-    assert [stage.name for stage in program.history] == ["insert-collectives", "mixed-precision"]
+    assert [stage.name for stage in program.history] == ["insert-collectives", "mixed-precision", "broken"]
 
 
 @pytest.mark.parametrize(("before", "message"), [(True, "not what I need"), (False, "not what I promise")])
@@ -122,10 +127,10 @@ def test_a_broken_contract(before: bool, message: str) -> None:
     program = captured(Scale(4), (torch.ones(4),))
     with pytest.raises(PassError, match=f"unhappy: {message}"):
         run_pass(_Unhappy(before), program)
-    assert not program.history
+    assert len(program.history) == (0 if before else 1)
 
 
 def test_passes_are_plain_values() -> None:
     """Frozen dataclasses with distinct names: equal options, equal passes."""
-    assert shard_passes() == shard_passes()
-    assert len({step.name for step in shard_passes()}) == len(shard_passes())
+    assert Pipeline() == Pipeline()
+    assert len({step.name for step in Pipeline()}) == len(DEFAULT_PASSES)

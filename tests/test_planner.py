@@ -130,8 +130,14 @@ def test_small_tensors_are_packed(
 
 def test_defaults_by_device() -> None:
     """NCCL packs what is small, gloo every reduction."""
-    assert PlanByUnit.for_device("cuda") == PlanByUnit(64 * 1024, 64 * 1024)
-    assert PlanByUnit.for_device("cpu") == PlanByUnit(64 * 1024, float("inf"))
+    program = through(captured(nn.ModuleList([nn.Linear(256, 256)])[0], (torch.ones(1, 256),)), "partition")
+    packed = {}
+    for device in ("cuda", "cpu"):
+        program.device = torch.device(device)
+        packed[device] = {bucket.kind: bucket.packed for bucket in PlanByUnit()(program).buckets}
+    assert packed["cuda"]["reduce"] == ()
+    assert packed["cpu"]["reduce"] == ("weight", "bias")
+    assert packed["cuda"]["gather"] == packed["cpu"]["gather"] == ()
 
 
 class _TwoDtypes(nn.Module):
@@ -161,7 +167,7 @@ def test_padding_counts() -> None:
 
 def test_one_rank_has_an_empty_plan() -> None:
     program = through(captured(Blocks(2), BATCH, world_size=1), "partition")
-    assert COALESCED(program) == Plan((), {"forward": (), "backward": ()})
+    assert COALESCED(program) == Plan((), {"forward": (), "backward": ()}, {"forward": 0, "backward": 0})
 
 
 def test_inference_has_no_backward() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -57,7 +59,7 @@ def test_collectives_and_modules() -> None:
 joint:
   %0: f32[2, 4] = param:layers.0.weight
   %1: f32[3, 4] = input:0
-  %2: f32[] = tangent:0
+  %2: f32[] = tangent:0  # (backward)
 * %3: f32[4, 4] = all_gather_into_tensor(%0, 2, shard)  # layers.0
   %4: f32[4, 4] = wait_tensor(%3)  # layers.0
   %5: f32[4, 4] = t(%4)  # layers.0
@@ -65,15 +67,15 @@ joint:
   %7: f32[3, 4] = relu(%6)
   %8: f32[3, 4] = detach(%7)
   %9: f32[] = sum(%7)
-  %10: f32[3, 4] = expand(%2, [3, 4])
-  %11: f32[3, 4] = detach(%8)
-  %12: f32[3, 4] = threshold_backward(%10, %11, 0)
-  %13: f32[4, 3] = t(%12)  # layers.0
-  %14: f32[4, 4] = mm(%13, %1)  # layers.0
-  %15: f32[4, 4] = t(%14)  # layers.0
-  %16: f32[4, 4] = t(%15)  # layers.0
-* %17: f32[2, 4] = reduce_scatter_tensor(%16, avg, 2, shard)
-  %18: f32[2, 4] = wait_tensor(%17)
+  %10: f32[3, 4] = expand(%2, [3, 4])  # (backward)
+  %11: f32[3, 4] = detach(%8)  # (backward)
+  %12: f32[3, 4] = threshold_backward(%10, %11, 0)  # (backward)
+  %13: f32[4, 3] = t(%12)  # layers.0 (backward)
+  %14: f32[4, 4] = mm(%13, %1)  # layers.0 (backward)
+  %15: f32[4, 4] = t(%14)  # layers.0 (backward)
+  %16: f32[4, 4] = t(%15)  # layers.0 (backward)
+* %17: f32[2, 4] = reduce_scatter_tensor(%16, avg, 2, shard)  # (backward)
+  %18: f32[2, 4] = wait_tensor(%17)  # (backward)
   return %9 as output:0
   return %18 as grad:layers.0.weight
 """,
@@ -89,11 +91,12 @@ def test_phases() -> None:
     ]
 
 
-def test_without_modules(program: Program) -> None:
+def test_canonical(program: Program) -> None:
     phase = program.phases["forward"]
-    text = print_graph(phase.module.graph, [""] * len(phase.inputs), [""] * len(phase.outputs), modules=False)
+    text = print_graph(phase.module.graph, [""] * len(phase.inputs), [""] * len(phase.outputs), canonical=True)
     assert "#" not in text
     assert " as " not in text
+    assert re.findall(r"%(\d+):", text) == [str(i) for i in range(text.count(":"))]
 
 
 def test_names_of_nodes_do_not_matter(program: Program) -> None:

@@ -44,7 +44,7 @@ def test_before_and_after() -> None:
         """\
   %0: f32[2, 4] = tangent:0
   %1: f32[2, 4] = tangent:1
-  %2: f32[2, 4] = saved:s
+  %2: f32[2, 4] = saved
   %3: f32[2, 4] = neg(%2)
   %4: f32[2, 4] = mul.Tensor(%3, %0)
   %5: f32[2, 4] = mul.Tensor(%1, %2)
@@ -60,7 +60,7 @@ def test_before_and_after() -> None:
         print_phase(program.phases["backward"]),
         """\
   %0: f32[2, 4] = tangent:0
-  %1: f32[2, 4] = saved:s
+  %1: f32[2, 4] = saved
   %2: f32[2, 4] = neg(%1)
   %3: f32[2, 4] = mul.Tensor(%2, %0)
   return %3 as grad:0

@@ -14,6 +14,7 @@ from graphshard.passes import InsertCollectives
 from graphshard.passes.insert_collectives import divide_factors
 from graphshard.pipeline import run_pass
 from graphshard.printer import print_program
+from graphshard.verify import verify
 from tests.helpers import (
     Scale,
     Tied,
@@ -39,9 +40,9 @@ def test_before_and_after() -> None:
 joint:
   %0: f32[4] = param:w
   %1: f32[4] = input:0
-  %2: f32[4] = tangent:0
+  %2: f32[4] = tangent:0  # (backward)
   %3: f32[4] = mul.Tensor(%1, %0)
-  %4: f32[4] = mul.Tensor(%2, %1)
+  %4: f32[4] = mul.Tensor(%2, %1)  # (backward)
   return %3 as output:0
   return %4 as grad:w
 """,
@@ -54,14 +55,14 @@ joint:
 joint:
   %0: f32[2] = param:w
   %1: f32[4] = input:0
-  %2: f32[4] = tangent:0
-* %3: f32[4] = all_gather_into_tensor(%0, 2, shard)
-  %4: f32[4] = wait_tensor(%3)
-  %5: f32[4] = mul.Tensor(%1, %4)
-  %6: f32[4] = mul.Tensor(%2, %1)
-* %7: f32[2] = reduce_scatter_tensor(%6, avg, 2, shard)
-  %8: f32[2] = wait_tensor(%7)
-  return %5 as output:0
+  %2: f32[4] = tangent:0  # (backward)
+* %5: f32[4] = all_gather_into_tensor(%0, 2, shard)
+  %6: f32[4] = wait_tensor(%5)
+  %3: f32[4] = mul.Tensor(%1, %6)
+  %4: f32[4] = mul.Tensor(%2, %1)  # (backward)
+* %7: f32[2] = reduce_scatter_tensor(%4, avg, 2, shard)  # (backward)
+  %8: f32[2] = wait_tensor(%7)  # (backward)
+  return %3 as output:0
   return %8 as grad:w
 """,
     )
@@ -77,15 +78,15 @@ def test_uneven_shards() -> None:
 joint:
   %0: f32[2] = param:w
   %1: f32[4] = input:0
-  %2: f32[4] = tangent:0
+  %2: f32[4] = tangent:0  # (backward)
 * %3: f32[6] = all_gather_into_tensor(%0, 3, shard)
   %4: f32[6] = wait_tensor(%3)
   %5: f32[4] = slice.Tensor(%4, 0, 0, 4)
   %6: f32[4] = mul.Tensor(%1, %5)
-  %7: f32[4] = mul.Tensor(%2, %1)
-  %8: f32[6] = constant_pad_nd(%7, [0, 2])
-* %9: f32[2] = reduce_scatter_tensor(%8, avg, 3, shard)
-  %10: f32[2] = wait_tensor(%9)
+  %7: f32[4] = mul.Tensor(%2, %1)  # (backward)
+  %8: f32[6] = constant_pad_nd(%7, [0, 2])  # (backward)
+* %9: f32[2] = reduce_scatter_tensor(%8, avg, 3, shard)  # (backward)
+  %10: f32[2] = wait_tensor(%9)  # (backward)
   return %6 as output:0
   return %10 as grad:w
 """,
@@ -144,9 +145,10 @@ def test_a_second_run_is_refused() -> None:
 
 def test_a_parameter_that_is_no_shard_is_reported() -> None:
     program = captured(Scale(4), (torch.ones(4),))
-    message = r"insert-collectives: param:w has shape \(4,\), its padded shard has \(2,\)"
+    program.established |= InsertCollectives.establishes
+    message = r"sharded_inputs in joint: param:w has shape \[4\], its padded shard has \[2\]"
     with pytest.raises(PassError, match=message):
-        InsertCollectives().ensures(program)
+        verify(program, "insert-collectives")
 
 
 def test_a_forward_without_gradients() -> None:

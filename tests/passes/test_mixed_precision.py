@@ -13,6 +13,7 @@ from graphshard.graph import fake
 from graphshard.passes import InsertCollectives, MixedPrecision
 from graphshard.pipeline import run_pass
 from graphshard.printer import print_program
+from graphshard.verify import verify
 from tests.helpers import Scale, Tied, calls, captured, full_gradients, result, step, through
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -28,14 +29,14 @@ def test_before_and_after() -> None:
 joint:
   %0: bf16[2] = param:w
   %1: f32[4] = input:0
-  %2: bf16[4] = tangent:0
+  %2: bf16[4] = tangent:0  # (backward)
   %3: bf16[4] = _to_copy(%1, dtype=bf16)
 * %4: bf16[4] = all_gather_into_tensor(%0, 2, shard)
   %5: bf16[4] = wait_tensor(%4)
   %6: bf16[4] = mul.Tensor(%3, %5)
-  %7: bf16[4] = mul.Tensor(%2, %3)
-* %8: bf16[2] = reduce_scatter_tensor(%7, avg, 2, shard)
-  %9: bf16[2] = wait_tensor(%8)
+  %7: bf16[4] = mul.Tensor(%2, %3)  # (backward)
+* %8: bf16[2] = reduce_scatter_tensor(%7, avg, 2, shard)  # (backward)
+  %9: bf16[2] = wait_tensor(%8)  # (backward)
   return %6 as output:0
   return %9 as grad:w
 """,
@@ -48,17 +49,17 @@ joint:
 joint:
   %0: f32[2] = param:w
   %1: f32[4] = input:0
-  %2: bf16[4] = tangent:0
+  %2: bf16[4] = tangent:0  # (backward)
   %3: bf16[4] = _to_copy(%1, dtype=bf16)
-  %4: bf16[2] = _to_copy(%0, dtype=bf16)
-* %5: bf16[4] = all_gather_into_tensor(%4, 2, shard)
-  %6: bf16[4] = wait_tensor(%5)
-  %7: bf16[4] = mul.Tensor(%3, %6)
-  %8: bf16[4] = mul.Tensor(%2, %3)
-* %9: bf16[2] = reduce_scatter_tensor(%8, avg, 2, shard)
-  %10: bf16[2] = wait_tensor(%9)
-  %11: f32[2] = _to_copy(%10, dtype=f32)
-  return %7 as output:0
+  %10: bf16[2] = _to_copy(%0, dtype=bf16)
+* %4: bf16[4] = all_gather_into_tensor(%10, 2, shard)
+  %5: bf16[4] = wait_tensor(%4)
+  %6: bf16[4] = mul.Tensor(%3, %5)
+  %7: bf16[4] = mul.Tensor(%2, %3)  # (backward)
+* %8: bf16[2] = reduce_scatter_tensor(%7, avg, 2, shard)  # (backward)
+  %9: bf16[2] = wait_tensor(%8)  # (backward)
+  %11: f32[2] = _to_copy(%9, dtype=f32)  # (backward)
+  return %6 as output:0
   return %11 as grad:w
 """,
     )
@@ -123,9 +124,9 @@ def test_what_is_cast() -> None:
 
 def test_a_gradient_of_another_dtype_is_reported() -> None:
     program = through(captured(Scale(4), (torch.ones(4),), mp_policy=BF16), "insert-collectives")
-    message = r"mixed-precision: param:w is torch.bfloat16, the stored parameter is torch.float32"
-    with pytest.raises(PassError, match=message):
-        MixedPrecision().ensures(program)
+    program.established |= MixedPrecision.establishes
+    with pytest.raises(PassError, match="stored_dtypes in joint: param:w is bf16, the stored parameter is f32"):
+        verify(program, "mixed-precision")
 
 
 def test_order_of_casts_and_padding() -> None:

@@ -51,13 +51,13 @@ def test_before_and_after() -> None:
   %0: f32[2] = param:layers.0.w
   %1: f32[2] = param:layers.1.w
   %2: f32[4] = input:0
-* %3: f32[4] = all_gather_into_tensor(%0, 2, shard)  # layers.0
-  %4: f32[4] = wait_tensor(%3)  # layers.0
-  %5: f32[4] = mul.Tensor(%2, %4)  # layers.0
-* %6: f32[4] = all_gather_into_tensor(%1, 2, shard)  # layers.1
-  %7: f32[4] = wait_tensor(%6)  # layers.1
-  %8: f32[4] = mul.Tensor(%5, %7)  # layers.1
-  return %8 as output:0
+* %4: f32[4] = all_gather_into_tensor(%0, 2, shard)  # layers.0 [gather layers.0 in forward]
+  %5: f32[4] = wait_tensor(%4)  # layers.0 [gather layers.0 in forward]
+  %6: f32[4] = mul.Tensor(%2, %5)  # layers.0
+* %7: f32[4] = all_gather_into_tensor(%1, 2, shard)  # layers.1 [gather layers.1 in forward]
+  %8: f32[4] = wait_tensor(%7)  # layers.1 [gather layers.1 in forward]
+  %9: f32[4] = mul.Tensor(%6, %8)  # layers.1
+  return %9 as output:0
   return %0 as param:layers.0.w
   return %1 as param:layers.1.w
   return %2 as input:0
@@ -70,13 +70,13 @@ def test_before_and_after() -> None:
   %0: f32[2] = param:layers.0.w
   %1: f32[2] = param:layers.1.w
   %2: f32[4] = input:0
-* %3: f32[4] = all_gather_into_tensor(%0, 2, shard)  # layers.0
-  %4: f32[4] = wait_tensor(%3)  # layers.0
-* %5: f32[4] = all_gather_into_tensor(%1, 2, shard)  # layers.1
-  %6: f32[4] = mul.Tensor(%2, %4)  # layers.0
-  %7: f32[4] = wait_tensor(%5)  # layers.1
-  %8: f32[4] = mul.Tensor(%6, %7)  # layers.1
-  return %8 as output:0
+* %4: f32[4] = all_gather_into_tensor(%0, 2, shard)  # layers.0 [gather layers.0 in forward]
+  %5: f32[4] = wait_tensor(%4)  # layers.0 [gather layers.0 in forward]
+* %7: f32[4] = all_gather_into_tensor(%1, 2, shard)  # layers.1 [gather layers.1 in forward]
+  %6: f32[4] = mul.Tensor(%2, %5)  # layers.0
+  %8: f32[4] = wait_tensor(%7)  # layers.1 [gather layers.1 in forward]
+  %9: f32[4] = mul.Tensor(%6, %8)  # layers.1
+  return %9 as output:0
   return %0 as param:layers.0.w
   return %1 as param:layers.1.w
   return %2 as input:0

@@ -1,0 +1,206 @@
+// How the timeline and the memory curve are drawn: two plots over one time axis.
+"use strict";
+
+const GUTTER = 92; // room for names of lanes and for labels of bytes
+const HIGH = 26; // height of a row of spans
+const GAP = 8; // between lanes
+const PHASE = 20; // height of the row of phases
+const AXIS = 22; // height of the row of times
+
+const memory = data.memory;
+const timeline = data.timeline ?? { spans: [], phases: [], seconds: memory.points.at(-1)?.time ?? 0 };
+const whole = Math.max(timeline.seconds, ...timeline.spans.map((span) => span.end), 1e-9);
+const view = { start: 0, end: whole };
+const plots = [byId("timeline-plot"), byId("memory-plot")].filter(Boolean);
+const lanes = layOut(timeline.spans);
+const spans = lanes.flatMap((lane) => lane.spans); // in order of lane and start
+let chosen = null; // the selected span
+let width = 800;
+
+/** Lanes, compute first. Spans of a lane that overlap are put in rows below each other. */
+function layOut(all) {
+  const names = [...new Set(["compute", ...all.map((span) => span.lane)])];
+  return names.map((name) => {
+    const own = all.filter((span) => span.lane === name).sort((left, right) => left.start - right.start);
+    const ends = [];
+    for (const span of own) {
+      const free = ends.findIndex((end) => end <= span.start + 1e-12);
+      span.row = free < 0 ? ends.length : free;
+      ends[span.row] = span.end;
+    }
+    return { name, spans: own, rows: Math.max(1, ends.length) };
+  });
+}
+
+/** An SVG element. */
+function shape(tag, attributes, ...children) {
+  const node = document.createElementNS(plots[0].namespaceURI, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+const atPixel = (time) => GUTTER + ((time - view.start) / (view.end - view.start)) * (width - GUTTER);
+const atTime = (pixel) => view.start + ((pixel - GUTTER) / (width - GUTTER)) * (view.end - view.start);
+
+// Drawing. At most one shape per pixel and row: short neighbours of one kind are drawn as one.
+
+let pending = 0;
+
+function redrawPlots() {
+  pending ||= requestAnimationFrame(drawPlots);
+}
+
+function drawPlots() {
+  pending = 0;
+  width = plots[0].clientWidth;
+  if (byId("timeline-plot")) drawTimeline(byId("timeline-plot"));
+  if (byId("memory-plot")) drawMemory(byId("memory-plot"));
+  byId("range").textContent = `${formatSeconds(view.start)} to ${formatSeconds(view.end)}`;
+}
+
+function drawTimeline(plot) {
+  const parts = phaseBands();
+  let top = PHASE + GAP;
+  for (const lane of lanes) {
+    const place = { x: GUTTER - 8, y: top + HIGH / 2 + 4, "text-anchor": "end", class: "lane" };
+    parts.push(shape("text", place, clip(lane.name, 80)), ...laneShapes(lane, top));
+    top += lane.rows * HIGH + GAP;
+  }
+  parts.unshift(...timeTicks(top));
+  plot.style.height = `${top + AXIS}px`;
+  plot.replaceChildren(...parts);
+}
+
+function phaseBands() {
+  const inView = ([, start, end]) => end > view.start && start < view.end;
+  return timeline.phases.filter(inView).flatMap(([name, start, end]) => {
+    const [left, right] = [Math.max(GUTTER, atPixel(start)), Math.min(width, atPixel(end))];
+    const band = shape("rect", { x: left, y: 0, width: Math.max(0, right - left - 1), height: PHASE, class: "band" });
+    return [band, shape("text", { x: left + 6, y: 14 }, clip(name, right - left - 8))];
+  });
+}
+
+function timeTicks(bottom) {
+  const step = niceStep((view.end - view.start) / Math.max(2, (width - GUTTER) / 110), 10);
+  const parts = [];
+  for (let n = Math.ceil(view.start / step); n * step <= view.end; n++) {
+    const x = atPixel(n * step);
+    parts.push(shape("line", { x1: x, x2: x, y1: 0, y2: bottom, class: "tick" }));
+    const anchor = x > width - 40 ? "end" : x < GUTTER + 20 ? "start" : "middle";
+    parts.push(shape("text", { x, y: bottom + 15, "text-anchor": anchor }, tickLabel(n * step, step)));
+  }
+  return parts;
+}
+
+/** 1, 2 or 5 times a power of the base-10 (or, for bytes, 1024-based) unit; not below the given size. */
+function niceStep(size, base) {
+  const unit = base === 10 ? 1 : 1024 ** Math.floor(Math.log(Math.max(size, 1)) / Math.log(1024));
+  const power = unit * 10 ** Math.floor(Math.log10(size / unit));
+  return [1, 2, 5, 10].map((n) => n * power).find((step) => step >= size * 0.999);
+}
+
+/** A time with the digits that tell it from its neighbours. */
+function tickLabel(time, step) {
+  const [factor, unit] = view.end < 1e-3 ? [1e6, "us"] : view.end < 1 ? [1e3, "ms"] : [1, "s"];
+  const digits = Math.max(0, -Math.floor(Math.log10(step * factor * 1.001)));
+  return `${(time * factor).toFixed(digits)} ${unit}`;
+}
+
+function laneShapes(lane, top) {
+  const groups = [];
+  const open = new Map(); // kind and row -> the group that short spans may still join
+  for (const span of lane.spans) {
+    if (span.end < view.start || span.start > view.end) continue;
+    const [left, right] = [Math.max(GUTTER, atPixel(span.start)), Math.min(width, atPixel(span.end))];
+    const key = `${span.kind} ${span.row}`;
+    const last = open.get(key);
+    const short = right - left < 1.5 && !isMarked(span);
+    if (short && last && last.short && left - last.right < 1 && right - last.left < 8) {
+      last.right = Math.max(last.right, right);
+      last.spans.push(span);
+      continue;
+    }
+    const group = { left, right, short, spans: [span] };
+    groups.push(group);
+    open.set(key, group);
+  }
+  const order = (group) => (isMarked(group.spans[0]) ? 2 : group.spans[0].kind === "exposed" ? 1 : 0);
+  return groups.sort((left, right) => order(left) - order(right)).map((group) => spanShape(group, top));
+}
+
+/** Marked are the selected span and others of the same bucket. */
+function isMarked(span) {
+  return chosen !== null && (span === chosen || (span.name === chosen.name && bucketRows.has(span.name)));
+}
+
+function spanShape({ left, right, spans: own }, top) {
+  const span = own[0];
+  const y = top + span.row * HIGH;
+  const size = { x: left, y, width: Math.max(right - left, 1.5), height: HIGH - 2, class: span.kind };
+  const mark = span === chosen ? " chosen" : isMarked(span) ? " same" : "";
+  const node = shape("g", { class: `span${mark}`, "data-count": own.length }, shape("rect", size));
+  if (own.length === 1 && span.kind !== "exposed") {
+    const label = span.name.replace(`${span.kind} `, ""); // the colour says it
+    node.append(shape("text", { x: left + 5, y: y + 16 }, clip(label, right - left - 8)));
+  }
+  node.spans = own;
+  return node;
+}
+
+/** As much of a text as fits; 7 pixels is about the width of a letter. */
+function clip(text, pixels) {
+  const fits = Math.floor(pixels / 7);
+  return text.length <= fits ? text : fits < 5 ? "" : `${text.slice(0, fits - 2)}..`;
+}
+
+function drawMemory(plot) {
+  const bottom = plot.clientHeight - AXIS;
+  const most = memory.peak_bytes * 1.12 || 1;
+  const atByte = (bytes) => bottom - (bytes / most) * (bottom - 4);
+  const parts = timeTicks(bottom);
+  const step = niceStep(most / 5, 1024);
+  for (let bytes = 0; bytes < most; bytes += step) {
+    const y = atByte(bytes);
+    parts.push(shape("line", { x1: GUTTER, x2: width, y1: y, y2: y, class: "tick" }));
+    if (bytes) parts.push(shape("text", { x: GUTTER - 8, y: y + 4, "text-anchor": "end" }, formatBytes(bytes)));
+  }
+  if (chosen) {
+    const [left, right] = [chosen.start, chosen.end].map((time) => Math.min(width, Math.max(GUTTER, atPixel(time))));
+    parts.push(shape("rect", { x: left, y: 0, width: Math.max(right - left, 1), height: bottom, class: "mark" }));
+  }
+  parts.push(shape("path", { d: curve(atByte, bottom), class: "curve" }));
+  const [x, y] = [atPixel(memory.peak_time), atByte(memory.peak_bytes)];
+  if (x >= GUTTER && x <= width) {
+    const anchor = x > width - 190 ? "end" : "start";
+    const label = `peak ${formatBytes(memory.peak_bytes)} at ${formatSeconds(memory.peak_time)}`;
+    parts.push(shape("line", { x1: x, x2: x, y1: y, y2: bottom, class: "peak", "stroke-dasharray": "4 3" }));
+    parts.push(shape("circle", { cx: x, cy: y, r: 4, class: "peak" }));
+    const place = { x: x + (anchor === "end" ? -8 : 8), y: y - 5, "text-anchor": anchor, class: "peak-text" };
+    parts.push(shape("text", place, label));
+  }
+  plot.replaceChildren(...parts);
+}
+
+/** The step curve in view, closed along the bottom. */
+function curve(atByte, bottom) {
+  const first = Math.max(0, pointAt(view.start));
+  let path = `M${GUTTER} ${bottom}`;
+  for (let i = first; i < memory.points.length && memory.points[i].time <= view.end; i++) {
+    const { time, num_bytes: bytes } = memory.points[i];
+    path += `H${Math.max(GUTTER, atPixel(time)).toFixed(1)}V${atByte(bytes).toFixed(1)}`;
+  }
+  return `${path}H${Math.min(width, atPixel(whole))}V${bottom}Z`;
+}
+
+/** Index of the last point at or before a time; -1 if there is none. */
+function pointAt(time) {
+  let low = 0;
+  let high = memory.points.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (memory.points[middle].time <= time) low = middle + 1;
+    else high = middle;
+  }
+  return low - 1;
+}

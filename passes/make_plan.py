@@ -1,0 +1,32 @@
+"""Ask the planner for a plan; the graph stays as it is, the passes that follow apply the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from graphshard.errors import PassError
+from graphshard.passes.base import Pass
+from graphshard.planner import PlanByUnit, Planner
+from graphshard.program import Program
+
+
+@dataclass(frozen=True)
+class MakePlan(Pass):
+    """Requires: a partitioned program without a plan.  Preserves: the graph.
+
+    Attributes:
+        planner: a function from a program to its plan.
+    """
+
+    name: ClassVar[str] = "plan"
+    planner: Planner = field(default_factory=PlanByUnit)
+
+    def requires(self, program: Program) -> None:
+        if "joint" in program.phases:
+            raise PassError(f"{self.name}: the program is not partitioned yet; plan after partition")
+
+    def rewrite(self, program: Program) -> int:
+        before = program.plan
+        program.plan = self.planner(program)
+        return 0 if program.plan == before else max(1, len(program.plan.buckets))
