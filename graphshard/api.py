@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -15,6 +17,7 @@ from graphshard.agree import model_tag
 from graphshard.backends import Backend
 from graphshard.capture import CaptureSpec
 from graphshard.checks import check_arguments, check_debugging, check_device, check_examples, check_model
+from graphshard.dump import dump_directory
 from graphshard.errors import ArgumentError
 from graphshard.module import Runner, ShardedModule, sharded_class
 from graphshard.observe import Level
@@ -40,6 +43,7 @@ def compile(
     max_captures: int = 8,
     passes: Pipeline | None = None,
     verify: Level | None = None,
+    dump: str | os.PathLike[str] | None = None,
 ) -> ModuleT:
     """Shard a module's parameters over a mesh and compile its training step, in place.
 
@@ -61,6 +65,8 @@ def compile(
         passes: the passes between capture and lowering; see `Pipeline` for how to insert, replace and disable some.
         verify: when the rules of `graphshard.rules` are checked: "off", "ends" (after capture and before lowering) or
             "each" (after every pass, too). None takes GRAPHSHARD_VERIFY, or "ends".
+        dump: directory to write every stage, the plan, the code that runs and an HTML report to; None takes
+            GRAPHSHARD_DUMP. GRAPHSHARD_DUMP_RANKS chooses ranks: "0" (default), "0,3" or "all".
 
     Returns:
         The same object.
@@ -72,7 +78,8 @@ def compile(
     check_model(model)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     check_arguments(mesh, reshard_after_forward, policy, backend, max_captures)
-    level = check_debugging(passes, verify)
+    level = check_debugging(passes, verify, dump)
+    directory = dump_directory(dump, dist.get_rank())
     check_device(model, mesh)
     check_examples(units, example_inputs, example_kwargs)
     device = _device_of(mesh)
@@ -92,6 +99,7 @@ def compile(
         backend=backend,
         pipeline=passes if passes is not None else Pipeline(),
         verify=level,
+        dump=directory,
         max_captures=max_captures,
         tag=model_tag(mesh),
         params=tuple(param_refs(model, table)),

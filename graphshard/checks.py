@@ -38,13 +38,15 @@ def check_arguments(mesh: Any, reshard_after_forward: Any, mp_policy: Any, backe
         raise ArgumentError(f"max_captures must be a positive int, got {max_captures!r}.")
 
 
-def check_debugging(passes: Any, verify: Any) -> Level:
-    """Raise ArgumentError for wrong passes or a wrong level of verification; return the level that holds."""
+def check_debugging(passes: Any, verify: Any, dump: Any) -> Level:
+    """Raise ArgumentError for wrong passes, level of verification or directory; return the level that holds."""
     if not (passes is None or isinstance(passes, Pipeline)):
         raise ArgumentError(
             f"passes must be a graphshard.Pipeline, got {type(passes).__name__}. Start from graphshard.Pipeline() and "
             "use insert, replace and disable."
         )
+    if not (dump is None or isinstance(dump, (str, os.PathLike))):
+        raise ArgumentError(f"dump must be a directory, got {type(dump).__name__}.")
     where = "verify" if verify is not None else "GRAPHSHARD_VERIFY"
     level = verify if verify is not None else os.environ.get("GRAPHSHARD_VERIFY", "ends")
     if level not in get_args(Level):

@@ -107,7 +107,12 @@ def restride(value: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
 
 
 def module_of(node: Node) -> str:
-    """Name of the innermost module whose forward (or backward) made the node; "" for the root."""
+    """Name of the innermost module whose forward (or backward) made the node; "" for the root.
+
+    A call of a region names the modules it computes.
+    """
+    if "where" in node.meta:
+        return str(node.meta["where"])
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     return next(reversed(stack.values()))[0] if stack else ""
 

@@ -14,7 +14,7 @@ import logging
 import operator
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,10 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard._torch import use_boxed_calls
-from graphshard.graph import aten, base_of, fake, is_communication, is_view
+from graphshard.graph import aten, base_of, fake, is_communication, is_view, module_of
 from graphshard.printer import describe, print_graph
 from graphshard.program import Phase, Program, Region
+from graphshard.units import unit_of
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,11 @@ class RegionCall:
 
     def __init__(self, fn: Boxed) -> None:
         self.fn = fn
+
+    @property
+    def source(self) -> str:
+        """Code of the generated kernels; "" for a region that runs operator by operator."""
+        return str(getattr(self.fn, "source_code", ""))
 
     def __call__(self, inputs: list[Any]) -> Any:
         return self.fn(inputs)
@@ -65,12 +71,12 @@ def lower(
     calls = [call for found in cuts.values() for call in found]
     program.regions = {call.region.key: call.region for call in calls}
     program.region_calls = [call.region.key for call in calls]
-    names = {key: f"region_{i}" for i, key in enumerate(program.regions)}
+    names = {key: name for name, key in program.region_names.items()}
     new = {names[key]: region for key, region in program.regions.items() if key not in compiled}
     for name, fn in compiler(new, show):
         compiled[new[name].key] = RegionCall(fn)
     for phase_name, phase in program.phases.items():
-        phase.module = _executor(phase, cuts[phase_name], names, compiled)
+        phase.module = _executor(phase, cuts[phase_name], names, compiled, program.params.units)
     program.lowering_seconds = time.perf_counter() - start
     counts = program.num_regions, program.num_distinct_regions
     log.info("lowered %d regions, %d distinct, in %.2f s", *counts, program.lowering_seconds)
@@ -104,7 +110,9 @@ def cut(phase: Phase) -> list[Call]:
     return calls
 
 
-def _executor(phase: Phase, calls: list[Call], names: dict[str, str], compiled: dict[str, RegionCall]) -> GraphModule:
+def _executor(
+    phase: Phase, calls: list[Call], names: dict[str, str], compiled: dict[str, RegionCall], units: Sequence[str]
+) -> GraphModule:
     """The graph of region calls and collectives that runs."""
     graph, root = Graph(), nn.Module()
     env: dict[Node, Node] = {}
@@ -124,6 +132,7 @@ def _executor(phase: Phase, calls: list[Call], names: dict[str, str], compiled: 
             setattr(root, name, compiled[call.region.key])
             result = graph.call_module(name, ([env[n] for n in call.inputs],))
             result.meta["val"] = tuple(n.meta["val"] for n in call.outputs)
+            result.meta["where"] = _where(call.run, units)
             for i, output in enumerate(call.outputs):
                 env[output] = graph.call_function(operator.getitem, (result, i))
                 env[output].meta = dict(output.meta)
@@ -133,6 +142,13 @@ def _executor(phase: Phase, calls: list[Call], names: dict[str, str], compiled: 
     use_boxed_calls(graph)
     graph.on_generate_code(lambda _: _free_before_call)
     return GraphModule(root, graph)
+
+
+def _where(run: list[Node], units: Sequence[str]) -> str:
+    """The units a run computes, and modules of the root unit: "embed, layers.0"."""
+    modules = (module_of(node) for node in run if not is_view(node))
+    found = list(dict.fromkeys(name for name in (unit_of(module, units) or module for module in modules) if name))
+    return ", ".join(found) if len(found) < 4 else f"{found[0]} to {found[-1]}"
 
 
 def _is_compute(node: Node) -> bool:

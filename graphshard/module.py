@@ -13,6 +13,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 from graphshard.agree import check_agreement
 from graphshard.backends import Backend, compiler_for
 from graphshard.capture import CaptureSpec, capture
+from graphshard.dump import Dump
 from graphshard.errors import CaptureLimitError, InputError, MaterializationError
 from graphshard.lower import RegionCall, lower
 from graphshard.observe import Level, Observer
@@ -99,6 +101,7 @@ class Runner:
     backend: Backend
     pipeline: Pipeline
     verify: Level
+    dump: Path | None
     max_captures: int
     tag: str
     params: tuple[ParamRef, ...]
@@ -137,12 +140,12 @@ class Runner:
             start = time.perf_counter()
             program = capture(module, args, kwargs, self._current_spec(), grad=signature.grad)
             program.reason, program.capture = reason, len(self.executables)
-            observer = Observer(self.verify)
+            observer = Observer(self.verify, self._dump(program.title), self.pipeline.passes)
             observer.after(program, "capture", 0, time.perf_counter() - start)
             show("passes")
             self._partitioned[signature] = run_pipeline(self.pipeline, program, observer)
             lower(program, compiler_for(self.backend), self.compiled, show)
-            observer.lowered(program)
+            observer.lowered(program, self.compiled)
         return program
 
     def install(self, module: nn.Module, signature: Signature, program: Program) -> Executable:
@@ -155,10 +158,11 @@ class Runner:
             partitioned = self._partitioned[signature]
             assert partitioned is not None
             log.info("lowering backward again, for gradients through outputs %s", sorted(used))
-            observer = Observer(self.verify)
+            dump = self._dump(f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}")
+            observer = Observer(self.verify, dump, partitioned.rest)
             variant = rerun_backward(partitioned, program, used, observer)
             lower(variant, compiler_for(self.backend), self.compiled)
-            observer.lowered(variant)
+            observer.lowered(variant, self.compiled)
             return variant.phases["backward"]
 
         executable = Executable(program, module, self.params, self.mesh, make_backward)
@@ -209,6 +213,9 @@ class Runner:
         policy = self.spec.mp_policy
         rows = tuple(ref.row.as_now(ref.param, policy.param_dtype, policy.reduce_dtype) for ref in self.params)
         return dataclasses.replace(self.spec, params=ParamTable(rows))
+
+    def _dump(self, name: str) -> Dump | None:
+        return None if self.dump is None else Dump(self.dump / name)
 
     def _reason(self, signature: Signature) -> str:
         if not self.executables:

@@ -9,6 +9,8 @@ from typing import Literal
 from graphshard.dump import Dump
 from graphshard.errors import PassError
 from graphshard.liveness import peak_gathered
+from graphshard.lower import RegionCall
+from graphshard.passes import Pass
 from graphshard.plan import Plan
 from graphshard.printer import print_communication, print_program
 from graphshard.program import Program, Stage
@@ -23,10 +25,17 @@ Level = Literal["off", "ends", "each"]
 
 @dataclass
 class Observer:
-    """Verifies a program between passes, keeps its history and writes its dump."""
+    """Verifies a program between passes, keeps its history and writes its dump.
+
+    Attributes:
+        level: when the rules are checked.
+        dump: where stages are written.
+        passes: those that are going to run, so that the dump of a stage can say what comes next.
+    """
 
     level: Level = "ends"
     dump: Dump | None = None
+    passes: tuple[Pass, ...] = ()
     _last: tuple[str, Plan | None] | None = field(default=None, init=False)
 
     def after(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True) -> None:
@@ -45,11 +54,13 @@ class Observer:
         program.communication = print_communication(program)
         program.peak_gathered = {name: peak_gathered(phase, program.params) for name, phase in program.phases.items()}
 
-    def lowered(self, program: Program) -> None:
-        """The program is lowered: `phases` are executors."""
+    def lowered(self, program: Program, compiled: dict[str, RegionCall]) -> None:
+        """The program is lowered: `phases` are executors, which call the regions compiled."""
         if self.level != "off":
             verify_lowered(program)
         self._record(program, "lower", program.num_regions, program.lowering_seconds, exact=True)
+        if self.dump is not None:
+            self.dump.finished(program, compiled)
 
     def failed(self, program: Program, name: str, error: Exception) -> None:
         """A pass raised an error; the dump keeps it."""
@@ -63,8 +74,13 @@ class Observer:
         log.info("%s: %d rewrites in %.2f s%s", name, rewrites, seconds, "" if exact else ", may change numerics")
         trace_stage(program, stage)
         if self.dump is not None:
-            self.dump.stage(program, stage)
+            self.dump.stage(program, stage, self._next(name))
         return stage
+
+    def _next(self, name: str) -> Pass | None:
+        """The pass that follows the one named; the first after capture."""
+        following = dict(zip(("capture", *(step.name for step in self.passes)), self.passes))
+        return following.get(name)
 
     def _check_count(self, name: str, rewrites: int, now: tuple[str, Plan | None]) -> None:
         if self._last is None:

@@ -135,13 +135,15 @@ def _account(
     position = {**layout.index, phase.module.graph.output_node(): len(layout.compute)}
     alive: list[tuple[int, int]] = []
     most = 0
-    gathers = {bucket.name: members for bucket, members in groups if bucket.kind == "gather"}
+    gathers = {bucket.name: (bucket, members) for bucket, members in groups if bucket.kind == "gather"}
     for event in events:
         if event.action == "start" and event.bucket in gathers:
             alive = [(end, size) for end, size in alive if end >= event.at]
-            for member in gathers[event.bucket]:
-                end = max(event.at, last_use(member, layout, position))
-                alive.append((end, sum(params[name].gathered_bytes for name in member.params)))
+            bucket, members = gathers[event.bucket]
+            ends = {m.params[0]: max(event.at, last_use(m.waits, layout, position)) for m in members}
+            last_packed = max((ends[name] for name in bucket.packed), default=0)
+            ends.update(dict.fromkeys(bucket.packed, last_packed))
+            alive += [(end, params[name].gathered_bytes) for name, end in ends.items()]
             most = max(most, sum(size for _, size in alive))
     return most
 

@@ -183,6 +183,11 @@ class Program:
         return phase.module if phase else None
 
     @property
+    def region_names(self) -> dict[str, str]:
+        """Keys of the regions by the names the executors call them."""
+        return {f"region_{i}": key for i, key in enumerate(self.regions)}
+
+    @property
     def num_regions(self) -> int:
         """Region calls in one step."""
         return len(self.region_calls)

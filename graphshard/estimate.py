@@ -1,0 +1,206 @@
+"""Estimate when the regions and collectives of a lowered program run, and what memory they hold.
+
+One compute stream, one channel for collectives. A collective starts when it is launched and the channel is free;
+compute waits where the program waits. What it waits is exposed communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry
+
+from graphshard.graph import WAIT, is_collective, is_view, module_of
+from graphshard.hardware import Hardware
+from graphshard.program import Phase, Program, Region
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a region, one collective, or one wait that holds compute up.
+
+    Attributes:
+        kind: "compute", "gather", "reduce" or "exposed".
+        name: of the region or bucket.
+        where: the modules a region computes.
+        phase: "forward" or "backward".
+        start, end: seconds from the start of the step.
+        num_bytes: of the full tensors of a collective.
+        order: regions that were called before, in the phase; for a collective when it is launched, for a wait when
+            it waits.
+    """
+
+    kind: str
+    name: str
+    where: str
+    phase: str
+    start: float
+    end: float
+    num_bytes: int = 0
+    order: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass
+class Estimate:
+    """A step in time; `waits` gives, by bucket, the time and the order at which compute waits for it."""
+
+    steps: list[Step] = field(default_factory=list)
+    waits: dict[str, tuple[float, int]] = field(default_factory=dict)
+    phases: dict[str, tuple[float, float]] = field(default_factory=dict)
+    node_times: dict[Node, float] = field(default_factory=dict)
+
+    def total(self, *kinds: str) -> float:
+        """Seconds of all steps of the given kinds."""
+        return sum(step.seconds for step in self.steps if step.kind in kinds)
+
+    @property
+    def seconds(self) -> float:
+        return max((end for _, end in self.phases.values()), default=0.0)
+
+
+def region_seconds(region: Region, hardware: Hardware) -> float:
+    """Roofline of a region: multiplications by FLOPs or bytes, whichever takes longer, and its inputs and outputs once.
+
+    That is what is left when everything else is fused into one kernel per multiplication.
+    """
+    graph = region.module.graph
+    seconds = 0.0
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        flop = _flop(node)
+        if flop:
+            moved = sum(num_bytes(n) for n in (node, *node.all_input_nodes))
+            dtype = node.all_input_nodes[0].meta["val"].dtype
+            compute = hardware.matmul_seconds(flop, dtype)
+            seconds += max(compute, moved / hardware.memory_bandwidth, hardware.kernel_seconds)
+    edges = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
+    return seconds + max(sum(map(num_bytes, edges)) / hardware.memory_bandwidth, hardware.kernel_seconds)
+
+
+def estimate(program: Program, hardware: Hardware) -> Estimate:
+    """Run the executors of a lowered program through a clock."""
+    seconds = {key: region_seconds(region, hardware) for key, region in program.regions.items()}
+    regions = {name: seconds[key] for name, key in program.region_names.items()}
+    found = Estimate()
+    compute = channel = 0.0
+    for phase_name, phase in program.phases.items():
+        began = compute
+        order = 0
+        arrives: dict[str, float] = {}
+        for node in phase.module.graph.nodes:
+            bucket = node.meta.get("bucket", "")
+            if is_collective(node):
+                size = max(num_bytes(node), sum(map(num_bytes, node.all_input_nodes)))
+                start = max(compute, channel)
+                channel = arrives[bucket] = start + hardware.collective_seconds(size)
+                kind = "gather" if num_bytes(node) == size else "reduce"
+                found.steps.append(Step(kind, bucket, "", phase_name, start, channel, size, order))
+            elif node.target is WAIT:
+                found.waits.setdefault(bucket, (compute, order))
+                if arrives[bucket] > compute:
+                    found.steps.append(Step("exposed", bucket, "", phase_name, compute, arrives[bucket], 0, order))
+                    compute = arrives[bucket]
+            elif node.op == "call_module":
+                name = str(node.target)
+                end = compute + regions[name]
+                found.steps.append(Step("compute", name, module_of(node), phase_name, compute, end, 0, order))
+                compute = end
+                order += 1
+            found.node_times[node] = compute
+        found.phases[phase_name] = began, compute
+    return found
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Memory that a value holds from `start` to `end` seconds."""
+
+    name: str
+    what: str
+    num_bytes: int
+    start: float
+    end: float
+
+
+def tensors(program: Program, found: Estimate) -> list[Tensor]:
+    """What is alive between regions, and when; what a region holds while it runs is not seen."""
+    held: dict[str, Tensor] = {}
+    for phase_name, phase in program.phases.items():
+        for tensor in _of_phase(phase, phase_name, found):
+            if tensor.what in ("shards", "saved for backward") and tensor.name in held:
+                before = held[tensor.name]
+                held[tensor.name] = Tensor(before.name, before.what, before.num_bytes, before.start, tensor.end)
+            else:
+                held[tensor.name if tensor.name not in held else f"{phase_name} {tensor.name}"] = tensor
+    return list(held.values())
+
+
+def _of_phase(phase: Phase, phase_name: str, found: Estimate) -> Iterator[Tensor]:
+    nodes = list(phase.module.graph.nodes)
+    began, ended = found.phases[phase_name]
+    owner: dict[Node, Node] = {}
+    last: dict[Node, float] = {}
+    for node in nodes:
+        owner[node] = owner[node.all_input_nodes[0]] if _shares(node) else node
+        time = ended if node.op == "output" else found.node_times[node]
+        for source in node.all_input_nodes:
+            last[owner[source]] = time
+        last[owner[node]] = max(time, last.get(owner[node], 0.0))
+    slots = phase.slot_of()
+    saved = {n: slot for n, slot in zip(phase.results, phase.outputs) if isinstance(n, Node) and slot.kind == "saved"}
+    results = {owner[n] for n in phase.results if isinstance(n, Node)}
+    before = began
+    for node in nodes:
+        start, before = before, found.node_times.get(node, ended)
+        if owner[node] is not node or not num_bytes(node) or node.op in ("call_module", "output"):
+            continue
+        end = ended if node in results else last[node]
+        if node in slots:
+            slot = slots[node]
+            kept = slot.kind in ("param", "buffer", "input")
+            what = {"param": "shards", "buffer": "shards", "input": "inputs"}.get(slot.kind, "saved for backward")
+            yield Tensor(slot.name, what, num_bytes(node), began, ended if kept else end)
+        elif node in saved:
+            yield Tensor(saved[node].name, "saved for backward", num_bytes(node), start, end)
+        else:
+            bucket = node.meta.get("bucket", "")
+            what = "activations"
+            if bucket:
+                what = "gathered parameters" if bucket.startswith("gather") else "gradients"
+            elif any(is_collective(user) for user in node.users) and phase_name == "backward":
+                what = "gradients"
+            yield Tensor(bucket or f"%{node.meta['number']} {module_of(node)}", what, num_bytes(node), start, end)
+
+
+def _shares(node: Node) -> bool:
+    """Whether a value has the memory of its first input: a view, a wait, a part of a coalesced collective."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    source = node.all_input_nodes[0]
+    return node.target is WAIT or is_view(node) or (is_collective(source) and not is_collective(node))
+
+
+def num_bytes(node: Node) -> int:
+    """Bytes of a value, of all tensors if there are several."""
+    val = node.meta.get("val")
+    vals = val if isinstance(val, (tuple, list)) else [val]
+    return sum(v.numel() * v.dtype.itemsize for v in vals if isinstance(v, torch.Tensor))
+
+
+def _flop(node: Node) -> float:
+    """Floating-point operations of a multiplication, convolution or attention, as torch counts them; 0 for others."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return 0.0
+    count = flop_registry.get(node.target.overloadpacket)
+    if count is None:
+        return 0.0
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return float(count(*args, **kwargs, out_val=node.meta["val"]))

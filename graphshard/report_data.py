@@ -1,0 +1,162 @@
+"""What the HTML report shows of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from graphshard.estimate import Estimate, Step, estimate, region_seconds, tensors
+from graphshard.hardware import H100, Hardware
+from graphshard.plan import Bucket
+from graphshard.printer import dtype_name
+from graphshard.program import Program
+from graphshard.report import Alive, BucketView, Memory, MemoryPoint, RegionView, Report, Span, StageView, Timeline
+
+_KINDS = {"compute": "compute", "gather": "gather", "reduce": "reduce", "exposed": "exposed"}
+
+
+def report_of(program: Program, *, error: str = "", kernels: Collection[str] = (), hardware: Hardware = H100) -> Report:
+    """The report of a program; before it is lowered, only its stages.
+
+    Args:
+        error: text of the error that ended compilation.
+        kernels: names of the regions that have a file of generated kernels.
+        hardware: what the timeline is estimated for.
+    """
+    stages = tuple(
+        StageView(s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, s.folded, s.text, f"{i:02d}-{s.name}.txt")
+        for i, s in enumerate(program.history)
+    )
+    facts = (
+        ("captured because", program.reason),
+        ("mesh", f"{program.axis.size} ranks, axis {program.axis.name}"),
+        ("device", program.device.type),
+        ("torch", str(torch.__version__)),
+        ("plan", program.plan.hash[:12] if program.plan else "none"),
+    )
+    if not program.regions or error:
+        return Report(program.title, facts, stages, error=error)
+    found = estimate(program, hardware)
+    return Report(
+        title=program.title,
+        facts=facts,
+        stages=stages,
+        buckets=_buckets(program, found),
+        timeline=_timeline(program, found, hardware),
+        memory=_memory(program, found),
+        regions=_regions(program, found, hardware, kernels),
+    )
+
+
+def _buckets(program: Program, found: Estimate) -> tuple[BucketView, ...]:
+    if program.plan is None:
+        return ()
+    exposed: dict[str, float] = {}
+    for step in found.steps:
+        if step.kind == "exposed":
+            exposed[step.name] = exposed.get(step.name, 0.0) + step.seconds
+    compute = [step for step in found.steps if step.kind == "compute"]
+    views = []
+    for step in found.steps:
+        if step.kind not in ("gather", "reduce"):
+            continue
+        bucket = program.plan.bucket(step.name)
+        calls = [s for s in compute if s.phase == step.phase]
+        _, waited = found.waits[step.name]
+        views.append(
+            BucketView(
+                name=bucket.name,
+                kind=bucket.kind,
+                phase=bucket.phase,
+                params=bucket.params,
+                packed=bucket.packed,
+                num_bytes=bucket.num_bytes,
+                dtype=_dtype(program, bucket),
+                axis=bucket.axis,
+                start=_place(calls, step.order),
+                wait=_place(calls, waited),
+                hidden_by=", ".join(f"{s.name} of {s.where or 'the root'}" for s in calls[step.order : waited]),
+                seconds=step.seconds,
+                exposed_seconds=exposed.get(step.name, 0.0),
+            )
+        )
+    return tuple(views)
+
+
+def _dtype(program: Program, bucket: Bucket) -> str:
+    row = program.params[bucket.members[0]]
+    return dtype_name(row.compute_dtype if bucket.kind == "gather" else row.reduce_dtype)
+
+
+def _place(calls: list[Step], order: int) -> str:
+    """A point between two region calls, in words."""
+    beside = calls[order].where if order < len(calls) else "the end"
+    return f"after {order} of {len(calls)} regions, before {beside or 'the root'}"
+
+
+def _timeline(program: Program, found: Estimate, hardware: Hardware) -> Timeline:
+    spans = tuple(
+        Span(
+            lane="compute" if step.kind in ("compute", "exposed") else program.axis.name,
+            kind=_KINDS[step.kind],
+            name=f"{step.name} {step.where}".strip(),
+            start=step.start,
+            end=step.end,
+            detail=f"{step.num_bytes} bytes" if step.num_bytes else "",
+        )
+        for step in found.steps
+    )
+    return Timeline(
+        spans=spans,
+        phases=tuple((name, start, end) for name, (start, end) in found.phases.items()),
+        seconds=found.seconds,
+        compute_seconds=found.total("compute"),
+        communication_seconds=found.total("gather", "reduce"),
+        exposed_seconds=found.total("exposed"),
+        assumptions=f"Estimated for {hardware.name}, whatever this program ran on: a roofline of each region, "
+        f"{hardware.achievable:.0%} of the matmul peak, {hardware.link_latency * 1e6:.0f} us and "
+        f"{hardware.link_bandwidth / 1e9:.0f} GB/s for a collective. Optimizer not included.",
+    )
+
+
+def _memory(program: Program, found: Estimate) -> Memory:
+    held = tensors(program, found)
+    changes: dict[float, int] = {}
+    for tensor in held:
+        changes[tensor.start] = changes.get(tensor.start, 0) + tensor.num_bytes
+        if tensor.end < found.seconds:
+            changes[tensor.end] = changes.get(tensor.end, 0) - tensor.num_bytes
+    points, total = [], 0
+    for time in sorted(changes):
+        total += changes[time]
+        points.append(MemoryPoint(time, total))
+    peak = max(points, key=lambda point: point.num_bytes, default=MemoryPoint(0.0, 0))
+    alive = [t for t in held if t.start <= peak.time < t.end or t.end == found.seconds == peak.time]
+    alive.sort(key=lambda tensor: -tensor.num_bytes)
+    return Memory(
+        points=tuple(points),
+        peak_bytes=peak.num_bytes,
+        peak_time=peak.time,
+        alive=tuple(Alive(t.name, t.what, t.num_bytes) for t in alive),
+    )
+
+
+def _regions(program: Program, found: Estimate, hardware: Hardware, kernels: Collection[str]) -> tuple[RegionView, ...]:
+    views = []
+    for name, key in program.region_names.items():
+        region = program.regions[key]
+        where = list(dict.fromkeys(step.where or "the root" for step in found.steps if step.name == name))
+        views.append(
+            RegionView(
+                name=name,
+                key=key,
+                calls=program.region_calls.count(key),
+                ops=sum(node.op == "call_function" for node in region.module.graph.nodes),
+                modules=", ".join(where) if len(where) < 4 else f"{where[0]} to {where[-1]}",
+                seconds=region_seconds(region, hardware),
+                file=f"regions/{name}.py",
+                kernels=f"regions/{name}.kernels.py" if name in kernels else "",
+            )
+        )
+    return tuple(views)
