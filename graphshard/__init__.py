@@ -5,6 +5,7 @@ model = graphshard.compile(model, mesh)
 """
 
 from graphshard.api import compile, programs
+from graphshard.bisection import Bisection, bisect
 from graphshard.errors import (
     ArgumentError,
     CaptureError,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "Bisection",
     "CaptureError",
     "CaptureLimitError",
     "DivergenceError",
@@ -35,6 +37,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Program",
+    "bisect",
     "compile",
     "programs",
 ]

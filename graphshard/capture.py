@@ -275,6 +275,7 @@ def _writes(node: torch.fx.Node) -> bool:
 
 def _phase(joint: GraphModule, params: ParamTable) -> Phase:
     graph = joint.graph
+    graph.set_codegen(CodeGen())
     (output,) = graph.find_nodes(op="output")
     inputs = tuple(_input_slot(node.meta["desc"], params) for node in graph.find_nodes(op="placeholder"))
     # Inputs that need no gradient have an undescribed None among the outputs.

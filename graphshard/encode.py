@@ -13,6 +13,7 @@ Reading looks names up in tables; it imports and evaluates nothing.
 from __future__ import annotations
 
 import json
+import keyword
 import math
 import operator
 from collections.abc import Callable
@@ -30,8 +31,8 @@ _GETITEM = "getitem"
 _TAGS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 
 
-def short_name(value: torch.dtype | torch.layout | torch.memory_format) -> str:
-    """The name within torch: "float32"."""
+def short_name(value: object) -> str:
+    """The name of a dtype, layout or memory format within torch: "float32"."""
     return str(value).removeprefix("torch.")
 
 
@@ -93,23 +94,29 @@ class Decoder:
             return data
         if isinstance(data, list):
             return [self.value(item) for item in data]
+        tag: str
+        content: Any
         tag, content = next(iter(data.items())) if len(data) == 1 else ("", None)
         if tag in _NAMED:
             return named(tag, content)
-        if tag == "unsupported":
-            raise ArgumentError(f"a value of type {content} cannot be stored, so that the program cannot be read again")
-        read: dict[str, Callable[[Any], Any]] = {
-            "node": self._node,
-            "tensor": self._tensor,
-            "tuple": lambda items: tuple(map(self.value, items)),
-            "slice": lambda items: slice(*map(self.value, items)),
-            "complex": lambda items: complex(*map(self.value, items)),
-            "float": _float,
-            "device": torch.device,
-        }
-        if tag not in read:
-            raise ArgumentError(f"{json.dumps(data)[:60]} is no value")
-        return read[tag](content)
+        match tag:
+            case "node":
+                return self._node(content)
+            case "tensor":
+                return self._tensor(*content)
+            case "tuple":
+                return tuple(map(self.value, content))
+            case "slice":
+                return slice(*map(self.value, content))
+            case "complex":
+                return complex(*map(self.value, content))
+            case "float" if content in ("inf", "-inf", "nan"):
+                return float(content)
+            case "device":
+                return torch.device(content)
+            case "unsupported":
+                raise ArgumentError(f"it holds a value of type {content}, which a file cannot hold")
+        raise ArgumentError(f"{json.dumps(data)[:60]} is no value")
 
     def target(self, name: str) -> Callable[..., Any]:
         """The operator of a name; only those that the dispatcher knows."""
@@ -129,8 +136,7 @@ class Decoder:
             raise ArgumentError(f"the value {name!r} is used before it is computed")
         return self.nodes[name]
 
-    def _tensor(self, data: Any) -> torch.Tensor:
-        dtype, shape, stride, device = data
+    def _tensor(self, dtype: str, shape: list[int], stride: list[int], device: str) -> torch.Tensor:
         sizes = [size for size in (*shape, *stride) if type(size) is not int or size < 0]
         if sizes or len(shape) != len(stride):
             raise ArgumentError(f"a tensor of shape {shape} and strides {stride} cannot be made")
@@ -144,7 +150,18 @@ def named(tag: str, name: Any) -> Any:
     return _NAMED[tag][name]
 
 
-def _float(text: str) -> float:
-    if text not in ("inf", "-inf", "nan"):
-        raise ArgumentError(f"{text!r} is no infinity")
-    return float(text)
+def identifier(name: Any) -> str:
+    """A name that torch.fx may write into the source it makes of a graph."""
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        raise ArgumentError(f"{str(name)[:60]!r} is no identifier")
+    return name
+
+
+def strings(values: Any) -> list[str]:
+    return [typed(value, str) for value in typed(values, list)]
+
+
+def typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise ArgumentError(f"{str(value)[:60]!r} is no {kind.__name__}")
+    return value

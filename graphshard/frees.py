@@ -19,7 +19,7 @@ def faults(code: str) -> Iterator[tuple[str, int]]:
     values = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     reads: dict[str, int] = {}
     freed: dict[str, int] = {}
-    for statement in function.body:
+    for statement in _statements(function.body):
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 if node.id in freed:
@@ -38,6 +38,12 @@ def faults(code: str) -> Iterator[tuple[str, int]]:
             yield f"{name} is never freed", line
         elif freed[name] != line:
             yield f"{name} is last used in line {line} and freed in line {freed[name]}", line
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements in order, those inside of profiler ranges included."""
+    for statement in body:
+        yield from _statements(statement.body) if isinstance(statement, ast.With) else [statement]
 
 
 def _freed_by(statement: ast.stmt) -> list[str]:

@@ -48,6 +48,21 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None
     return node
 
 
+def calls_of(phase: Phase, target: Callable[..., Any]) -> list[Node]:
+    """The phase's calls of an operator, in order."""
+    return list(phase.module.graph.find_nodes(op="call_function", target=target))
+
+
+def replace_after(node: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    """Apply an operator to a value and let everything that used the value use the result."""
+    users = list(node.users)
+    with node.graph.inserting_after(node):
+        new = emit(node.graph, target, node, *args, like=node, **kwargs)
+    for user in users:
+        user.replace_input_with(node, new)
+    return new
+
+
 def erase_dead(graph: Graph) -> None:
     """Erase calls whose result nobody uses, collectives included; placeholders stay."""
     for node in reversed(list(graph.nodes)):

@@ -136,17 +136,34 @@ class Runner:
             )
         log.info("capture %d of %s: %s", len(self.executables), self.spec.forward_class.__name__, reason)
         with progress(f"graphshard: {self.spec.forward_class.__name__}") as show:
-            show("capture")
-            start = time.perf_counter()
-            program = capture(module, args, kwargs, self._current_spec(), grad=signature.grad)
-            program.reason, program.capture = reason, len(self.executables)
-            observer = Observer(self.verify, self._dump(program.title), self.pipeline.passes)
-            observer.after(program, "capture", 0, time.perf_counter() - start)
-            show("passes")
-            self._partitioned[signature] = run_pipeline(self.pipeline, program, observer)
+            show("capture and passes")
+            observer = Observer(
+                self.verify,
+                self._dump(f"{self.spec.forward_class.__name__}-{len(self.executables)}"),
+                self.pipeline.passes,
+            )
+            program, partitioned = self.trace(module, args, kwargs, observer, reason, grad=signature.grad)
+            self._partitioned[signature] = partitioned
             lower(program, compiler_for(self.backend), self.compiled, show)
             observer.lowered(program, self.compiled)
         return program
+
+    def trace(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        observer: Observer,
+        reason: str,
+        *,
+        grad: bool,
+    ) -> tuple[Program, Partitioned | None]:
+        """Capture a program and run the passes; `Partitioned` is where another backward begins."""
+        start = time.perf_counter()
+        program = capture(module, args, kwargs, self._current_spec(), grad=grad)
+        program.reason, program.capture = reason, len(self.executables)
+        observer.after(program, "capture", 0, time.perf_counter() - start)
+        return program, run_pipeline(self.pipeline, program, observer)
 
     def install(self, module: nn.Module, signature: Signature, program: Program) -> Executable:
         """Check that the other ranks made the same program, and bind it to the module and the mesh."""
@@ -216,6 +233,11 @@ class Runner:
 
     def _dump(self, name: str) -> Dump | None:
         return None if self.dump is None else Dump(self.dump / name)
+
+    @property
+    def _title(self) -> str:
+        """What the next program will be called."""
+        return f"{self.spec.forward_class.__name__}-{len(self.executables)}"
 
     def _reason(self, signature: Signature) -> str:
         if not self.executables:

@@ -72,6 +72,8 @@ class Observer:
         stage = Stage(name, rewrites, seconds, print_program(program), num_nodes, exact)
         program.history.append(stage)
         log.info("%s: %d rewrites in %.2f s%s", name, rewrites, seconds, "" if exact else ", may change numerics")
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s:\n%s", name, stage.folded)
         trace_stage(program, stage)
         if self.dump is not None:
             self.dump.stage(program, stage, self._next(name))

@@ -33,6 +33,7 @@ def report_of(program: Program, *, error: str = "", kernels: Collection[str] = (
         ("mesh", f"{program.axis.size} ranks, axis {program.axis.name}"),
         ("device", program.device.type),
         ("torch", str(torch.__version__)),
+        ("times and memory", f"estimated for {hardware.name}"),
         ("plan", program.plan.hash[:12] if program.plan else "none"),
     )
     if not program.regions or error:

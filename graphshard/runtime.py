@@ -13,12 +13,14 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from graphshard._torch import disable_autocast
 from graphshard.graph import fake, is_collective, restride
+from graphshard.lower import Boxed
 from graphshard.program import Phase, Program, Slot
+from graphshard.ranges import profiling, with_ranges
 from graphshard.sharding import ParamRef, as_dtensor, padded_shard
 
 BackwardFactory = Callable[[frozenset[str]], Phase]
@@ -55,6 +57,7 @@ class Executable:
         # Names of the outputs that are tensors; the others are constants.
         self.names = [name for value, name in self._results if isinstance(value, Node)]
         self._grads: tuple[Slot, ...] = ()
+        self._ranged: dict[GraphModule, GraphModule] = {}
         self._backwards: dict[frozenset[str], Phase] = {}
         if "backward" in program.phases:
             phase = self._bind(program.phases["backward"])
@@ -75,7 +78,8 @@ class Executable:
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[Slot, Any]]:
         """Run the forward executor; return the module's tensors and the values saved for backward."""
         with disable_autocast():
-            values = self._forward.module.forward([self._read(slot, tensors) for slot in self._forward.inputs])
+            run = self._code(self._forward)
+            values = run([self._read(slot, tensors) for slot in self._forward.inputs])
         results: list[torch.Tensor] = []
         saved: dict[Slot, Any] = {}
         mutations: dict[Slot, torch.Tensor] = {}
@@ -105,8 +109,16 @@ class Executable:
         ]
         saved.clear()
         with disable_autocast():
-            values = phase.module.forward(inputs)
+            values = self._code(phase)(inputs)
         return [self._as_gradient(value, slot) for value, slot in zip(values, phase.outputs, strict=True)]
+
+    def _code(self, phase: Phase) -> Boxed:
+        """The phase's code; while a profiler runs, the one with ranges."""
+        if not profiling():
+            return phase.module.forward
+        if phase.module not in self._ranged:
+            self._ranged[phase.module] = with_ranges(phase.module)
+        return self._ranged[phase.module].forward
 
     def _read(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         if slot.kind == "param":

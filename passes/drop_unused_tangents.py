@@ -121,9 +121,11 @@ def _materialize(graph: Graph, zero: Node, before: Node) -> Node:
 
 
 def _erase(phase: Phase, unused: set[Node]) -> None:
+    """Erase what nothing needs any more, saved values that no other gradient reads included."""
     graph = phase.module.graph
-    kept = [slot for node, slot in phase.slot_of().items() if node not in unused]
     erase_dead(graph)
-    for node in unused:
+    slots = phase.slot_of()
+    idle = [node for node in slots if node in unused or not node.users]
+    phase.inputs = tuple(slot for node, slot in slots.items() if node not in idle)
+    for node in idle:
         graph.erase_node(node)
-    phase.inputs = tuple(kept)

@@ -118,7 +118,7 @@ def test_zero_vanishes(gradient: Gradient) -> None:
     program = _program(gradient)
     _drop(program, "0")
     phase = program.phases["backward"]
-    assert [str(slot) for slot in phase.inputs] == ["tangent:0", "saved:s"]
+    assert [str(slot) for slot in phase.inputs] == ["tangent:0"]  # what is saved for the other is let go of
     assert not calls(phase, "full")
     assert phase.results == [phase.placeholders[0]]
     t, s = _inputs()
@@ -130,10 +130,11 @@ def test_zero_is_made_where_nothing_is_known(gradient: Gradient) -> None:
     program = _program(gradient)
     _drop(program, "0")
     phase = program.phases["backward"]
-    assert [str(slot) for slot in phase.inputs] == ["tangent:0", "saved:s"]
+    assert {str(slot) for slot in phase.inputs} <= {"tangent:0", "saved:s"}
     assert calls(phase, "full")
     t, s = _inputs()
-    (results,) = run_ranks(phase, [dict(zip(phase.inputs, (t, s)))])
+    given = {"tangent:0": t, "saved:s": s}
+    (results,) = run_ranks(phase, [{slot: given[str(slot)] for slot in phase.inputs}])
     (found,) = results.values()
     torch.testing.assert_close(found, gradient(t, torch.zeros_like(t), s), rtol=0, atol=0)
 

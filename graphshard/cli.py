@@ -1,0 +1,120 @@
+"""The command `graphshard`: look at dumps, compare their stages, run one pass on one of them.
+
+A subcommand is a function that adds its parser and one that runs; it returns the exit status. Wrong arguments and
+unreadable files are one line on stderr and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from graphshard import repro
+from graphshard.errors import ArgumentError
+from graphshard.show import show_path
+from graphshard.stagefile import StageFile, print_diff
+
+_PATH_HELP = "a stage of a dump (dump/07-plan.txt, .json, or dump/07)"
+_FULL_HELP = "the whole text; repeated blocks are folded otherwise"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, run the subcommand, return the exit status."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not hasattr(args, "run"):
+        parser.print_help()
+        return 2
+    try:
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
+    except ArgumentError as error:
+        print(f"graphshard {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="graphshard",
+        description="Look at what graphshard compiled. A dump is written by graphshard.compile(..., dump=DIRECTORY) "
+        "or GRAPHSHARD_DUMP=DIRECTORY.",
+        epilog="exit status: 0 fine, 1 a difference or a broken rule, 2 wrong arguments or an unreadable file",
+    )
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    for add in _COMMANDS:
+        add(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # argparse gives no other name to what add_subparsers returns
+
+
+def _add_show(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "show",
+        help="print a stage, or the summary of a dump",
+        description="Print a stage of a dump, the summary of a dump, or a list of the dumps below a directory.",
+    )
+    parser.add_argument("path", metavar="PATH", help=f"{_PATH_HELP}, or a directory")
+    parser.add_argument("--full", action="store_true", help=_FULL_HELP)
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="MODULE", help=repro.IMPORT_HELP
+    )
+    parser.set_defaults(run=_show)
+
+
+def _show(args: argparse.Namespace) -> int:
+    repro.import_all(args.imports)
+    show_path(Path(args.path), full=args.full)
+    return 0
+
+
+def _add_diff(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "diff",
+        help="compare two stages",
+        description="Print the unified difference of two stages. Values keep their numbers from stage to stage, so it "
+        "shows what was inserted, erased or moved.",
+        epilog="exit status: 0 equal, 1 different, 2 trouble",
+    )
+    parser.add_argument("a", metavar="A", help=_PATH_HELP)
+    parser.add_argument("b", metavar="B", nargs="?", help="another; may be left out with --previous")
+    parser.add_argument("--previous", action="store_true", help="compare A with the stage before it")
+    parser.add_argument("--full", action="store_true", help=_FULL_HELP)
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="MODULE", help=repro.IMPORT_HELP
+    )
+    parser.set_defaults(run=_diff)
+
+
+def _diff(args: argparse.Namespace) -> int:
+    if args.previous == (args.b is not None):
+        raise ArgumentError("give two stages, or one and --previous")
+    repro.import_all(args.imports)
+    a = StageFile.at(args.a)
+    if args.previous:
+        before = a.neighbor(-1)
+        if before is None:
+            raise ArgumentError(f"{a.path} has no stage before it")
+        a, b = before, a
+    else:
+        b = StageFile.at(args.b)
+    return int(print_diff(a.text(full=args.full), b.text(full=args.full), str(a.path), str(b.path)))
+
+
+def _add_repro(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "repro", help="run one pass on a stage", description=repro.DESCRIPTION, epilog=repro.EPILOG
+    )
+    repro.add_arguments(parser)
+    parser.set_defaults(run=repro.run)
+
+
+_COMMANDS: tuple[Callable[[Commands[argparse.ArgumentParser]], None], ...] = (_add_show, _add_diff, _add_repro)
