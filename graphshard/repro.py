@@ -22,7 +22,7 @@ from graphshard.passes import Pass
 from graphshard.pipeline import DEFAULT_PASSES, run_pass
 from graphshard.printer import print_program
 from graphshard.program import Program
-from graphshard.serialize import next_pass_of
+from graphshard.serialize import next_pass_of, plan_of
 from graphshard.stagefile import StageFile, print_diff
 
 DESCRIPTION = "Reload a dumped stage and run the next pass on it alone: one process, no process group, no weights."
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     done, shown = program.history[-1], str if args.full else fold
     print(f"{step.name} ({origin}) on {stage.path}: {done.rewrites} rewrites in {done.seconds:.2f} s")
     print("rules: not checked" if args.verify != "each" else "rules: all hold, before and after the pass")
-    print(_compare(stage, step, done.text))
+    print(_compare(stage, step, program))
     print_diff(shown(before), shown(done.text), stage.path.stem, f"after {step.name}")
     return 0
 
@@ -141,13 +141,16 @@ def import_module(name: str, option: str) -> object:
         raise ArgumentError(f"{option}: cannot import {name!r}: {error}") from None
 
 
-def _compare(stage: StageFile, step: Pass, text: str) -> str:
-    """Whether the pass made what the dump holds."""
+def _compare(stage: StageFile, step: Pass, program: Program) -> str:
+    """Whether the pass made what the dump holds: the text, and the plan, which the text does not show."""
     following = stage.neighbor(1)
     if following is None or following.name != step.name:
         return f"the dump holds no stage of {step.name} to compare with"
-    same = following.text().strip() == fold(text).strip()
-    return f"{following.path}: {'the same text' if same else 'another text than the pass made here'}"
+    if following.text().strip() != fold(program.history[-1].text).strip():
+        return f"{following.path}: another text than the pass made here"
+    if following.path.with_suffix(".json").exists() and plan_of(following.json()) != program.plan:
+        return f"{following.path}: the same text, but another plan than the pass made here"
+    return f"{following.path}: the same"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

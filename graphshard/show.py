@@ -43,7 +43,8 @@ def _console() -> Console:
 
 def _show_dump(directory: Path, console: Console) -> None:
     summary = _summary(directory / SUMMARY)
-    console.print(Text(f"{summary.get('title', directory.name)}: {summary.get('reason') or 'captured'}", "bold"))
+    title = ": ".join(filter(None, [summary.get("title", directory.name), summary.get("reason")]))
+    console.print(Text(title, "bold"))
     axis, size = summary.get("axis", "?"), summary.get("world_size", "?")
     versions = [f"{name} {summary[name]}" for name in ("torch", "graphshard") if name in summary]
     console.print(Text(", ".join([f"{size} ranks on axis {axis!r}", *versions])))
@@ -89,7 +90,7 @@ def _describe_plan(plan: Plan) -> str:
     for bucket in plan.buckets:
         groups.setdefault((bucket.kind, bucket.phase), []).append(bucket.num_bytes)
     lines = (
-        f"  {phase}: {len(sizes)} {kind} buckets, {sum(sizes):,} bytes, the largest {max(sizes):,}"
+        f"  {phase}: {len(sizes)} {kind} bucket{'s'[: len(sizes) - 1]}, {sum(sizes):,} bytes, the largest {max(sizes):,}"
         for (kind, phase), sizes in groups.items()
     )
     return "\n".join([f"plan: {len(plan.buckets)} buckets", *lines])

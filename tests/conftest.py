@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import FakeWorld, RankPool, Ranks, reset_distributed
+
+# The rules are checked after every pass, here and in the processes that tests start.
+os.environ.setdefault("GRAPHSHARD_VERIFY", "each")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
