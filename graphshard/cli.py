@@ -17,7 +17,7 @@ from graphshard.errors import ArgumentError
 from graphshard.show import show_path
 from graphshard.stagefile import StageFile, print_diff
 
-_PATH_HELP = "a stage of a dump (dump/07-plan.txt, .json, or dump/07)"
+_PATH_HELP = "a stage of a dump (dump/06-plan.txt, .json, or dump/06)"
 _FULL_HELP = "the whole text; repeated blocks are folded otherwise"
 
 

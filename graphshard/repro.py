@@ -1,6 +1,6 @@
 """Run one pass on a dumped stage, in one process and without a process group.
 
-python -m graphshard.repro dump/rank0/Llama-0/07-plan.json
+python -m graphshard.repro dump/rank0/Llama-0/06-plan.json
 
 The stage is made again from its JSON, the pass that ran on it next runs on it once more, and the rules are checked
 before and after. A stage that made a pass fail on 512 ranks makes it fail here.
@@ -31,7 +31,7 @@ EPILOG = "exit status: 0 the pass ran and the rules hold, 1 it broke a rule or r
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `run`."""
-    parser.add_argument("stage", metavar="STAGE", help="a stage of a dump: dump/07-plan.json, its .txt, or dump/07")
+    parser.add_argument("stage", metavar="STAGE", help="a stage of a dump: dump/06-plan.json, its .txt, or dump/06")
     parser.add_argument(
         "--pass",
         dest="step",

@@ -89,10 +89,10 @@ def _describe_plan(plan: Plan) -> str:
     groups: dict[tuple[str, str], list[int]] = {}
     for bucket in plan.buckets:
         groups.setdefault((bucket.kind, bucket.phase), []).append(bucket.num_bytes)
-    lines = (
-        f"  {phase}: {len(sizes)} {kind} bucket{'s'[: len(sizes) - 1]}, {sum(sizes):,} bytes, the largest {max(sizes):,}"
-        for (kind, phase), sizes in groups.items()
-    )
+    lines = []
+    for (kind, phase), sizes in groups.items():
+        plural = "s" if len(sizes) > 1 else ""
+        lines.append(f"  {phase}: {len(sizes)} {kind} bucket{plural}, {sum(sizes):,} bytes, the largest {max(sizes):,}")
     return "\n".join([f"plan: {len(plan.buckets)} buckets", *lines])
 
 

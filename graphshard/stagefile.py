@@ -53,9 +53,10 @@ class StageFile:
 
     def neighbor(self, step: int) -> StageFile | None:
         """The stage that many stages after this one, in the same directory."""
-        match = _STEM.fullmatch(self.path.stem)
-        number = int(match[1]) + step if match else -1
-        return next((stage for stage in stages_in(self.path.parent) if stage._number == number), None)
+        if self._number is None:
+            return None
+        wanted = self._number + step
+        return next((stage for stage in stages_in(self.path.parent) if stage._number == wanted), None)
 
     def json(self) -> str:
         """Content of the JSON file."""
@@ -80,16 +81,16 @@ class StageFile:
         return text if full else fold(text)
 
     @property
-    def _number(self) -> int:
+    def _number(self) -> int | None:
         match = _STEM.fullmatch(self.path.stem)
-        return int(match[1]) if match else -1
+        return int(match[1]) if match else None
 
 
 def stages_in(directory: Path) -> list[StageFile]:
     """The stages of a dump in order; of each its text, if that is there."""
     paths = (path for path in sorted(directory.iterdir()) if path.suffix in _ENDINGS and _STEM.fullmatch(path.stem))
     by_stem = {path.stem: path for path in paths}  # .txt sorts behind .json
-    return sorted(map(StageFile, by_stem.values()), key=lambda stage: stage._number)
+    return sorted(map(StageFile, by_stem.values()), key=lambda stage: stage._number or 0)
 
 
 def existing(path: Path) -> Path:

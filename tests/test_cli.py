@@ -64,7 +64,7 @@ def test_show_a_dump(dump: Path, capsys: Capture):
     assert lines[12:] == [
         "plan: 11 buckets",
         "forward: 4 gather buckets, 320 bytes, the largest 80",
-        "backward: 3 gather buckets, 240 bytes, the largest 80",
+        "backward: 3 gather buckets, 192 bytes, the largest 64",
         "backward: 4 reduce buckets, 320 bytes, the largest 80",
     ]
 
@@ -130,7 +130,7 @@ def test_diff_with_the_stage_before(dump: Path, capsys: Capture):
 
 def test_diff_folds_unless_full(dump: Path, capsys: Capture):
     main(["diff", str(dump / "00"), str(dump / "01")])
-    assert "... layers.2 to layers.3: 2 times 1 lines like layers.1" in capsys.readouterr().out
+    assert "... layers.2 to layers.3: 2 times 2 lines like layers.1" in capsys.readouterr().out
     main(["diff", str(dump / "00"), str(dump / "01"), "--full"])
     assert "... layers" not in capsys.readouterr().out
 

@@ -85,7 +85,7 @@ def blocks() -> list[Saved]:
 
 @pytest.fixture
 def loaded(blocks: list[Saved]) -> Program:
-    """A program to write to: `first_call` of it is a call of an operator."""
+    """A program that a test may change."""
     return program_from_json(blocks[0].json)
 
 

@@ -101,7 +101,7 @@ def measure_graphshard(model, tokens) -> dict[str, float]:
     (program,) = graphshard.programs(model)
     seconds = {stage.name: stage.seconds for stage in program.history}
     capture, planning = seconds["capture"], seconds["plan"]
-    passes = sum(seconds.values()) - capture - planning
+    passes = sum(seconds.values()) - capture - planning - seconds["lower"]
     dist.destroy_process_group()
     return {
         "capture": capture,
