@@ -57,19 +57,19 @@ def test_joint_graph() -> None:
 joint:
   %0: f32[4, 4] = param:layers.0.weight
   %1: f32[3, 4] = input:0
-  %2: f32[] = tangent:0
+  %2: f32[] = tangent:0  # (backward)
   %3: f32[4, 4] = t(%0)  # layers.0
   %4: f32[3, 4] = mm(%1, %3)  # layers.0
   %5: f32[3, 4] = relu(%4)
   %6: f32[3, 4] = detach(%5)
   %7: f32[] = sum(%5)
-  %8: f32[3, 4] = expand(%2, [3, 4])
-  %9: f32[3, 4] = detach(%6)
-  %10: f32[3, 4] = threshold_backward(%8, %9, 0)
-  %11: f32[4, 3] = t(%10)  # layers.0
-  %12: f32[4, 4] = mm(%11, %1)  # layers.0
-  %13: f32[4, 4] = t(%12)  # layers.0
-  %14: f32[4, 4] = t(%13)  # layers.0
+  %8: f32[3, 4] = expand(%2, [3, 4])  # (backward)
+  %9: f32[3, 4] = detach(%6)  # (backward)
+  %10: f32[3, 4] = threshold_backward(%8, %9, 0)  # (backward)
+  %11: f32[4, 3] = t(%10)  # layers.0 (backward)
+  %12: f32[4, 4] = mm(%11, %1)  # layers.0 (backward)
+  %13: f32[4, 4] = t(%12)  # layers.0 (backward)
+  %14: f32[4, 4] = t(%13)  # layers.0 (backward)
   return %7 as output:0
   return %14 as grad:layers.0.weight
 """,
