@@ -1,4 +1,4 @@
-"""The training example, run as its users run it: two processes under torchrun."""
+"""The examples, run as their users run them: two processes under torchrun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.ranks import ENVIRONMENT
 
 pytestmark = pytest.mark.slow
 
-EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train_llama.py")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = str(EXAMPLES / "train_llama.py")
 SIZES = ["--layers", 1, "--dim", 16, "--batch", 1, "--seq", 8, "--steps", 4, "--sample", 0, "--backend", "eager"]
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -75,3 +76,20 @@ def test_wrong_flag_is_a_usage_error() -> None:
     assert result.returncode == 2
     assert "usage: train_llama.py" in result.stderr
     assert "--resume needs --checkpoint DIR" in result.stderr
+
+
+def test_a_pass_of_ones_own() -> None:
+    """It is in the printed pipeline, after the pass it was inserted after, and the model trains with it."""
+    result = _run(*LAUNCHER, EXAMPLES / "write_a_pass.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    (reorder,) = (index for index, line in enumerate(lines) if line.startswith("reorder"))
+    assert lines[reorder + 1].startswith("clip-gradients")
+    assert "loss" in lines[-1]
+
+
+def test_a_faulty_pass_is_named() -> None:
+    result = _run(*LAUNCHER, EXAMPLES / "write_a_pass.py", "--fault")
+    assert result.returncode == 0, result.stdout + result.stderr
+    (first,) = (line for line in result.stdout.splitlines() if line.endswith("<-- first"))
+    assert first.startswith("scale-by-mistake")
