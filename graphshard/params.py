@@ -80,7 +80,7 @@ class ParamRow:
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """Shape of the shard that every rank passes to the graph."""
-        return self._with_len(self.shard_len)
+        return self._with_len(self.shard_len) if self.num_shards > 1 else self.shape
 
     @property
     def memory_dim(self) -> int:
@@ -99,7 +99,7 @@ class ParamRow:
     def stride_of(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Strides of the parameter or a shard of it: dense, in the parameter's order."""
         sizes = self.in_memory(shape)
-        numels = list(itertools.accumulate(reversed(sizes[1:]), operator.mul, initial=1))[::-1]
+        numels = list(itertools.accumulate(reversed(sizes[1:]), operator.mul, initial=1))[::-1][: len(sizes)]
         return tuple(numels[place] for place in self.inverse_order) if self.order else tuple(numels)
 
     @property
