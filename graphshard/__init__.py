@@ -17,6 +17,7 @@ from graphshard.errors import (
     ParameterError,
     PassError,
 )
+from graphshard.initialize import unsharded_init
 from graphshard.passes import Pass
 from graphshard.pipeline import Pipeline
 from graphshard.plan import Plan
@@ -42,4 +43,5 @@ __all__ = [
     "bisect",
     "compile",
     "programs",
+    "unsharded_init",
 ]
