@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.entry import Entry
@@ -24,7 +24,9 @@ _BACKENDS = ("inductor", "eager")
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_arguments(mesh: Any, reshard_after_forward: Any, mp_policy: Any, backend: Any, max_captures: Any) -> None:
+def check_arguments(
+    mesh: Any, reshard_after_forward: Any, mp_policy: Any, offload_policy: Any, backend: Any, max_captures: Any
+) -> None:
     """Raise ArgumentError for the first wrong argument; the message names it and the remedy."""
     _check_mesh(mesh)
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
@@ -35,6 +37,11 @@ def check_arguments(mesh: Any, reshard_after_forward: Any, mp_policy: Any, backe
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise ArgumentError(
             f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(mp_policy).__name__}."
+        )
+    if not (offload_policy is None or isinstance(offload_policy, OffloadPolicy)):
+        raise ArgumentError(
+            "offload_policy must be a torch.distributed.fsdp.CPUOffloadPolicy or None, got "
+            f"{type(offload_policy).__name__}."
         )
     if backend not in _BACKENDS:
         raise ArgumentError(f"backend must be one of {', '.join(map(repr, _BACKENDS))}, got {backend!r}.")
