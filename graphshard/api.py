@@ -24,6 +24,7 @@ from graphshard.checks import (
     check_model,
     check_params,
     check_placements,
+    default_mesh,
 )
 from graphshard.dump import dump_directory
 from graphshard.errors import ArgumentError
@@ -41,7 +42,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 def compile(
     model: ModuleT,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
     *,
     reshard_after_forward: bool | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
@@ -64,7 +65,7 @@ def compile(
 
     Args:
         model: any module that torch.export can trace; on the CPU, on the mesh's device, or on the meta device.
-        mesh: one-dimensional mesh of "cpu" or "cuda" devices.
+        mesh: one-dimensional mesh of "cpu" or "cuda" devices; None is all ranks, on CUDA where there is any.
         reshard_after_forward: True gathers parameters again in backward, False keeps them gathered, None keeps
             those of the root and gathers those of the units again, as FSDP2 does.
         shard_placement_fn: chooses another dim to shard a parameter along, `Shard(dim)`; None is `Shard(0)`. Sizes
@@ -93,6 +94,7 @@ def compile(
         CaptureError: the module cannot be captured from the example inputs; nothing was changed.
     """
     check_model(model)
+    mesh = mesh if mesh is not None else default_mesh()
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     check_arguments(mesh, reshard_after_forward, policy, offload_policy, backend, max_captures)
     level = check_debugging(passes, verify, dump)

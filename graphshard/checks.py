@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
@@ -77,6 +78,20 @@ def check_examples(units: Any, example_inputs: Any, example_kwargs: Any) -> None
         raise ArgumentError(
             f"example_kwargs must be a dict of the call's keyword inputs, got {type(example_kwargs).__name__}"
         )
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks on one axis, of CUDA devices where there are any.
+
+    Raises:
+        ArgumentError: there is no process group yet.
+    """
+    if not dist.is_initialized():
+        raise ArgumentError(
+            "without a mesh, compile shards over all ranks, but there is no process group. Call "
+            "torch.distributed.init_process_group() first, or pass a mesh."
+        )
+    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
 
 
 def _check_mesh(mesh: Any) -> None:

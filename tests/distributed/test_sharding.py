@@ -169,6 +169,19 @@ def test_row_15_empty_shards(ranks: Ranks, world_size: int) -> None:
     ranks(world_size).run(_uneven_rows)
 
 
+def _default_mesh(rank: int, world_size: int) -> None:
+    model = graphshard.compile(Net(), backend="eager")
+    assert model.stem.weight.device_mesh.shape == (world_size,)
+    assert model.stem.weight.device_mesh.device_type == "cpu"
+    assert model(rows(rank)).shape == (5, 3)
+
+
+def test_row_4_all_ranks_without_a_mesh(ranks: Ranks) -> None:
+    ranks(2).run(_default_mesh)
+    with pytest.raises(graphshard.ArgumentError, match=r"there is no process group. Call torch.distributed.init_proc"):
+        graphshard.compile(Net())
+
+
 # --- any layout ---------------------------------------------------------------------------------------------
 
 
