@@ -6,16 +6,19 @@ model = graphshard.compile(model, mesh)
 
 from graphshard.api import compile, programs
 from graphshard.bisection import Bisection, bisect
+from graphshard.checkpoint import load_checkpoint, save_checkpoint
 from graphshard.errors import (
     ArgumentError,
     CaptureError,
     CaptureLimitError,
+    CheckpointError,
     DivergenceError,
     GraphshardError,
     InputError,
     MaterializationError,
     PassError,
 )
+from graphshard.manifest import latest_checkpoint
 from graphshard.passes import Pass
 from graphshard.pipeline import Pipeline
 from graphshard.plan import Plan
@@ -28,6 +31,7 @@ __all__ = [
     "Bisection",
     "CaptureError",
     "CaptureLimitError",
+    "CheckpointError",
     "DivergenceError",
     "GraphshardError",
     "InputError",
@@ -39,5 +43,8 @@ __all__ = [
     "Program",
     "bisect",
     "compile",
+    "latest_checkpoint",
+    "load_checkpoint",
     "programs",
+    "save_checkpoint",
 ]

@@ -19,6 +19,7 @@ from graphshard.capture import CaptureSpec
 from graphshard.checks import check_arguments, check_debugging, check_device, check_examples, check_model
 from graphshard.dump import dump_directory
 from graphshard.errors import ArgumentError
+from graphshard.loading import shard_values
 from graphshard.module import Runner, ShardedModule, sharded_class
 from graphshard.observe import Level
 from graphshard.params import build_table
@@ -116,6 +117,7 @@ def compile(
     shard_module(model, table, mesh, device)
     model.__dict__["_graphshard"] = runner
     object.__setattr__(model, "__class__", sharded_class(type(model)))
+    model.register_load_state_dict_pre_hook(shard_values)
     if prepared is not None:
         runner.install(model, *prepared)
     return model

@@ -1,0 +1,196 @@
+"""Checkpoints that are whole, or refused: torch.distributed.checkpoint (DCP) and a manifest.
+
+step-100/           made as .step-100.partial, renamed when everything is in it
+    .metadata       DCP's index; __0_0.distcp, __1_0.distcp, ... hold the shards
+    extra.pt        plain data, the same for all ranks; rank-0.pt, rank-1.pt, ...: each rank's own
+    manifest.json   what else there is, written last
+
+An error on one rank is a CheckpointError on all, as every step ends with an exchange of errors. Nothing is unpickled
+before it was compared with the manifest, nor freely (`unpickling.py`), so a forged checkpoint runs no code either.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from graphshard.errors import CheckpointError
+from graphshard.manifest import check_contents, measure, read_manifest, sync, write_manifest
+from graphshard.unpickling import SafePlanner, SafeReader, load_plain, serialize_plain
+
+T = TypeVar("T")
+
+_EXTRA, _PER_RANK = "extra.pt", "rank-{}.pt"
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    *,
+    extra: Any = None,
+    per_rank: Any = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a model and its optimizers as a new directory; every rank calls it. It is on the disk when this returns.
+
+    Args:
+        path: the directory, on a file system that all ranks share.
+        model: compiled by graphshard, or sharded by FSDP2: a checkpoint of one loads into the other.
+        optimizers: one or several.
+        extra: step, scheduler's state, ...: tensors, numbers, strings, and lists, tuples and dicts of them. Rank
+            0's is saved.
+        per_rank: the same for what differs between ranks: random state, position in the data, ...
+        group: the ranks that call; None is all.
+
+    Raises:
+        CheckpointError: on all ranks; there is nothing at `path` then.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    ranks = _Ranks(group, f"cannot save {path}")
+    plain = {_PER_RANK.format(ranks.rank): per_rank} | ({_EXTRA: extra} if ranks.rank == 0 else {})
+    state: dict[str, Any] = {}
+
+    def prepare() -> None:
+        state.update(_state(model, optimizers))
+        serialize_plain([leaf for leaf in pytree.tree_leaves(state) if not isinstance(leaf, torch.Tensor)])
+        plain.update({name: serialize_plain(value) for name, value in plain.items()})
+        if ranks.rank == 0:
+            if path.exists():
+                raise CheckpointError("it exists already. Remove it, or choose another name")
+            shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
+            partial.mkdir(parents=True)
+
+    def write() -> None:
+        for name, content in plain.items():
+            (partial / name).write_bytes(content)
+            sync(partial / name)
+
+    def finish() -> None:
+        if ranks.rank == 0:
+            SafeReader(partial, files)  # can it be read again?
+            write_manifest(partial, files)
+            sync(partial)
+            partial.rename(path)
+            sync(path.parent)
+
+    def save() -> None:
+        index = dcp.save(state, checkpoint_id=partial, process_group=group)
+        names.update(info.relative_path for info in (index.storage_data or {}).values())
+
+    names = {".metadata", _EXTRA, *(_PER_RANK.format(rank) for rank in range(ranks.size))}
+    for step in (prepare, write, save):
+        ranks.call(step)
+    files = {}
+    for share in ranks.call(lambda: measure(partial, ranks.share(names))):
+        files.update(share)
+    ranks.call(finish)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Any, Any]:
+    """Load what `save_checkpoint` saved, on any number of ranks; every rank calls it.
+
+    Returns:
+        What was saved as `extra`, and what this rank saved as `per_rank`: None if there were fewer ranks then.
+
+    Raises:
+        CheckpointError: on all ranks; the message names the file that is missing, truncated or damaged, or the
+            parameter that does not fit. Nothing was loaded then.
+    """
+    path = Path(path)
+    ranks = _Ranks(group, f"cannot load {path}")
+    state: dict[str, Any] = {}
+
+    def verify() -> dict[str, Any]:
+        manifest = read_manifest(path)
+        check_contents(path, {name: manifest["files"][name] for name in ranks.share(manifest["files"])})
+        return manifest
+
+    def prepare() -> None:
+        state.update(_state(model, optimizers), reader=SafeReader(path, files))
+        unknown = state["reader"].names("model") - set(state["model"])
+        if state["optim"]["param_groups"]:
+            states = state["reader"].names("optim", "state") - set(state["optim"]["state"])
+            unknown |= {f"optimizer state of {name}" for name in states}
+        if unknown:
+            raise CheckpointError(f"it holds {', '.join(sorted(unknown)[:5])}, which model and optimizers have not")
+        state["plain"] = [
+            load_plain((path / name).read_bytes()) if name in files else None
+            for name in (_EXTRA, _PER_RANK.format(ranks.rank))
+        ]
+
+    def load() -> None:
+        values = {key: state[key] for key in ("model", "optim")}
+        dcp.load(values, storage_reader=state["reader"], planner=SafePlanner(), process_group=group)
+        set_state_dict(model, optimizers, model_state_dict=values["model"], optim_state_dict=values["optim"])
+
+    manifest, *others = ranks.call(verify)
+    files = manifest["files"]
+    if any(other != manifest for other in others):
+        raise CheckpointError(f"cannot load {path}: ranks see different checkpoints there. Use a shared file system.")
+    ranks.call(prepare)
+    ranks.call(load)
+    extra, per_rank = state["plain"]
+    return extra, per_rank
+
+
+def _state(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
+    """What DCP saves, or loads into: shards that share memory with the parameters, under the original names."""
+    model_state, optim_state = get_state_dict(model, optimizers)
+    return {"model": model_state, "optim": optim_state}
+
+
+class _Ranks:
+    """The ranks that save or load together; `task` begins their error messages."""
+
+    def __init__(self, group: dist.ProcessGroup | None, task: str) -> None:
+        self.group, self.task = group, task
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def share(self, names: Iterable[str]) -> list[str]:
+        """This rank's part of some work that is the same on all ranks."""
+        return sorted(names)[self.rank :: self.size]
+
+    def call(self, function: Callable[[], T]) -> list[T]:
+        """Call a function on every rank and return all results; an exception on any is a CheckpointError on all."""
+        cause: Exception | None = None
+        answer: tuple[T | None, str]
+        try:
+            answer = function(), ""
+        except Exception as error:
+            cause, answer = error, (None, _in_words(error))
+        answers: list[Any] = [None] * self.size
+        dist.all_gather_object(answers, answer, self.group)
+        failed = {rank: words for rank, (_, words) in enumerate(answers) if words}
+        if failed:
+            reasons = [
+                f"{words} (rank {', '.join(str(r) for r in failed if failed[r] == words)})"
+                for words in dict.fromkeys(failed.values())
+            ]
+            raise CheckpointError(f"{self.task}: {'; '.join(reasons)}") from cause
+        return [value for value, _ in answers]
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # of DCP, with the failures of all ranks and their stacks
+        return "; ".join(dict.fromkeys(_in_words(failure) for failure, _ in error.failures.values()))
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,98 @@
+"""Read checkpoints of torch.distributed.checkpoint (DCP) without running what may be hidden in them.
+
+DCP loads its index with `pickle` and values that are no tensors with `torch.load(weights_only=False)`; either runs
+whatever code a file asks for. Here the index may refer to DCP's own classes only, and `weights_only=True` must succeed
+before DCP loads a value.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from graphshard.errors import CheckpointError
+
+_DCP = "torch.distributed.checkpoint"
+# What the index consists of, besides dtypes.
+_CLASSES = {
+    *(f"{_DCP}.metadata.{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")),
+    *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *(f"{_DCP}.metadata._MEM_FORMAT_ENCODING", f"{_DCP}.filesystem._StorageInfo"),
+    *("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath"),
+}
+
+
+class SafeReader(dcp.FileSystemReader):
+    """Reads a checkpoint from a directory.
+
+    Args:
+        directory: the checkpoint.
+        files: names of the files that may be read.
+
+    Raises:
+        CheckpointError: the index refers to something else than DCP's classes and those files.
+    """
+
+    def __init__(self, directory: Path, files: Collection[str]) -> None:
+        super().__init__(directory)
+        with (directory / ".metadata").open("rb") as file:
+            self.index: Metadata = _IndexUnpickler(file).load()
+        for info in (self.index.storage_data or {}).values():
+            if info.relative_path not in files:
+                raise CheckpointError(f".metadata refers to {info.relative_path}, which is not in the manifest")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.index
+
+    def names(self, *keys: str) -> set[str]:
+        """The names that were saved under some keys of the state, such as "optim", "state"."""
+        depth = len(keys)
+        paths = (self.index.planner_data or {}).values()
+        return {path[depth] for path in paths if path[:depth] == keys and len(path) > depth}
+
+
+class SafePlanner(dcp.DefaultLoadPlanner):
+    """Loads values that are no tensors only if they are plain data."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        load_plain(value.getvalue())
+        super().load_bytes(read_item, value)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and f"{module}.{name}" not in _CLASSES:
+            raise CheckpointError(f".metadata refers to {module}.{name}, which no index consists of; it is not loaded")
+        return super().find_class(module, name)
+
+
+def serialize_plain(value: Any) -> bytes:
+    """Serialise tensors, numbers, strings, and lists, tuples and dicts of them, for `load_plain`.
+
+    Raises:
+        CheckpointError: there is something else in it.
+    """
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    load_plain(buffer.getvalue())
+    return buffer.getvalue()
+
+
+def load_plain(content: bytes) -> Any:
+    """Load what `serialize_plain` made; tensors are on the CPU."""
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"not plain data ({str(error).splitlines()[0]}). Save tensors, numbers, strings, and lists, tuples and "
+            "dicts of them"
+        ) from error
