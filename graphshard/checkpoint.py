@@ -66,8 +66,8 @@ def save_checkpoint(
 
     def prepare() -> None:
         state.update(_state(model, optimizers))
-        serialize_plain([leaf for leaf in pytree.tree_leaves(state) if not isinstance(leaf, torch.Tensor)])
-        plain.update({name: serialize_plain(value) for name, value in plain.items()})
+        serialize_plain(pytree.tree_map_only(torch.Tensor, lambda _: None, state), "state")  # or it will not load
+        plain.update({name: serialize_plain(value, name) for name, value in plain.items()})
         if ranks.rank == 0:
             if path.exists():
                 raise CheckpointError("it exists already. Remove it, or choose another name")
@@ -114,7 +114,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: on all ranks; the message names the file that is missing, truncated or damaged, or the
-            parameter that does not fit. Nothing was loaded then.
+            parameter that does not fit. Nothing was loaded then (unless manifest and contents were forged).
     """
     path = Path(path)
     ranks = _Ranks(group, f"cannot load {path}")
@@ -128,7 +128,7 @@ def load_checkpoint(
     def prepare() -> None:
         state.update(_state(model, optimizers), reader=SafeReader(path, files))
         unknown = state["reader"].names("model") - set(state["model"])
-        if state["optim"]["param_groups"]:
+        if state["optim"]:
             states = state["reader"].names("optim", "state") - set(state["optim"]["state"])
             unknown |= {f"optimizer state of {name}" for name in states}
         if unknown:
@@ -172,11 +172,11 @@ class _Ranks:
 
     def call(self, function: Callable[[], T]) -> list[T]:
         """Call a function on every rank and return all results; an exception on any is a CheckpointError on all."""
-        cause: Exception | None = None
+        cause: BaseException | None = None
         answer: tuple[T | None, str]
         try:
             answer = function(), ""
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # DCP's is no Exception
             cause, answer = error, (None, _in_words(error))
         answers: list[Any] = [None] * self.size
         dist.all_gather_object(answers, answer, self.group)

@@ -54,8 +54,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((directory / _MANIFEST).read_text("utf-8"))
-        files, _ = dict(manifest["files"]), float(manifest["time"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files, _ = {name: int(file["bytes"]) for name, file in manifest["files"].items()}, float(manifest["time"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{directory / _MANIFEST} is missing or unreadable ({error!r}): the checkpoint was interrupted, or it was "
             f"not written by graphshard.save_checkpoint. {_EARLIER}, or use torch.distributed.checkpoint.load."
@@ -63,8 +63,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     for name, expected in files.items():
         path = directory / name
         size = path.stat().st_size if path.is_file() else None
-        if size != expected["bytes"]:
-            what = "is missing" if size is None else f"has {size} bytes instead of {expected['bytes']}"
+        if size != expected:
+            what = "is missing" if size is None else f"has {size} bytes instead of {expected}"
             raise CheckpointError(f"{path} {what}: it was truncated or removed after it was saved. {_EARLIER}.")
     return manifest
 

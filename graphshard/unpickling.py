@@ -17,8 +17,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.utils import _pytree as pytree
 
 from graphshard.errors import CheckpointError
+
+_PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))
 
 _DCP = "torch.distributed.checkpoint"
 # What the index consists of, besides dtypes.
@@ -75,24 +78,33 @@ class _IndexUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def serialize_plain(value: Any) -> bytes:
+def serialize_plain(value: Any, name: str) -> bytes:
     """Serialise tensors, numbers, strings, and lists, tuples and dicts of them, for `load_plain`.
 
     Raises:
-        CheckpointError: there is something else in it.
+        CheckpointError: names what else is in it.
     """
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    load_plain(buffer.getvalue())
+    try:
+        load_plain(buffer.getvalue())
+    except CheckpointError as error:
+        leaves, _ = pytree.tree_flatten_with_path(value)
+        where, leaf = next(((p, leaf) for p, leaf in leaves if not isinstance(leaf, _PLAIN)), ((), value))
+        raise CheckpointError(
+            f"{name}{pytree.keystr(where)} is a {type(leaf).__name__}, which is not plain data. Save tensors, numbers, "
+            "strings, and lists, tuples and dicts of them"
+        ) from error
     return buffer.getvalue()
 
 
 def load_plain(content: bytes) -> Any:
-    """Load what `serialize_plain` made; tensors are on the CPU."""
+    """Load what `serialize_plain` made; tensors are on the CPU.
+
+    Raises:
+        CheckpointError: there is something else in it; that was not made.
+    """
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"not plain data ({str(error).splitlines()[0]}). Save tensors, numbers, strings, and lists, tuples and "
-            "dicts of them"
-        ) from error
+        raise CheckpointError("a value is not plain data; it is not loaded") from error
