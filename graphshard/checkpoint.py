@@ -173,24 +173,26 @@ class _Ranks:
     def call(self, function: Callable[[], T]) -> list[T]:
         """Call a function on every rank and return all results; an exception on any is a CheckpointError on all."""
         cause: BaseException | None = None
-        answer: tuple[T | None, str]
+        result: T | None = None
+        failed: dict[int, str] = {}
         try:
-            answer = function(), ""
-        except (Exception, CheckpointException) as error:  # DCP's is no Exception
-            cause, answer = error, (None, _in_words(error))
+            result = function()
+        except CheckpointException as error:  # of DCP, the same on all ranks
+            cause, failed = error, {rank: _in_words(failure) for rank, (failure, _) in error.failures.items()}
+        except Exception as error:
+            cause, failed = error, {self.rank: _in_words(error)}
         answers: list[Any] = [None] * self.size
-        dist.all_gather_object(answers, answer, self.group)
-        failed = {rank: words for rank, (_, words) in enumerate(answers) if words}
+        dist.all_gather_object(answers, (result, failed), self.group)
+        for _, others in answers:
+            failed.update(others)
         if failed:
-            reasons = [
-                f"{words} (rank {', '.join(str(r) for r in failed if failed[r] == words)})"
-                for words in dict.fromkeys(failed.values())
-            ]
-            raise CheckpointError(f"{self.task}: {'; '.join(reasons)}") from cause
-        return [value for value, _ in answers]
+            ranks = {
+                why: ", ".join(str(rank) for rank in sorted(failed) if failed[rank] == why) for why in failed.values()
+            }
+            reasons = "; ".join(f"{why} (rank {which})" for why, which in ranks.items())
+            raise CheckpointError(f"{self.task}: {reasons}") from cause
+        return [answer for answer, _ in answers]
 
 
 def _in_words(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # of DCP, with the failures of all ranks and their stacks
-        return "; ".join(dict.fromkeys(_in_words(failure) for failure, _ in error.failures.values()))
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
