@@ -109,8 +109,8 @@ def _load_layouts(rank: int, world_size: int) -> None:
     saved = _cloned(model.state_dict())
     full = _full(saved)
 
-    def as_parameter(value: Tensor) -> Tensor:
-        return nn.Parameter(value) if value.is_floating_point() else value
+    def as_parameter(name: str, value: Tensor) -> Tensor:
+        return nn.Parameter(value) if isinstance(saved[name], DTensor) else value
 
     def replicated(name: str, value: Tensor) -> Tensor:
         return distribute_tensor(value, mesh, [Replicate()]) if isinstance(saved[name], DTensor) else value
@@ -118,7 +118,7 @@ def _load_layouts(rank: int, world_size: int) -> None:
     layouts = {
         "shards": lambda: _cloned(saved),
         "full": lambda: _cloned(full),
-        "full, as parameters": lambda: {name: as_parameter(value.clone()) for name, value in full.items()},
+        "full, as parameters": lambda: {name: as_parameter(name, value.clone()) for name, value in full.items()},
         "replicated": lambda: {name: replicated(name, value.clone()) for name, value in full.items()},
     }
     losses = []
