@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,43 +62,31 @@ def save_checkpoint(
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
     ranks = _Ranks(group, f"cannot save {path}")
-    plain = {_PER_RANK.format(ranks.rank): per_rank} | ({_EXTRA: extra} if ranks.rank == 0 else {})
-    state: dict[str, Any] = {}
-
-    def prepare() -> None:
-        state.update(_state(model, optimizers))
-        serialize_plain(pytree.tree_map_only(torch.Tensor, lambda _: None, state), "state")  # or it will not load
-        plain.update({name: serialize_plain(value, name) for name, value in plain.items()})
+    with ranks.together():
+        state = _state(model, optimizers)
+        serialize_plain(pytree.tree_map_only(torch.Tensor, lambda _: None, state), "state")  # or it would not load
+        plain = {_PER_RANK.format(ranks.rank): serialize_plain(per_rank, "per_rank")}
         if ranks.rank == 0:
+            plain[_EXTRA] = serialize_plain(extra, "extra")
             if path.exists():
                 raise CheckpointError("it exists already. Remove it, or choose another name")
             shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
             partial.mkdir(parents=True)
-
-    def write() -> None:
+    with ranks.together():
         for name, content in plain.items():
             (partial / name).write_bytes(content)
             sync(partial / name)
-
-    def finish() -> None:
+    with ranks.together():
+        dcp.save(state, checkpoint_id=partial, process_group=group)
+        names = SafeReader(partial).files | {_EXTRA, *(_PER_RANK.format(rank) for rank in range(ranks.size))}
+        share = measure(partial, ranks.share(names))
+    files = {name: measured for part in ranks.gather(share) for name, measured in part.items()}
+    with ranks.together():
         if ranks.rank == 0:
-            SafeReader(partial, files)  # can it be read again?
             write_manifest(partial, files)
             sync(partial)
             partial.rename(path)
             sync(path.parent)
-
-    def save() -> None:
-        index = dcp.save(state, checkpoint_id=partial, process_group=group)
-        names.update(info.relative_path for info in (index.storage_data or {}).values())
-
-    names = {".metadata", _EXTRA, *(_PER_RANK.format(rank) for rank in range(ranks.size))}
-    for step in (prepare, write, save):
-        ranks.call(step)
-    files = {}
-    for share in ranks.call(lambda: measure(partial, ranks.share(names))):
-        files.update(share)
-    ranks.call(finish)
 
 
 def load_checkpoint(
@@ -118,38 +107,28 @@ def load_checkpoint(
     """
     path = Path(path)
     ranks = _Ranks(group, f"cannot load {path}")
-    state: dict[str, Any] = {}
-
-    def verify() -> dict[str, Any]:
+    with ranks.together():
         manifest = read_manifest(path)
-        check_contents(path, {name: manifest["files"][name] for name in ranks.share(manifest["files"])})
-        return manifest
-
-    def prepare() -> None:
-        state.update(_state(model, optimizers), reader=SafeReader(path, files))
-        unknown = state["reader"].names("model") - set(state["model"])
+        files = manifest["files"]
+        check_contents(path, {name: files[name] for name in ranks.share(files)})
+    if len(set(ranks.gather(manifest["time"]))) > 1:
+        raise CheckpointError(f"cannot load {path}: ranks see different checkpoints there. Use a shared file system")
+    with ranks.together():
+        state, reader = _state(model, optimizers), SafeReader(path)
+        if foreign := reader.files - set(files):
+            raise CheckpointError(f"{', '.join(foreign)} is not in the manifest")
+        unknown = reader.names("model") - set(state["model"])
         if state["optim"]:
-            states = state["reader"].names("optim", "state") - set(state["optim"]["state"])
-            unknown |= {f"optimizer state of {name}" for name in states}
+            unknown |= {f"state of {n}" for n in reader.names("optim", "state") - set(state["optim"]["state"])}
         if unknown:
-            raise CheckpointError(f"it holds {', '.join(sorted(unknown)[:5])}, which model and optimizers have not")
-        state["plain"] = [
+            raise CheckpointError(f"it holds {', '.join(sorted(unknown)[:5])}, which model or optimizers have not")
+        extra, per_rank = (
             load_plain((path / name).read_bytes()) if name in files else None
             for name in (_EXTRA, _PER_RANK.format(ranks.rank))
-        ]
-
-    def load() -> None:
-        values = {key: state[key] for key in ("model", "optim")}
-        dcp.load(values, storage_reader=state["reader"], planner=SafePlanner(), process_group=group)
-        set_state_dict(model, optimizers, model_state_dict=values["model"], optim_state_dict=values["optim"])
-
-    manifest, *others = ranks.call(verify)
-    files = manifest["files"]
-    if any(other != manifest for other in others):
-        raise CheckpointError(f"cannot load {path}: ranks see different checkpoints there. Use a shared file system.")
-    ranks.call(prepare)
-    ranks.call(load)
-    extra, per_rank = state["plain"]
+        )
+    with ranks.together():
+        dcp.load(state, storage_reader=reader, planner=SafePlanner(), process_group=group)
+        set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optim"])
     return extra, per_rank
 
 
@@ -170,28 +149,31 @@ class _Ranks:
         """This rank's part of some work that is the same on all ranks."""
         return sorted(names)[self.rank :: self.size]
 
-    def call(self, function: Callable[[], T]) -> list[T]:
-        """Call a function on every rank and return all results; an exception on any is a CheckpointError on all."""
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, self.group)
+        return values
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """At the end of the block, an exception in it on any rank is a CheckpointError on all."""
         cause: BaseException | None = None
-        result: T | None = None
         failed: dict[int, str] = {}
         try:
-            result = function()
+            yield
         except CheckpointException as error:  # of DCP, the same on all ranks
             cause, failed = error, {rank: _in_words(failure) for rank, (failure, _) in error.failures.items()}
         except Exception as error:
             cause, failed = error, {self.rank: _in_words(error)}
-        answers: list[Any] = [None] * self.size
-        dist.all_gather_object(answers, (result, failed), self.group)
-        for _, others in answers:
+        for others in self.gather(failed):
             failed.update(others)
-        if failed:
-            ranks = {
-                why: ", ".join(str(rank) for rank in sorted(failed) if failed[rank] == why) for why in failed.values()
-            }
-            reasons = "; ".join(f"{why} (rank {which})" for why, which in ranks.items())
-            raise CheckpointError(f"{self.task}: {reasons}") from cause
-        return [answer for answer, _ in answers]
+        reasons: dict[str, list[str]] = {}
+        for rank, reason in sorted(failed.items()):
+            reasons.setdefault(reason, []).append(str(rank))
+        if reasons:
+            listed = "; ".join(f"{reason} (rank {', '.join(ranks)})" for reason, ranks in reasons.items())
+            raise CheckpointError(f"{self.task}: {listed}") from cause
 
 
 def _in_words(error: BaseException) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from torch.utils import _pytree as pytree
 from graphshard.errors import CheckpointError
 
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))
+
+INDEX = ".metadata"
 
 _DCP = "torch.distributed.checkpoint"
 # What the index consists of, besides dtypes.
@@ -36,21 +37,19 @@ _CLASSES = {
 class SafeReader(dcp.FileSystemReader):
     """Reads a checkpoint from a directory.
 
-    Args:
-        directory: the checkpoint.
-        files: names of the files that may be read.
-
     Raises:
-        CheckpointError: the index refers to something else than DCP's classes and those files.
+        CheckpointError: the index refers to something else than DCP's classes.
     """
 
-    def __init__(self, directory: Path, files: Collection[str]) -> None:
+    def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        with (directory / ".metadata").open("rb") as file:
+        with (directory / INDEX).open("rb") as file:
             self.index: Metadata = _IndexUnpickler(file).load()
-        for info in (self.index.storage_data or {}).values():
-            if info.relative_path not in files:
-                raise CheckpointError(f".metadata refers to {info.relative_path}, which is not in the manifest")
+
+    @property
+    def files(self) -> set[str]:
+        """The names of the files it reads."""
+        return {INDEX, *(info.relative_path for info in (self.index.storage_data or {}).values())}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.index
@@ -74,7 +73,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and f"{module}.{name}" not in _CLASSES:
-            raise CheckpointError(f".metadata refers to {module}.{name}, which no index consists of; it is not loaded")
+            raise CheckpointError(f"{INDEX} refers to {module}.{name}, which no index consists of; it is not loaded")
         return super().find_class(module, name)
 
 
