@@ -16,8 +16,10 @@ from graphshard.errors import (
     GraphshardError,
     InputError,
     MaterializationError,
+    ParameterError,
     PassError,
 )
+from graphshard.initialize import unsharded_init
 from graphshard.manifest import latest_checkpoint
 from graphshard.passes import Pass
 from graphshard.pipeline import Pipeline
@@ -36,6 +38,7 @@ __all__ = [
     "GraphshardError",
     "InputError",
     "MaterializationError",
+    "ParameterError",
     "Pass",
     "PassError",
     "Pipeline",
@@ -47,4 +50,5 @@ __all__ = [
     "load_checkpoint",
     "programs",
     "save_checkpoint",
+    "unsharded_init",
 ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphshard
@@ -138,10 +138,14 @@ class _Whole(torch.optim.Optimizer):
                 momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
                 momentum.lerp_(param.grad, 1 - group["momentum"])
                 update = _orthogonalized(_full(momentum))
-                if isinstance(param, DTensor):
-                    mesh, placements = param.device_mesh, param.placements
-                    update = DTensor.from_local(update, mesh, run_check=False).redistribute(placements=placements)
-                param.add_(update, alpha=-group["lr"])
+                param.add_(_like(param, update), alpha=-group["lr"])
+
+
+def _like(param: Tensor, value: Tensor) -> Tensor:
+    """A whole value, the same on all ranks, sharded like a parameter; without communication."""
+    if not isinstance(param, DTensor):
+        return value
+    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
 
 
 def _matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -163,22 +167,15 @@ def _whole(rank: int, world_size: int) -> None:
             torch.testing.assert_close(param, plain.get_parameter(name).detach(), msg=f"{name} at step {step}")
     shard = pair[0].blocks[0].weight
     assert optims[0].state[shard]["momentum"].placements == shard.placements
-    # The update alone, from equal gradients, has equal bits.
-    net, optim = copy.deepcopy(plain), None
-    for param, sharded in zip(plain.parameters(), pair[0].parameters()):
-        param.grad = torch.randn_like(param)
-        sharded.grad = sharded.detach().clone()
-        sharded.grad.copy_(_sharded_like(sharded, param.grad))
-        with torch.no_grad():
-            sharded.copy_(_sharded_like(sharded, param.detach()))
-    optims = [_Whole(_matrices(net), lr=0.05) for net in (pair[0], plain)]
-    for optim in optims:
-        optim.step()
-    assert_same(_full_params(pair[0]), {name: p.detach() for name, p in plain.named_parameters()}, "one update")
-
-
-def _sharded_like(param: DTensor, full: Tensor) -> DTensor:
-    return torch.distributed.tensor.distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+    # Between equal parameters and gradients, the step has equal bits.
+    with torch.no_grad():
+        for param, sharded in zip(plain.parameters(), pair[0].parameters()):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel()))
+            sharded.grad = _like(sharded, param.grad)
+            sharded.copy_(_like(sharded, param))
+    for net in (pair[0], plain):
+        _Whole(_matrices(net), lr=0.05).step()
+    assert_same(_full_params(pair[0]), {name: p.detach() for name, p in plain.named_parameters()}, "one step")
 
 
 def test_step_that_needs_whole_matrices(ranks: Ranks) -> None:

@@ -82,8 +82,9 @@ def _aliases(rank: int, world_size: int) -> None:
             assert list(state) == list(Net().state_dict())
             for name, param in model.named_parameters():
                 assert state[name].to_local().data_ptr() == param.to_local().data_ptr(), name
-                assert isinstance(state[name], DTensor)
+                assert type(state[name]) is DTensor
                 assert state[name].placements == (Shard(0),)
+                assert state[name].shape == param.shape
             for name, buffer in model.named_buffers():
                 assert state[name].data_ptr() == buffer.data_ptr(), name
         # A state dict that was taken earlier sees the steps that followed.
