@@ -6,10 +6,12 @@ model = graphshard.compile(model, mesh)
 
 from graphshard.api import compile, programs
 from graphshard.bisection import Bisection, bisect
+from graphshard.checkpoint import load_checkpoint, save_checkpoint
 from graphshard.errors import (
     ArgumentError,
     CaptureError,
     CaptureLimitError,
+    CheckpointError,
     DivergenceError,
     GraphshardError,
     InputError,
@@ -18,6 +20,7 @@ from graphshard.errors import (
     PassError,
 )
 from graphshard.initialize import unsharded_init
+from graphshard.manifest import latest_checkpoint
 from graphshard.passes import Pass
 from graphshard.pipeline import Pipeline
 from graphshard.plan import Plan
@@ -30,6 +33,7 @@ __all__ = [
     "Bisection",
     "CaptureError",
     "CaptureLimitError",
+    "CheckpointError",
     "DivergenceError",
     "GraphshardError",
     "InputError",
@@ -42,6 +46,9 @@ __all__ = [
     "Program",
     "bisect",
     "compile",
+    "latest_checkpoint",
+    "load_checkpoint",
     "programs",
+    "save_checkpoint",
     "unsharded_init",
 ]

@@ -28,6 +28,7 @@ from graphshard.checks import (
 )
 from graphshard.dump import dump_directory
 from graphshard.errors import ArgumentError
+from graphshard.loading import shard_values
 from graphshard.module import Runner
 from graphshard.observe import Level
 from graphshard.params import build_table
@@ -145,6 +146,7 @@ def compile(
 
     shard_module(model, table, mesh, device, storage)
     object.__setattr__(model, "__class__", sharded_class(type(model)))
+    model.register_load_state_dict_pre_hook(shard_values)
     attach(model, runner)
     model.register_load_state_dict_post_hook(retie)
     if prepared is not None:
