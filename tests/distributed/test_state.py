@@ -155,6 +155,49 @@ def test_load_state_dict_takes_any_layout(ranks: Ranks) -> None:
     ranks(3).run(_load_layouts)
 
 
+class _Images(nn.Module):
+    """Convolutions whose weights are channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(5, 5, 3, padding=1) for _ in range(2)).to(
+            memory_format=torch.channels_last
+        )
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = torch.tanh(conv(x))
+        return self.head(x.mean((2, 3)))
+
+
+def _load_inner_dims(rank: int, world_size: int) -> None:
+    plain = _Images()
+    full = _cloned(plain.state_dict())
+    assert full["convs.0.weight"].is_contiguous(memory_format=torch.channels_last)
+
+    def second_dim(param: nn.Parameter) -> Shard:
+        return Shard(min(1, param.dim() - 1))
+
+    model = graphshard.compile(plain, world_mesh(), backend="eager", shard_placement_fn=second_dim)
+    x = torch.randn(2, 5, 4, 4, generator=torch.Generator().manual_seed(rank))
+    expected = model(x)
+    for assign in (False, True):
+        for values in (full, {name: value.contiguous() for name, value in full.items()}):
+            _perturb(model)
+            assert not torch.equal(model(x), expected)
+            model.load_state_dict(values, assign=assign)
+            assert model.convs[0].weight.placements == (Shard(1),)
+            assert_same(_full(model.state_dict()), full, f"{assign=}")
+            assert torch.equal(model(x), expected)
+            model(x).sum().backward()
+
+
+def test_load_full_tensors_into_shards_of_inner_dims(ranks: Ranks) -> None:
+    """Row 99, with uneven shards of dim 1, channels_last and not."""
+    ranks(3).run(_load_inner_dims)
+
+
 def _load_errors(rank: int, world_size: int) -> None:
     mesh = world_mesh()
     pair = twins(Net(), mesh)
