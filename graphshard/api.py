@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
@@ -16,7 +17,15 @@ from torch.utils import _pytree as pytree
 from graphshard.agree import model_tag
 from graphshard.backends import Backend
 from graphshard.capture import CaptureSpec
-from graphshard.checks import check_arguments, check_debugging, check_device, check_examples, check_model
+from graphshard.checks import (
+    check_activation_units,
+    check_arguments,
+    check_debugging,
+    check_device,
+    check_examples,
+    check_model,
+    with_activation,
+)
 from graphshard.dump import dump_directory
 from graphshard.errors import ArgumentError
 from graphshard.module import Runner, ShardedModule, sharded_class
@@ -38,6 +47,7 @@ def compile(
     mp_policy: MixedPrecisionPolicy | None = None,
     units: Sequence[str] | None = None,
     backend: Backend = "inductor",
+    activation: Literal["full"] | Sequence[OpOverload] | float | None = None,
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     max_captures: int = 8,
@@ -59,6 +69,11 @@ def compile(
         units: name patterns of the modules whose parameters are gathered together, such as `["layers.*"]`;
             None finds the repeated blocks.
         backend: "inductor", or "eager" for the same program without Inductor, bit for bit equal to FSDP2.
+        activation: what the units save for backward. None leaves it to AOTAutograd's partitioner; "full" saves what
+            goes into each unit and computes the rest again; a list of operators, such as
+            `[torch.ops.aten.mm.default]`, saves their results too; a number from 0 ("full") to 1 (None) is the share
+            of what the partitioner would save beyond "full" that may be saved. Results do not change. Regions of
+            `torch.utils.checkpoint` in the model are honoured in any case. `saved_table()` of a program shows it.
         example_inputs, example_kwargs: inputs of a call; with them the program is compiled now instead of at the
             first call. Only shapes, dtypes and non-tensor values matter.
         max_captures: how many input signatures may be captured before a call with a new one is an error.
@@ -79,11 +94,13 @@ def compile(
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     check_arguments(mesh, reshard_after_forward, policy, backend, max_captures)
     level = check_debugging(passes, verify, dump)
+    pipeline = with_activation(passes if passes is not None else Pipeline(), activation)
     directory = dump_directory(dump, dist.get_rank())
     check_device(model, mesh)
     check_examples(units, example_inputs, example_kwargs)
     device = _device_of(mesh)
     unit_names = find_units(model, units)
+    check_activation_units(model, activation, unit_names)
     table = build_table(
         model,
         num_shards=mesh.size(),
@@ -97,7 +114,7 @@ def compile(
         spec=CaptureSpec(table, unit_names, axis, device, policy, type(model)),
         mesh=mesh,
         backend=backend,
-        pipeline=passes if passes is not None else Pipeline(),
+        pipeline=pipeline,
         verify=level,
         dump=directory,
         max_captures=max_captures,

@@ -34,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
+from graphshard.checkpoints import interpret_submodules, mark_checkpoints, trace_checkpoints
 from graphshard.decompose import capture_decompositions
 from graphshard.diagnose import check_capturable, explain_export_failure
 from graphshard.graph import is_view
@@ -73,7 +74,8 @@ def capture(
     fake_args, fake_kwargs = pytree.tree_unflatten(fakes, in_spec)
     with _plain(module, spec, fake_mode, grad=grad), torch.set_grad_enabled(grad):
         try:
-            exported = torch.export.export(module, fake_args, fake_kwargs, strict=False)
+            with trace_checkpoints() as checkpoints:
+                exported = torch.export.export(module, fake_args, fake_kwargs, strict=False)
         except Exception as error:
             raise explain_export_failure(error, spec.forward_class) from error
         graph_module = exported.module(check_guards=False)
@@ -85,12 +87,14 @@ def capture(
     _tie(graph_module, spec.params)
     _flatten_signature(graph_module, leaves)
     _unalias_outputs(graph_module)
+    interpret_submodules(graph_module)
     tensors = [f for f in fakes if isinstance(f, torch.Tensor)]
     with contextlib.ExitStack() as stack, torch.set_grad_enabled(grad):
         joint = aot_export_joint_with_descriptors(
             stack, graph_module, tuple(tensors), decompositions=capture_decompositions()
         )
         captured: GraphModule = joint.graph_module
+    mark_checkpoints(captured, checkpoints)
     phase = _phase(captured, spec.params)
     tangents = tuple(slot.name for slot in phase.inputs if slot.kind == "tangent")
     name = "joint" if tangents else "forward"

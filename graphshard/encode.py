@@ -4,6 +4,7 @@
     {"node": "mm"}                           another node's value
     {"tuple": [1, 2]}  {"slice": [0, 4, 1]}  {"complex": [0.0, 1.0]}  {"float": "-inf"}
     {"dtype": "float32"}  {"device": "cuda:0"}  {"layout": "strided"}  {"memory_format": "contiguous_format"}
+    {"operator": "aten.bernoulli.p"}
     {"tensor": ["float32", [4, 4], [4, 1], "cpu"]}    a fake tensor: dtype, shape, stride, device; no values
     {"unsupported": "SymInt"}                anything else: it is written, so that a dump never fails, but not read
 
@@ -23,10 +24,22 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphshard._torch import dispatcher_operators, fake_tensor, new_fake_mode
+from graphshard._torch import (
+    dispatcher_operators,
+    fake_tensor,
+    new_fake_mode,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
 from graphshard.errors import ArgumentError
 
-_GETITEM = "getitem"
+# What a node may call besides the dispatcher's operators.
+_TARGETS: dict[str, Callable[..., Any]] = {
+    "getitem": operator.getitem,
+    "run_and_save_rng_state": run_and_save_rng_state,
+    "run_with_rng_state": run_with_rng_state,
+}
+_NAMES = {target: name for name, target in _TARGETS.items()}
 # Types whose values are attributes of torch, such as torch.float32 and torch.strided.
 _TAGS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 
@@ -63,13 +76,15 @@ def encode(value: Any) -> Any:
         return {"complex": [encode(value.real), encode(value.imag)]}
     if isinstance(value, torch.device):
         return {"device": str(value)}
+    if isinstance(value, torch._ops.OpOverload):
+        return {"operator": str(value)}
     tag = _TAGS.get(type(value))
     return {tag: short_name(value)} if tag else {"unsupported": type(value).__name__}
 
 
 def encode_target(target: Any) -> str:
     """The operator a node calls, as "aten.mm.default"."""
-    return _GETITEM if target is operator.getitem else str(target)
+    return _NAMES.get(target, str(target))
 
 
 @dataclass
@@ -114,14 +129,16 @@ class Decoder:
                 return float(content)
             case "device":
                 return torch.device(content)
+            case "operator":
+                return self.target(content)
             case "unsupported":
                 raise ArgumentError(f"it holds a value of type {content}, which a file cannot hold")
         raise ArgumentError(f"{json.dumps(data)[:60]} is no value")
 
     def target(self, name: str) -> Callable[..., Any]:
         """The operator of a name; only those that the dispatcher knows."""
-        if name == _GETITEM:
-            return operator.getitem
+        if name in _TARGETS:
+            return _TARGETS[name]
         namespace, _, rest = name.partition(".")
         operator_name, _, overload = rest.partition(".")
         known = f"{namespace}::{operator_name}" + (f".{overload}" if overload != "default" else "")

@@ -71,18 +71,20 @@ def region_seconds(region: Region, hardware: Hardware) -> float:
     That is what is left when everything else is fused into one kernel per multiplication.
     """
     graph = region.module.graph
-    seconds = 0.0
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        flop = _flop(node)
-        if flop:
-            moved = sum(num_bytes(n) for n in (node, *node.all_input_nodes))
-            dtype = node.all_input_nodes[0].meta["val"].dtype
-            compute = hardware.matmul_seconds(flop, dtype)
-            seconds += max(compute, moved / hardware.memory_bandwidth, hardware.kernel_seconds)
+    calls = (node for node in graph.nodes if node.op == "call_function")
+    seconds = sum(max(operator_seconds(n, hardware), hardware.kernel_seconds) for n in calls if _flop(n))
     edges = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
     return seconds + max(sum(map(num_bytes, edges)) / hardware.memory_bandwidth, hardware.kernel_seconds)
+
+
+def operator_seconds(node: Node, hardware: Hardware) -> float:
+    """Roofline of one operator: a multiplication by FLOPs or bytes, others by bytes, views nothing."""
+    if is_view(node):
+        return 0.0
+    flop = _flop(node)
+    moved = sum(num_bytes(n) for n in (node, *node.all_input_nodes))
+    compute = hardware.matmul_seconds(flop, node.all_input_nodes[0].meta["val"].dtype) if flop else 0.0
+    return max(compute, moved / hardware.memory_bandwidth)
 
 
 def estimate(program: Program, hardware: Hardware) -> Estimate:

@@ -235,8 +235,13 @@ def is_part(node: Node) -> bool:
 
 
 def with_parts(node: Node) -> list[Node]:
-    """A node and its parts."""
-    return [node, *(user for user in node.users if is_part(user))]
+    """A node and its parts, and theirs."""
+    return [node, *(part for user in node.users if is_part(user) for part in with_parts(user))]
+
+
+def is_backward(node: Node) -> bool:
+    """Whether a node of a joint graph was made by differentiation."""
+    return bool(node.meta.get("partitioner_tag") == "is_backward")
 
 
 def _takeoffs(nodes: list[Node]) -> dict[Node, Node]:

@@ -118,6 +118,33 @@ class Region:
     module: GraphModule
 
 
+@dataclass(frozen=True)
+class UnitMemory:
+    """What one unit saves for backward and computes again; "" is the root.
+
+    Attributes:
+        unit: its name.
+        saved: how many values are saved, by the operator that made them. Inputs of the step, parameters and gathered
+            parameters that stay until backward are not activations and not counted.
+        saved_bytes: their size; at the sizes of the example inputs, if some are dynamic.
+        recomputed: how many operators run again in backward, by name; views are not counted.
+    """
+
+    unit: str
+    saved: dict[str, int]
+    saved_bytes: int
+    recomputed: dict[str, int]
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """As text: what is saved, how many bytes, what runs again."""
+        saved, again = (
+            ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+            for counts in (self.saved, self.recomputed)
+        )
+        return saved, str(self.saved_bytes), again
+
+
 @dataclass
 class Program:
     """Everything the compiler knows about one captured signature of a module.
@@ -133,6 +160,7 @@ class Program:
         plan: buckets and events; None until planned.
         communication: one line per collective, in order; equal on all ranks.
         peak_gathered: per phase, the units whose gathered parameters are alive at once, where they are most.
+        saved: what is saved for backward and computed again, by unit; see `saved_table`.
         regions: distinct regions by key; empty until lowered.
         region_calls: keys in execution order, one per call in a step.
         lowering_seconds: time it took to compile regions and write the executors.
@@ -155,6 +183,7 @@ class Program:
     plan: Plan | None = None
     communication: list[str] = field(default_factory=list)
     peak_gathered: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    saved: tuple[UnitMemory, ...] = ()
     regions: dict[str, Region] = field(default_factory=dict)
     region_calls: list[str] = field(default_factory=list)
     lowering_seconds: float = 0.0
@@ -181,6 +210,17 @@ class Program:
         """The backward graph that runs; None for a program without gradients."""
         phase = self.phases.get("backward")
         return phase.module if phase else None
+
+    def saved_table(self) -> str:
+        """What forward saves for backward and what backward computes again, as a table with a line per unit."""
+        lines = [("unit", "saved", "bytes", "computed again in backward")]
+        lines += [(row.unit or "(root)", *row.cells) for row in self.saved]
+        lines.append(("total", "", str(sum(row.saved_bytes for row in self.saved)), ""))
+        widths = [max(len(line[i]) for line in lines) for i in range(3)]
+        return "\n".join(
+            f"{unit:<{widths[0]}}  {saved:<{widths[1]}}  {size:>{widths[2]}}  {again}".rstrip()
+            for unit, saved, size, again in lines
+        )
 
     @property
     def region_names(self) -> dict[str, str]:

@@ -37,6 +37,7 @@ Rule = Callable[[Program, str], Iterator[Violation]]
 _CONSTANTS = (
     *(int, float, bool, complex, str, type(None), slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    torch._ops.OpOverload,  # of a random operator that is computed again
 )
 
 

@@ -1,0 +1,67 @@
+"""What forward saves for backward and what backward computes again, by unit: `Program.saved_table()`.
+
+unit      saved                  bytes  computed again in backward
+(root)    embedding 1             4096
+layers.0  add 1, random state 1   9152  mm 3, mul 1, native_layer_norm 1
+total                            13248
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from graphshard._torch import hint, run_and_save_rng_state
+from graphshard.graph import Layout, base_of, is_part, module_of
+from graphshard.program import Phase, Program, UnitMemory
+from graphshard.units import unit_of
+
+
+def saved_by_unit(program: Program) -> tuple[UnitMemory, ...]:
+    """The table of a program that is partitioned and not lowered yet; empty for one without gradients."""
+    if not {"forward", "backward"} <= set(program.phases):
+        return ()
+    units = program.params.units
+    saved: dict[str, Counter[str]] = {}
+    recomputed: dict[str, Counter[str]] = {}
+    num_bytes: Counter[str] = Counter()
+    for node in saved_values(program.phases["forward"]):
+        unit = unit_of(module_of(node), units)
+        saved.setdefault(unit, Counter())[_operator(node)] += 1
+        num_bytes[unit] += size_of(node)
+    for node in program.phases["backward"].module.graph.nodes:
+        if node.meta.get("recomputed"):
+            recomputed.setdefault(unit_of(module_of(node), units), Counter())[_operator(node)] += 1
+    found = [unit for unit in ("", *units) if unit in saved or unit in recomputed]
+    empty: Counter[str] = Counter()
+    return tuple(
+        UnitMemory(u, dict(saved.get(u, empty)), num_bytes[u], dict(recomputed.get(u, empty)))
+        for u in dict.fromkeys(found)
+    )
+
+
+def saved_values(forward: Phase) -> list[Node]:
+    """The activations among what a forward phase saves."""
+    layout = Layout.of(forward)
+    gathered = {n for wait, after in layout.after.items() for n in (wait, *after)}
+    results = zip(forward.results, forward.outputs)
+    return [n for n, slot in results if slot.kind == "saved" and base_of(n) not in gathered]
+
+
+def size_of(node: Node) -> int:
+    """Bytes of a value, with example sizes for dynamic ones."""
+    val = node.meta["val"]
+    return int(hint(val.numel())) * val.dtype.itemsize if hasattr(val, "numel") else 8
+
+
+def _operator(node: Node) -> str:
+    """Name of the operator that made a value; a random one that runs again goes by its own name."""
+    node = base_of(node)
+    if is_part(node):
+        if node.all_input_nodes[0].target is run_and_save_rng_state and node.args[1] == 0:
+            return "random state"
+        return _operator(node.all_input_nodes[0])
+    operators = [a for a in (node.target, *node.args) if isinstance(a, OpOverload)]
+    return operators[0]._opname if operators else str(getattr(node.target, "__name__", node.target))
