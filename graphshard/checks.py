@@ -81,9 +81,7 @@ def with_activation(pipeline: Pipeline, activation: Any) -> Pipeline:
             f"that activations may take, got {activation!r}."
         )
     if ActivationCheckpointing.name in {step.name for step in pipeline}:
-        raise ArgumentError(
-            f"activation={activation!r}: passes has a {ActivationCheckpointing.name!r} already. Drop one."
-        )
+        raise ArgumentError(f"activation: passes has {ActivationCheckpointing.name!r} already. Give one of the two.")
     return Pipeline((ActivationCheckpointing(policy), *pipeline))
 
 

@@ -46,8 +46,8 @@ def saved_values(forward: Phase) -> list[Node]:
     """The activations among what a forward phase saves."""
     layout = Layout.of(forward)
     gathered = {n for wait, after in layout.after.items() for n in (wait, *after)}
-    results = zip(forward.results, forward.outputs)
-    return [n for n, slot in results if slot.kind == "saved" and base_of(n) not in gathered]
+    saved = (n for n, slot in zip(forward.results, forward.outputs) if slot.kind == "saved")
+    return [n for n in saved if (base := base_of(n)).op != "placeholder" and base not in gathered]
 
 
 def size_of(node: Node) -> int:

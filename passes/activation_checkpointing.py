@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
+import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
 from graphshard._torch import min_cut_partition
 from graphshard.errors import PassError
 from graphshard.estimate import num_bytes, operator_seconds
-from graphshard.graph import is_backward, is_communication
+from graphshard.graph import fake, is_backward, is_communication, with_parts
 from graphshard.hardware import H100
 from graphshard.passes.base import Pass
 from graphshard.program import Phase, Program
@@ -118,14 +119,24 @@ def _within_budget(joint: Phase, regions: dict[Node, int], budget: float) -> set
         if node.name in names and maker in regions and maker not in outer:
             saved[maker] = saved.get(maker, 0) + num_bytes(node)
     stop = {*saved, *outer}
-    seconds = {maker: sum(operator_seconds(n, H100) for n in _chain(maker, regions, stop)) for maker in saved}
-    room = budget * sum(saved.values())
+    chains = {maker: _chain(maker, regions, stop) for maker in saved}
+    seconds = {maker: sum(operator_seconds(n, H100) for n in chain) for maker, chain in chains.items()}
+    states = {maker: sum(_state_bytes(n) for n in chain) for maker, chain in chains.items()}
+    cost = {maker: max(0, size - states[maker]) for maker, size in saved.items()}
+    room = budget * sum(cost.values())
     kept: set[Node] = set()
-    for maker in sorted(saved, key=lambda maker: -seconds[maker] / saved[maker]):
-        if saved[maker] <= room:
-            room -= saved[maker]
+    for maker in sorted(saved, key=lambda maker: -seconds[maker] / max(1, cost[maker])):
+        if cost[maker] <= room:
+            room -= cost[maker]
             kept.add(maker)
     return kept
+
+
+def _state_bytes(node: Node) -> int:
+    """What must be saved so that a random operator draws the same again: the size of a generator's state."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return 0
+    return 5056 if fake(with_parts(node)[-1]).device.type == "cpu" else 16
 
 
 def _chain(maker: Node, regions: dict[Node, int], stop: set[Node]) -> set[Node]:
