@@ -48,6 +48,7 @@ def compile(
     units: Sequence[str] | None = None,
     backend: Backend = "inductor",
     activation: Literal["full"] | Sequence[OpOverload] | float | None = None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     max_captures: int = 8,
@@ -74,6 +75,9 @@ def compile(
             `[torch.ops.aten.mm.default]`, saves their results too; a number from 0 ("full") to 1 (None) is the share
             of what the partitioner would save beyond "full" that may be saved. Results do not change. Regions of
             `torch.utils.checkpoint` in the model are honoured in any case. `saved_table()` of a program shows it.
+        dynamic_shapes: dimensions of the inputs that vary, in torch.export's format, such as
+            `({0: Dim("batch"), 1: Dim("sequence", max=4096)},)` or `{"tokens": {0: Dim.AUTO}}`: one program serves all
+            their sizes from 2 on. `torch._dynamo.mark_dynamic` on the inputs of the first call does the same.
         example_inputs, example_kwargs: inputs of a call; with them the program is compiled now instead of at the
             first call. Only shapes, dtypes and non-tensor values matter.
         max_captures: how many input signatures may be captured before a call with a new one is an error.
@@ -97,7 +101,7 @@ def compile(
     pipeline = with_activation(passes if passes is not None else Pipeline(), activation)
     directory = dump_directory(dump, dist.get_rank())
     check_device(model, mesh)
-    check_examples(units, example_inputs, example_kwargs)
+    check_examples(units, example_inputs, example_kwargs, dynamic_shapes)
     device = _device_of(mesh)
     unit_names = find_units(model, units)
     check_activation_units(model, activation, unit_names)
@@ -111,7 +115,7 @@ def compile(
     )
     axis = Axis((mesh.mesh_dim_names or ("shard",))[0], mesh.size())
     runner = Runner(
-        spec=CaptureSpec(table, unit_names, axis, device, policy, type(model)),
+        spec=CaptureSpec(table, unit_names, axis, device, policy, type(model), dynamic_shapes),
         mesh=mesh,
         backend=backend,
         pipeline=pipeline,

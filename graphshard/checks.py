@@ -98,13 +98,18 @@ def check_activation_units(model: nn.Module, activation: Any, units: Sequence[st
         )
 
 
-def check_examples(units: Any, example_inputs: Any, example_kwargs: Any) -> None:
+def check_examples(units: Any, example_inputs: Any, example_kwargs: Any, dynamic_shapes: Any = None) -> None:
     """Raise ArgumentError where a container was forgotten."""
     if isinstance(units, str):
         raise ArgumentError(f"units must be a sequence of name patterns, got one string. Pass [{units!r}].")
     if not (example_inputs is None or isinstance(example_inputs, (tuple, list))):
         raise ArgumentError(
             f"example_inputs must be a tuple of the call's positional inputs, got {type(example_inputs).__name__}"
+        )
+    if not (dynamic_shapes is None or isinstance(dynamic_shapes, (tuple, list, Mapping))):
+        raise ArgumentError(
+            "dynamic_shapes must be a tuple with an entry for each input, or a dict by the inputs' names, as for "
+            f"torch.export.export, got {type(dynamic_shapes).__name__}."
         )
     if not (example_kwargs is None or isinstance(example_kwargs, Mapping)):
         raise ArgumentError(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from graphshard.errors import CaptureError
 
@@ -52,9 +53,9 @@ def check_capturable(module: GraphModule, cls: type[nn.Module]) -> None:
         kind, val = None, node.meta.get("val")
         if isinstance(node.target, HigherOrderOperator) and not node.target.name().startswith("wrap_with"):
             kind = "operator"
-        elif isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        elif isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) and free_unbacked_symbols(val):
             kind = "item"
-        elif isinstance(val, torch.Tensor) and not all(isinstance(size, int) for size in val.shape):
+        elif isinstance(val, torch.Tensor) and free_unbacked_symbols(val):
             kind = "shape"
         if kind is not None:
             frame = _user_frame(_parse_stack(node.meta.get("stack_trace") or ""))

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
+from graphshard._torch import hint
 from graphshard.graph import WAIT, is_collective, is_view, module_of
 from graphshard.hardware import Hardware
 from graphshard.program import Phase, Program, Region
@@ -191,10 +192,10 @@ def _shares(node: Node) -> bool:
 
 
 def num_bytes(node: Node) -> int:
-    """Bytes of a value, of all tensors if there are several."""
+    """Bytes of a value, of all tensors if there are several; at the sizes of the capture if some are dynamic."""
     val = node.meta.get("val")
     vals = val if isinstance(val, (tuple, list)) else [val]
-    return sum(v.numel() * v.dtype.itemsize for v in vals if isinstance(v, torch.Tensor))
+    return sum(hint(v.numel()) * v.dtype.itemsize for v in vals if isinstance(v, torch.Tensor))
 
 
 def _flop(node: Node) -> float:
@@ -205,4 +206,4 @@ def _flop(node: Node) -> float:
     if count is None:
         return 0.0
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return float(count(*args, **kwargs, out_val=node.meta["val"]))
+    return float(hint(count(*args, **kwargs, out_val=node.meta["val"])))

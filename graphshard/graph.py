@@ -114,11 +114,11 @@ def fake(node: Node) -> torch.Tensor:
     return val
 
 
-def restride(value: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
-    """A real value with the strides its fake had in the graph; itself if it has them."""
-    if value.stride() == traced.stride():
+def restride(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """A real value with the strides that the graph relies on; itself if it has them."""
+    if value.stride() == stride:
         return value
-    return torch.empty_strided(traced.shape, traced.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def module_of(node: Node) -> str:

@@ -25,7 +25,9 @@ from graphshard.agree import check_agreement
 from graphshard.backends import Backend, compiler_for
 from graphshard.capture import CaptureSpec, capture
 from graphshard.dump import Dump
+from graphshard.dynamic import MARKS
 from graphshard.errors import CaptureLimitError, InputError, MaterializationError
+from graphshard.fit import misfit
 from graphshard.lower import RegionCall, lower
 from graphshard.observe import Level, Observer
 from graphshard.params import ParamTable
@@ -39,6 +41,9 @@ log = logging.getLogger(__name__)
 
 # How long a rank waits for the others to come as far as a new program: compilation takes different times.
 AGREEMENT_TIMEOUT = timedelta(minutes=10)
+
+# How many shapes are remembered to fit a program with dynamic sizes; finding it again costs under a millisecond.
+REMEMBERED_SHAPES = 1024
 
 _CONSTANTS = (int, float, bool, str, type(None))
 
@@ -69,11 +74,16 @@ class Signature:
     """What a program was captured for. Programs differ where signatures do."""
 
     structure: pytree.TreeSpec
-    inputs: tuple[Hashable, ...]
+    inputs: tuple[tuple[Any, ...], ...]
     training: tuple[bool, ...]
     grad: bool
     autocast: Hashable
     params: tuple[tuple[bool, torch.dtype], ...]
+
+    def loose(self) -> Signature:
+        """The signature without shapes and strides."""
+        inputs = tuple(key[2:] if len(key) == 4 else key for key in self.inputs)
+        return dataclasses.replace(self, inputs=inputs)
 
     def __hash__(self) -> int:
         return hash((self.inputs, self.training, self.grad, self.autocast, self.params))
@@ -110,6 +120,8 @@ class Runner:
     agreed: set[tuple[str, ...]] = field(default_factory=set)
     materialized: bool = False
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
+    _fits: dict[Signature, Executable] = field(default_factory=dict)
+    _misfits: list[str] = field(default_factory=list)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
@@ -119,11 +131,29 @@ class Runner:
         if not self.materialized:
             check_materialized(module)
             self.materialized = True
-        executable = self.executables.get(signature)
+        executable = self.executables.get(signature) or self._fitting(signature, leaves)
         if executable is None:
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             executable = self.install(module, signature, self.build(module, args, kwargs, signature))
         return executable([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+    def _fitting(self, signature: Signature, leaves: Sequence[Any]) -> Executable | None:
+        """A program with dynamic sizes that these inputs fit; what is found is remembered."""
+        if signature not in self._fits:
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            found = None
+            self._misfits = []
+            for known, executable in self.executables.items():
+                if executable.program.sizes and known.loose() == signature.loose():
+                    why = misfit(executable.program, tensors)
+                    found = executable if not why else found
+                    self._misfits += [why] if why else []
+            if found is None:
+                return None
+            if len(self._fits) >= REMEMBERED_SHAPES:
+                self._fits.clear()
+            self._fits[signature] = found
+        return self._fits[signature]
 
     def build(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Program:
         """Capture, shard, schedule and lower a program; the module stays as it is."""
@@ -179,6 +209,7 @@ class Runner:
             observer = Observer(self.verify, dump, partitioned.rest)
             variant = rerun_backward(partitioned, program, used, observer)
             lower(variant, compiler_for(self.backend), self.compiled)
+            self._fits.clear()  # compiling may have found conditions on dynamic sizes
             observer.lowered(variant, self.compiled)
             return variant.phases["backward"]
 
@@ -215,7 +246,9 @@ class Runner:
                         f"input {_path(structure, index)} is on {leaf.device}, the model's mesh is on {device}. "
                         f"Move it there before the call."
                     )
+                marks = {mark: getattr(leaf, mark) for mark in MARKS if hasattr(leaf, mark)}
                 leaf = leaf.to(device)
+                leaf.__dict__.update(marks)
             elif not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
                 raise InputError(
                     f"input {_path(structure, index)} is a {type(leaf).__name__}, which is neither a tensor nor a "
@@ -257,7 +290,7 @@ def check_materialized(module: nn.Module) -> None:
         )
 
 
-def _leaf_key(leaf: Any) -> Hashable:
+def _leaf_key(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
     return (type(leaf), leaf)

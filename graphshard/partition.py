@@ -18,6 +18,7 @@ from graphshard._torch import hint, min_cut_partition, run_and_save_rng_state, r
 from graphshard.graph import aten, base_of, emit, erase_dead, fake, is_communication, is_part, is_view
 from graphshard.passes.base import Pass
 from graphshard.program import Phase, Program, Slot
+from graphshard.sizes import lift_sizes
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Partition(Pass):
             ),
         }
         for phase in program.phases.values():
+            lift_sizes(phase, program.sizes)
             _rename_placeholders(phase)
             for node in phase.module.graph.nodes:
                 for mark in ("recompute", "ac_graph_id", "partitioner_tag"):  # they have done their work

@@ -18,7 +18,7 @@ from graphshard.fold import fold
 from graphshard.params import ParamTable
 from graphshard.plan import Plan
 
-SlotKind = Literal["param", "buffer", "input", "tangent", "output", "mutation", "grad", "saved"]
+SlotKind = Literal["param", "buffer", "input", "tangent", "output", "mutation", "grad", "saved", "size"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Slot:
     """What one input or output of a graph means.
 
     `name` is the parameter or buffer name, the index of a user input or output as text, or for "saved" the
-    name of the forward value. A "mutation" or "grad" carries the kind it belongs to in `of`.
+    name of the forward value, for "size" that of a dynamic size. A "mutation" or "grad" carries the kind it belongs
+    to in `of`.
     """
 
     kind: SlotKind
@@ -102,6 +103,26 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Size:
+    """A dynamic size.
+
+    Attributes:
+        name: "s0", "s1" in the order in which inputs show them.
+        source: the index of an input of the step and the dimension whose size it is.
+        value: what stands for it in the fake values of the graphs.
+    """
+
+    name: str
+    source: tuple[int, int]
+    value: torch.SymInt
+
+    @property
+    def symbol(self) -> Any:
+        """The symbol in the expressions of other sizes."""
+        return self.value.node.expr
+
+
+@dataclass(frozen=True)
 class Axis:
     """A mesh axis by its symbolic name; the process group is bound at installation."""
 
@@ -168,6 +189,8 @@ class Program:
         established: names of the rules of `graphshard.rules` that passes have made to hold.
         differentiated: parameters whose gradient the program computes.
         model: name of the class that was captured.
+        sizes: dynamic sizes of the inputs; empty for a program of one shape.
+        shapes: shape and strides of every input of a program with dynamic sizes.
         capture: how many programs of the module were captured before.
         reason: why this program was captured.
         next_number: number of the next value to be printed; numbers are kept from stage to stage.
@@ -191,6 +214,8 @@ class Program:
     established: set[str] = field(default_factory=set)
     differentiated: frozenset[str] = frozenset()
     model: str = ""
+    sizes: tuple[Size, ...] = ()
+    shapes: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...] = ()
     capture: int = 0
     reason: str = ""
     next_number: int = 0

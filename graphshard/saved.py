@@ -13,7 +13,8 @@ from collections import Counter
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from graphshard._torch import hint, run_and_save_rng_state
+from graphshard._torch import run_and_save_rng_state
+from graphshard.estimate import num_bytes
 from graphshard.graph import Layout, base_of, is_part, module_of
 from graphshard.program import Phase, Program, UnitMemory
 from graphshard.units import unit_of
@@ -26,19 +27,18 @@ def saved_by_unit(program: Program) -> tuple[UnitMemory, ...]:
     units = program.params.units
     saved: dict[str, Counter[str]] = {}
     recomputed: dict[str, Counter[str]] = {}
-    num_bytes: Counter[str] = Counter()
+    total: Counter[str] = Counter()
     for node in saved_values(program.phases["forward"]):
         unit = unit_of(module_of(node), units)
         saved.setdefault(unit, Counter())[_operator(node)] += 1
-        num_bytes[unit] += size_of(node)
+        total[unit] += num_bytes(node)
     for node in program.phases["backward"].module.graph.nodes:
         if node.meta.get("recomputed"):
             recomputed.setdefault(unit_of(module_of(node), units), Counter())[_operator(node)] += 1
     found = [unit for unit in ("", *units) if unit in saved or unit in recomputed]
     empty: Counter[str] = Counter()
     return tuple(
-        UnitMemory(u, dict(saved.get(u, empty)), num_bytes[u], dict(recomputed.get(u, empty)))
-        for u in dict.fromkeys(found)
+        UnitMemory(u, dict(saved.get(u, empty)), total[u], dict(recomputed.get(u, empty))) for u in dict.fromkeys(found)
     )
 
 
@@ -48,12 +48,6 @@ def saved_values(forward: Phase) -> list[Node]:
     gathered = {n for wait, after in layout.after.items() for n in (wait, *after)}
     saved = (n for n, slot in zip(forward.results, forward.outputs) if slot.kind == "saved")
     return [n for n in saved if (base := base_of(n)).op != "placeholder" and base not in gathered]
-
-
-def size_of(node: Node) -> int:
-    """Bytes of a value, with example sizes for dynamic ones."""
-    val = node.meta["val"]
-    return int(hint(val.numel())) * val.dtype.itemsize if hasattr(val, "numel") else 8
 
 
 def _operator(node: Node) -> str:

@@ -22,6 +22,7 @@ from graphshard._torch import fake_mode_of
 from graphshard.graph import WAIT, aten, c10d, emit, erase_dead, fake, is_view
 from graphshard.passes.base import Pass
 from graphshard.program import Phase, Program
+from graphshard.sizes import lift_sizes
 
 _ZERO_IF_ANY = frozenset(
     {
@@ -64,6 +65,7 @@ class DropUnusedTangents(Pass):
         unused = {node for node, name in tangents.items() if name not in used}
         if unused:
             _propagate(phase, set(unused))
+            lift_sizes(phase, program.sizes)
             _erase(phase, unused)
             program.differentiated = phase.differentiated
         return len(unused)
@@ -125,7 +127,7 @@ def _erase(phase: Phase, unused: set[Node]) -> None:
     graph = phase.module.graph
     erase_dead(graph)
     slots = phase.slot_of()
-    idle = [node for node in slots if node in unused or not node.users]
+    idle = [node for node, slot in slots.items() if slot.kind != "size" and (node in unused or not node.users)]
     phase.inputs = tuple(slot for node, slot in slots.items() if node not in idle)
     for node in idle:
         graph.erase_node(node)

@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from graphshard.checks import check_activation_units, with_activation
 from graphshard.encode_pass import decode_pass, encode_pass
 from graphshard.errors import ArgumentError, CaptureError
+from graphshard.estimate import num_bytes
 from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline import Pipeline, run_pass
 from graphshard.program import Program
-from graphshard.saved import saved_by_unit, saved_values, size_of
+from graphshard.saved import saved_by_unit, saved_values
 from graphshard.serialize import program_from_json, program_to_json
 from tests.helpers import calls, captured, full_gradients, step, through
 
@@ -115,7 +116,7 @@ def test_row_58_saved_bytes_are_those_of_eager_mode(around: str) -> None:
     model, program = _partitioned(AROUND[around])
     values = saved_values(program.phases["forward"])
     assert sum("random_state" not in node.name for node in values) == len(values) - 2
-    ours = sum(size_of(node) for node in values if "random_state" not in node.name)
+    ours = sum(num_bytes(node) for node in values if "random_state" not in node.name)
     assert ours == _eager_saved_bytes(model)
     assert ours < _eager_saved_bytes(_partitioned(_plain)[0])
 
