@@ -39,11 +39,15 @@ Compiler = Callable[[dict[str, Region], Callable[[str], None]], Iterator[tuple[s
 class RegionCall:
     """A compiled region; it takes a list of inputs and empties it, so that each can be freed at its last use.
 
+    `within` is not None where compilation took something about dynamic sizes for granted: the sizes of the program for
+    which that was recorded. Other programs do not use the region.
+
     Not a module: global module hooks, which debugging tools install, must not see regions.
     """
 
-    def __init__(self, fn: Boxed) -> None:
+    def __init__(self, fn: Boxed, within: object = None) -> None:
         self.fn = fn
+        self.within = within
 
     @property
     def source(self) -> str:
@@ -74,9 +78,14 @@ def lower(
     program.regions = {call.region.key: call.region for call in calls}
     program.region_calls = [call.region.key for call in calls]
     names = {key: name for name, key in program.region_names.items()}
-    new = {names[key]: region for key, region in program.regions.items() if key not in compiled}
+    within = program.sizes[0].value.node.shape_env if program.sizes else None
+    known = {key for key, call in compiled.items() if call.within in (None, within)}
+    new = {names[key]: region for key, region in program.regions.items() if key not in known}
+    conditions = len(within.guards) if within else 0
     for name, fn in compiler(new, show):
-        compiled[new[name].key] = RegionCall(fn)
+        conditional = within is not None and len(within.guards) > conditions
+        compiled[new[name].key] = RegionCall(fn, within if conditional else None)
+        conditions = len(within.guards) if within else 0
     for phase_name, phase in program.phases.items():
         phase.module = _executor(phase, cuts[phase_name], names, compiled, program.params.units)
     program.lowering_seconds = time.perf_counter() - start

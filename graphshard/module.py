@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +36,7 @@ from graphshard.program import Phase, Program
 from graphshard.progress import progress
 from graphshard.runtime import Executable
 from graphshard.sharding import ParamRef
+from graphshard.signature import Signature, leaf_key
 
 log = logging.getLogger(__name__)
 
@@ -67,39 +68,6 @@ class ShardedModule(nn.Module):
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of a compiled module: a subclass of the user's."""
     return type(f"Sharded{cls.__name__}", (ShardedModule, cls), {"__module__": cls.__module__})
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a program was captured for. Programs differ where signatures do."""
-
-    structure: pytree.TreeSpec
-    inputs: tuple[tuple[Any, ...], ...]
-    training: tuple[bool, ...]
-    grad: bool
-    autocast: Hashable
-    params: tuple[tuple[bool, torch.dtype], ...]
-
-    def loose(self) -> Signature:
-        """The signature without shapes and strides."""
-        inputs = tuple(key[2:] if len(key) == 4 else key for key in self.inputs)
-        return dataclasses.replace(self, inputs=inputs)
-
-    def __hash__(self) -> int:
-        return hash((self.inputs, self.training, self.grad, self.autocast, self.params))
-
-    def changes_from(self, other: Signature) -> str:
-        """What differs from another signature, in words."""
-        reasons = {
-            "structure": "new structure of the inputs",
-            "inputs": "new shapes, dtypes or values of the inputs",
-            "training": "train() or eval() was called",
-            "grad": "gradients are " + ("on" if self.grad else "off"),
-            "autocast": "autocast changed",
-            "params": "dtype or requires_grad of a parameter changed",
-        }
-        changed = [why for name, why in reasons.items() if getattr(self, name) != getattr(other, name)]
-        return ", ".join(changed)
 
 
 @dataclass
@@ -219,7 +187,7 @@ class Runner:
 
     def signature(self, module: nn.Module, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Signature:
         """The signature of a call with these input leaves."""
-        inputs = tuple(_leaf_key(leaf) for leaf in leaves)
+        inputs = tuple(leaf_key(leaf) for leaf in leaves)
         device_type = self.spec.device.type
         autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
         return Signature(
@@ -275,7 +243,8 @@ class Runner:
     def _reason(self, signature: Signature) -> str:
         if not self.executables:
             return "first call"
-        return signature.changes_from(list(self.executables)[-1])
+        reason = signature.changes_from(list(self.executables)[-1])
+        return f"{reason} ({'; '.join(self._misfits)})" if self._misfits else reason
 
 
 def check_materialized(module: nn.Module) -> None:
@@ -288,12 +257,6 @@ def check_materialized(module: nn.Module) -> None:
             f"{len(meta)} parameters or buffers of {type(module).__name__} are on the meta device: {listed}. "
             "Allocate them with model.to_empty(device=...) and initialise or load them before the first call."
         )
-
-
-def _leaf_key(leaf: Any) -> tuple[Any, ...]:
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
-    return (type(leaf), leaf)
 
 
 def _path(structure: pytree.TreeSpec, index: int) -> str:
