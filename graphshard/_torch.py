@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.source import ConstantSource
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
@@ -14,8 +15,9 @@ from torch._logging import trace_structured
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._sympy.numbers import int_oo
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "hint",
     "min_cut_partition",
     "new_fake_mode",
+    "new_size",
     "rendezvous_store",
     "run_and_save_rng_state",
     "run_with_rng_state",
@@ -56,6 +59,18 @@ def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
 def new_fake_mode() -> FakeTensorMode:
     """A mode like the one that programs are captured in."""
     return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def new_size(mode: FakeTensorMode, name: str, hint: int, low: int | None, high: int | None) -> torch.SymInt:
+    """A dynamic size of a fake mode, with the size it has in examples and the least and largest it may have."""
+    env = mode.shape_env
+    assert env is not None
+    source = ConstantSource(name)
+    symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    env.constrain_symbol_range(symbol, low if low is not None else 2, high if high is not None else int_oo)
+    size = env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(size, torch.SymInt)
+    return size
 
 
 def fake_tensor(

@@ -88,7 +88,7 @@ def find_sizes(inputs: Mapping[int, torch.Tensor]) -> tuple[Size, ...]:
     return tuple(found.values())
 
 
-class _Builder:
+class SizeBuilder:
     """Computes sizes behind the inputs of a graph, each once, from the `size` inputs."""
 
     def __init__(self, graph: Graph, placeholders: Mapping[sympy.Symbol, Node]) -> None:
@@ -142,7 +142,7 @@ def lift_sizes(phase: Phase, sizes: tuple[Size, ...]) -> None:
             node.meta["val"] = size.value
             slots[node] = Slot("size", size.name)
         placeholders[size.symbol] = given[size.name]
-    build = _Builder(graph, placeholders)
+    build = SizeBuilder(graph, placeholders)
     old = []
     for node in list(graph.nodes):
         if node in given.values():

@@ -22,7 +22,7 @@ from graphshard._torch import fake_mode_of
 from graphshard.graph import WAIT, aten, c10d, emit, erase_dead, fake, is_view
 from graphshard.passes.base import Pass
 from graphshard.program import Phase, Program
-from graphshard.sizes import lift_sizes
+from graphshard.sizes import SizeBuilder, size_inputs
 
 _ZERO_IF_ANY = frozenset(
     {
@@ -65,7 +65,6 @@ class DropUnusedTangents(Pass):
         unused = {node for node, name in tangents.items() if name not in used}
         if unused:
             _propagate(phase, set(unused))
-            lift_sizes(phase, program.sizes)
             _erase(phase, unused)
             program.differentiated = phase.differentiated
         return len(unused)
@@ -118,8 +117,9 @@ def _other_addend(node: Node, zeros: set[Node]) -> Node | None:
 
 def _materialize(graph: Graph, zero: Node, before: Node) -> Node:
     val = fake(zero)
+    shape = list(map(SizeBuilder(graph, size_inputs(graph)), val.shape))
     with graph.inserting_before(before), fake_mode_of(val):
-        return emit(graph, aten.full.default, list(val.shape), 0, dtype=val.dtype, device=val.device, like=before)
+        return emit(graph, aten.full.default, shape, 0, dtype=val.dtype, device=val.device, like=before)
 
 
 def _erase(phase: Phase, unused: set[Node]) -> None:
