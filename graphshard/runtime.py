@@ -22,7 +22,7 @@ from graphshard.lower import Boxed
 from graphshard.program import Phase, Program, Slot
 from graphshard.ranges import profiling, with_ranges
 from graphshard.sharding import ParamRef, as_dtensor, padded_shard
-from graphshard.sizes import evaluate, expression
+from graphshard.sizes import evaluate, expression, given_sizes
 
 BackwardFactory = Callable[[frozenset[str]], Phase]
 
@@ -115,11 +115,7 @@ class Executable:
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
         """The dynamic sizes of a call."""
-        found = {}
-        for size in self.program.sizes:
-            index, dim = size.source
-            found[Slot("size", size.name)] = tensors[index].shape[dim]
-        return found
+        return {Slot("size", name): size for name, size in given_sizes(self.program.sizes, tensors).items()}
 
     def _stride(self, node: Node, known: dict[Slot, Any]) -> tuple[int, ...]:
         stride = fake(node).stride()

@@ -12,7 +12,7 @@ each region, so that only `size` inputs cross borders.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import sympy
@@ -46,6 +46,11 @@ def _number(expr: Any) -> Any:
 def evaluate(expr: Any, sizes: Mapping[sympy.Symbol, Any]) -> Any:
     """An expression at given sizes; these may be numbers, or proxies that record the computation."""
     return sympy_interp(PythonReferenceAnalysis, dict(sizes), expr) if isinstance(expr, sympy.Basic) else expr
+
+
+def given_sizes(sizes: Sequence[Size], tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+    """The sizes of a call's inputs, by name."""
+    return {size.name: tensors[size.source[0]].shape[size.source[1]] for size in sizes}
 
 
 def is_size(node: Node) -> bool:

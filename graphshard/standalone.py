@@ -13,7 +13,7 @@ import re
 import torch
 from torch.fx import GraphModule, Node
 
-from graphshard._torch import hint
+from graphshard._torch import hint, run_with_rng_state
 from graphshard.graph import is_collective
 from graphshard.program import Phase, Program, Region
 
@@ -102,6 +102,9 @@ def _inputs(placeholders: list[Node], labels: list[str] | None = None) -> str:
     for index, node in enumerate(placeholders):
         val = node.meta["val"]
         label = f"  # {labels[index]}" if labels else ""
+        if node.name.startswith("random_state") or any(user.target is run_with_rng_state for user in node.users):
+            lines.append(f"        torch.get_rng_state(),{label}\n")
+            continue
         if isinstance(val, torch.SymInt):
             lines.append(f"        {hint(val)},{label}\n")
             continue
