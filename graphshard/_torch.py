@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.source import ConstantSource
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._sympy.numbers import int_oo
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -22,9 +26,13 @@ __all__ = [
     "dispatcher_operators",
     "fake_mode_of",
     "fake_tensor",
+    "hint",
     "min_cut_partition",
     "new_fake_mode",
+    "new_size",
     "rendezvous_store",
+    "run_and_save_rng_state",
+    "run_with_rng_state",
     "trace_structured",
     "use_boxed_calls",
 ]
@@ -33,9 +41,12 @@ __all__ = [
 def min_cut_partition(joint: GraphModule, num_outputs: int) -> tuple[GraphModule, GraphModule]:
     """AOTAutograd's min-cut partitioner; `num_outputs` counts the forward's outputs in the joint graph.
 
-    Its common subexpression elimination is off: it would merge the reductions of equal gradients into one.
+    Its common subexpression elimination is off: it would merge the reductions of equal gradients into one. Random
+    operators that are computed again get their generator's state as a tensor, not as a generator object, which graphs
+    could not be stored with.
     """
-    with config.patch(cse=False):
+    modes = (fake_mode_of(n.meta["val"]) for n in joint.graph.nodes if isinstance(n.meta.get("val"), FakeTensor))
+    with config.patch(cse=False, graphsafe_rng_functionalization=False), tracing(TracingContext(next(modes, None))):
         return min_cut_rematerialization_partition(joint, [], num_fwd_outputs=num_outputs)
 
 
@@ -48,6 +59,18 @@ def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
 def new_fake_mode() -> FakeTensorMode:
     """A mode like the one that programs are captured in."""
     return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def new_size(mode: FakeTensorMode, name: str, hint: int, low: int | None, high: int | None) -> torch.SymInt:
+    """A dynamic size of a fake mode, with the size it has in examples and the least and largest it may have."""
+    env = mode.shape_env
+    assert env is not None
+    source = ConstantSource(name)
+    symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    env.constrain_symbol_range(symbol, low if low is not None else 2, high if high is not None else int_oo)
+    size = env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(size, torch.SymInt)
+    return size
 
 
 def fake_tensor(
@@ -68,6 +91,11 @@ def dispatcher_operators() -> frozenset[str]:
 def use_boxed_calls(graph: Graph) -> None:
     """Generate code that takes one list of inputs and clears it, so that inputs can be freed early."""
     graph.set_codegen(_BoxedCodeGen())
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """The size itself, or the one that a dynamic size had in the example inputs."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
 def rendezvous_store() -> dist.Store:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from graphshard.backends import Backend
 from graphshard.capture import CaptureSpec
 from graphshard.checks import (
+    check_activation_units,
     check_arguments,
     check_debugging,
     check_examples,
@@ -25,6 +27,7 @@ from graphshard.checks import (
     check_params,
     check_placements,
     default_mesh,
+    with_activation,
 )
 from graphshard.dump import dump_directory
 from graphshard.errors import ArgumentError
@@ -52,6 +55,8 @@ def compile(
     ignored_params: Iterable[nn.Parameter] | None = None,
     units: Sequence[UnitSpec] | None = None,
     backend: Backend = "inductor",
+    activation: Literal["full"] | Sequence[OpOverload] | float | None = None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     max_captures: int = 8,
@@ -78,6 +83,14 @@ def compile(
         units: the modules whose parameters are gathered together: name patterns such as `"layers.*"`, functions of
             name and module, or tuples of patterns for one unit of several modules; None finds the repeated blocks.
         backend: "inductor", or "eager" for the same program without Inductor, bit for bit equal to FSDP2.
+        activation: what the units save for backward. None leaves it to AOTAutograd's partitioner; "full" saves what
+            goes into each unit and computes the rest again; a list of operators, such as
+            `[torch.ops.aten.mm.default]`, saves their results too; a number from 0 ("full") to 1 (None) is the share
+            of what the partitioner would save beyond "full" that may be saved. Results do not change. Regions of
+            `torch.utils.checkpoint` in the model are honoured in any case. `saved_table()` of a program shows it.
+        dynamic_shapes: dimensions of the inputs that vary, in torch.export's format, such as
+            `({0: Dim("batch"), 1: Dim("sequence", max=4096)},)` or `{"tokens": {0: Dim.AUTO}}`: one program serves all
+            their sizes from 2 on. `torch._dynamo.mark_dynamic` on the inputs of the first call does the same.
         example_inputs, example_kwargs: inputs of a call; with them the program is compiled now instead of at the
             first call. Only shapes, dtypes and non-tensor values matter.
         max_captures: how many input signatures may be captured before a call with a new one is an error.
@@ -99,13 +112,15 @@ def compile(
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     check_arguments(mesh, reshard_after_forward, policy, offload_policy, backend, max_captures)
     level = check_debugging(passes, verify, dump)
+    pipeline = with_activation(passes if passes is not None else Pipeline(), activation)
     directory = dump_directory(dump, dist.get_rank())
     ignored = check_ignored(model, ignored_params)
     check_params(model, mesh, ignored)
     dims = check_placements(model, shard_placement_fn, ignored)
-    check_examples(units, example_inputs, example_kwargs)
+    check_examples(units, example_inputs, example_kwargs, dynamic_shapes)
     device = _device_of(mesh)
     unit_names = find_units(model, units)
+    check_activation_units(model, activation, unit_names)
     table = build_table(
         model,
         num_shards=mesh.size(),
@@ -124,7 +139,7 @@ def compile(
         pipeline = with_offload(pipeline)
     refs = tuple(param_refs(model, table))
     runner = Runner(
-        spec=CaptureSpec(table, unit_names, axis, device, policy, type(model)),
+        spec=CaptureSpec(table, unit_names, axis, device, policy, type(model), dynamic_shapes),
         mesh=mesh,
         backend=backend,
         pipeline=pipeline,

@@ -28,6 +28,7 @@ from graphshard.observe import Observer
 from graphshard.program import Phase, Program, Slot
 from graphshard.sharded_module import ShardedModule
 from graphshard.sharding import ParamRef, padded_shard
+from graphshard.sizes import evaluate, expression, given_sizes
 
 # Rounding of sums in another order, relative to the largest element, by the precision of the computation.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -209,10 +210,14 @@ class _Inputs:
             return (padded_shard(ref.param, row) if sharded else _full(ref)).to(traced.dtype)
         if slot.kind == "input":
             return self.tensors[int(slot.name)]
+        sizes = given_sizes(self.program.sizes, self.tensors)
+        if slot.kind == "size":
+            return sizes[slot.name]
         if slot.kind == "tangent":
-            used = self._used_tangents()
-            fill = 1.0 if slot.name in used else 0.0
-            return torch.full(traced.shape, fill, dtype=traced.dtype, device=self.runner.spec.device)
+            fill = float(slot.name in self._used_tangents())
+            env = {size.symbol: sizes[size.name] for size in self.program.sizes}
+            shape = [evaluate(expression(size), env) for size in traced.shape]
+            return torch.full(shape, fill, dtype=traced.dtype, device=self.runner.spec.device)
         constant = self.program.constants.get(slot.name)
         return (constant if constant is not None else self.model.get_buffer(slot.name)).clone()
 

@@ -8,7 +8,6 @@ AOTAutograd differentiates the exported graph. Operators are not decomposed here
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
@@ -34,18 +34,22 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
+from graphshard.checkpoints import interpret_submodules, mark_checkpoints, trace_checkpoints
 from graphshard.decompose import capture_decompositions
 from graphshard.diagnose import check_capturable, explain_export_failure
+from graphshard.dynamic import for_export
 from graphshard.entry import without_entries
-from graphshard.graph import is_view
+from graphshard.errors import CaptureError
+from graphshard.exported import flatten_signature, lift_constants, tie, unalias_outputs
 from graphshard.params import ParamTable
 from graphshard.program import Axis, Phase, Program, Slot, SlotKind
+from graphshard.sizes import Size, find_sizes, lift_sizes
 from graphshard.units import modules_of
 
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """What a capture depends on besides the module and the inputs."""
+    """What a capture depends on besides the module and the inputs; `dynamic_shapes` is in torch.export's format."""
 
     params: ParamTable
     units: tuple[str, ...]
@@ -53,6 +57,7 @@ class CaptureSpec:
     device: torch.device
     mp_policy: MixedPrecisionPolicy
     forward_class: type[nn.Module]
+    dynamic_shapes: Any = None
 
 
 def capture(
@@ -62,20 +67,26 @@ def capture(
 
     Args:
         module: the module; it is left exactly as it was.
-        args, kwargs: inputs of a call; only shapes, dtypes, devices and non-tensor values are used.
-        spec: parameter table, units, mesh axis, device and precision.
+        args, kwargs: inputs of a call; only shapes, dtypes, devices, marks and non-tensor values are used.
+        spec: parameter table, units, mesh axis, device, precision and dynamic dimensions.
         grad: capture forward and backward; otherwise a forward that saves nothing.
 
     Raises:
-        CaptureError: torch.export rejects the module; the message names the line of the user's code.
+        CaptureError: torch.export rejects the module, or a dimension that is declared dynamic cannot be; the message
+            names the line of the user's code.
+        ArgumentError, InputError: `dynamic_shapes` does not fit the inputs.
     """
-    fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
-    fakes = [_fake_input(fake_mode, leaf, grad) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    # Of another mode, so that export makes its own, with dynamic sizes, in the one that it finds.
+    examples = FakeTensorMode()
+    fakes = [_fake_input(examples, leaf, grad) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     fake_args, fake_kwargs = pytree.tree_unflatten(fakes, in_spec)
     with _plain(module, spec, fake_mode, grad=grad), torch.set_grad_enabled(grad):
+        dynamic = for_export(module, args, kwargs, spec.dynamic_shapes)
         try:
-            exported = torch.export.export(module, fake_args, fake_kwargs, strict=False)
+            with trace_checkpoints() as checkpoints, tracing(TracingContext(fake_mode)):
+                exported = torch.export.export(module, fake_args, fake_kwargs, dynamic_shapes=dynamic, strict=False)
         except Exception as error:
             raise explain_export_failure(error, spec.forward_class) from error
         graph_module = exported.module(check_guards=False)
@@ -83,17 +94,21 @@ def capture(
     check_capturable(graph_module, spec.forward_class)
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
-    constants = _lift_constants(graph_module, module, fake_mode)
-    _tie(graph_module, spec.params)
-    _flatten_signature(graph_module, leaves)
-    _unalias_outputs(graph_module)
-    tensors = [f for f in fakes if isinstance(f, torch.Tensor)]
+    constants = lift_constants(graph_module, module, fake_mode)
+    tie(graph_module, spec.params)
+    flatten_signature(graph_module, leaves)
+    unalias_outputs(graph_module)
+    interpret_submodules(graph_module)
+    tensors = [_symbolic(n.meta["val"], f) for n, f in _tensor_inputs(graph_module, fakes)]
     with contextlib.ExitStack() as stack, torch.set_grad_enabled(grad):
         joint = aot_export_joint_with_descriptors(
             stack, graph_module, tuple(tensors), decompositions=capture_decompositions()
         )
         captured: GraphModule = joint.graph_module
+    mark_checkpoints(captured, checkpoints)
+    sizes = _sizes(tensors, spec.forward_class)
     phase = _phase(captured, spec.params)
+    lift_sizes(phase, sizes)
     tangents = tuple(slot.name for slot in phase.inputs if slot.kind == "tangent")
     name = "joint" if tangents else "forward"
     return Program(
@@ -106,7 +121,32 @@ def capture(
         tangents,
         differentiated=phase.differentiated,
         model=spec.forward_class.__name__,
+        sizes=sizes,
+        shapes=tuple((tuple(t.shape), t.stride()) for t in tensors) if sizes else (),
     )
+
+
+def _tensor_inputs(graph_module: GraphModule, fakes: list[Any]) -> list[tuple[torch.fx.Node, torch.Tensor]]:
+    tensors = [f for f in fakes if isinstance(f, torch.Tensor)]
+    return list(zip(graph_module.graph.find_nodes(op="placeholder"), tensors, strict=True))
+
+
+def _symbolic(traced: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """What export took an input for: concrete inputs would make its dynamic dimensions static again."""
+    return traced.detach().requires_grad_(given.requires_grad)
+
+
+def _sizes(tensors: list[torch.Tensor], cls: type[nn.Module]) -> tuple[Size, ...]:
+    sizes = find_sizes(dict(enumerate(tensors)))
+    known = {size.symbol for size in sizes}
+    for tensor in tensors:
+        for size in (*tensor.shape, *tensor.stride()):
+            if isinstance(size, torch.SymInt) and size.node.expr.free_symbols - known:
+                raise CaptureError(
+                    f"graphshard cannot capture {cls.__name__}.forward with a dimension of size {size}: declare the "
+                    "dimension that it derives from in dynamic_shapes, as one of another input."
+                )
+    return sizes
 
 
 def _fake_input(fake_mode: FakeTensorMode, tensor: torch.Tensor, grad: bool) -> torch.Tensor:
@@ -189,90 +229,6 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
     return pytree.tree_map(cast, tree)
-
-
-def _lift_constants(graph_module: GraphModule, module: nn.Module, fake_mode: FakeTensorMode) -> dict[str, torch.Tensor]:
-    """Tensors held as plain attributes become buffers of the graph, and inputs of the program.
-
-    The program reads the module's own tensor where there is one; others were made while the forward was traced.
-    """
-    constants: dict[str, torch.Tensor] = {}
-    originals = {name: sub.__dict__ for name, sub in module.named_modules()}
-    for prefix, owner in graph_module.named_modules():
-        for name, value in list(owner.__dict__.items()):
-            if isinstance(value, torch.Tensor):
-                own = originals.get(prefix, {}).get(name)
-                constants[f"{prefix}.{name}" if prefix else name] = own if isinstance(own, torch.Tensor) else value
-                delattr(owner, name)
-                owner.register_buffer(name, fake_mode.from_tensor(value, static_shapes=True))
-    return constants
-
-
-def _tie(graph_module: GraphModule, params: ParamTable) -> None:
-    """One parameter per row: export leaves tied weights as one attribute per name."""
-    names = {name: row.name for row in params for name in row.names}
-    first: dict[str, torch.fx.Node] = {}
-    for node in graph_module.graph.find_nodes(op="get_attr"):
-        name = names.get(node.target)
-        if name is None:
-            continue
-        if name in first:
-            node.replace_all_uses_with(first[name])
-            graph_module.graph.erase_node(node)
-        else:
-            node.target = name
-            first[name] = node
-    for name, canonical in names.items():
-        if name != canonical:
-            owner, _, attribute = name.rpartition(".")
-            delattr(graph_module.get_submodule(owner), attribute)
-    graph_module.recompile()
-
-
-def _flatten_signature(graph_module: GraphModule, leaves: list[Any]) -> None:
-    """Take a flat list of tensors and return a flat list: other inputs were captured by value."""
-    graph = graph_module.graph
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
-        graph.erase_node(node)  # export states dtypes that hold by construction
-    graph.set_codegen(CodeGen())
-    for node, leaf in zip(graph.find_nodes(op="placeholder"), leaves, strict=True):
-        if not isinstance(leaf, torch.Tensor):
-            graph.erase_node(node)
-    graph_module.recompile()
-
-
-def _unalias_outputs(graph_module: GraphModule) -> None:
-    """Copy outputs that share memory with an input or with another output.
-
-    The program is a function of its inputs. FSDP2 would hand out the alias; writing to it in place is the only
-    way to tell the difference.
-    """
-    graph = graph_module.graph
-    (output,) = graph.find_nodes(op="output")
-    results = list(output.args[0])
-    seen = set()
-    for index, node in enumerate(results):
-        if not isinstance(node, torch.fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
-            continue
-        base = _owner(node)
-        if base.op != "call_function" or base in seen:
-            with graph.inserting_before(output):
-                results[index] = graph.call_function(torch.ops.aten.clone.default, (node,))
-                results[index].meta = copy.copy(node.meta)
-        seen.add(base)
-    output.args = (tuple(results),)
-    graph_module.recompile()
-
-
-def _owner(node: torch.fx.Node) -> torch.fx.Node:
-    """The value whose memory a value of the exported graph may share, through views and writes in place."""
-    while node.op == "call_function" and (is_view(node) or _writes(node)):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _writes(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _phase(joint: GraphModule, params: ParamTable) -> Phase:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
 import torch
@@ -17,6 +17,7 @@ from graphshard.entry import Entry
 from graphshard.errors import ArgumentError
 from graphshard.observe import Level
 from graphshard.params import named_parameters
+from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline import Pipeline
 
 _BACKENDS = ("inductor", "eager")
@@ -66,13 +67,61 @@ def check_debugging(passes: Any, verify: Any, dump: Any) -> Level:
     return cast(Level, level)
 
 
-def check_examples(units: Any, example_inputs: Any, example_kwargs: Any) -> None:
+def with_activation(pipeline: Pipeline, activation: Any) -> Pipeline:
+    """The pipeline with this policy of activation checkpointing in front.
+
+    Raises:
+        ArgumentError: it is no policy, or the pipeline has one already.
+    """
+    if activation is None:
+        return pipeline
+    if isinstance(activation, (list, tuple, set, frozenset)):
+        for op in activation:
+            if not isinstance(op, torch._ops.OpOverload):
+                raise ArgumentError(
+                    f"activation lists operators whose results are saved, such as torch.ops.aten.mm.default, got {op!r}"
+                    + (f". Choose one of its overloads: {_overloads(op)}." if hasattr(op, "overloads") else ".")
+                )
+        policy: Any = tuple(sorted(activation, key=str))
+    elif activation == "full" and isinstance(activation, str):
+        policy = activation
+    elif isinstance(activation, (int, float)) and not isinstance(activation, bool) and 0 <= activation <= 1:
+        policy = float(activation)
+    else:
+        raise ArgumentError(
+            "activation must be None, 'full', a list of operators to save, or the share of memory from 0 to 1 "
+            f"that activations may take, got {activation!r}."
+        )
+    if ActivationCheckpointing.name in {step.name for step in pipeline}:
+        raise ArgumentError(f"activation: passes has {ActivationCheckpointing.name!r} already. Give one of the two.")
+    return Pipeline((ActivationCheckpointing(policy), *pipeline))
+
+
+def _overloads(packet: Any) -> str:
+    return ", ".join(f"torch.ops.{packet}.{name}" for name in packet.overloads())
+
+
+def check_activation_units(model: nn.Module, activation: Any, units: Sequence[str]) -> None:
+    """Raise ArgumentError if there is nothing that activation checkpointing could apply to."""
+    if activation is not None and not units:
+        raise ArgumentError(
+            f"activation={activation!r} is about the units of {type(model).__name__}, and none were found. Name them "
+            "with units=, such as units=['layers.*']."
+        )
+
+
+def check_examples(units: Any, example_inputs: Any, example_kwargs: Any, dynamic_shapes: Any = None) -> None:
     """Raise ArgumentError where a container was forgotten."""
     if isinstance(units, str):
         raise ArgumentError(f"units must be a sequence of name patterns, got one string. Pass [{units!r}].")
     if not (example_inputs is None or isinstance(example_inputs, (tuple, list))):
         raise ArgumentError(
             f"example_inputs must be a tuple of the call's positional inputs, got {type(example_inputs).__name__}"
+        )
+    if not (dynamic_shapes is None or isinstance(dynamic_shapes, (tuple, list, Mapping))):
+        raise ArgumentError(
+            "dynamic_shapes must be a tuple with an entry for each input, or a dict by the inputs' names, as for "
+            f"torch.export.export, got {type(dynamic_shapes).__name__}."
         )
     if not (example_kwargs is None or isinstance(example_kwargs, Mapping)):
         raise ArgumentError(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from graphshard.errors import CaptureError
 
@@ -41,9 +42,25 @@ _ADVICE = {
 def explain_export_failure(error: Exception, cls: type[nn.Module]) -> CaptureError:
     """The error to raise instead of `error`: file, line and source of the user's code, and what to change."""
     text = str(error).strip().splitlines()
+    if text and "Constraint" in text[0]:
+        return _dynamic_error(cls, text)
     cause = f"{type(error).__name__}: {text[0] if text else ''}"
     frame = _user_frame(traceback.extract_tb(error.__traceback__))
     return _capture_error(cls, frame, _kind(error, _source(frame)), cause)
+
+
+def _dynamic_error(cls: type[nn.Module], text: list[str]) -> CaptureError:
+    """What torch.export says of dimensions that cannot be dynamic, without its advice about export."""
+    said = list(dict.fromkeys(line.rstrip() for line in text[1:] if line.strip()))
+    end = next((i for i, line in enumerate(said) if line.startswith("The error above")), len(said))
+    reasons = [line.partition(" If you're using")[0] for line in said[:end]]
+    return CaptureError(
+        f"graphshard cannot capture {cls.__name__}.forward with the dimensions that are declared dynamic "
+        "(dynamic_shapes, or marks on the inputs):\n"
+        + "\n".join(reasons)
+        + "\nLeave out a dimension that the code fixes, give dimensions that must be equal the same Dim, or declare "
+        "them as Dim.AUTO: sizes that do not fit are then captured again."
+    )
 
 
 def check_capturable(module: GraphModule, cls: type[nn.Module]) -> None:
@@ -52,9 +69,9 @@ def check_capturable(module: GraphModule, cls: type[nn.Module]) -> None:
         kind, val = None, node.meta.get("val")
         if isinstance(node.target, HigherOrderOperator) and not node.target.name().startswith("wrap_with"):
             kind = "operator"
-        elif isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        elif isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) and free_unbacked_symbols(val):
             kind = "item"
-        elif isinstance(val, torch.Tensor) and not all(isinstance(size, int) for size in val.shape):
+        elif isinstance(val, torch.Tensor) and free_unbacked_symbols(val):
             kind = "shape"
         if kind is not None:
             frame = _user_frame(_parse_stack(node.meta.get("stack_trace") or ""))

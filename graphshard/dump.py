@@ -5,7 +5,7 @@ DIR/rank0/Llama-0/
   00-capture.txt             a stage, repeated blocks folded; `graphshard show --full` unfolds
   00-capture.json            the stage for `python -m graphshard.repro`
   01-insert-collectives.txt .diff .json ...
-  plan.json  forward.py  backward.py  regions/region_0.py  regions/region_0.kernels.py ...
+  plan.json  saved.txt  forward.py  backward.py  regions/region_0.py  regions/region_0.kernels.py ...
   summary.json  error.txt    what `graphshard show` reads; the error that ended compilation
 """
 
@@ -99,6 +99,8 @@ class Dump:
         """Write what runs: executors, regions and their kernels, the plan, and the report."""
         if program.plan is not None:
             self._write("plan.json", program.plan.to_json())
+        if program.saved:
+            self._write("saved.txt", program.saved_table() + "\n")
         kernels = set()
         for name, key in program.region_names.items():
             self._write(f"regions/{name}.py", region_source(program.regions[key], name))

@@ -4,8 +4,10 @@
     {"node": "mm"}                           another node's value
     {"tuple": [1, 2]}  {"slice": [0, 4, 1]}  {"complex": [0.0, 1.0]}  {"float": "-inf"}
     {"dtype": "float32"}  {"device": "cuda:0"}  {"layout": "strided"}  {"memory_format": "contiguous_format"}
+    {"operator": "aten.bernoulli.p"}
     {"tensor": ["float32", [4, 4], [4, 1], "cpu"]}    a fake tensor: dtype, shape, stride, device; no values
-    {"unsupported": "SymInt"}                anything else: it is written, so that a dump never fails, but not read
+    {"size": "s0*s1"}                        a dynamic number, by the names of the program's sizes
+    {"unsupported": "Generator"}             anything else: it is written, so that a dump never fails, but not read
 
 Reading looks names up in tables; it imports and evaluates nothing.
 """
@@ -16,17 +18,33 @@ import json
 import keyword
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from graphshard._torch import dispatcher_operators, fake_tensor, new_fake_mode
+from graphshard._torch import (
+    dispatcher_operators,
+    fake_tensor,
+    new_fake_mode,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
+from graphshard.encode_size import SIZE_OPERATORS, parse_size
 from graphshard.errors import ArgumentError
+from graphshard.sizes import SymNumber, rename
 
-_GETITEM = "getitem"
+# What a node may call besides the dispatcher's operators.
+_TARGETS: dict[str, Callable[..., Any]] = {
+    "getitem": operator.getitem,
+    "run_and_save_rng_state": run_and_save_rng_state,
+    "run_with_rng_state": run_with_rng_state,
+    **{f"size.{function.__name__}": function for function in SIZE_OPERATORS},
+}
+_NAMES = {target: name for name, target in _TARGETS.items()}
 # Types whose values are attributes of torch, such as torch.float32 and torch.strided.
 _TAGS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 
@@ -42,8 +60,8 @@ _NAMED: dict[str, dict[str, Any]] = {
 }
 
 
-def encode(value: Any) -> Any:
-    """A value as plain JSON; never fails."""
+def encode(value: Any, names: Mapping[Any, str] = MappingProxyType({})) -> Any:
+    """A value as plain JSON, with dynamic sizes under the names of their symbols; never fails."""
     if isinstance(value, Node):
         return {"node": value.name}
     if value is None or isinstance(value, (bool, int, str)):
@@ -51,11 +69,11 @@ def encode(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, list):
-        return [encode(item) for item in value]
+        return [encode(item, names) for item in value]
     if isinstance(value, tuple):
-        return {"tuple": [encode(item) for item in value]}
+        return {"tuple": [encode(item, names) for item in value]}
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        shape, stride = ([encode(size) for size in sizes] for sizes in (value.shape, value.stride()))
+        shape, stride = ([encode(size, names) for size in sizes] for sizes in (value.shape, value.stride()))
         return {"tensor": [short_name(value.dtype), shape, stride, str(value.device)]}
     if isinstance(value, slice):
         return {"slice": [encode(item) for item in (value.start, value.stop, value.step)]}
@@ -63,13 +81,17 @@ def encode(value: Any) -> Any:
         return {"complex": [encode(value.real), encode(value.imag)]}
     if isinstance(value, torch.device):
         return {"device": str(value)}
+    if isinstance(value, torch._ops.OpOverload):
+        return {"operator": str(value)}
+    if isinstance(value, SymNumber):
+        return {"size": rename(value, names)}
     tag = _TAGS.get(type(value))
     return {tag: short_name(value)} if tag else {"unsupported": type(value).__name__}
 
 
 def encode_target(target: Any) -> str:
     """The operator a node calls, as "aten.mm.default"."""
-    return _GETITEM if target is operator.getitem else str(target)
+    return _NAMES.get(target, str(target))
 
 
 @dataclass
@@ -78,11 +100,14 @@ class Decoder:
 
     Attributes:
         nodes: nodes by name, those that references may name.
+        sizes: dynamic sizes by name.
+        mode: the mode of the fake tensors.
     """
 
     nodes: dict[str, Node] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)
+    mode: Any = field(default_factory=new_fake_mode)
     _operators: frozenset[str] = field(default_factory=dispatcher_operators)
-    _mode: Any = field(default_factory=new_fake_mode)
 
     def value(self, data: Any) -> Any:
         """Inverse of `encode`.
@@ -114,14 +139,18 @@ class Decoder:
                 return float(content)
             case "device":
                 return torch.device(content)
+            case "size":
+                return parse_size(content, self.sizes)
+            case "operator":
+                return self.target(content)
             case "unsupported":
                 raise ArgumentError(f"it holds a value of type {content}, which a file cannot hold")
         raise ArgumentError(f"{json.dumps(data)[:60]} is no value")
 
     def target(self, name: str) -> Callable[..., Any]:
         """The operator of a name; only those that the dispatcher knows."""
-        if name == _GETITEM:
-            return operator.getitem
+        if name in _TARGETS:
+            return _TARGETS[name]
         namespace, _, rest = name.partition(".")
         operator_name, _, overload = rest.partition(".")
         known = f"{namespace}::{operator_name}" + (f".{overload}" if overload != "default" else "")
@@ -137,10 +166,11 @@ class Decoder:
         return self.nodes[name]
 
     def _tensor(self, dtype: str, shape: list[int], stride: list[int], device: str) -> torch.Tensor:
-        sizes = [size for size in (*shape, *stride) if type(size) is not int or size < 0]
-        if sizes or len(shape) != len(stride):
+        shape, stride = ([self.value(size) for size in sizes] for sizes in (shape, stride))
+        wrong = [n for n in (*shape, *stride) if not isinstance(n, torch.SymInt) and (type(n) is not int or n < 0)]
+        if wrong or len(shape) != len(stride):
             raise ArgumentError(f"a tensor of shape {shape} and strides {stride} cannot be made")
-        return fake_tensor(self._mode, shape, stride, named("dtype", dtype), torch.device(device))
+        return fake_tensor(self.mode, shape, stride, named("dtype", dtype), torch.device(device))
 
 
 def named(tag: str, name: Any) -> Any:

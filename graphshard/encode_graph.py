@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, get_args
 
 from torch import nn
@@ -18,11 +20,11 @@ _DROPPED = frozenset({"stack_trace", "seq_nr"})
 _OWN_KEYS = _DROPPED | {"val", *_STACKS.values()}
 
 
-def encode_phase(phase: Phase) -> dict[str, Any]:
+def encode_phase(phase: Phase, names: Mapping[Any, str] = MappingProxyType({})) -> dict[str, Any]:
     return {
         "inputs": [_encode_slot(slot) for slot in phase.inputs],
         "outputs": [_encode_slot(slot) for slot in phase.outputs],
-        "nodes": [_encode_node(node) for node in phase.module.graph.nodes],
+        "nodes": [_encode_node(node, names) for node in phase.module.graph.nodes],
     }
 
 
@@ -44,7 +46,7 @@ def decode_phase(data: dict[str, Any], decoder: Decoder) -> Phase:
     return phase
 
 
-def _encode_node(node: Node) -> dict[str, Any]:
+def _encode_node(node: Node, names: Mapping[Any, str]) -> dict[str, Any]:
     data: dict[str, Any] = {
         "name": node.name,
         "op": node.op,
@@ -53,7 +55,7 @@ def _encode_node(node: Node) -> dict[str, Any]:
         "kwargs": {name: encode(arg) for name, arg in node.kwargs.items()},
     }
     if "val" in node.meta:
-        data["val"] = encode(node.meta["val"])
+        data["val"] = encode(node.meta["val"], names)
     for key, stack in _STACKS.items():
         if node.meta.get(stack):
             data[key] = str(next(reversed(node.meta[stack].values()))[0])

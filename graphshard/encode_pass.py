@@ -14,7 +14,7 @@ from typing import Any
 
 from graphshard.encode import Decoder, encode
 from graphshard.errors import ArgumentError
-from graphshard.passes import Pass
+from graphshard.passes import ActivationCheckpointing, Pass
 from graphshard.planner import PlanByUnit
 
 
@@ -67,7 +67,8 @@ def class_name(kind: type) -> str:
 def _known() -> dict[str, type]:
     from graphshard.pipeline import DEFAULT_PASSES  # which imports this module, to dump
 
-    return {class_name(kind): kind for kind in (*map(type, DEFAULT_PASSES), PlanByUnit)}
+    kinds = (*map(type, DEFAULT_PASSES), ActivationCheckpointing, PlanByUnit)
+    return {class_name(kind): kind for kind in kinds}
 
 
 def _encode_fields(value: Any) -> dict[str, Any]:

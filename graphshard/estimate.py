@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
+from graphshard._torch import hint
 from graphshard.graph import WAIT, is_collective, is_view, module_of
 from graphshard.hardware import Hardware
 from graphshard.program import Phase, Program, Region
@@ -71,18 +72,20 @@ def region_seconds(region: Region, hardware: Hardware) -> float:
     That is what is left when everything else is fused into one kernel per multiplication.
     """
     graph = region.module.graph
-    seconds = 0.0
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        flop = _flop(node)
-        if flop:
-            moved = sum(num_bytes(n) for n in (node, *node.all_input_nodes))
-            dtype = node.all_input_nodes[0].meta["val"].dtype
-            compute = hardware.matmul_seconds(flop, dtype)
-            seconds += max(compute, moved / hardware.memory_bandwidth, hardware.kernel_seconds)
+    calls = (node for node in graph.nodes if node.op == "call_function")
+    seconds = sum(max(operator_seconds(n, hardware), hardware.kernel_seconds) for n in calls if _flop(n))
     edges = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
     return seconds + max(sum(map(num_bytes, edges)) / hardware.memory_bandwidth, hardware.kernel_seconds)
+
+
+def operator_seconds(node: Node, hardware: Hardware) -> float:
+    """Roofline of one operator: a multiplication by FLOPs or bytes, others by bytes, views nothing."""
+    if is_view(node):
+        return 0.0
+    flop = _flop(node)
+    moved = sum(num_bytes(n) for n in (node, *node.all_input_nodes))
+    compute = hardware.matmul_seconds(flop, node.all_input_nodes[0].meta["val"].dtype) if flop else 0.0
+    return max(compute, moved / hardware.memory_bandwidth)
 
 
 def estimate(program: Program, hardware: Hardware) -> Estimate:
@@ -189,10 +192,10 @@ def _shares(node: Node) -> bool:
 
 
 def num_bytes(node: Node) -> int:
-    """Bytes of a value, of all tensors if there are several."""
+    """Bytes of a value, of all tensors if there are several; at the sizes of the capture if some are dynamic."""
     val = node.meta.get("val")
     vals = val if isinstance(val, (tuple, list)) else [val]
-    return sum(v.numel() * v.dtype.itemsize for v in vals if isinstance(v, torch.Tensor))
+    return sum(hint(v.numel()) * v.dtype.itemsize for v in vals if isinstance(v, torch.Tensor))
 
 
 def _flop(node: Node) -> float:
@@ -203,4 +206,4 @@ def _flop(node: Node) -> float:
     if count is None:
         return 0.0
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return float(count(*args, **kwargs, out_val=node.meta["val"]))
+    return float(hint(count(*args, **kwargs, out_val=node.meta["val"])))

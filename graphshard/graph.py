@@ -130,11 +130,11 @@ def fake(node: Node) -> torch.Tensor:
     return val
 
 
-def restride(value: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
-    """A real value with the strides its fake had in the graph; itself if it has them."""
-    if value.stride() == traced.stride():
+def restride(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """A real value with the strides that the graph relies on; itself if it has them."""
+    if value.stride() == stride:
         return value
-    return torch.empty_strided(traced.shape, traced.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def module_of(node: Node) -> str:
@@ -251,8 +251,13 @@ def is_part(node: Node) -> bool:
 
 
 def with_parts(node: Node) -> list[Node]:
-    """A node and its parts."""
-    return [node, *(user for user in node.users if is_part(user))]
+    """A node and its parts, and theirs."""
+    return [node, *(part for user in node.users if is_part(user) for part in with_parts(user))]
+
+
+def is_backward(node: Node) -> bool:
+    """Whether a node of a joint graph was made by differentiation."""
+    return bool(node.meta.get("partitioner_tag") == "is_backward")
 
 
 def _takeoffs(nodes: list[Node]) -> dict[Node, Node]:

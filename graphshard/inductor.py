@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from graphshard.backends import compile_eager
 from graphshard.graph import is_part, is_view, restride
 from graphshard.lower import Boxed
 from graphshard.program import Region
+from graphshard.sizes import evaluate, expression, is_size, size_inputs
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def compile_inductor(region: Region, name: str) -> Boxed:
     A region of one operator, such as the copy into a packed buffer, has nothing to fuse and runs as it is.
     """
     if num_kernels(region.module) == 1:
-        return _with_strides(compile_eager(region), _outputs(region.module))
+        return _with_strides(compile_eager(region), region.module)
     try:
         # Random numbers come from torch's generators, in program order, as in eager mode.
         with config.patch(fallback_random=True):
@@ -66,20 +67,25 @@ def compile_inductor(region: Region, name: str) -> Boxed:
             stacklevel=2,
         )
         log.debug("%s:\n%s", name, region.text, exc_info=True)
-        return _with_strides(compile_eager(region), _outputs(region.module))
+        return _with_strides(compile_eager(region), region.module)
 
 
 def num_kernels(module: GraphModule) -> int:
     """Operators of a region that compute or copy."""
-    calls = (node for node in module.graph.nodes if node.op == "call_function")
+    calls = (node for node in module.graph.nodes if node.op == "call_function" and not is_size(node))
     return sum(not is_view(node) and not is_part(node) for node in calls)
 
 
-def _with_strides(fn: Boxed, traced: Sequence[torch.Tensor]) -> Boxed:
+def _with_strides(fn: Boxed, module: GraphModule) -> Boxed:
     """Give each result the strides that compiled regions rely on; some operators return others."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    sizes = {symbol: placeholders.index(node) for symbol, node in size_inputs(module.graph).items()}
+    strides = [[expression(size) for size in value.stride()] for value in _outputs(module)]
 
     def call(inputs: list[Any]) -> list[torch.Tensor]:
-        return [restride(value, like) for value, like in zip(fn(inputs), traced, strict=True)]
+        env = {symbol: inputs[index] for symbol, index in sizes.items()}
+        values = zip(fn(inputs), strides, strict=True)
+        return [restride(value, tuple(evaluate(size, env) for size in stride)) for value, stride in values]
 
     return call
 

@@ -14,17 +14,19 @@ import logging
 import operator
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard._torch import use_boxed_calls
-from graphshard.graph import COPIES, aten, base_of, fake, is_communication, is_view, module_of
+from graphshard.graph import COPIES, aten, fake, is_communication, is_view, module_of
 from graphshard.printer import describe, print_graph
 from graphshard.program import Phase, Program, Region
+from graphshard.sizes import is_size, rename, size_inputs, symbols_of
 from graphshard.units import unit_of
 
 log = logging.getLogger(__name__)
@@ -37,11 +39,15 @@ Compiler = Callable[[dict[str, Region], Callable[[str], None]], Iterator[tuple[s
 class RegionCall:
     """A compiled region; it takes a list of inputs and empties it, so that each can be freed at its last use.
 
+    `within` is not None where compilation took something about dynamic sizes for granted: the sizes of the program for
+    which that was recorded. Other programs do not use the region.
+
     Not a module: global module hooks, which debugging tools install, must not see regions.
     """
 
-    def __init__(self, fn: Boxed) -> None:
+    def __init__(self, fn: Boxed, within: object = None) -> None:
         self.fn = fn
+        self.within = within
 
     @property
     def source(self) -> str:
@@ -72,9 +78,14 @@ def lower(
     program.regions = {call.region.key: call.region for call in calls}
     program.region_calls = [call.region.key for call in calls]
     names = {key: name for name, key in program.region_names.items()}
-    new = {names[key]: region for key, region in program.regions.items() if key not in compiled}
+    within = program.sizes[0].value.node.shape_env if program.sizes else None
+    known = {key for key, call in compiled.items() if call.within in (None, within)}
+    new = {names[key]: region for key, region in program.regions.items() if key not in known}
+    conditions = len(within.guards) if within else 0
     for name, fn in compiler(new, show):
-        compiled[new[name].key] = RegionCall(fn)
+        conditional = within is not None and len(within.guards) > conditions
+        compiled[new[name].key] = RegionCall(fn, within if conditional else None)
+        conditions = len(within.guards) if within else 0
     for phase_name, phase in program.phases.items():
         phase.module = _executor(phase, cuts[phase_name], names, compiled, program.params.units)
     program.lowering_seconds = time.perf_counter() - start
@@ -95,12 +106,13 @@ class Call:
 def cut(phase: Phase) -> list[Call]:
     """Cut a phase at its collectives into region calls, in order.
 
-    Views do not leave a region: whoever needs one makes it again from what it is a view of.
+    Views and dynamic sizes do not leave a region: whoever needs one makes it again from what it is made of.
     """
-    nodes = list(phase.module.graph.nodes)
+    nodes = [node for node in phase.module.graph.nodes if node.op != "call_function" or not is_size(node)]
     runs = _runs(nodes)
-    inputs = [_inputs(run) for run in runs]
-    outside = {base_of(n) for node in nodes if not _is_compute(node) for n in node.all_input_nodes}
+    sizes = size_inputs(phase.module.graph)
+    inputs = [_inputs(run, sizes) for run in runs]
+    outside = {root for node in nodes if not _is_compute(node) for n in node.all_input_nodes for root in _roots(n)}
     needed = outside.union(*inputs)
     calls = []
     for run, sources in zip(runs, inputs):
@@ -136,7 +148,7 @@ def _executor(
             for i, output in enumerate(call.outputs):
                 env[output] = graph.call_function(operator.getitem, (result, i))
                 env[output].meta = dict(output.meta)
-        if not _is_compute(node):
+        if node.op != "call_function" or is_communication(node):
             copy(node)
     reshape_views(graph)
     use_boxed_calls(graph)
@@ -152,7 +164,9 @@ def _where(run: list[Node], units: Sequence[str]) -> str:
 
 
 def _is_compute(node: Node) -> bool:
-    return node.op == "call_function" and not is_communication(node) and node.target not in COPIES
+    if node.op != "call_function" or is_communication(node) or is_size(node):
+        return False
+    return node.target not in COPIES
 
 
 def _runs(nodes: list[Node]) -> list[list[Node]]:
@@ -166,11 +180,26 @@ def _runs(nodes: list[Node]) -> list[list[Node]]:
     return [run for run in runs if run]
 
 
-def _inputs(run: list[Node]) -> list[Node]:
-    """What the kernels of a run read from outside, in order of first use. Views are made again inside."""
+def _inputs(run: list[Node], sizes: Mapping[Any, Node]) -> list[Node]:
+    """What the kernels of a run read from outside, in order of first use. Views are made again inside.
+
+    Dynamic sizes come last, those of all shapes in the run: its code may need one that no operator is given.
+    """
     kernels = {node for node in run if not is_view(node)}
-    bases = (base_of(source) for node in run if node in kernels for source in node.all_input_nodes)
-    return list(dict.fromkeys(base for base in bases if base not in kernels))
+    roots = (root for node in run if node in kernels for source in node.all_input_nodes for root in _roots(source))
+    read = dict.fromkeys(root for root in roots if root not in kernels and not is_size(root))
+    vals = [node.meta["val"] for node in (*read, *run)] if sizes else []
+    used = set().union(*map(symbols_of, vals))
+    return [*read, *(node for symbol, node in sizes.items() if symbol in used)]
+
+
+def _roots(node: Node) -> Iterator[Node]:
+    """What a value is made of in place, if it is a view or a size: what is computed, communicated or given."""
+    if node.op == "call_function" and (is_view(node) or is_size(node)):
+        for source in node.all_input_nodes:
+            yield from _roots(source)
+    else:
+        yield node
 
 
 def make_region(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Region:
@@ -197,10 +226,16 @@ def make_region(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Reg
         if not is_view(node):
             copy(node)
     graph.output(tuple(env[node] for node in outputs))
-    signature = [f"{describe(fake(n))} {fake(n).stride()} {fake(n).device}" for n in inputs]
+    names = {symbol: f"n{index}" for index, symbol in enumerate(size_inputs(graph))}
+    signature = ["size" if is_size(n) else _layout(fake(n), names) for n in inputs]
     text = print_graph(graph, signature, [""] * len(outputs), canonical=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return Region(key, text, GraphModule(nn.Module(), graph))
+
+
+def _layout(val: torch.Tensor, names: Mapping[Any, str]) -> str:
+    stride = ", ".join(rename(size, names) for size in val.stride())
+    return f"{describe(val, names)} ({stride}) {val.device}"
 
 
 def reshape_views(graph: Graph) -> None:

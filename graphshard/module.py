@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,9 @@ from graphshard.agree import check_agreement, model_tag
 from graphshard.backends import Backend, compiler_for
 from graphshard.capture import CaptureSpec, capture
 from graphshard.dump import Dump
+from graphshard.dynamic import MARKS
 from graphshard.errors import CaptureLimitError, InputError, MaterializationError, ParameterError
+from graphshard.fit import misfit
 from graphshard.lower import RegionCall, lower
 from graphshard.observe import Level, Observer
 from graphshard.params import ParamTable
@@ -29,6 +31,7 @@ from graphshard.program import Phase, Program
 from graphshard.progress import progress
 from graphshard.runtime import Executable
 from graphshard.sharding import Alias, ParamRef, Storage, aliases, param_refs
+from graphshard.signature import Signature, leaf_key
 from graphshard.units import units_within
 
 log = logging.getLogger(__name__)
@@ -36,35 +39,10 @@ log = logging.getLogger(__name__)
 # How long a rank waits for the others to come as far as a new program: compilation takes different times.
 AGREEMENT_TIMEOUT = timedelta(minutes=10)
 
+# How many shapes are remembered to fit a program with dynamic sizes; finding it again costs under a millisecond.
+REMEMBERED_SHAPES = 1024
+
 _CONSTANTS = (int, float, bool, str, type(None))
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a program was captured for. Programs differ where signatures do."""
-
-    structure: pytree.TreeSpec
-    inputs: tuple[Hashable, ...]
-    training: tuple[bool, ...]
-    grad: bool
-    autocast: Hashable
-    params: tuple[tuple[bool, torch.dtype], ...]
-
-    def __hash__(self) -> int:
-        return hash((self.inputs, self.training, self.grad, self.autocast, self.params))
-
-    def changes_from(self, other: Signature) -> str:
-        """What differs from another signature, in words."""
-        reasons = {
-            "structure": "new structure of the inputs",
-            "inputs": "new shapes, dtypes or values of the inputs",
-            "training": "train() or eval() was called",
-            "grad": "gradients are " + ("on" if self.grad else "off"),
-            "autocast": "autocast changed",
-            "params": "dtype or requires_grad of a parameter changed",
-        }
-        changed = [why for name, why in reasons.items() if getattr(self, name) != getattr(other, name)]
-        return ", ".join(changed)
 
 
 @dataclass
@@ -90,6 +68,8 @@ class Runner:
     submodules: dict[str, Runner] = field(default_factory=dict)
     materialized: bool = False
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
+    _fits: dict[Signature, Executable] = field(default_factory=dict)
+    _misfits: list[str] = field(default_factory=list)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
@@ -103,7 +83,7 @@ class Runner:
         if not self.materialized:
             check_materialized(module, self.params, self.spec.device, self.storage.device)
             self.materialized = True
-        executable = self.executables.get(signature)
+        executable = self.executables.get(signature) or self._fitting(signature, leaves)
         if executable is None:
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             executable = self.install(module, signature, self.build(module, args, kwargs, signature))
@@ -114,26 +94,23 @@ class Runner:
         if name not in self.submodules:
             table = self.spec.params.within(name)
             params = tuple(param_refs(module, table))
-            self.submodules[name] = dataclasses.replace(
-                self,
-                spec=dataclasses.replace(
-                    self.spec, params=table, units=units_within(name, self.spec.units), forward_class=type(module)
-                ),
-                params=params,
-                aliases=tuple(aliases(module, params)),
-                name=".".join(filter(None, [self.name, name])),
-                tag=None,
-                executables={},
-                agreed=set(),
-                submodules={},
-                materialized=False,
-                _partitioned={},
+            spec = dataclasses.replace(
+                self.spec,
+                params=table,
+                units=units_within(name, self.spec.units),
+                forward_class=type(module),
+                dynamic_shapes=None,
             )
+            own_name = ".".join(filter(None, [self.name, name]))
+            self.submodules[name] = self._anew(module, spec=spec, params=params, name=own_name)
         return self.submodules[name].call(module, args, kwargs)
 
     def for_copy(self, module: nn.Module) -> Runner:
         """A runner for a copy of the module: nothing captured yet, compiled regions shared."""
-        params = tuple(param_refs(module, self.spec.params))
+        return self._anew(module, params=tuple(param_refs(module, self.spec.params)), programs=[])
+
+    def _anew(self, module: nn.Module, *, params: tuple[ParamRef, ...], **changes: Any) -> Runner:
+        """A runner with the same options that has captured nothing yet."""
         return dataclasses.replace(
             self,
             params=params,
@@ -141,11 +118,31 @@ class Runner:
             tag=None,
             executables={},
             agreed=set(),
-            programs=[],
             submodules={},
             materialized=False,
             _partitioned={},
+            _fits={},
+            _misfits=[],
+            **changes,
         )
+
+    def _fitting(self, signature: Signature, leaves: Sequence[Any]) -> Executable | None:
+        """A program with dynamic sizes that these inputs fit; what is found is remembered."""
+        if signature not in self._fits:
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            found = None
+            self._misfits = []
+            for known, executable in self.executables.items():
+                if executable.program.sizes and known.loose() == signature.loose():
+                    why = misfit(executable.program, tensors)
+                    found = executable if not why else found
+                    self._misfits += [why] if why else []
+            if found is None:
+                return None
+            if len(self._fits) >= REMEMBERED_SHAPES:
+                self._fits.clear()
+            self._fits[signature] = found
+        return self._fits[signature]
 
     def build(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Program:
         """Capture, shard, schedule and lower a program; the module stays as it is."""
@@ -201,6 +198,7 @@ class Runner:
             observer = Observer(self.verify, dump, partitioned.rest)
             variant = rerun_backward(partitioned, program, used, observer)
             lower(variant, compiler_for(self.backend), self.compiled)
+            self._fits.clear()  # compiling may have found conditions on dynamic sizes
             observer.lowered(variant, self.compiled)
             return variant.phases["backward"]
 
@@ -211,7 +209,7 @@ class Runner:
 
     def signature(self, module: nn.Module, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Signature:
         """The signature of a call with these input leaves."""
-        inputs = tuple(_leaf_key(leaf) for leaf in leaves)
+        inputs = tuple(leaf_key(leaf) for leaf in leaves)
         device_type = self.spec.device.type
         autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
         params = [ref.param for ref in self.params]
@@ -239,7 +237,9 @@ class Runner:
                         f"input {_path(structure, index)} is on {leaf.device}, the model's mesh is on {device}. "
                         f"Move it there before the call."
                     )
+                marks = {mark: getattr(leaf, mark) for mark in MARKS if hasattr(leaf, mark)}
                 leaf = leaf.to(device)
+                leaf.__dict__.update(marks)
             elif not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
                 raise InputError(
                     f"input {_path(structure, index)} is a {type(leaf).__name__}, which is neither a tensor nor a "
@@ -266,7 +266,8 @@ class Runner:
     def _reason(self, signature: Signature) -> str:
         if not self.executables:
             return "first call"
-        return signature.changes_from(list(self.executables)[-1])
+        reason = signature.changes_from(list(self.executables)[-1])
+        return f"{reason} ({'; '.join(self._misfits)})" if self._misfits else reason
 
 
 def check_no_new_parameters(module: nn.Module, table: ParamTable) -> None:
@@ -303,12 +304,6 @@ def check_materialized(
             raise MaterializationError(
                 f"parameter {ref.row.name} is on {ref.param.device} and must be on {wanted}: {why}. Move it there."
             )
-
-
-def _leaf_key(leaf: Any) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
-    return (type(leaf), leaf)
 
 
 def _path(structure: pytree.TreeSpec, index: int) -> str:

@@ -14,6 +14,7 @@ from graphshard.passes import Pass
 from graphshard.plan import Plan
 from graphshard.printer import print_communication, print_program
 from graphshard.program import Program, Stage
+from graphshard.saved import saved_by_unit
 from graphshard.trace import trace_stage
 from graphshard.verify import verify, verify_lowered
 
@@ -53,6 +54,7 @@ class Observer:
             verify(program, "the last pass", complete=True)
         program.communication = print_communication(program)
         program.peak_gathered = {name: peak_gathered(phase, program.params) for name, phase in program.phases.items()}
+        program.saved = saved_by_unit(program)
 
     def lowered(self, program: Program, compiled: dict[str, RegionCall]) -> None:
         """The program is lowered: `phases` are executors, which call the regions compiled."""

@@ -6,6 +6,7 @@ placeholders get readable names here: the partitioner was the last to give meani
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,11 +15,12 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard._torch import min_cut_partition
-from graphshard.graph import aten, base_of, emit, erase_dead, fake
+from graphshard._torch import hint, min_cut_partition, run_and_save_rng_state, run_with_rng_state
+from graphshard.graph import aten, base_of, emit, erase_dead, fake, is_communication, is_part, is_view
 from graphshard.params import ParamRow, ParamTable
 from graphshard.passes.base import Pass
 from graphshard.program import Phase, Program, Slot
+from graphshard.sizes import lift_sizes
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Partition(Pass):
         num_outputs = sum(slot.kind != "grad" for slot in joint.outputs)
         slots = {node.name: slot for node, slot in joint.slot_of().items()}
         forward, backward = min_cut_partition(joint.module, num_outputs)
+        _name_random_states(forward, backward)
         _drop_idle(forward, backward, num_outputs)
         saved = tuple(_saved_slot(node, slots) for node in _results(forward)[num_outputs:])
         program.phases = {
@@ -49,17 +52,55 @@ class Partition(Pass):
             ),
         }
         for phase in program.phases.values():
+            lift_sizes(phase, program.sizes)
             _rename_placeholders(phase)
             for node in phase.module.graph.nodes:
-                for mark in ("recompute", "partitioner_tag"):  # they have done their work
+                for mark in ("recompute", "ac_graph_id", "partitioner_tag"):  # they have done their work
                     node.meta.pop(mark, None)
+        _mark_recomputed(forward, backward)
         _unalias(program.phases["backward"], program.params)
         return 1
+
+
+def _name_random_states(forward: GraphModule, backward: GraphModule) -> None:
+    """Finish what the partitioner makes of random operators that are computed again.
+
+        %s, %y = run_and_save_rng_state(bernoulli, %x)        %y = run_with_rng_state(%s, bernoulli, %x)
+
+    It gives the states in both graphs in the same order, but not the same names, and few of the fake values.
+    """
+    states = [n for n in _results(forward) if isinstance(n, Node) and _is_random_state(n)]
+    placeholders = [n for n in backward.graph.find_nodes(op="placeholder") if n.name.startswith("rng_state_output")]
+    for index, (state, placeholder) in enumerate(zip(states, placeholders, strict=True)):
+        draw = state.all_input_nodes[0]
+        (value,) = (user for user in draw.users if user is not state)
+        (redraw,) = placeholder.users
+        # The partitioner says that the size of a state is dynamic.
+        like = fake(state).new_empty([hint(fake(state).shape[0])])
+        draw.meta = {**value.meta, "val": (like, value.meta["val"])}
+        redraw.meta = dict(value.meta)
+        state.meta = {**value.meta, "val": like}
+        placeholder.meta["val"] = like
+        for node in (draw, state):
+            node.meta.pop("number", None)  # the value keeps its own
+        state.name = placeholder.name = placeholder.target = f"random_state_{index}"
+
+
+def _is_random_state(node: Node) -> bool:
+    return node.target is operator.getitem and node.all_input_nodes[0].target is run_and_save_rng_state
 
 
 def _saved_slot(node: Node, slots: dict[str, Slot]) -> Slot:
     """An input of the step keeps its slot when it is saved; anything else is a saved value."""
     return slots.get(node.name) or Slot("saved", node.name)
+
+
+def _mark_recomputed(forward: GraphModule, backward: GraphModule) -> None:
+    names = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+    for node in backward.graph.nodes:
+        again = node.op == "call_function" and (node.name in names or node.target is run_with_rng_state)
+        if again and not (is_view(node) or is_part(node) or is_communication(node)):
+            node.meta["recomputed"] = True
 
 
 def _results(module: GraphModule) -> list[Node]:

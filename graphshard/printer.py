@@ -14,6 +14,8 @@ collectives, `>` calls of regions, `[...]` buckets.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.fx import Graph, Node
 from graphshard._torch import CheckpointPolicy
 from graphshard.graph import collectives, is_collective, module_of
 from graphshard.program import Phase, Program
+from graphshard.sizes import SymNumber, expression, is_size, rename
 
 _DTYPES = {
     "float": "f",
@@ -66,6 +69,12 @@ def print_graph(graph: Graph, inputs: list[str], outputs: list[str], *, canonica
     numbers: dict[Node, str] = {}
     for node in graph.nodes:
         numbers[node] = f"%{len(numbers) if canonical else node.meta.get('number', len(numbers))}"
+    # A region's sizes are named in order, a program's as it says: "size:s0".
+    sizes = {node: label for node, label in zip(graph.find_nodes(op="placeholder"), inputs) if is_size(node)}
+    names = {
+        expression(node.meta["val"]): f"n{index}" if canonical else label.removeprefix("size:")
+        for index, (node, label) in enumerate(sizes.items())
+    }
     labels = iter(inputs)
     lines = []
     for node in graph.nodes:
@@ -75,7 +84,7 @@ def print_graph(graph: Graph, inputs: list[str], outputs: list[str], *, canonica
                 lines.append((f"  return {_arg(value, numbers)}" + (f" as {label}" if label else ""), comment))
         else:
             call = next(labels) if node.op == "placeholder" else f"{_target(node)}({_args(node, numbers)})"
-            line = f"{_mark(node)} {numbers[node]}: {describe(node.meta.get('val'))} = {call}"
+            line = f"{_mark(node)} {numbers[node]}: {describe(node.meta.get('val'), names)} = {call}"
             lines.append((line, "" if canonical else _comment(node)))
     return "".join(f"{line}  # {comment}\n" if comment else f"{line}\n" for line, comment in lines)
 
@@ -100,13 +109,17 @@ def print_communication(program: Program) -> list[str]:
     return lines
 
 
-def describe(val: Any) -> str:
-    """`bf16[64, 32]` for a tensor, `(f32[4], f32[4])` for several, the type's name otherwise."""
+def describe(val: Any, names: Mapping[Any, str] = MappingProxyType({})) -> str:
+    """`bf16[64, s0]` for a tensor, `(f32[4], f32[4])` for several, `s0*s1` for a number, otherwise the type's name.
+
+    Args:
+        names: of the symbols that dynamic sizes are expressed in.
+    """
     if isinstance(val, torch.Tensor):
-        return f"{dtype_name(val.dtype)}[{', '.join(map(str, val.shape))}]"
+        return f"{dtype_name(val.dtype)}[{', '.join(rename(size, names) for size in val.shape)}]"
     if isinstance(val, (tuple, list)):
-        return f"({', '.join(map(describe, val))})"
-    return type(val).__name__
+        return f"({', '.join(describe(v, names) for v in val)})"
+    return rename(val, names) if isinstance(val, SymNumber) else type(val).__name__
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -18,7 +18,7 @@ from graphshard.fold import fold
 from graphshard.params import ParamTable
 from graphshard.plan import Plan
 
-SlotKind = Literal["param", "buffer", "input", "tangent", "output", "mutation", "grad", "saved"]
+SlotKind = Literal["param", "buffer", "input", "tangent", "output", "mutation", "grad", "saved", "size"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Slot:
     """What one input or output of a graph means.
 
     `name` is the parameter or buffer name, the index of a user input or output as text, or for "saved" the
-    name of the forward value. A "mutation" or "grad" carries the kind it belongs to in `of`.
+    name of the forward value, for "size" that of a dynamic size. A "mutation" or "grad" carries the kind it belongs
+    to in `of`.
     """
 
     kind: SlotKind
@@ -102,6 +103,26 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Size:
+    """A dynamic size.
+
+    Attributes:
+        name: "s0", "s1" in the order in which inputs show them.
+        source: the index of an input of the step and the dimension whose size it is.
+        value: what stands for it in the fake values of the graphs.
+    """
+
+    name: str
+    source: tuple[int, int]
+    value: torch.SymInt
+
+    @property
+    def symbol(self) -> Any:
+        """The symbol in the expressions of other sizes."""
+        return self.value.node.expr
+
+
+@dataclass(frozen=True)
 class Axis:
     """A mesh axis by its symbolic name; the process group is bound at installation."""
 
@@ -116,6 +137,33 @@ class Region:
     key: str
     text: str
     module: GraphModule
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """What one unit saves for backward and computes again; "" is the root.
+
+    Attributes:
+        unit: its name.
+        saved: how many values are saved, by the operator that made them. Inputs of the step, parameters and gathered
+            parameters that stay until backward are not activations and not counted.
+        saved_bytes: their size; at the sizes of the example inputs, if some are dynamic.
+        recomputed: how many operators run again in backward, by name; views are not counted.
+    """
+
+    unit: str
+    saved: dict[str, int]
+    saved_bytes: int
+    recomputed: dict[str, int]
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """As text: what is saved, how many bytes, what runs again."""
+        saved, again = (
+            ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+            for counts in (self.saved, self.recomputed)
+        )
+        return saved, str(self.saved_bytes), again
 
 
 @dataclass
@@ -133,6 +181,7 @@ class Program:
         plan: buckets and events; None until planned.
         communication: one line per collective, in order; equal on all ranks.
         peak_gathered: per phase, the units whose gathered parameters are alive at once, where they are most.
+        saved: what is saved for backward and computed again, by unit; see `saved_table`.
         regions: distinct regions by key; empty until lowered.
         region_calls: keys in execution order, one per call in a step.
         lowering_seconds: time it took to compile regions and write the executors.
@@ -140,6 +189,8 @@ class Program:
         established: names of the rules of `graphshard.rules` that passes have made to hold.
         differentiated: parameters whose gradient the program computes.
         model: name of the class that was captured.
+        sizes: dynamic sizes of the inputs; empty for a program of one shape.
+        shapes: shape and strides of every input of a program with dynamic sizes.
         capture: how many programs of the module were captured before.
         reason: why this program was captured.
         next_number: number of the next value to be printed; numbers are kept from stage to stage.
@@ -155,6 +206,7 @@ class Program:
     plan: Plan | None = None
     communication: list[str] = field(default_factory=list)
     peak_gathered: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    saved: tuple[UnitMemory, ...] = ()
     regions: dict[str, Region] = field(default_factory=dict)
     region_calls: list[str] = field(default_factory=list)
     lowering_seconds: float = 0.0
@@ -162,6 +214,8 @@ class Program:
     established: set[str] = field(default_factory=set)
     differentiated: frozenset[str] = frozenset()
     model: str = ""
+    sizes: tuple[Size, ...] = ()
+    shapes: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...] = ()
     capture: int = 0
     reason: str = ""
     next_number: int = 0
@@ -181,6 +235,17 @@ class Program:
         """The backward graph that runs; None for a program without gradients."""
         phase = self.phases.get("backward")
         return phase.module if phase else None
+
+    def saved_table(self) -> str:
+        """What forward saves for backward and what backward computes again, as a table with a line per unit."""
+        lines = [("unit", "saved", "bytes", "computed again in backward")]
+        lines += [(row.unit or "(root)", *row.cells) for row in self.saved]
+        lines.append(("total", "", str(sum(row.saved_bytes for row in self.saved)), ""))
+        widths = [max(len(line[i]) for line in lines) for i in range(3)]
+        return "\n".join(
+            f"{unit:<{widths[0]}}  {saved:<{widths[1]}}  {size:>{widths[2]}}  {again}".rstrip()
+            for unit, saved, size, again in lines
+        )
 
     @property
     def region_names(self) -> dict[str, str]:

@@ -37,6 +37,7 @@ Rule = Callable[[Program, str], Iterator[Violation]]
 _CONSTANTS = (
     *(int, float, bool, complex, str, type(None), slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    torch._ops.OpOverload,  # of a random operator that is computed again
 )
 
 
@@ -133,7 +134,8 @@ def consistent_values(program: Program, phase_name: str) -> Iterator[Violation]:
 
 
 def _aspect(leaf: Any) -> Hashable:
-    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else str(leaf)
+    # As text: dynamic sizes cannot be hashed.
+    return (str(leaf.shape), str(leaf.stride()), leaf.dtype) if isinstance(leaf, torch.Tensor) else str(leaf)
 
 
 def sharded_inputs(program: Program, phase_name: str) -> Iterator[Violation]:

@@ -23,6 +23,7 @@ from graphshard.lower import Boxed
 from graphshard.program import Phase, Program, Slot
 from graphshard.ranges import profiling, with_ranges
 from graphshard.sharding import ParamRef, as_dtensor, dense, padded_shard
+from graphshard.sizes import evaluate, expression, given_sizes
 
 BackwardFactory = Callable[[frozenset[str]], Phase]
 
@@ -106,7 +107,7 @@ class Executable:
             phase = self._bind(self._make_backward(frozenset(tangents)))
             self._backwards[frozenset(tangents)] = phase
         inputs = [
-            restride(tangents.pop(slot.name), fake(node)) if slot.kind == "tangent" else saved[slot]
+            restride(tangents.pop(slot.name), self._stride(node, saved)) if slot.kind == "tangent" else saved[slot]
             for slot, node in zip(phase.inputs, phase.placeholders, strict=True)
         ]
         saved.clear()
@@ -116,6 +117,17 @@ class Executable:
             finish_downloads(self.program.device)
         return [self._as_gradient(value, slot) for value, slot in zip(values, phase.outputs, strict=True)]
 
+    def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
+        """The dynamic sizes of a call."""
+        return {Slot("size", name): size for name, size in given_sizes(self.program.sizes, tensors).items()}
+
+    def _stride(self, node: Node, known: dict[Slot, Any]) -> tuple[int, ...]:
+        stride = fake(node).stride()
+        if not self.program.sizes:
+            return stride
+        env = {size.symbol: known[Slot("size", size.name)] for size in self.program.sizes}
+        return tuple(evaluate(expression(size), env) for size in stride)
+
     def _code(self, phase: Phase) -> Boxed:
         """The phase's code; while a profiler runs, the one with ranges."""
         if not profiling():
@@ -124,12 +136,14 @@ class Executable:
             self._ranged[phase.module] = with_ranges(phase.module)
         return self._ranged[phase.module].forward
 
-    def _read(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _read(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
         if slot.kind == "param":
             ref = self._params[slot.name]
             return ref.param.detach() if ref.row.ignored else padded_shard(ref.param, ref.row)
         if slot.kind == "input":
             return tensors[int(slot.name)].detach()
+        if slot.kind == "size":
+            return self.sizes(tensors)[slot]
         constant = self.program.constants.get(slot.name)
         return constant if constant is not None else self._module.get_buffer(slot.name)
 
@@ -163,6 +177,7 @@ class Step(torch.autograd.Function):
         ctx.executable = executable
         ctx.set_materialize_grads(False)
         ctx.slots = list(saved)
+        ctx.sizes = executable.sizes(tensors)
         ctx.save_for_backward(*saved.values())
         differentiable = executable.program.tangents
         constant = [r for r, name in zip(results, executable.names, strict=True) if name not in differentiable]
@@ -172,7 +187,7 @@ class Step(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        saved = dict(zip(ctx.slots, ctx.saved_tensors, strict=True))
+        saved = {**dict(zip(ctx.slots, ctx.saved_tensors, strict=True)), **ctx.sizes}
         ctx.maybe_clear_saved_tensors()  # so that the executor can free them, unless the graph is retained
         tangents = {name: grad for name, grad in zip(ctx.executable.names, grads) if grad is not None}
         return (None, None, *ctx.executable.backward(saved, tangents))

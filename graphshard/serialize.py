@@ -9,6 +9,7 @@
  "constants": {"mask": VALUE},                       shape, stride, dtype and device; values are not stored
  "plan": {...} or null,                              Plan.to_json
  "next": {"name": "bucket", "class": "graphshard.passes.bucket:Bucketing", "options": {}} or null,
+ "sizes": {"s0": {"source": [0, 1], "hint": 128, "range": [2, null]}},  "shapes": [[[4, SIZE], [SIZE, 1]]],
  "phases": {"joint": {
   "inputs": [["param", "embed.weight"], ["input", "0"]],      kind and name of each slot, and what a gradient is of
   "outputs": [["output", "0"], ["grad", "embed.weight", "param"]],
@@ -18,10 +19,11 @@
   ]}}
 }
 
-`encode.py` says what a VALUE looks like. A node's "module" is the module whose forward made it, "fwd_module" the one
-whose backward did. Of the rest of `node.meta` numbers, strings and torch's mark "recompute" are kept; the partitioner
-and the passes need no more. The history is not stored. An "out_spec" with other classes than lists, tuples and dicts
-stays text: nothing that runs before the model does reads it.
+`encode.py` says what a VALUE looks like; "sizes" and the inputs' "shapes" are there if some are dynamic. A node's
+"module" is the module whose forward made it, "fwd_module" the one whose backward did. Of the rest of `node.meta`
+numbers, strings and torch's mark "recompute" are kept; the partitioner and the passes need no more. The history is not
+stored. An "out_spec" with other classes than lists, tuples and dicts stays text: nothing that runs before the model
+does reads it.
 
 A file cannot run code: names must be identifiers, operators must be known to torch's dispatcher, and nothing is
 imported or evaluated.
@@ -39,6 +41,7 @@ from torch.utils import _pytree as pytree
 from graphshard.encode import Decoder, encode, named, short_name, strings, typed
 from graphshard.encode_graph import decode_phase, encode_phase
 from graphshard.encode_pass import NextPass, decode_pass, encode_pass
+from graphshard.encode_size import decode_sizes, encode_sizes
 from graphshard.errors import ArgumentError
 from graphshard.params import ParamRow, ParamTable
 from graphshard.passes import Pass
@@ -61,6 +64,8 @@ def program_to_json(program: Program, *, next_pass: Pass | None = None) -> str:
 
     It never fails on a program that can be printed: what cannot be stored is marked, and reading it says so.
     """
+    names = {size.symbol: size.name for size in program.sizes}
+    shapes = [[list(shape), list(stride)] for shape, stride in program.shapes]
     data = {
         "format": FORMAT,
         "model": program.model,
@@ -77,7 +82,8 @@ def program_to_json(program: Program, *, next_pass: Pass | None = None) -> str:
         "constants": {name: encode(value) for name, value in program.constants.items()},
         "plan": json.loads(program.plan.to_json()) if program.plan else None,
         "next": encode_pass(next_pass) if next_pass else None,
-        "phases": {name: encode_phase(phase) for name, phase in program.phases.items()},
+        **({"sizes": encode_sizes(program.sizes), "shapes": encode(shapes, names)} if program.sizes else {}),
+        "phases": {name: encode_phase(phase, names) for name, phase in program.phases.items()},
     }
     items = (f'"{key}": {_lines(value, _LEVELS.get(key, 1))}' for key, value in data.items())
     return "{\n" + ",\n".join(items) + "\n}\n"
@@ -127,6 +133,8 @@ def plan_of(text: str) -> Plan | None:
 
 def _program(data: dict[str, Any]) -> Program:
     decoder = Decoder()
+    sizes = decode_sizes(data.get("sizes", {}), decoder.mode)
+    decoder.sizes.update((size.name, size.value) for size in sizes)
     unknown = set(data["phases"]) - set(_PHASES)
     if unknown or not data["phases"]:
         raise ArgumentError(f"phases are {list(data['phases'])}, they must be of {', '.join(_PHASES)}")
@@ -146,6 +154,8 @@ def _program(data: dict[str, Any]) -> Program:
         capture=typed(data["capture"], int),
         reason=typed(data["reason"], str),
         next_number=typed(data["next_number"], int),
+        sizes=sizes,
+        shapes=tuple((tuple(shape), tuple(stride)) for shape, stride in decoder.value(data.get("shapes", []))),
     )
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import re
 
+import torch
 from torch.fx import GraphModule, Node
 
+from graphshard._torch import hint, run_with_rng_state
 from graphshard.graph import is_collective
 from graphshard.program import Phase, Program, Region
 
@@ -92,12 +94,22 @@ def _code(phase: Phase) -> str:
 
 
 def _inputs(placeholders: list[Node], labels: list[str] | None = None) -> str:
-    """A function that makes inputs of the traced shapes, strides and dtypes: zeros, or small random numbers."""
+    """A function that makes inputs of the traced shapes, strides and dtypes: zeros, or small random numbers.
+
+    Dynamic sizes are those of the capture.
+    """
     lines = []
     for index, node in enumerate(placeholders):
         val = node.meta["val"]
         label = f"  # {labels[index]}" if labels else ""
+        if node.name.startswith("random_state") or any(user.target is run_with_rng_state for user in node.users):
+            lines.append(f"        torch.get_rng_state(),{label}\n")
+            continue
+        if isinstance(val, torch.SymInt):
+            lines.append(f"        {hint(val)},{label}\n")
+            continue
         fill = ".normal_(std=0.02)" if val.is_floating_point() else ".zero_()"
-        make = f"torch.empty_strided({tuple(val.shape)}, {val.stride()}, dtype={val.dtype}, device={val.device.type!r})"
+        shape, stride = (tuple(map(hint, sizes)) for sizes in (val.shape, val.stride()))
+        make = f"torch.empty_strided({shape}, {stride}, dtype={val.dtype}, device={val.device.type!r})"
         lines.append(f"        {make}{fill},{label}\n")
     return f"def inputs():\n    return [\n{''.join(lines)}    ]\n"

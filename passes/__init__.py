@@ -1,5 +1,6 @@
 """The passes, one per file. `pipeline.py` runs them in the order that fits one screen.
 
+    activation_checkpointing  what units save for backward, and what is computed again
     insert_collectives      parameters become shards; all-gathers and reduce-scatters appear
     mixed_precision         shards are stored in their own dtype; casts before gathers and around reductions
     reshard_after_forward   what backward gathers again, and what it keeps
@@ -14,6 +15,7 @@ A pass sees the program, the plan, the parameter table and the graph helpers; ne
 if __name__ == "passes":
     raise ImportError("import graphshard.passes: the top-level directory passes/ is not a package of its own")
 
+from graphshard.passes.activation_checkpointing import ActivationCheckpointing
 from graphshard.passes.base import Pass
 from graphshard.passes.bucket import Bucketing
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
@@ -25,6 +27,7 @@ from graphshard.passes.reorder import Reorder
 from graphshard.passes.reshard_after_forward import ReshardAfterForward
 
 __all__ = [
+    "ActivationCheckpointing",
     "Bucketing",
     "DropUnusedTangents",
     "InsertCollectives",

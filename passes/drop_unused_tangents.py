@@ -22,6 +22,7 @@ from graphshard._torch import fake_mode_of
 from graphshard.graph import WAIT, aten, c10d, emit, erase_dead, fake, is_view
 from graphshard.passes.base import Pass
 from graphshard.program import Phase, Program
+from graphshard.sizes import SizeBuilder, size_inputs
 
 _ZERO_IF_ANY = frozenset(
     {
@@ -116,8 +117,9 @@ def _other_addend(node: Node, zeros: set[Node]) -> Node | None:
 
 def _materialize(graph: Graph, zero: Node, before: Node) -> Node:
     val = fake(zero)
+    shape = list(map(SizeBuilder(graph, size_inputs(graph)), val.shape))
     with graph.inserting_before(before), fake_mode_of(val):
-        return emit(graph, aten.full.default, list(val.shape), 0, dtype=val.dtype, device=val.device, like=before)
+        return emit(graph, aten.full.default, shape, 0, dtype=val.dtype, device=val.device, like=before)
 
 
 def _erase(phase: Phase, unused: set[Node]) -> None:
@@ -125,7 +127,7 @@ def _erase(phase: Phase, unused: set[Node]) -> None:
     graph = phase.module.graph
     erase_dead(graph)
     slots = phase.slot_of()
-    idle = [node for node in slots if node in unused or not node.users]
+    idle = [node for node, slot in slots.items() if slot.kind != "size" and (node in unused or not node.users)]
     phase.inputs = tuple(slot for node, slot in slots.items() if node not in idle)
     for node in idle:
         graph.erase_node(node)

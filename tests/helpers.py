@@ -116,6 +116,7 @@ def captured(
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
     grad: bool = True,
+    dynamic_shapes: Any = None,
 ) -> Program:
     """What `graphshard.compile(model, mesh, ...)` captures for `model(*args, **kwargs)` on the CPU."""
     policy = mp_policy or MixedPrecisionPolicy()
@@ -129,7 +130,7 @@ def captured(
         reshard_after_forward=reshard_after_forward,
     )
     axis = Axis("shard", world_size)
-    spec = CaptureSpec(table, names, axis, torch.device("cpu"), policy, type(model))
+    spec = CaptureSpec(table, names, axis, torch.device("cpu"), policy, type(model), dynamic_shapes)
     return capture(model, tuple(args), dict(kwargs or {}), spec, grad=grad)
 
 
@@ -239,6 +240,7 @@ def step(
     inputs = []
     for rank, batch in enumerate(batches):
         given = {Slot("input", str(i)): t for i, t in enumerate(batch)}
+        given |= {Slot("size", size.name): batch[size.source[0]].shape[size.source[1]] for size in program.sizes}
         given |= {Slot("buffer", n): b.clone() for n, b in [*model.named_buffers(), *program.constants.items()]}
         for row in program.params:
             given[Slot("param", row.name)] = padded_shard(model.get_parameter(row.name), row, rank)

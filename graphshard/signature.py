@@ -1,0 +1,51 @@
+"""What a program was captured for: which calls it serves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a program was captured for. Programs differ where signatures do."""
+
+    structure: pytree.TreeSpec
+    inputs: tuple[tuple[Any, ...], ...]
+    training: tuple[bool, ...]
+    grad: bool
+    autocast: Hashable
+    params: tuple[tuple[bool, torch.dtype], ...]
+
+    def loose(self) -> Signature:
+        """The signature without shapes and strides."""
+        inputs = tuple(key[2:] if len(key) == 4 else key for key in self.inputs)
+        return dataclasses.replace(self, inputs=inputs)
+
+    def __hash__(self) -> int:
+        return hash((self.inputs, self.training, self.grad, self.autocast, self.params))
+
+    def changes_from(self, other: Signature) -> str:
+        """What differs from another signature, in words."""
+        reasons = {
+            "structure": "new structure of the inputs",
+            "inputs": "new shapes, dtypes or values of the inputs",
+            "training": "train() or eval() was called",
+            "grad": "gradients are " + ("on" if self.grad else "off"),
+            "autocast": "autocast changed",
+            "params": "dtype or requires_grad of a parameter changed",
+        }
+        changed = [why for name, why in reasons.items() if getattr(self, name) != getattr(other, name)]
+        return ", ".join(changed)
+
+
+def leaf_key(leaf: Any) -> tuple[Any, ...]:
+    """What programs distinguish of an input: four things of a tensor, type and value of anything else."""
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+    return (type(leaf), leaf)

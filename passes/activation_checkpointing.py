@@ -1,0 +1,150 @@
+"""Decide what of a unit's forward is saved for backward, and what backward computes again.
+
+      %1 = mm(%x, %w)                %1 = mm(%x, %w)      (recompute)
+      %2 = relu(%1)                  %2 = relu(%1)        (recompute)
+      %3 = mm(%2, %v)   # block 1    %3 = mm(%2, %v)      (save)       block 2 begins with it
+
+Only marks change, torch's own: `ac_graph_id` names the region a node belongs to, `recompute` holds a
+`CheckpointPolicy` for the partitioner. Regions of `torch.utils.checkpoint` in the user's model come marked from the
+capture and stay as they are; `policy` is about the other nodes of the units. `compile(activation=...)` puts this pass
+in front of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from graphshard._torch import min_cut_partition
+from graphshard.errors import PassError
+from graphshard.estimate import num_bytes, operator_seconds
+from graphshard.graph import fake, is_backward, is_communication, with_parts
+from graphshard.hardware import H100
+from graphshard.passes.base import Pass
+from graphshard.program import Phase, Program
+from graphshard.remat import RECOMPUTE, SAVE, leaving, maker_of, save_leaving
+from graphshard.units import unit_of
+
+# "full": units keep their inputs. Operators: units keep their inputs and the results of these. A number from 0 to 1: as
+# much as that share of what the partitioner, left to itself, saves beyond "full".
+Activation: TypeAlias = Literal["full"] | tuple[OpOverload, ...] | float
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing(Pass):
+    """Requires: a joint graph without collectives.
+    Preserves: the graph; only marks for the partitioner change.
+
+    Attributes:
+        policy: see `Activation`.
+    """
+
+    name: ClassVar[str] = "activation-checkpointing"
+    policy: Activation
+
+    def requires(self, program: Program) -> None:
+        if "backward" in program.phases:
+            raise PassError(f"{self.name}: the program is already partitioned; run this pass before partition")
+        if any(is_communication(n) for phase in program.phases.values() for n in phase.module.graph.nodes):
+            raise PassError(f"{self.name}: the graph already has collectives; run this pass before they are inserted")
+
+    def rewrite(self, program: Program) -> int:
+        joint = program.phases.get("joint")
+        if joint is None:
+            return 0
+        before = _marks(joint)
+        if self.policy != 1:
+            _mark_units(joint, program.params.units, self.policy)
+        save_leaving(joint.module.graph)
+        return sum(a != b for a, b in zip(before, _marks(joint)))
+
+
+def _marks(joint: Phase) -> list[tuple[object, object]]:
+    return [(n.meta.get("ac_graph_id"), n.meta.get("recompute")) for n in joint.module.graph.nodes]
+
+
+def _mark_units(joint: Phase, units: Sequence[str], policy: Activation) -> None:
+    """Make a region of every unit's nodes, of those that are in no region yet."""
+    regions = _unit_regions(joint, units)
+    if not regions:
+        return
+    kept: set[Node] = set()
+    if isinstance(policy, tuple):
+        kept = {node for node in regions if node.target in policy}
+    elif isinstance(policy, (int, float)):
+        kept = _within_budget(joint, regions, policy)
+    for node, region in regions.items():
+        node.meta["ac_graph_id"] = region
+        node.meta["recompute"] = SAVE if maker_of(node) in kept else RECOMPUTE
+
+
+def _unit_regions(joint: Phase, units: Sequence[str]) -> dict[Node, int]:
+    """The region of every forward node of a unit; each call of a unit is a region."""
+    nodes = [n for n in joint.module.graph.nodes if n.op == "call_function" and not is_backward(n)]
+    first = max((n.meta["ac_graph_id"] for n in nodes if "ac_graph_id" in n.meta), default=-1) + 1
+    calls: dict[str, int] = {}
+    regions = {}
+    for node in nodes:
+        call = _unit_call(node, units)
+        if call and "ac_graph_id" not in node.meta:
+            regions[node] = calls.setdefault(call, first + len(calls))
+    return regions
+
+
+def _unit_call(node: Node, units: Sequence[str]) -> str:
+    """Which call of which unit a node belongs to, "" for the root: torch gives every call of a module a key."""
+    stack: dict[str, tuple[str, object]] = node.meta.get("nn_module_stack") or {}
+    unit = unit_of(next(reversed(stack.values()))[0], units) if stack else ""
+    return next((key for key, (name, _) in stack.items() if unit and name == unit), "")
+
+
+def _within_budget(joint: Phase, regions: dict[Node, int], budget: float) -> set[Node]:
+    """The operators whose results to save: those that cost most time per byte to compute again.
+
+    The partitioner's own choice is the most there is to save. The cost of a value is that of the operators between it
+    and other saved values, by the roofline of an H100; only ratios matter.
+    """
+    num_outputs = sum(slot.kind != "grad" for slot in joint.outputs)
+    forward, _ = min_cut_partition(joint.clone().module, num_outputs)
+    names = {node.name for node in forward.graph.output_node().all_input_nodes}
+    outer = leaving(joint.module.graph, regions)
+    saved: dict[Node, int] = {}
+    for node in joint.module.graph.nodes:
+        maker = maker_of(node)
+        if node.name in names and maker in regions and maker not in outer:
+            saved[maker] = saved.get(maker, 0) + num_bytes(node)
+    stop = {*saved, *outer}
+    chains = {maker: _chain(maker, regions, stop) for maker in saved}
+    seconds = {maker: sum(operator_seconds(n, H100) for n in chain) for maker, chain in chains.items()}
+    states = {maker: sum(_state_bytes(n) for n in chain) for maker, chain in chains.items()}
+    cost = {maker: max(0, size - states[maker]) for maker, size in saved.items()}
+    room = budget * sum(cost.values())
+    kept: set[Node] = set()
+    for maker in sorted(saved, key=lambda maker: -seconds[maker] / max(1, cost[maker])):
+        if cost[maker] <= room:
+            room -= cost[maker]
+            kept.add(maker)
+    return kept
+
+
+def _state_bytes(node: Node) -> int:
+    """What must be saved so that a random operator draws the same again: the size of a generator's state."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return 0
+    return 5056 if fake(with_parts(node)[-1]).device.type == "cpu" else 16
+
+
+def _chain(maker: Node, regions: dict[Node, int], stop: set[Node]) -> set[Node]:
+    """A node and what must run before it in its region, up to what is saved."""
+    found, stack = {maker}, [maker]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source in regions and source not in found and maker_of(source) not in stop:
+                found.add(source)
+                stack.append(source)
+    return found

@@ -1,0 +1,199 @@
+"""Activation checkpointing, the user's and ours, trains as FSDP2 does, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import graphshard
+from graphshard.program import Program
+from tests.distributed.test_parity import assert_same, fsdp2, grads_of, params_of, twins, world_mesh
+from tests.ranks import Ranks
+
+aten = torch.ops.aten
+
+
+class _Block(nn.Module):
+    """Attention and a gated layer with dropout, of odd width: shards are uneven."""
+
+    def __init__(self, dim: int = 6, hidden: int = 9) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, dim=-1)
+        x = x + self.dropout(F.scaled_dot_product_attention(q, k, v).squeeze(1))
+        return x + self.dropout(self.down(F.silu(self.up(x))))
+
+
+class _Net(nn.Module):
+    """Blocks that are called through `call`: plain, or checkpointed in one of torch's ways."""
+
+    def __init__(self, call: str = "plain", depth: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 6)
+        self.layers = nn.ModuleList(_Block() for _ in range(depth))
+        self.head = nn.Linear(6, 3)
+        self.call = call
+        for index, block in enumerate(self.layers):
+            if call == "composable":
+                composable_checkpoint(block)
+            elif call == "wrapper":
+                self.layers[index] = checkpoint_wrapper(block)
+            elif call == "reentrant wrapper":
+                self.layers[index] = checkpoint_wrapper(block, CheckpointImpl.REENTRANT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.layers:
+            if self.call == "non-reentrant":
+                x = checkpoint(block, x, use_reentrant=False)
+            elif self.call == "reentrant":
+                x = checkpoint(block, x, use_reentrant=True)
+            elif self.call == "selective":
+                contexts = functools.partial(create_selective_checkpoint_contexts, _every_second_addmm())
+                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            else:
+                x = block(x)
+        return self.head(x).square()  # no view: FSDP2 warns of those
+
+
+def _every_second_addmm() -> Callable[..., bool]:
+    """A policy with a state of its own for forward and recomputation, as training code has them."""
+    seen = {False: 0, True: 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        seen[context.is_recompute] += op == aten.addmm.default
+        return op == aten.addmm.default and seen[context.is_recompute] % 2 == 1
+
+    return policy
+
+
+CALLS = ["non-reentrant", "reentrant", "composable", "wrapper", "reentrant wrapper", "selective"]
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    return torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _train(pair: tuple[nn.Module, nn.Module], rank: int, steps: int = 3) -> None:
+    """Train side by side with dropout; the same bits at every step, and the same random numbers drawn."""
+    optims = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in pair]
+    for step in range(steps):
+        seen = []
+        for model, optim in zip(pair, optims):
+            torch.manual_seed(step * 7 + rank)
+            loss = model(_batch(rank, step)).square().mean()
+            loss.backward()
+            grads = {name: grad.to_local().clone() for name, grad in grads_of(model).items()}
+            optim.step()
+            optim.zero_grad()
+            seen.append({"loss": loss.detach(), "drawn": torch.get_rng_state(), **grads})
+        assert_same(*seen, f"step {step}")
+        assert_same(*map(params_of, pair), f"parameters after step {step}")
+
+
+def _collectives(program: Program) -> Counter[str]:
+    """Launches by phase and kind."""
+    return Counter(" ".join(line.split()[:2]) for line in program.communication)
+
+
+# A launch for each unit, as FSDP2 has; the root's parameters stay gathered.
+COLLECTIVES = {"forward: gather": 4, "backward: gather": 3, "backward: reduce": 4}
+
+
+def _user(rank: int, world_size: int, call: str, options: dict[str, Any]) -> str:
+    pair = twins(_Net(call), world_mesh(), **options)
+    _train(pair, rank)
+    (program,) = graphshard.programs(pair[0])
+    regathered = {None: 3, True: 4, False: 0}[options.get("reshard_after_forward")]
+    assert _collectives(program) == +Counter({**COLLECTIVES, "backward: gather": regathered})
+    return program.saved_table()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_row_58_user_checkpoints_equal_fsdp2(ranks: Ranks, call: str) -> None:
+    """Every way of checkpointing, with dropout inside; nothing is gathered or reduced more often than without."""
+    table = ranks(2).run(_user, call, {})[0]
+    assert table.count("bernoulli 2") == 3, table
+    assert table.count("addmm 1") == 3 * (call == "selective"), table
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_row_58_checkpoints_with_parameters_resharded_or_kept(ranks: Ranks, reshard: bool) -> None:
+    """Recomputation reads kept parameters, and does not gather them again."""
+    ranks(2).run(_user, "non-reentrant", {"reshard_after_forward": reshard})
+
+
+def _dpo(rank: int, world_size: int, call: str) -> None:
+    pair = twins(_Net(call, depth=2), world_mesh())
+    for step in range(2):
+        seen = []
+        for model in pair:
+            torch.manual_seed(step)
+            chosen, rejected = model(_batch(rank, step)), model(_batch(rank, step + 10))
+            loss = -F.logsigmoid(chosen.sum() - rejected.sum())
+            loss.backward()
+            seen.append(loss.detach())
+        assert torch.equal(*seen)
+        ours, theirs = ({n: g.to_local() for n, g in grads_of(model).items()} for model in pair)
+        # FSDP2 adds the unsharded gradients of both and reduces the sum; the order of additions is another.
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_row_44_two_forwards_then_a_joint_loss_with_checkpoints(ranks: Ranks) -> None:
+    """DPO: each backward finds its own saved values and random states; gradients add up."""
+    ranks(2).run(_dpo, "non-reentrant")
+
+
+def _policy(rank: int, world_size: int, activation: Any, backend: str, steps: int) -> str:
+    if isinstance(activation, list):
+        activation = [getattr(aten, name).default for name in activation]
+    torch.manual_seed(0)
+    model = _Net()
+    twin = fsdp2(copy.deepcopy(model), world_mesh())
+    ours = graphshard.compile(model, world_mesh(), backend=backend, activation=activation)
+    _train((ours, twin), rank, steps)
+    (program,) = graphshard.programs(ours)
+    assert _collectives(program) == Counter(COLLECTIVES)
+    return program.saved_table()
+
+
+@pytest.mark.parametrize("activation", ["full", ["addmm"], 0.5, 0, 1])
+def test_row_135_policies_equal_fsdp2(ranks: Ranks, activation: Any) -> None:
+    """Recomputed or saved, the same bits, as those of FSDP2 without checkpointing."""
+    table = ranks(2).run(_policy, activation, "eager", 3)[0]
+    assert ("bernoulli 2" in table) == (activation != 1), table
+
+
+def _policy_in_inductor(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = _Net("non-reentrant", depth=1)
+    pair = copy.deepcopy(model), model
+    for compiled, options in zip(pair, ({"backend": "eager"}, {"activation": "full"})):
+        graphshard.compile(compiled, world_mesh(), **options)
+    for compiled in pair:
+        torch.manual_seed(rank)
+        compiled(_batch(rank, 0)).mean().backward()
+    ours, theirs = ({n: g.to_local() for n, g in grads_of(m).items()} for m in pair)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_row_135_random_numbers_are_drawn_again_in_inductor(ranks: Ranks) -> None:
+    """With warnings as errors: no region falls back."""
+    ranks(2).run(_policy_in_inductor)
