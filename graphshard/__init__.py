@@ -14,6 +14,7 @@ from graphshard.errors import (
     GraphshardError,
     InputError,
     MaterializationError,
+    ParameterError,
     PassError,
 )
 from graphshard.passes import Pass
@@ -32,6 +33,7 @@ __all__ = [
     "GraphshardError",
     "InputError",
     "MaterializationError",
+    "ParameterError",
     "Pass",
     "PassError",
     "Pipeline",
