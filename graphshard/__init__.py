@@ -17,9 +17,12 @@ from graphshard.errors import (
     ParameterError,
     PassError,
 )
+from graphshard.explain import explain, explain_grid
+from graphshard.explanation import Explanation, Grid
 from graphshard.passes import Pass
 from graphshard.pipeline import Pipeline
 from graphshard.plan import Plan
+from graphshard.profile import Profile, load_profile
 from graphshard.program import Program
 
 __version__ = "0.1.0"
@@ -30,7 +33,9 @@ __all__ = [
     "CaptureError",
     "CaptureLimitError",
     "DivergenceError",
+    "Explanation",
     "GraphshardError",
+    "Grid",
     "InputError",
     "MaterializationError",
     "ParameterError",
@@ -38,8 +43,12 @@ __all__ = [
     "PassError",
     "Pipeline",
     "Plan",
+    "Profile",
     "Program",
     "bisect",
     "compile",
+    "explain",
+    "explain_grid",
+    "load_profile",
     "programs",
 ]

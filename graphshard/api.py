@@ -95,7 +95,7 @@ def compile(
     level = check_debugging(passes, verify, dump)
     directory = dump_directory(dump, dist.get_rank())
     ignored = check_ignored(model, ignored_params)
-    check_params(model, mesh, ignored)
+    check_params(model, mesh.device_type, ignored)
     dims = check_placements(model, shard_placement_fn, ignored)
     check_examples(units, example_inputs, example_kwargs)
     device = _device_of(mesh)

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 import sympy
 from torch.fx import Node
 
+from graphshard.flops import Gemm, Scalar
 from graphshard.profile import Profile, Tile
 from graphshard.program import Axis, Region
-from graphshard.work import Gemm, Scalar, Work, work_of
+from graphshard.work import Work, work_of
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class Costs:
             between = num_bytes * (nodes - 1) / nodes * local / beyond
         else:
             between = rounds * num_bytes * (ranks - 1) / ranks / beyond
-        slowest = maximum(moved, between) if nodes != 1 else moved
+        # In one node nothing goes beyond it; an expression of the number of ranks must say so, too.
+        slowest = maximum(moved, between * minimum(nodes - 1, 1))
         return (
             link.latency
             + (num_tensors - 1) * link.tensor_seconds

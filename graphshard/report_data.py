@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 
 from graphshard.cost import Costs
-from graphshard.estimate import Estimate, Step, estimate, tensors
+from graphshard.estimate import Estimate, Step, Tensor, estimate, tensors
 from graphshard.plan import Bucket
 from graphshard.printer import dtype_name
 from graphshard.profile import load_profile
@@ -49,7 +49,7 @@ def report_of(
         stages=stages,
         buckets=_buckets(program, found),
         timeline=_timeline(program, found, costs),
-        memory=_memory(program, found),
+        memory=memory_of(tensors(program, found), found.seconds),
         regions=_regions(program, found, costs, kernels),
     )
 
@@ -125,19 +125,19 @@ def _timeline(program: Program, found: Estimate, costs: Costs) -> Timeline:
     )
 
 
-def _memory(program: Program, found: Estimate) -> Memory:
-    held = tensors(program, found)
+def memory_of(held: list[Tensor], seconds: float) -> Memory:
+    """The memory curve of values that live within a step of `seconds`, and what is alive at its peak."""
     changes: dict[float, int] = {}
     for tensor in held:
         changes[tensor.start] = changes.get(tensor.start, 0) + tensor.num_bytes
-        if tensor.end < found.seconds:
+        if tensor.end < seconds:
             changes[tensor.end] = changes.get(tensor.end, 0) - tensor.num_bytes
     points, total = [], 0
     for time in sorted(changes):
         total += changes[time]
         points.append(MemoryPoint(time, total))
     peak = max(points, key=lambda point: point.num_bytes, default=MemoryPoint(0.0, 0))
-    alive = [t for t in held if t.start <= peak.time < t.end or t.end == found.seconds == peak.time]
+    alive = [t for t in held if t.start <= peak.time < t.end or t.end == seconds == peak.time]
     alive.sort(key=lambda tensor: -tensor.num_bytes)
     return Memory(
         points=tuple(points),
