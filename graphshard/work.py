@@ -69,24 +69,17 @@ def _is_free(group: list[Node]) -> bool:
 
 
 def _fuse(kernels: list[Node]) -> list[list[Node]]:
-    """Group operators that one kernel runs.
-
-    Operators that hang together are fused unless one that stands alone runs between them: the level of an operator
-    counts those that must have run before it, and only operators of one level are fused.
-    """
-    level: dict[Node, int] = {}
+    """Group operators that one kernel runs: those of one level that hang together."""
+    level = _levels(kernels)
     group_of: dict[Node, list[Node]] = {}
     groups: list[list[Node]] = []
     for node in kernels:
-        sources = [s for s in map(_kernel, node.all_input_nodes) if s in level]
-        alone = _stands_alone(node)
-        level[node] = max((level[s] + (_stands_alone(s) and not alone) for s in sources), default=0)
         group_of[node] = group = [node]
         groups.append(group)
-        if alone:
+        if _stands_alone(node):
             continue
-        for source in sources:
-            other = group_of[source]
+        for source in map(_kernel, node.all_input_nodes):
+            other = group_of.get(source, group)
             if other is not group and level[source] == level[node] and not _stands_alone(source):
                 for member in group:
                     group_of[member] = other
@@ -94,6 +87,25 @@ def _fuse(kernels: list[Node]) -> list[list[Node]]:
                 group.clear()
                 group = other
     return [group for group in groups if group]
+
+
+def _levels(kernels: list[Node]) -> dict[Node, int]:
+    """How many operators that stand alone run before each, one behind the other.
+
+    An operator may wait for those that use its result, if nothing that stands alone does.
+    """
+    level: dict[Node, int] = {}
+    users: dict[Node, list[Node]] = {node: [] for node in kernels}
+    for node in kernels:
+        alone = _stands_alone(node)
+        sources = [source for source in map(_kernel, node.all_input_nodes) if source in level]
+        level[node] = max((level[source] + (_stands_alone(source) and not alone) for source in sources), default=0)
+        for source in sources:
+            users[source].append(node)
+    for node in reversed(kernels):
+        if users[node] and not _stands_alone(node) and not any(map(_stands_alone, users[node])):
+            level[node] = min(level[user] for user in users[node])
+    return level
 
 
 def _kernel(node: Node) -> Node:
