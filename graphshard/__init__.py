@@ -19,6 +19,7 @@ from graphshard.errors import (
 )
 from graphshard.explain import explain, explain_grid
 from graphshard.explanation import Explanation, Grid
+from graphshard.measure import load_measured, measure_regions, save_measured
 from graphshard.passes import Pass
 from graphshard.pipeline import Pipeline
 from graphshard.plan import Plan
@@ -49,6 +50,9 @@ __all__ = [
     "compile",
     "explain",
     "explain_grid",
+    "load_measured",
     "load_profile",
+    "measure_regions",
     "programs",
+    "save_measured",
 ]
