@@ -42,18 +42,34 @@ def limit_of(timeline: Estimate) -> str:
 
 
 def advise(
-    program: Program, costs: Costs, timeline: Estimate, *, limit: str, tokens: int, memory: Mapping[str, int]
+    program: Program,
+    costs: Costs,
+    timeline: Estimate,
+    *,
+    limit: str,
+    tokens: int,
+    flop: Mapping[str, float],
+    memory: Mapping[str, int],
 ) -> Iterator[str]:
-    """What would help, one sentence each; the most important first."""
+    """What would help, one sentence each; the most important first.
+
+    Args:
+        limit: see `limit_of`; or "memory".
+        tokens: of one rank.
+        flop: of the model, by dtype.
+        memory: at the peak, by what it is.
+    """
     compute, communication = timeline.total("compute"), timeline.total("gather", "reduce")
     if limit == "memory":
         yield _memory(program, costs, tokens, memory)
     if limit == "link" or communication > compute:
-        hidden = tokens * communication / compute
+        rates = {dtype: costs.profile.rate(dtype) for dtype in flop}
+        multiplying = sum(count / (rates[dtype].peak * rates[dtype].matmul) for dtype, count in flop.items())
+        hidden = tokens * communication / max(multiplying, 1e-12)
         yield (
             f"communication takes {format_seconds(communication)} (A + A' + R) and compute {format_seconds(compute)} "
-            f"(F + B) at {tokens} tokens per rank: it can hide from about {hidden:,.0f} tokens per rank, if compute "
-            "grows with tokens"
+            f"(F + B) at {tokens} tokens per rank: it hides from about {hidden:,.0f} tokens per rank, "
+            "where the multiplications alone take as long"
         )
         yield from _fewer_bytes(program, timeline)
     for name, step in (("head", _collectives(timeline, "gather")[:1]), ("tail", _collectives(timeline, "reduce")[-1:])):

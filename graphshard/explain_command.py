@@ -168,9 +168,8 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def _int(part: str, option: str, text: str) -> int:
     if not part.isdigit() or int(part) == 0:
-        raise ArgumentError(
-            f"{option} must have positive sizes such as {'8' if option == '--mesh' else '1,4096'}: {text}"
-        )
+        example = "8" if option == "--mesh" else "1,4096"
+        raise ArgumentError(f"{option} must have positive sizes such as {example}, got {text!r}")
     return int(part)
 
 

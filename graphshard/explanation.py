@@ -252,7 +252,7 @@ def explained(
         flop=float(sum(flop.values())),
         mfu=ideal / step,
         limit=limit,
-        advice=tuple(advise(program, costs, timeline, limit=limit, tokens=tokens, memory=held)),
+        advice=tuple(advise(program, costs, timeline, limit=limit, tokens=tokens, flop=flop, memory=held)),
         exposed=dict(sorted(exposed.items(), key=lambda item: -item[1])),
         regions=_regions(program, costs, timeline),
         _program=program,
