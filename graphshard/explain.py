@@ -35,12 +35,14 @@ from graphshard.cost import Costs
 from graphshard.errors import ArgumentError
 from graphshard.explanation import Explanation, Grid, explained
 from graphshard.flops import flop_of
+from graphshard.formulas import formulas_of
 from graphshard.lower import lower
 from graphshard.observe import Observer
 from graphshard.params import ParamTable, build_table
 from graphshard.pipeline import Pipeline, run_pipeline
 from graphshard.profile import Profile, load_profile
 from graphshard.program import Axis, Program
+from graphshard.symbols import Inputs, spread_ranks, symbolize
 from graphshard.units import UnitSpec, find_units
 
 Mesh = DeviceMesh | Sequence[int] | Mapping[str, int]
@@ -49,7 +51,7 @@ Hardware = str | os.PathLike[str] | Profile
 # The options of `graphshard.compile` that change what is predicted.
 OPTIONS = (
     *("reshard_after_forward", "shard_placement_fn", "mp_policy", "ignored_params", "units", "passes"),
-    "optimizer_states",
+    *("optimizer_states", "symbols"),
 )
 
 
@@ -69,6 +71,7 @@ def explain(
     passes: Pipeline | None = None,
     optimizer_states: int = 2,
     measured: Mapping[str, float] | None = None,
+    symbols: Mapping[str, int] | None = None,
 ) -> Explanation:
     """Predict the training step that `graphshard.compile` with the same arguments would run; nothing is changed.
 
@@ -82,6 +85,8 @@ def explain(
             `graphshard.compile`.
         optimizer_states: tensors like the parameter that the optimizer keeps: 2 for Adam, 0 for plain SGD.
         measured: seconds of regions by key, from `graphshard.measure_regions`; they replace estimates.
+        symbols: names for dims of the inputs, such as `{"batch": 0, "seq": 1}`: the result has `formulas` in them and
+            in the number of ranks. The model is captured at a few more sizes.
 
     Raises:
         ArgumentError: an argument is wrong.
@@ -95,6 +100,7 @@ def explain(
         "units": units,
         "passes": passes,
         "optimizer_states": optimizer_states,
+        "symbols": symbols,
     }
     study = Study(model, example_inputs, example_kwargs, options)
     return study.explain(mesh, load_profile(hardware), network, measured=measured or {})
@@ -158,6 +164,7 @@ class Study:
     show: Callable[[str], None] = lambda _: None
     _captured: Program | None = field(default=None, init=False)
     _flop: dict[str, float] = field(default_factory=dict, init=False)
+    _at: dict[str, int] = field(default_factory=dict, init=False)
     _scheduled: dict[tuple[Axis, str], Program] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -166,6 +173,13 @@ class Study:
         check_examples(self.options.get("units"), self.example_inputs, self.example_kwargs)
         if self.example_inputs is None and self.example_kwargs is None:
             raise ArgumentError("explain needs example_inputs or example_kwargs, the inputs of one rank's call.")
+        symbols = self.options.get("symbols")
+        if symbols and not (
+            isinstance(symbols, Mapping) and all(isinstance(d, int) and d >= 0 for d in symbols.values())
+        ):
+            raise ArgumentError(
+                f'symbols must name dims of the inputs such as {{"batch": 0, "seq": 1}}, got {symbols!r}.'
+            )
         passes, states = self.options.get("passes"), self.states
         if not (passes is None or isinstance(passes, Pipeline)):
             raise ArgumentError(f"passes must be a graphshard.Pipeline, got {type(passes).__name__}.")
@@ -200,7 +214,10 @@ class Study:
                 "inputs, mesh and settings."
             )
         costs = Costs(profile, network, axes, dict(measured))
-        return explained(program, costs, self._flop, tokens=self._tokens(), states=self.states, label=self.label)
+        found = explained(program, costs, self._flop, tokens=self._tokens(), states=self.states, label=self.label)
+        if self.options.get("symbols"):
+            found = replace(found, formulas=formulas_of(program, costs, self._at, states=self.states))
+        return found
 
     def _program(self, axis: Axis, profile: Profile) -> Program:
         """The lowered program; its history is without text."""
@@ -218,6 +235,8 @@ class Study:
                 established=set(captured.established),
             )
             run_pipeline(self.options.get("passes") or Pipeline(), program, Observer("off"))
+            if self.options.get("symbols"):
+                spread_ranks(program)
             lower(program, compiler_for("eager"), {})
             self._scheduled[key] = program
         return self._scheduled[key]
@@ -225,11 +244,18 @@ class Study:
     def _capture(self, axis: Axis) -> Program:
         if self._captured is None:
             self.show("capture")
-            args, kwargs = tuple(self.example_inputs or ()), dict(self.example_kwargs or {})
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _on_cpu, (args, kwargs))
+            given = tuple(self.example_inputs or ()), dict(self.example_kwargs or {})
+            inputs = pytree.tree_map_only(torch.Tensor, _on_cpu, given)
             units = find_units(self.model, self.options.get("units"))
             spec = CaptureSpec(self._table(axis.size), units, axis, torch.device("cpu"), self.policy, type(self.model))
-            self._captured = capture(self.model, args, kwargs, spec, grad=True)
+
+            def trace(inputs: Inputs) -> Program:
+                return capture(self.model, *inputs, spec, grad=True)
+
+            self._captured = trace(inputs)
+            if symbols := self.options.get("symbols"):
+                self.show("capture at other sizes")
+                self._at = symbolize(self._captured, inputs, symbols, trace)
             (phase,) = self._captured.phases.values()
             self._flop = flop_of(phase.module.graph.nodes)
         return self._captured

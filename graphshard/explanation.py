@@ -21,6 +21,7 @@ from graphshard.advice import advise, ends, limit_of
 from graphshard.cost import Costs
 from graphshard.estimate import Estimate, estimate, tensors
 from graphshard.files import write_text
+from graphshard.formulas import Formulas
 from graphshard.params import ParamRow
 from graphshard.program import Program
 from graphshard.report import Memory, format_bytes, format_seconds, render
@@ -68,6 +69,7 @@ class Explanation:
         advice: what would help, from formulas.
         exposed: seconds that compute waits, by bucket, longest first.
         regions: distinct regions, the most expensive first.
+        formulas: of the step, if symbols were asked for.
     """
 
     model: str
@@ -98,6 +100,7 @@ class Explanation:
     _costs: Costs = field(repr=False, compare=False)
     _timeline: Estimate = field(repr=False, compare=False)
     _memory: Memory = field(repr=False, compare=False)
+    formulas: Formulas | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_ranks(self) -> int:
@@ -149,6 +152,7 @@ class Explanation:
         """All numbers as plain data."""
         names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_")]
         data = {name: getattr(self, name) for name in names}
+        data["formulas"] = str(self.formulas) if self.formulas else None
         regions = [dataclasses.asdict(region) for region in self.regions]
         return {**data, "advice": list(self.advice), "regions": regions, "tokens_per_second": self.tokens_per_second}
 
