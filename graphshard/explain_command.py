@@ -18,12 +18,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.errors import ArgumentError
-from graphshard.explain import Study, explain_grid
+from graphshard.explain import explain_grid
 from graphshard.explanation import Explanation, Grid
 from graphshard.files import write_text
 from graphshard.measure import load_measured
 from graphshard.profile import builtin_profiles, load_profile
 from graphshard.progress import progress
+from graphshard.study import Study
 
 DESCRIPTION = (
     "Predict the training step of a model on a mesh and a machine that need not be here: time, exposed communication, "
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reshard", choices=("default", "always", "never"), default="default", help="reshard_after_forward")
     add("--optimizer-states", type=int, default=2, metavar="N", help="2 for Adam (default), 0 for plain SGD")
     add("--measured", metavar="FILE", help="times of regions from graphshard.save_measured")
+    add("--symbols", nargs="+", default=[], metavar="NAME=DIM", help="formulas in dims of the inputs: batch=0 seq=1")
     add("--json", metavar="FILE", help="write all numbers")
     add("--html", metavar="FILE", help="write the report, of a single prediction")
     add("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev, of a single prediction")
@@ -67,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         "mp_policy": MixedPrecisionPolicy(_dtype(args.param_dtype), _dtype(args.reduce_dtype)),
         "reshard_after_forward": {"default": None, "always": True, "never": False}[args.reshard],
         "optimizer_states": args.optimizer_states,
+        "symbols": dict(_symbol(text) for text in args.symbols),
     }
     model, given = _made(args.factory)
     if given is None and not shapes:
@@ -160,6 +163,13 @@ def _mesh(text: str) -> dict[str, int]:
         name, _, size = part.rpartition("=")
         axes[name or ("shard" if "," not in text else f"axis{len(axes)}")] = _int(size, "--mesh", text)
     return axes
+
+
+def _symbol(text: str) -> tuple[str, int]:
+    name, _, dim = text.partition("=")
+    if not name.isidentifier() or not dim.isdigit():
+        raise ArgumentError(f"--symbols must be names and dims of the inputs such as batch=0 seq=1, got {text!r}")
+    return name, int(dim)
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -27,6 +27,9 @@ from graphshard.params import ParamRow
 from graphshard.program import Axis, Phase, Program, Region
 from graphshard.symbols import RANKS, symbolic
 
+# Of the numbers in a printed formula; costs are not known better.
+_DIGITS = 4
+
 Definitions = list[tuple[sympy.Symbol, sympy.Expr]]
 
 
@@ -41,7 +44,7 @@ class Crossover:
     """
 
     symbol: str
-    value: float
+    value: int
     formula: sympy.Expr
 
 
@@ -84,23 +87,37 @@ class Formulas:
                 raise ArgumentError(f"{name} must be positive, got {value}.")
         return dict(zip(self.results, self._function(*{**self.at, **values}.values())))
 
-    def expanded(self, name: str) -> sympy.Expr:
-        """A result with all definitions substituted; long for times, and for step_time_s of a deep model too long."""
-        known: dict[sympy.Symbol, sympy.Expr] = {}
-        for symbol, value in self.definitions:
-            known[symbol] = value.xreplace(known)
-        return sympy.sympify(self.results[name]).xreplace(known)
+    def smooth(self, name: str, **values: int) -> sympy.Expr:
+        """A result in symbols alone, as it holds around a point.
+
+        Every maximum is replaced by the branch that it takes there, and nothing is rounded up: what is left says how
+        the result grows.
+
+        Args:
+            name: of the result.
+            values: of symbols, where they are not those that were explained.
+        """
+        point: dict[sympy.Symbol, float] = {self.symbols[n]: v for n, v in {**self.at, **values}.items()}
+        needed = dict(self.definitions)
+        known: dict[sympy.Symbol, tuple[sympy.Expr, float]] = {s: (s, float(v)) for s, v in point.items()}
+        return sympy.expand(_branch(self.results[name], known, needed)[0]).evalf(_DIGITS)
 
     def crossover(self, symbol: str, **values: int) -> Crossover | None:
         """The smallest value of a symbol at which communication takes no longer than compute.
 
         Args:
-            symbol: what to vary, such as "batch" or "ranks".
+            symbol: what to vary, such as "batch"; one of the inputs'.
             values: of other symbols, where they are not those that were explained.
 
         Returns:
             None if communication is never hidden, up to 2**40.
+
+        Raises:
+            ArgumentError: the symbol is none of the inputs'.
         """
+        if symbol not in self.at or symbol == RANKS.name:
+            inputs = ", ".join(name for name in self.at if name != RANKS.name)
+            raise ArgumentError(f"communication is hidden by more work, not by {symbol!r}: vary one of {inputs}.")
 
         def excess(value: int) -> float:
             found = self.evaluate(**{**values, symbol: value})
@@ -117,13 +134,17 @@ class Formulas:
         return Crossover(symbol, high, self._solved(symbol, {**self.at, **values, symbol: high}))
 
     def _solved(self, symbol: str, at: Mapping[str, int]) -> sympy.Expr:
-        """The symbol at which both times are equal, where every maximum keeps the branch it has at a point."""
+        """Where both times are equal, with the branches that hold at a point; nan if that is no quadratic equation."""
+        times = (self.smooth(name, **at) for name in ("communication_s", "compute_s"))
+        unknown = self.symbols[symbol]
+        equation = sympy.Poly(sympy.fraction(sympy.together(sympy.Add(next(times), -next(times))))[0], unknown)
+        if equation.degree() not in (1, 2):
+            return sympy.nan
         point = {self.symbols[name]: value for name, value in at.items()}
-        difference = self.expanded("communication_s") - self.expanded("compute_s")
-        smooth = sympy.expand(branch(difference, point))
-        roots = sympy.solve(smooth, self.symbols[symbol])
-        near = [root for root in roots if root.subs(point).is_real]
-        return min(near, key=lambda root: abs(float(root.subs(point)) - at[symbol]), default=sympy.nan)
+        roots = sympy.roots(equation)
+        real = [root for root in roots if abs(sympy.im(complex(root.subs(point)))) < 1e-6]
+        best = min(real, key=lambda root: abs(complex(root.subs(point)) - at[symbol]), default=sympy.nan)
+        return best.evalf(_DIGITS)
 
     def __str__(self) -> str:
         """The results, in terms of regions and buckets, and what those are."""
@@ -131,18 +152,36 @@ class Formulas:
         return "\n".join(lines)
 
 
-def branch(expression: sympy.Expr, point: Mapping[sympy.Symbol, int]) -> sympy.Expr:
-    """Without maxima and roundings: each is replaced by the argument that it takes at a point."""
+def _branch(
+    expression: sympy.Expr, known: dict[sympy.Symbol, tuple[sympy.Expr, float]], definitions: dict[Any, sympy.Expr]
+) -> tuple[sympy.Expr, float]:
+    """An expression without maxima and roundings, each replaced by the argument it takes, and its exact value.
+
+    Args:
+        known: the same of symbols; definitions are added as they are met.
+    """
+    if expression in known:
+        return known[expression]
+    if expression in definitions:
+        known[expression] = _branch(definitions[expression], known, definitions)
+        return known[expression]
     if not expression.args:
-        return expression
-    arguments = [branch(argument, point) for argument in expression.args]
+        return expression, float(expression)
+    pairs = [_branch(argument, known, definitions) for argument in expression.args]
+    values = [value for _, value in pairs]
     if isinstance(expression, (sympy.Max, sympy.Min)):
         choose = max if isinstance(expression, sympy.Max) else min
-        exact = zip(expression.args, arguments)
-        return choose(exact, key=lambda pair: float(pair[0].subs(point)))[1]
+        return choose(pairs, key=lambda pair: pair[1])
     if isinstance(expression, sympy.ceiling):
-        return arguments[0]
-    return expression.func(*arguments)
+        return pairs[0][0], math.ceil(values[0])
+    if isinstance(expression, sympy.Add):
+        value = math.fsum(values)
+    elif isinstance(expression, sympy.Mul):
+        value = math.prod(values)
+    else:
+        assert isinstance(expression, sympy.Pow), expression
+        value = values[0] ** values[1]
+    return expression.func(*(smooth for smooth, _ in pairs)), value
 
 
 def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, states: int) -> Formulas:

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard.cli import main
-from graphshard.explain import Study, mesh_axes
 from graphshard.program import Axis
+from graphshard.study import Study, mesh_axes
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
