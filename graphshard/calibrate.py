@@ -34,6 +34,7 @@ DESCRIPTION = (
     "Measure matrix multiplication, attention, memory, kernel launches and collectives, and write a profile for "
     "graphshard explain --hardware FILE. Under torchrun the live ranks are measured; alone, local ranks are started."
 )
+_SQUARES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A multiplication or attention that takes longer than this ends the series of sizes.
 _LONG = 0.3
@@ -187,7 +188,7 @@ def _memory_bandwidth(device: str) -> float:
 def _matmul_speed(device: str, dtype: torch.dtype, launch: float) -> float:
     """FLOP/s of the best square product."""
     best = 0.0
-    for size in (1024, 2048, 4096, 8192) if device == "cuda" else (256, 512, 1024, 2048):
+    for size in _SQUARES[device]:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         seconds = seconds_of(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
         best = max(best, 2 * size**3 / max(seconds - launch, seconds / 2))
