@@ -20,6 +20,7 @@ from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.insert_collectives import InsertCollectives
 from graphshard.passes.make_plan import MakePlan
 from graphshard.passes.mixed_precision import MixedPrecision
+from graphshard.passes.offload import Offload
 from graphshard.passes.reorder import Reorder
 from graphshard.passes.reshard_after_forward import ReshardAfterForward
 
@@ -29,6 +30,7 @@ __all__ = [
     "InsertCollectives",
     "MakePlan",
     "MixedPrecision",
+    "Offload",
     "Pass",
     "Reorder",
     "ReshardAfterForward",
