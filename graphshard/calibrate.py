@@ -27,7 +27,7 @@ from graphshard.calibrate_links import measure_links
 from graphshard.calibrate_timing import seconds_of
 from graphshard.errors import ArgumentError
 from graphshard.files import write_text
-from graphshard.profile import Link, Profile, Protocol, Rate, builtin_profiles, load_profile
+from graphshard.profile import Profile, Protocol, Rate, builtin_profiles, load_profile
 from graphshard.progress import progress
 
 DESCRIPTION = (
@@ -247,6 +247,3 @@ def _known(device: str) -> Profile | None:
         return None
     chip = torch.cuda.get_device_name().lower()
     return next((load_profile(name) for name in builtin_profiles() if name in chip), None)
-
-
-__all__ = ["DESCRIPTION", "Link", "add_arguments", "calibrate", "run"]
