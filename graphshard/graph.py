@@ -65,6 +65,20 @@ def replace_after(node: Node, target: Callable[..., Any], *args: Any, **kwargs: 
     return new
 
 
+def rewrite_gradients(phase: Phase, rewrite: Callable[[Node, str], Node]) -> int:
+    """Let the graph return, as a parameter's gradient, what `rewrite` makes of gradient and name; how many changed."""
+    results = phase.results
+    count = 0
+    for index, slot in enumerate(phase.outputs):
+        grad = results[index]
+        if slot.kind == "grad" and slot.of == "param" and isinstance(grad, Node):
+            with phase.module.graph.inserting_after(grad):
+                results[index] = rewrite(grad, slot.name)
+            count += results[index] is not grad
+    phase.set_results(results)
+    return count
+
+
 def erase_dead(graph: Graph) -> None:
     """Erase calls whose result nobody uses, collectives included; placeholders stay."""
     for node in reversed(list(graph.nodes)):

@@ -30,9 +30,8 @@ def shard_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
         if not (isinstance(param, DTensor) and isinstance(value, torch.Tensor) and value.shape == param.shape):
             continue
         if not isinstance(value, DTensor):
-            # A copy, so that the parameter does not hold on to the memory of the full tensor.
-            full = value.detach()
-            state_dict[key] = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).clone()
+            value = value.detach()
+            state_dict[key] = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
         elif value.device_mesh != param.device_mesh:
             raise ArgumentError(
                 f"state_dict[{key!r}] is a DTensor on {value.device_mesh}, but the parameter is on "

@@ -93,6 +93,10 @@ class Runner:
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
+        for ref in self.params:
+            ref.check()
+        for alias in self.aliases:
+            alias.check()
         leaves, structure = pytree.tree_flatten((args, kwargs))
         leaves = self.on_device(leaves, structure)
         signature = self.signature(module, leaves, structure)
@@ -210,8 +214,6 @@ class Runner:
         inputs = tuple(_leaf_key(leaf) for leaf in leaves)
         device_type = self.spec.device.type
         autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
-        for alias in self.aliases:
-            alias.check()
         params = [ref.param for ref in self.params]
         return Signature(
             structure=structure,

@@ -126,11 +126,13 @@ class ParamRef:
 
     @property
     def param(self) -> nn.Parameter:
-        """The parameter as it is now.
+        """The parameter as it is now."""
+        param = self.owner._parameters[self.attribute]
+        assert param is not None
+        return param
 
-        Raises:
-            ParameterError: it was removed, or replaced by something that is no shard of it.
-        """
+    def check(self) -> None:
+        """Raise ParameterError if the parameter was removed, or replaced by something that is no shard of it."""
         param = self.owner._parameters.get(self.attribute)
         if param is None:
             raise ParameterError(
@@ -147,7 +149,6 @@ class ParamRef:
                 f"parameter {self.row.name} was replaced by a plain tensor. Assign a DTensor: torch.distributed.tensor."
                 f"distribute_tensor(value, mesh, [Shard({self.row.dim})]), or copy into the one that is there."
             )
-        return param
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.errors import PassError
-from graphshard.graph import aten, c10d, emit, fake, is_communication
+from graphshard.graph import aten, c10d, emit, fake, is_communication, rewrite_gradients
 from graphshard.params import ParamRow
 from graphshard.passes.base import Pass
 from graphshard.program import Axis, Phase, Program
@@ -111,18 +111,11 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
 
 
 def _reduce_gradients(phase: Phase, program: Program) -> int:
-    graph = phase.module.graph
-    results = phase.results
-    count = 0
-    for index, slot in enumerate(phase.outputs):
-        grad = results[index]
-        sharded = slot.of == "param" and program.params[slot.name].num_shards > 1
-        if slot.kind == "grad" and sharded and isinstance(grad, Node):
-            with graph.inserting_after(grad):
-                results[index] = reduce(graph, grad, program.params[slot.name], program.axis)
-            count += 1
-    phase.set_results(results)
-    return count
+    def reduced(grad: Node, name: str) -> Node:
+        row = program.params[name]
+        return reduce(phase.module.graph, grad, row, program.axis) if row.num_shards > 1 else grad
+
+    return rewrite_gradients(phase, reduced)
 
 
 def reduce(graph: Graph, grad: Node, row: ParamRow, axis: Axis) -> Node:

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.graph import aten, emit, fake
+from graphshard.graph import aten, emit, fake, rewrite_gradients
 from graphshard.params import ParamRow
 from graphshard.passes.base import Pass
 from graphshard.program import Phase, Program
@@ -57,17 +57,10 @@ def _cast_shard(phase: Phase, shard: Node, row: ParamRow) -> int:
 
 
 def _cast_gradients(phase: Phase, program: Program) -> int:
-    count = 0
-    results = phase.results
-    for index, slot in enumerate(phase.outputs):
-        node = results[index]
-        if slot.kind != "grad" or slot.of != "param" or not isinstance(node, Node):
-            continue
-        dtype = program.params[slot.name].dtype
-        if fake(node).dtype != dtype:
-            graph = phase.module.graph
-            with graph.inserting_after(node):
-                results[index] = emit(graph, aten._to_copy.default, node, dtype=dtype, like=node)
-            count += 1
-    phase.set_results(results)
-    return count
+    def cast(grad: Node, name: str) -> Node:
+        dtype = program.params[name].dtype
+        if fake(grad).dtype == dtype:
+            return grad
+        return emit(phase.module.graph, aten._to_copy.default, grad, dtype=dtype, like=grad)
+
+    return rewrite_gradients(phase, cast)

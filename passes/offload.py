@@ -16,11 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from graphshard.copies import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.errors import PassError
-from graphshard.graph import emit, fake
+from graphshard.graph import emit, fake, rewrite_gradients
 from graphshard.passes.base import Pass
 from graphshard.program import Phase, Program
 
@@ -48,7 +48,12 @@ class Offload(Pass):
             for node, slot in phase.slot_of().items():
                 if slot.kind == "param" and not program.params[slot.name].ignored:
                     count += _upload(phase, node, program.device.type)
-            count += _download(phase, program)
+
+            def download(grad: Node, name: str, graph: Graph = phase.module.graph) -> Node:
+                done = grad.target is DOWNLOAD or program.params[name].ignored
+                return grad if done else emit(graph, DOWNLOAD, grad, like=grad)
+
+            count += rewrite_gradients(phase, download)
         return count
 
 
@@ -66,17 +71,3 @@ def _upload(phase: Phase, shard: Node, device: str) -> int:
     for user in users:
         user.replace_input_with(shard, arrived)
     return 1
-
-
-def _download(phase: Phase, program: Program) -> int:
-    count = 0
-    results = phase.results
-    for index, slot in enumerate(phase.outputs):
-        grad = results[index]
-        ours = slot.kind == "grad" and slot.of == "param" and not program.params[slot.name].ignored
-        if ours and isinstance(grad, Node) and grad.target is not DOWNLOAD:
-            with phase.module.graph.inserting_after(grad):
-                results[index] = emit(phase.module.graph, DOWNLOAD, grad, like=grad)
-            count += 1
-    phase.set_results(results)
-    return count

@@ -106,10 +106,6 @@ def _fully_sharded() -> nn.Module:
     return fully_shard(_Net(), mesh=world_mesh())
 
 
-def _mixed_dtypes() -> nn.Module:
-    return _with_parameter(torch.ones(4, dtype=torch.bfloat16))
-
-
 def _square_mesh(names: tuple[str, str] | None) -> DeviceMesh:
     return init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
 
@@ -144,13 +140,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = 
     "scalar parameter": (
         lambda: _with_parameter(torch.tensor(1.0)),
         dict,
-        r"parameter extra is a scalar, which cannot be sharded\. Change extra to a 1D tensor with numel equal to 1\.",
-    ),
-    "mixed dtypes": (
-        _mixed_dtypes,
-        dict,
-        r"trainable parameters must have one dtype, but extra is bfloat16, layers\.0\.weight is float32\. Convert "
-        r"the model with \.to\(dtype\), and set mp_policy",
+        r"parameter extra is a scalar, which cannot be sharded\. Change extra to a 1D tensor with numel equal to 1, or",
     ),
     "mesh is a shape": (
         _hooked,
@@ -262,6 +252,7 @@ def _rejected(rank: int, world_size: int, name: str) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_compile_rejects(ranks: Ranks, name: str) -> None:
+    """Rows 7 (mesh), 8 (DTensors), 10, 12, 13, 21 among them; nothing is changed."""
     for message, unchanged in ranks(2).run(_rejected, name):
         assert re.search(CASES[name][2], message), message
         assert unchanged

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphshard
@@ -88,6 +88,10 @@ def _steps(rank: int, world_size: int) -> None:
                 schedule.step()
             assert_same(*map(params_of, pair), f"{name}, step {step}")
         assert_same(*(_states_of(*both) for both in zip(pair, optims)), f"state of {name}")
+        for set_to_none in (False, True):
+            optims[0].zero_grad(set_to_none)
+            grads = grads_of(pair[0]).values()
+            assert all(grad is None if set_to_none else not grad.to_local().any() for grad in grads)
         assert [group["lr"] for group in optims[0].param_groups] == [group["lr"] for group in optims[1].param_groups]
 
 
@@ -368,18 +372,29 @@ def test_averages_of_parameters(ranks: Ranks) -> None:
 
 
 def _averaged_model(rank: int, world_size: int) -> None:
-    pair = twins(Net(), world_mesh())
-    optims = [ADAMW(model.parameters(), lr=0.02) for model in pair]
-    averages = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75)) for model in pair]
+    model, twin = twins(Net(), world_mesh())
+    optim = ADAMW(model.parameters(), lr=0.02)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    expected: list[Tensor] = []
     for step in range(3):
-        for model, optim, average in zip(pair, optims, averages):
-            _backward(model, _input(rank, step))
-            optim.step()
-            optim.zero_grad()
-            average.update_parameters(model)
-    assert_same(*map(params_of, averages), "averages")
+        _backward(model, _input(rank, step))
+        optim.step()
+        optim.zero_grad()
+        average.update_parameters(model)
+        params = [param.detach().clone() for param in model.parameters()]
+        expected = expected or params  # the first update copies
+        torch._foreach_lerp_(expected, params, 0.25)
+    names = list(params_of(model))
+    assert_same(params_of(average.module), dict(zip(names, expected)), "averages")
+    assert all(param.placements == (Shard(0),) for param in average.parameters())
+    whole = Net()
+    whole.load_state_dict({name: _full(value) for name, value in average.module.state_dict().items()})
+    with torch.no_grad():
+        assert torch.equal(average.eval()(_input(rank)), whole.eval()(_input(rank)))
+    with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+        AveragedModel(twin)
 
 
 def test_averaged_model(ranks: Ranks) -> None:
-    """torch.optim.swa_utils.AveragedModel deep-copies the model."""
+    """torch.optim.swa_utils.AveragedModel, which deep-copies the model: FSDP2 refuses that."""
     ranks(2).run(_averaged_model)

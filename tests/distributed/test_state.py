@@ -78,15 +78,17 @@ def _aliases(rank: int, world_size: int) -> None:
     for step in range(3):
         states = [model.state_dict() for model in pair]
         assert_same(*states, f"state dicts after step {step}")
-        for model, state in zip(pair, states):
-            assert list(state) == list(Net().state_dict())
-            for name, param in model.named_parameters():
-                assert state[name].to_local().data_ptr() == param.to_local().data_ptr(), name
-                assert type(state[name]) is DTensor
-                assert state[name].placements == (Shard(0),)
-                assert state[name].shape == param.shape
-            for name, buffer in model.named_buffers():
-                assert state[name].data_ptr() == buffer.data_ptr(), name
+        for name, theirs in states[1].items():
+            ours = states[0][name]
+            assert type(ours) is type(theirs), name
+            if isinstance(ours, DTensor):
+                assert (ours.placements, ours.device_mesh) == (theirs.placements, theirs.device_mesh), name
+                assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride()), name
+        assert list(states[0]) == list(Net().state_dict())
+        for name, param in pair[0].named_parameters():
+            assert states[0][name].to_local().data_ptr() == param.to_local().data_ptr(), name
+        for name, buffer in pair[0].named_buffers():
+            assert states[0][name].data_ptr() == buffer.data_ptr(), name
         # A state dict that was taken earlier sees the steps that followed.
         before = before or states[0]
         assert_same(before, states[0], f"the first state dict after step {step}")
@@ -151,6 +153,49 @@ def _load_layouts(rank: int, world_size: int) -> None:
 def test_load_state_dict_takes_any_layout(ranks: Ranks) -> None:
     """Row 99. Full tensors are sharded, other placements redistributed, with assign or without; FSDP2 refuses them."""
     ranks(3).run(_load_layouts)
+
+
+class _Images(nn.Module):
+    """Convolutions whose weights are channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(5, 5, 3, padding=1) for _ in range(2)).to(
+            memory_format=torch.channels_last
+        )
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = torch.tanh(conv(x))
+        return self.head(x.mean((2, 3)))
+
+
+def _load_inner_dims(rank: int, world_size: int) -> None:
+    plain = _Images()
+    full = _cloned(plain.state_dict())
+    assert full["convs.0.weight"].is_contiguous(memory_format=torch.channels_last)
+
+    def second_dim(param: nn.Parameter) -> Shard:
+        return Shard(min(1, param.dim() - 1))
+
+    model = graphshard.compile(plain, world_mesh(), backend="eager", shard_placement_fn=second_dim)
+    x = torch.randn(2, 5, 4, 4, generator=torch.Generator().manual_seed(rank))
+    expected = model(x)
+    for assign in (False, True):
+        for values in (full, {name: value.contiguous() for name, value in full.items()}):
+            _perturb(model)
+            assert not torch.equal(model(x), expected)
+            model.load_state_dict(values, assign=assign)
+            assert model.convs[0].weight.placements == (Shard(1),)
+            assert_same(_full(model.state_dict()), full, f"{assign=}")
+            assert torch.equal(model(x), expected)
+            model(x).sum().backward()
+
+
+def test_load_full_tensors_into_shards_of_inner_dims(ranks: Ranks) -> None:
+    """Row 99, with uneven shards of dim 1, channels_last and not."""
+    ranks(3).run(_load_inner_dims)
 
 
 def _load_errors(rank: int, world_size: int) -> None:

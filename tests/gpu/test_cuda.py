@@ -97,3 +97,15 @@ def test_graph_of_eight_ranks(fake_world):
     assert all(b.params for b in buckets)
     assert all(len(b.packed) >= 2 for b in buckets if "layers" in b.name)
     assert "all_gather_into_tensor_coalesced" in program.forward.code
+
+
+def test_only_shards_are_moved(fake_world):
+    """Compiling a CPU model for eight ranks allocates an eighth of it on the device."""
+    fake_world(8)
+    net = Llama(LlamaConfig(layers=3, dim=1024, heads=8, seq=64))
+    full = sum(p.numel() * p.element_size() for p in net.parameters())
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    graphshard.compile(net, init_device_mesh("cuda", (8,)), backend="eager")
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * full / 8
