@@ -19,11 +19,15 @@ from graphshard.errors import (
     ParameterError,
     PassError,
 )
+from graphshard.explain import explain, explain_grid
+from graphshard.explanation import Explanation, Grid
 from graphshard.initialize import unsharded_init
 from graphshard.manifest import latest_checkpoint
+from graphshard.measure import load_measured, measure_regions, save_measured
 from graphshard.passes import Pass
 from graphshard.pipeline import Pipeline
 from graphshard.plan import Plan
+from graphshard.profile import Profile, load_profile
 from graphshard.program import Program
 
 __version__ = "0.1.0"
@@ -35,7 +39,9 @@ __all__ = [
     "CaptureLimitError",
     "CheckpointError",
     "DivergenceError",
+    "Explanation",
     "GraphshardError",
+    "Grid",
     "InputError",
     "MaterializationError",
     "ParameterError",
@@ -43,12 +49,19 @@ __all__ = [
     "PassError",
     "Pipeline",
     "Plan",
+    "Profile",
     "Program",
     "bisect",
     "compile",
+    "explain",
+    "explain_grid",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_measured",
+    "load_profile",
+    "measure_regions",
     "programs",
     "save_checkpoint",
+    "save_measured",
     "unsharded_init",
 ]

@@ -115,7 +115,7 @@ def compile(
     pipeline = with_activation(passes if passes is not None else Pipeline(), activation)
     directory = dump_directory(dump, dist.get_rank())
     ignored = check_ignored(model, ignored_params)
-    check_params(model, mesh, ignored)
+    check_params(model, mesh.device_type, ignored)
     dims = check_placements(model, shard_placement_fn, ignored)
     check_examples(units, example_inputs, example_kwargs, dynamic_shapes)
     device = _device_of(mesh)

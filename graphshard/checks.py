@@ -31,15 +31,7 @@ def check_arguments(
 ) -> None:
     """Raise ArgumentError for the first wrong argument; the message names it and the remedy."""
     _check_mesh(mesh)
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
-        raise ArgumentError(
-            f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}. Gathering again "
-            "over a smaller group (an int in FSDP2) is not supported yet."
-        )
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ArgumentError(
-            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(mp_policy).__name__}."
-        )
+    check_policy(reshard_after_forward, mp_policy)
     if not (offload_policy is None or isinstance(offload_policy, OffloadPolicy)):
         raise ArgumentError(
             "offload_policy must be a torch.distributed.fsdp.CPUOffloadPolicy or None, got "
@@ -49,6 +41,19 @@ def check_arguments(
         raise ArgumentError(f"backend must be one of {', '.join(map(repr, _BACKENDS))}, got {backend!r}.")
     if not isinstance(max_captures, int) or max_captures < 1:
         raise ArgumentError(f"max_captures must be a positive int, got {max_captures!r}.")
+
+
+def check_policy(reshard_after_forward: Any, mp_policy: Any) -> None:
+    """Raise ArgumentError for wrong settings of resharding or precision."""
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
+        raise ArgumentError(
+            f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}. Gathering again "
+            "over a smaller group (an int in FSDP2) is not supported yet."
+        )
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise ArgumentError(
+            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(mp_policy).__name__}."
+        )
 
 
 def check_debugging(passes: Any, verify: Any, dump: Any) -> Level:
@@ -213,8 +218,8 @@ def check_ignored(model: nn.Module, ignored: Any) -> frozenset[nn.Parameter]:
     return frozenset(found)
 
 
-def check_params(model: nn.Module, mesh: DeviceMesh, ignored: frozenset[nn.Parameter]) -> None:
-    """Raise ArgumentError for the first parameter that cannot be sharded."""
+def check_params(model: nn.Module, device_type: str, ignored: frozenset[nn.Parameter]) -> None:
+    """Raise ArgumentError for the first parameter that cannot be sharded over a mesh of devices of a type."""
     for (name, *_), param in named_parameters(model).items():
         if isinstance(param, DTensor):
             raise ArgumentError(
@@ -223,9 +228,9 @@ def check_params(model: nn.Module, mesh: DeviceMesh, ignored: frozenset[nn.Param
             )
         if param in ignored:
             continue
-        if param.device.type not in ("cpu", "meta", mesh.device_type):
+        if param.device.type not in ("cpu", "meta", device_type):
             raise ArgumentError(
-                f"parameter {name} is on {param.device}, but mesh is of {mesh.device_type!r} devices. Move the model "
+                f"parameter {name} is on {param.device}, but mesh is of {device_type!r} devices. Move the model "
                 f"to the CPU first, or use a mesh of {param.device.type!r} devices."
             )
         if param.dim() == 0:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard._torch import use_boxed_calls
+from graphshard.flops import SYMBOLS
 from graphshard.graph import COPIES, aten, fake, is_communication, is_view, module_of
 from graphshard.printer import describe, print_graph
 from graphshard.program import Phase, Program, Region
@@ -212,7 +213,7 @@ def make_region(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Reg
     env: dict[Node, Node] = {}
     for i, node in enumerate(inputs):
         env[node] = graph.placeholder(f"x{i}")
-        env[node].meta["val"] = node.meta["val"]
+        env[node].meta.update({key: node.meta[key] for key in ("val", SYMBOLS) if key in node.meta})
 
     def copy(node: Node) -> Node:
         if node not in env:

@@ -14,10 +14,10 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from graphshard._torch import run_and_save_rng_state
-from graphshard.estimate import num_bytes
 from graphshard.graph import Layout, base_of, is_part, module_of
 from graphshard.program import Phase, Program, UnitMemory
 from graphshard.units import unit_of
+from graphshard.work import num_bytes
 
 
 def saved_by_unit(program: Program) -> tuple[UnitMemory, ...]:

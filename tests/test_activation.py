@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from graphshard.checks import check_activation_units, with_activation
 from graphshard.encode_pass import decode_pass, encode_pass
 from graphshard.errors import ArgumentError, CaptureError
-from graphshard.estimate import num_bytes
 from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline import Pipeline, run_pass
 from graphshard.program import Program
 from graphshard.saved import saved_by_unit, saved_values
 from graphshard.serialize import program_from_json, program_to_json
+from graphshard.work import num_bytes
 from tests.helpers import calls, captured, full_gradients, step, through
 
 aten = torch.ops.aten
