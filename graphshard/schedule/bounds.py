@@ -150,7 +150,7 @@ def _tail(chain: Chain, reduce: Rate) -> float:
     if not chain.reductions:
         return 0.0
     ready = chain.reductions[-1].at
-    if chain.gathers and chain.gathers[-1].at > ready:
+    if chain.gathers and chain.gathers[-1].at >= ready:
         return 0.0
     last = [r for r in chain.reductions if r.at == ready]
     return _seconds(reduce, last) - (chain.elapsed[-1] - chain.elapsed[ready])
@@ -161,7 +161,7 @@ def _head(chain: Chain, gather: Rate) -> float:
     if not chain.gathers:
         return 0.0
     first = chain.gathers[0].at
-    if chain.reductions and chain.reductions[0].at < first:
+    if chain.reductions and chain.reductions[0].at <= first:
         return 0.0
     needed = [g for g in chain.gathers if g.at == first]
     return _seconds(gather, needed) - chain.elapsed[first]

@@ -61,7 +61,7 @@ def channel_order(chain: Chain, link: Link, effort: Effort, limit: float = math.
 
 
 def _held_up(chain: Chain, link: Link, gathers: list[Bucketed]) -> tuple[float, ...]:
-    """Seconds of the items, each with what compute waits before it when gathers start as early as their order allows."""
+    """Seconds of the items, each with what compute waits before it when gathers start as early as they can."""
     waits = [0.0] * len(chain.seconds)
     channel = held = 0.0
     for bucket in gathers:
@@ -175,7 +175,7 @@ def _path(label: _Label) -> list[Bucketed]:
 
 
 def earliest_launches(chain: Chain, limit: float, reserve: float = 0.0) -> list[int]:
-    """Per gather, the earliest position from which it, and all before it, fit in the memory beside what must be there."""
+    """Per gather, the earliest position from which it, and all before it, fit beside what must be there."""
     if limit == math.inf:
         return [0] * len(chain.gathers)
     used = least_memory(chain)
@@ -200,4 +200,3 @@ def least_memory(chain: Chain) -> list[int]:
         change[reduction.at - 1] += reduction.num_bytes
         change[reduction.at] -= reduction.num_bytes
     return [base + held for base, held in zip(chain.base, accumulate(change))]
-

@@ -16,16 +16,20 @@ from graphshard.schedule.dynamic import least_memory
 from graphshard.schedule.problem import Bucketed, Chain, Link, Load, Occurrence, Placement, load, startable
 
 
-def place(chain: Chain, link: Link, order: Sequence[Bucketed], limit: float = math.inf) -> Placement | None:
+def place(
+    chain: Chain, link: Link, order: Sequence[Bucketed], limit: float = math.inf, margin: float = math.inf
+) -> Placement | None:
     """Start and wait for buckets in this order; None if they do not fit in `limit` bytes.
 
-    Reductions may overtake gathers that do not fit yet, and a gather that is needed overtakes reductions.
+    Reductions may overtake gathers that do not fit yet or that are not urgent, and a gather that is needed overtakes
+    reductions. A gather is urgent if starting it at the next position would leave less than `margin` times its length
+    between its end and its use, were the link otherwise idle.
     """
-    return _Placing(chain, link, order, limit).run()
+    return _Placing(chain, link, order, limit, margin).run()
 
 
 class _Placing:
-    def __init__(self, chain: Chain, link: Link, order: Sequence[Bucketed], limit: float) -> None:
+    def __init__(self, chain: Chain, link: Link, order: Sequence[Bucketed], limit: float, margin: float) -> None:
         self.chain, self.link, self.limit = chain, link, limit
         self.order = order
         self.loads = [load(link, b.kind, chain.transfers(b.kind)[b.first : b.end], b.packed) for b in order]
@@ -33,6 +37,7 @@ class _Placing:
             "gather": deque(i for i, b in enumerate(order) if b.kind == "gather"),
             "reduce": deque(i for i, b in enumerate(order) if b.kind == "reduce"),
         }
+        self.urgent = self._latest_starts(margin)
         self.gathers: deque[int] = deque()
         self.reductions: deque[int] = deque()
         self.done: dict[int, float] = {}
@@ -43,6 +48,16 @@ class _Placing:
         self.gathered = 0
         self.dies: dict[int, int] = {}
         self.events: list[Occurrence] = []
+
+    def _latest_starts(self, margin: float) -> dict[int, float]:
+        """Per gather the seconds of compute by which it becomes urgent; empty if every gather is at once."""
+        found: dict[int, float] = {}
+        latest = math.inf
+        for index in reversed(self.waiting["gather"]) if margin < math.inf else ():
+            seconds = self.loads[index].seconds
+            latest = min(latest, self.chain.elapsed[self.chain.gathers[self.order[index].first].at]) - seconds
+            found[index] = latest - margin * seconds
+        return found
 
     def run(self) -> Placement | None:
         made = [0] * len(self.chain.seconds)
@@ -79,7 +94,11 @@ class _Placing:
         """Start the bucket whose turn it is, or the reduction behind gathers that do not fit."""
         gather = self.waiting["gather"][0] if self.waiting["gather"] else None
         reduction = self.waiting["reduce"][0] if self.waiting["reduce"] else None
-        turn = self.link.separate or reduction is None or (gather is not None and gather < reduction)
+        following = self.chain.elapsed[min(position + 1, len(self.chain.seconds))]
+        turn = bool(self.urgent) or self.link.separate or reduction is None
+        turn = turn or (gather is not None and reduction is not None and gather < reduction)
+        if gather is not None and self.urgent and following <= self.urgent[gather]:
+            turn = False
         if gather is not None and turn and self._may_gather(gather, position):
             self._start(gather, position)
             return True

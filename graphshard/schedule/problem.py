@@ -45,7 +45,7 @@ class Transfer:
     """Tensors that always travel together.
 
     Attributes:
-        name: of the parameters.
+        name: unique among the transfers of its kind in a chain.
         num_bytes: of the full tensors.
         at: for a gather the first item that reads it, for a reduction the position at which it is ready.
         last: for a gather the last item that reads it.
@@ -89,7 +89,8 @@ class Chain:
 
     def __post_init__(self) -> None:
         end = len(self.seconds)
-        assert end and len(self.base) == end, f"{self.name}: one base per item, and at least one item"
+        assert end > 0, f"{self.name}: a chain has an item"
+        assert len(self.base) == end, f"{self.name}: one base per item"
         assert all(0 <= g.at <= g.last < end for g in self.gathers), f"{self.name}: a gather is read by an item"
         assert all(0 < r.at <= end for r in self.reductions), f"{self.name}: a gradient comes out of an item"
         for transfers in (self.gathers, self.reductions):

@@ -91,7 +91,10 @@ class _Search:
     def __init__(self, chain: Chain, link: Link, limit: float, below: float) -> None:
         self.chain, self.link, self.limit, self.below = chain, link, limit, below
         self.end = len(chain.seconds)
-        self.kinds: list[tuple[CollectiveKind, Rate]] = [("gather", link.below("gather")), ("reduce", link.below("reduce"))]
+        self.kinds: list[tuple[CollectiveKind, Rate]] = [
+            ("gather", link.below("gather")),
+            ("reduce", link.below("reduce")),
+        ]
         self.kept: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
 
     def run(self) -> tuple[float, Placement] | None:
@@ -260,7 +263,11 @@ class _Search:
             flight = pending.get(i)
             begun = begun or i >= waiting
             done = flight.done if flight else done
-            clocks += [done if begun else -math.inf, flight.copy_out if flight else 0, flight.transient if flight else 0]
+            clocks += [
+                done if begun else -math.inf,
+                flight.copy_out if flight else 0,
+                flight.transient if flight else 0,
+            ]
         ends = {i: f.done for f in state.reductions for i in range(f.first, f.end)}
         clocks += [ends.get(i, -math.inf) for i in range(state.reduced)]
         return tuple(clocks)

@@ -124,13 +124,10 @@ class Solver:
         small = number <= self.exact_transfers
         best = (math.inf, 0, Placement())
         for order in self._orders(chain, link, small):
-            placement = place(chain, link, order, self.limit)
-            if placement is None:
-                continue
-            found = _measured(chain, link, delay(chain, link, placement, self.margin))
-            best = _better(best, found)
-            if best[0] <= bound * (1 + _EQUAL / 10):
-                break
+            for margin in (math.inf, self.margin):
+                placement = place(chain, link, order, self.limit, margin)
+                if placement is not None:
+                    best = _better(best, _measured(chain, link, delay(chain, link, placement, self.margin)))
         if small and best[0] > bound * (1 + 1e-9):
             exact = best_placement(chain, link, self.limit, best[0] * (1 - 1e-12))
             if exact is not None:
@@ -144,11 +141,10 @@ class Solver:
             return
         if small:
             yield channel_order(chain, link, EXACT, self.limit)
-        largest = max(sizes)
-        room = [math.inf] if self.limit == math.inf else [math.inf, 4.0 * largest, 2.0 * largest, float(largest), 0.0]
-        for most in room:
-            for reserve in (0.0,) if self.limit == math.inf else (0.0, float(largest)):
-                yield channel_order(chain, link, Effort(most_bytes=most, reserve=reserve), self.limit)
+        largest = float(max(sizes))
+        reserves = (0.0,) if self.limit == math.inf else (0.0, largest)
+        for most, reserve in itertools.product((math.inf, 4 * largest, 2 * largest, largest, 0.0), reserves):
+            yield channel_order(chain, link, Effort(most_bytes=most, reserve=reserve), self.limit)
         yield singles(chain)
 
 

@@ -35,12 +35,12 @@ def chains(draw: st.DrawFn, *, layers: int = 6, reductions: bool | None = None, 
     num = draw(st.integers(1, layers))
     items = st.integers(0, num - 1)
 
-    def transfer(at: int, last: int) -> Transfer:
+    def transfer(name: str, at: int, last: int) -> Transfer:
         num_bytes = draw(st.integers(1, 9))
         num_tensors = draw(st.integers(1, 2)) if small else 1
         num_small = draw(st.integers(0, num_tensors)) if small else 0
         return Transfer(
-            name=f"w{at}",
+            name=name,
             num_bytes=num_bytes,
             at=at,
             last=last,
@@ -51,14 +51,14 @@ def chains(draw: st.DrawFn, *, layers: int = 6, reductions: bool | None = None, 
         )
 
     gathered = [i for i in range(num) if draw(st.integers(0, 3))]
-    gathers = [transfer(at, draw(st.integers(at, min(at + 1, num - 1)))) for at in gathered]
+    gathers = [transfer(f"w{at}", at, draw(st.integers(at, min(at + 1, num - 1)))) for at in gathered]
     reduced = [] if reductions is False else sorted(draw(st.lists(items, max_size=num, unique=not reductions)))
     return Chain(
         "phase",
         tuple(float(draw(st.integers(0, 9))) for _ in range(num)),
         tuple(draw(st.integers(0, 5)) for _ in range(num)),
         tuple(gathers),
-        tuple(transfer(at + 1, -1) for at in reduced),
+        tuple(transfer(f"g{i}", at + 1, -1) for i, at in enumerate(reduced)),
     )
 
 

@@ -67,8 +67,8 @@ def eager() -> Placement:
 def test_why_compute_waits() -> None:
     """The first gather has nothing to hide behind, the others queue for the link, the reduction is the tail.
 
-        link     aaaaa bbbbbbbbbb cc            dddd
-        compute        00         11 22
+    link     aaaaa bbbbbbbbbb cc            dddd
+    compute        00         11 22
     """
     timeline = simulate(*one(three_layers(), LINK, eager()))
     assert [(e.bucket, e.at, e.start, e.seconds, e.why, e.behind) for e in timeline.exposed] == [

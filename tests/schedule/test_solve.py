@@ -111,9 +111,7 @@ def steps(draw: st.DrawFn) -> Problem:
 def test_what_stays_gathered_is_chosen_best(problem: Problem, limit: int) -> None:
     names = sorted(problem.keepable)
     subsets = [frozenset(n for i, n in enumerate(names) if bits >> i & 1) for bits in range(1 << len(names))]
-    best = min(
-        sum(exhaustive(chain, problem.link, limit) for chain in problem.keep(kept).chains) for kept in subsets
-    )
+    best = min(sum(exhaustive(chain, problem.link, limit) for chain in problem.keep(kept).chains) for kept in subsets)
     found = solved(problem, Solver(limit))
     assert (found.step_seconds if found else math.inf) == best
     assert lower_bound(problem, limit=limit) <= best
@@ -161,13 +159,19 @@ def test_two_layers_of_memory_are_enough_for_equal_layers() -> None:
 
 
 def test_memory_is_not_held_longer_than_it_pays() -> None:
-    """Without a limit a gather still starts shortly before it is needed."""
-    assert solved(deep(LAYERS), Solver()).peak <= 1000 + 8 * 101
+    """Where compute is what limits, a gather starts shortly before it is needed though memory is free."""
+    problem = deep(LAYERS)
+    link = Link(Rate(5.0, 0.1), Rate(5.0, 0.1), halves, 8)
+    eager, late = (solved(replace(problem, link=link), Solver(margin=margin)) for margin in (math.inf, 1.0))
+    assert late.step_seconds == eager.step_seconds
+    assert late.peak - 1000 < 0.2 * (eager.peak - 1000)
 
 
 def test_infeasible_says_the_least_memory_and_what_it_is_for() -> None:
     problem = deep(4)
-    with pytest.raises(ArgumentError, match=r"memory_limit of 1,100 bytes\. The least possible is 1,202 bytes") as error:
+    with pytest.raises(
+        ArgumentError, match=r"memory_limit of 1,100 bytes\. The least possible is 1,202 bytes"
+    ) as error:
         Solver(limit=1100)(problem)
     assert "needed in backward: 1,000 activations" in str(error.value)
     assert solved(problem, Solver(limit=error.value.smallest)).peak == error.value.smallest == 1202
@@ -185,9 +189,9 @@ def test_a_pinned_start_is_honoured() -> None:
     problem = replace(problem, chains=(replace(chain, gathers=pinned),))
     for solver in (Solver(), HEURISTIC):
         (placement,) = solved(problem, solver).schedule.placements
-        starts = {placement.buckets[e.bucket].first: e.at for e in placement.events if e.action == "start"}
-        assert [(b.first, b.end) for b in placement.buckets if b.kind == "gather" and b.first <= 2 < b.end] == [(2, 3)]
-        assert starts[2] == 0
+        starts = {e.bucket: e.at for e in placement.events if e.action == "start"}
+        (index,) = [i for i, b in enumerate(placement.buckets) if b.kind == "gather" and b.first <= 2 < b.end]
+        assert starts[index] == 0
 
 
 def test_an_empty_problem() -> None:
