@@ -14,11 +14,15 @@ from graphshard.errors import (
     GraphshardError,
     InputError,
     MaterializationError,
+    ParameterError,
     PassError,
 )
+from graphshard.explain import explain, explain_grid
+from graphshard.explanation import Explanation, Grid
 from graphshard.passes import Pass
 from graphshard.pipeline import Pipeline
 from graphshard.plan import Plan
+from graphshard.profile import Profile, load_profile
 from graphshard.program import Program
 
 __version__ = "0.1.0"
@@ -29,15 +33,22 @@ __all__ = [
     "CaptureError",
     "CaptureLimitError",
     "DivergenceError",
+    "Explanation",
     "GraphshardError",
+    "Grid",
     "InputError",
     "MaterializationError",
+    "ParameterError",
     "Pass",
     "PassError",
     "Pipeline",
     "Plan",
+    "Profile",
     "Program",
     "bisect",
     "compile",
+    "explain",
+    "explain_grid",
+    "load_profile",
     "programs",
 ]

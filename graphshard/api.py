@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,21 +11,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
-from graphshard.agree import model_tag
 from graphshard.backends import Backend
 from graphshard.capture import CaptureSpec
-from graphshard.checks import check_arguments, check_debugging, check_device, check_examples, check_model
+from graphshard.checks import (
+    check_arguments,
+    check_debugging,
+    check_examples,
+    check_ignored,
+    check_model,
+    check_params,
+    check_placements,
+)
 from graphshard.dump import dump_directory
 from graphshard.errors import ArgumentError
-from graphshard.module import Runner, ShardedModule, sharded_class
+from graphshard.module import Runner
 from graphshard.observe import Level
 from graphshard.params import build_table
 from graphshard.pipeline import Pipeline
 from graphshard.program import Axis, Program
-from graphshard.sharding import param_refs, shard_module
-from graphshard.units import find_units
+from graphshard.sharded_module import ShardedModule, attach, retie, sharded_class
+from graphshard.sharding import aliases, param_refs, shard_module
+from graphshard.units import UnitSpec, find_units
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -35,8 +44,10 @@ def compile(
     mesh: DeviceMesh,
     *,
     reshard_after_forward: bool | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    units: Sequence[str] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    units: Sequence[UnitSpec] | None = None,
     backend: Backend = "inductor",
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -48,16 +59,19 @@ def compile(
     """Shard a module's parameters over a mesh and compile its training step, in place.
 
     Parameters and their gradients become `DTensor`s with placement `Shard(0)`, under the same names; the module
-    keeps its class by `isinstance`. Call it, its optimizer and its state_dict as before.
+    keeps its class by `isinstance`. Call it, its submodules, its optimizer and its state_dict as before.
 
     Args:
         model: any module that torch.export can trace; on the CPU, on the mesh's device, or on the meta device.
         mesh: one-dimensional mesh of "cpu" or "cuda" devices.
         reshard_after_forward: True gathers parameters again in backward, False keeps them gathered, None keeps
             those of the root and gathers those of the units again, as FSDP2 does.
+        shard_placement_fn: chooses another dim to shard a parameter along, `Shard(dim)`; None is `Shard(0)`. Sizes
+            need not be multiples of the number of ranks.
         mp_policy: FSDP2's `MixedPrecisionPolicy`.
-        units: name patterns of the modules whose parameters are gathered together, such as `["layers.*"]`;
-            None finds the repeated blocks.
+        ignored_params: parameters to leave alone: not sharded, cast, moved or reduced.
+        units: the modules whose parameters are gathered together: name patterns such as `"layers.*"`, functions of
+            name and module, or tuples of patterns for one unit of several modules; None finds the repeated blocks.
         backend: "inductor", or "eager" for the same program without Inductor, bit for bit equal to FSDP2.
         example_inputs, example_kwargs: inputs of a call; with them the program is compiled now instead of at the
             first call. Only shapes, dtypes and non-tensor values matter.
@@ -80,7 +94,9 @@ def compile(
     check_arguments(mesh, reshard_after_forward, policy, backend, max_captures)
     level = check_debugging(passes, verify, dump)
     directory = dump_directory(dump, dist.get_rank())
-    check_device(model, mesh)
+    ignored = check_ignored(model, ignored_params)
+    check_params(model, mesh.device_type, ignored)
+    dims = check_placements(model, shard_placement_fn, ignored)
     check_examples(units, example_inputs, example_kwargs)
     device = _device_of(mesh)
     unit_names = find_units(model, units)
@@ -91,8 +107,11 @@ def compile(
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
         reshard_after_forward=reshard_after_forward,
+        dims=dims,
+        ignored=ignored,
     )
     axis = Axis((mesh.mesh_dim_names or ("shard",))[0], mesh.size())
+    refs = tuple(param_refs(model, table))
     runner = Runner(
         spec=CaptureSpec(table, unit_names, axis, device, policy, type(model)),
         mesh=mesh,
@@ -101,8 +120,8 @@ def compile(
         verify=level,
         dump=directory,
         max_captures=max_captures,
-        tag=model_tag(mesh),
-        params=tuple(param_refs(model, table)),
+        params=refs,
+        aliases=tuple(aliases(model, refs)),
     )
     prepared = None
     if example_inputs is not None or example_kwargs is not None:
@@ -114,22 +133,23 @@ def compile(
         prepared = signature, runner.build(model, args, kwargs, signature)
 
     shard_module(model, table, mesh, device)
-    model.__dict__["_graphshard"] = runner
     object.__setattr__(model, "__class__", sharded_class(type(model)))
+    attach(model, runner)
+    model.register_load_state_dict_post_hook(retie)
     if prepared is not None:
         runner.install(model, *prepared)
     return model
 
 
 def programs(model: nn.Module) -> list[Program]:
-    """The programs captured for a compiled module, newest last.
+    """The programs captured for a compiled module and its submodules, newest last.
 
     Raises:
         ArgumentError: the module was not compiled.
     """
     if not isinstance(model, ShardedModule):
         raise ArgumentError(f"{type(model).__name__} is not compiled. Call graphshard.compile(model, mesh) first.")
-    return [executable.program for executable in model._graphshard.executables.values()]
+    return list(model._graphshard.programs)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

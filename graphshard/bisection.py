@@ -23,9 +23,10 @@ from graphshard.backends import compile_eager, compiler_for
 from graphshard.errors import ArgumentError
 from graphshard.graph import fake, is_collective
 from graphshard.lower import Boxed, RegionCall, lower, reshape_views
-from graphshard.module import Runner, ShardedModule
+from graphshard.module import Runner
 from graphshard.observe import Observer
 from graphshard.program import Phase, Program, Slot
+from graphshard.sharded_module import ShardedModule
 from graphshard.sharding import ParamRef, padded_shard
 
 # Rounding of sums in another order, relative to the largest element, by the precision of the computation.
@@ -220,16 +221,18 @@ class _Inputs:
         return {slot.name for slot in phase.inputs if slot.kind == "tangent"} if phase else set()
 
     def _shard(self, slot: Slot, value: torch.Tensor, *, sharded: bool) -> torch.Tensor:
-        """A gradient as this rank's rows in the stored dtype, reduced by us if the stage did not."""
+        """A gradient as this rank's piece in the stored dtype, reduced by us if the stage did not."""
         if slot.of != "param" or slot.kind != "grad":
             return value
         row = self.program.params[slot.name]
-        start, length = row.local_rows(self.runner.mesh.get_local_rank())
+        start, length = row.local_range(self.runner.mesh.get_local_rank())
+        if row.ignored:
+            return value
         if sharded:
-            return value[:length].to(row.dtype)
+            return value.narrow(row.dim, 0, length).to(row.dtype)
         mean = value.to(row.reduce_dtype).contiguous()
         dist.all_reduce(mean, group=self.runner.mesh.get_group())
-        return (mean / self.program.axis.size)[start : start + length].to(row.dtype)
+        return (mean / self.program.axis.size).narrow(row.dim, start, length).to(row.dtype)
 
 
 def _full(ref: ParamRef) -> torch.Tensor:

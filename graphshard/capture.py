@@ -36,9 +36,11 @@ from torch.utils import _pytree as pytree
 
 from graphshard.decompose import capture_decompositions
 from graphshard.diagnose import check_capturable, explain_export_failure
+from graphshard.entry import without_entries
 from graphshard.graph import is_view
 from graphshard.params import ParamTable
 from graphshard.program import Axis, Phase, Program, Slot, SlotKind
+from graphshard.units import modules_of
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ def _plain(module: nn.Module, spec: CaptureSpec, fake_mode: FakeTensorMode, *, g
         copies: dict[int, torch.Tensor] = {}
         for owner in module.modules():
             stack.callback(_restore, owner, dict(owner.__dict__))
+            _restore(owner, without_entries(owner))
             for name, value in owner.__dict__.items():
                 if isinstance(value, torch.Tensor):
                     # Forward may write to it while it is traced.
@@ -155,7 +158,7 @@ def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
 def _fake_parameter(name: str, spec: CaptureSpec, fake_mode: FakeTensorMode, grad: bool) -> nn.Parameter:
     row = spec.params[name]
     with fake_mode:
-        full = torch.empty(row.shape, dtype=row.compute_dtype, device=spec.device)
+        full = torch.empty_strided(row.shape, row.stride_of(row.shape), dtype=row.compute_dtype, device=spec.device)
         return nn.Parameter(full, requires_grad=row.trainable and grad)
 
 
@@ -166,19 +169,18 @@ def _fake_buffer(buffer: torch.Tensor, device: torch.device, fake_mode: FakeTens
 
 def _register_casts(module: nn.Module, spec: CaptureSpec, stack: contextlib.ExitStack) -> None:
     policy = spec.mp_policy
+    owners = [module, *(module.get_submodule(name) for unit in spec.units for name in modules_of(unit))]
     if policy.param_dtype is not None and policy.cast_forward_inputs:
 
         def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
             return _cast((args, kwargs), policy.param_dtype)
 
-        for unit in ("", *spec.units):
-            handle = module.get_submodule(unit).register_forward_pre_hook(cast_inputs, with_kwargs=True, prepend=True)
+        for owner in owners:
+            handle = owner.register_forward_pre_hook(cast_inputs, with_kwargs=True, prepend=True)
             stack.callback(handle.remove)
     if policy.output_dtype is not None:
-        for unit in ("", *spec.units):
-            handle = module.get_submodule(unit).register_forward_hook(
-                lambda _module, _args, output: _cast(output, policy.output_dtype)
-            )
+        for owner in owners:
+            handle = owner.register_forward_hook(lambda _module, _args, output: _cast(output, policy.output_dtype))
             stack.callback(handle.remove)
 
 

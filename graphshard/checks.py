@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast, get_args
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from graphshard.entry import Entry
 from graphshard.errors import ArgumentError
 from graphshard.observe import Level
 from graphshard.params import named_parameters
@@ -19,10 +20,22 @@ from graphshard.pipeline import Pipeline
 
 _BACKENDS = ("inductor", "eager")
 
+# What gloo and NCCL add up.
+_REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 def check_arguments(mesh: Any, reshard_after_forward: Any, mp_policy: Any, backend: Any, max_captures: Any) -> None:
     """Raise ArgumentError for the first wrong argument; the message names it and the remedy."""
     _check_mesh(mesh)
+    check_policy(reshard_after_forward, mp_policy)
+    if backend not in _BACKENDS:
+        raise ArgumentError(f"backend must be one of {', '.join(map(repr, _BACKENDS))}, got {backend!r}.")
+    if not isinstance(max_captures, int) or max_captures < 1:
+        raise ArgumentError(f"max_captures must be a positive int, got {max_captures!r}.")
+
+
+def check_policy(reshard_after_forward: Any, mp_policy: Any) -> None:
+    """Raise ArgumentError for wrong settings of resharding or precision."""
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
         raise ArgumentError(
             f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}. Gathering again "
@@ -32,10 +45,6 @@ def check_arguments(mesh: Any, reshard_after_forward: Any, mp_policy: Any, backe
         raise ArgumentError(
             f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(mp_policy).__name__}."
         )
-    if backend not in _BACKENDS:
-        raise ArgumentError(f"backend must be one of {', '.join(map(repr, _BACKENDS))}, got {backend!r}.")
-    if not isinstance(max_captures, int) or max_captures < 1:
-        raise ArgumentError(f"max_captures must be a positive int, got {max_captures!r}.")
 
 
 def check_debugging(passes: Any, verify: Any, dump: Any) -> Level:
@@ -95,16 +104,6 @@ def _check_mesh(mesh: Any) -> None:
         raise ArgumentError("mesh does not contain this rank. Call compile on the ranks of the mesh only.")
 
 
-def check_device(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise ArgumentError if a parameter is neither on the CPU, nor on meta, nor on the mesh's kind of device."""
-    for name, param in model.named_parameters():
-        if param.device.type not in ("cpu", "meta", mesh.device_type):
-            raise ArgumentError(
-                f"parameter {name} is on {param.device}, but mesh is of {mesh.device_type!r} devices. Move the model "
-                f"to the CPU first, or use a mesh of {param.device.type!r} devices."
-            )
-
-
 def check_model(model: Any) -> None:
     """Raise ArgumentError if the module cannot be compiled."""
     if not isinstance(model, nn.Module):
@@ -121,27 +120,89 @@ def check_model(model: Any) -> None:
             f"{cls.__name__} has no forward, so there is nothing to compile. Compile the module that calls it, or "
             "give it a forward."
         )
-    _check_params(model)
+    if isinstance(model.__dict__.get("forward"), Entry):
+        raise ArgumentError(f"{cls.__name__} is a part of a compiled model. Compile the root module, once.")
+    if "forward" in model.__dict__:
+        raise ArgumentError(
+            f"{cls.__name__} has a forward of its own as an attribute, which hides that of its class. Compile the "
+            "model before whatever replaced its forward is applied, or subclass it."
+        )
 
 
-def _check_params(model: nn.Module) -> None:
-    trainable: dict[torch.dtype, str] = {}
+def check_ignored(model: nn.Module, ignored: Any) -> frozenset[nn.Parameter]:
+    """The parameters to leave alone; raise ArgumentError if they are not the model's."""
+    if ignored is None:
+        return frozenset()
+    if isinstance(ignored, nn.Parameter) or not isinstance(ignored, Iterable):
+        raise ArgumentError(f"ignored_params must be a set of the model's parameters, got a {type(ignored).__name__}.")
+    own = {id(param) for param in model.parameters()}
+    found = list(ignored)
+    for item in found:
+        if id(item) not in own:
+            what = f"a tensor of shape {list(item.shape)}" if isinstance(item, torch.Tensor) else repr(item)
+            raise ArgumentError(
+                f"ignored_params holds {what}, which is no parameter of {type(model).__name__}. Pass the objects in "
+                "model.parameters(), before any conversion."
+            )
+    return frozenset(found)
+
+
+def check_params(model: nn.Module, device_type: str, ignored: frozenset[nn.Parameter]) -> None:
+    """Raise ArgumentError for the first parameter that cannot be sharded over a mesh of devices of a type."""
     for (name, *_), param in named_parameters(model).items():
         if isinstance(param, DTensor):
             raise ArgumentError(
                 f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). Compile "
                 "the plain module."
             )
+        if param in ignored:
+            continue
+        if param.device.type not in ("cpu", "meta", device_type):
+            raise ArgumentError(
+                f"parameter {name} is on {param.device}, but mesh is of {device_type!r} devices. Move the model "
+                f"to the CPU first, or use a mesh of {param.device.type!r} devices."
+            )
         if param.dim() == 0:
             raise ArgumentError(
                 f"parameter {name} is a scalar, which cannot be sharded. Change {name} to a 1D tensor with numel "
-                "equal to 1."
+                "equal to 1, or pass it in ignored_params."
             )
-        if param.requires_grad:
-            trainable.setdefault(param.dtype, name)
-    if len(trainable) > 1:
-        listed = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in trainable.items())
+        if param.requires_grad and param.dtype not in _REDUCIBLE:
+            raise ArgumentError(
+                f"parameter {name} is trainable and of {param.dtype}, whose gradients cannot be reduced. Use one of "
+                f"{', '.join(str(dtype) for dtype in _REDUCIBLE)}, freeze it, or pass it in ignored_params."
+            )
+
+
+def check_placements(model: nn.Module, placement_fn: Any, ignored: frozenset[nn.Parameter]) -> dict[str, int]:
+    """The dim of each parameter that is sharded along another than 0, by its first name.
+
+    Raises:
+        ArgumentError: shard_placement_fn is no function, or returns something else than a dim of the parameter.
+    """
+    if placement_fn is None:
+        return {}
+    if not callable(placement_fn):
         raise ArgumentError(
-            f"trainable parameters must have one dtype, but {listed}. Convert the model with .to(dtype), and set "
-            "mp_policy for the dtype to compute in."
+            "shard_placement_fn must be a function from a parameter to Shard(dim) or None, got "
+            f"{type(placement_fn).__name__}."
         )
+    dims: dict[str, int] = {}
+    for (name, *_), param in named_parameters(model).items():
+        if param in ignored:
+            continue
+        placement = placement_fn(param)
+        if placement is None:
+            continue
+        if not isinstance(placement, Shard):
+            raise ArgumentError(
+                f"shard_placement_fn returned {placement!r} for parameter {name}. It must return Shard(dim) or None; a "
+                "mesh for each parameter (ShardPlacementResult) is not supported yet."
+            )
+        if not -param.dim() <= placement.dim < param.dim():
+            raise ArgumentError(
+                f"shard_placement_fn returned Shard({placement.dim}) for parameter {name}, which is invalid for a "
+                f"{param.dim()}D tensor of shape {list(param.shape)}."
+            )
+        dims[name] = placement.dim % param.dim()
+    return dims

@@ -25,6 +25,10 @@ class MaterializationError(GraphshardError, RuntimeError):
     """A parameter or buffer is still on the meta device when the module is called."""
 
 
+class ParameterError(GraphshardError, RuntimeError):
+    """A parameter is not what it was when the module was compiled."""
+
+
 class InputError(GraphshardError, ValueError):
     """An input of the call cannot be used: wrong device, or a type that pytree does not know."""
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch.fx import Node
-from torch.utils.flop_counter import flop_registry
 
-from graphshard.graph import WAIT, is_collective, is_view, module_of
-from graphshard.hardware import Hardware
-from graphshard.program import Phase, Program, Region
+from graphshard.cost import Costs
+from graphshard.graph import GATHERS, WAIT, is_collective, is_view, module_of
+from graphshard.program import Phase, Program
+from graphshard.work import num_bytes
 
 
 @dataclass(frozen=True)
@@ -65,29 +64,9 @@ class Estimate:
         return max((end for _, end in self.phases.values()), default=0.0)
 
 
-def region_seconds(region: Region, hardware: Hardware) -> float:
-    """Roofline of a region: multiplications by FLOPs or bytes, whichever takes longer, and its inputs and outputs once.
-
-    That is what is left when everything else is fused into one kernel per multiplication.
-    """
-    graph = region.module.graph
-    seconds = 0.0
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        flop = _flop(node)
-        if flop:
-            moved = sum(num_bytes(n) for n in (node, *node.all_input_nodes))
-            dtype = node.all_input_nodes[0].meta["val"].dtype
-            compute = hardware.matmul_seconds(flop, dtype)
-            seconds += max(compute, moved / hardware.memory_bandwidth, hardware.kernel_seconds)
-    edges = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
-    return seconds + max(sum(map(num_bytes, edges)) / hardware.memory_bandwidth, hardware.kernel_seconds)
-
-
-def estimate(program: Program, hardware: Hardware) -> Estimate:
+def estimate(program: Program, costs: Costs) -> Estimate:
     """Run the executors of a lowered program through a clock."""
-    seconds = {key: region_seconds(region, hardware) for key, region in program.regions.items()}
+    seconds = {key: costs.region(region) for key, region in program.regions.items()}
     regions = {name: seconds[key] for name, key in program.region_names.items()}
     found = Estimate()
     compute = channel = 0.0
@@ -98,10 +77,11 @@ def estimate(program: Program, hardware: Hardware) -> Estimate:
         for node in phase.module.graph.nodes:
             bucket = node.meta.get("bucket", "")
             if is_collective(node):
-                size = max(num_bytes(node), sum(map(num_bytes, node.all_input_nodes)))
+                kind = "gather" if node.target in GATHERS else "reduce"
+                size = num_bytes(node) if kind == "gather" else sum(map(num_bytes, node.all_input_nodes))
                 start = max(compute, channel)
-                channel = arrives[bucket] = start + hardware.collective_seconds(size)
-                kind = "gather" if num_bytes(node) == size else "reduce"
+                seconds_of = costs.collective(kind, size, len(node.all_input_nodes), program.axis)
+                channel = arrives[bucket] = start + seconds_of
                 found.steps.append(Step(kind, bucket, "", phase_name, start, channel, size, order))
             elif node.target is WAIT:
                 found.waits.setdefault(bucket, (compute, order))
@@ -186,21 +166,3 @@ def _shares(node: Node) -> bool:
         return False
     source = node.all_input_nodes[0]
     return node.target is WAIT or is_view(node) or (is_collective(source) and not is_collective(node))
-
-
-def num_bytes(node: Node) -> int:
-    """Bytes of a value, of all tensors if there are several."""
-    val = node.meta.get("val")
-    vals = val if isinstance(val, (tuple, list)) else [val]
-    return sum(v.numel() * v.dtype.itemsize for v in vals if isinstance(v, torch.Tensor))
-
-
-def _flop(node: Node) -> float:
-    """Floating-point operations of a multiplication, convolution or attention, as torch counts them; 0 for others."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return 0.0
-    count = flop_registry.get(node.target.overloadpacket)
-    if count is None:
-        return 0.0
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return float(count(*args, **kwargs, out_val=node.meta["val"]))

@@ -1,12 +1,7 @@
-"""The compiled module: the user's class with another forward.
-
-`Sharded<Class>` captures a program for each signature it is called with and runs it. Everything else of the module,
-names and `isinstance` included, stays as it was.
-"""
+"""Capture a program for each signature a module is called with, and run it."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import time
@@ -21,11 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from graphshard.agree import check_agreement
+from graphshard.agree import check_agreement, model_tag
 from graphshard.backends import Backend, compiler_for
 from graphshard.capture import CaptureSpec, capture
 from graphshard.dump import Dump
-from graphshard.errors import CaptureLimitError, InputError, MaterializationError
+from graphshard.errors import CaptureLimitError, InputError, MaterializationError, ParameterError
 from graphshard.lower import RegionCall, lower
 from graphshard.observe import Level, Observer
 from graphshard.params import ParamTable
@@ -33,7 +28,8 @@ from graphshard.pipeline import Partitioned, Pipeline, rerun_backward, run_pipel
 from graphshard.program import Phase, Program
 from graphshard.progress import progress
 from graphshard.runtime import Executable
-from graphshard.sharding import ParamRef
+from graphshard.sharding import Alias, ParamRef, aliases, param_refs
+from graphshard.units import units_within
 
 log = logging.getLogger(__name__)
 
@@ -41,27 +37,6 @@ log = logging.getLogger(__name__)
 AGREEMENT_TIMEOUT = timedelta(minutes=10)
 
 _CONSTANTS = (int, float, bool, str, type(None))
-
-
-class ShardedModule(nn.Module):
-    """Mixed into the user's class by `compile`; `forward` runs the captured program."""
-
-    _graphshard: Runner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the program for this signature, capturing it first if it is new."""
-        return self._graphshard.call(self, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise copy.Error(
-            f"{type(self).__name__} cannot be deep-copied: its parameters are bound to a process group. Copy the "
-            "model before graphshard.compile, or build it anew and load this one's state_dict."
-        )
-
-
-def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of a compiled module: a subclass of the user's."""
-    return type(f"Sharded{cls.__name__}", (ShardedModule, cls), {"__module__": cls.__module__})
 
 
 @dataclass(frozen=True)
@@ -103,11 +78,15 @@ class Runner:
     verify: Level
     dump: Path | None
     max_captures: int
-    tag: str
     params: tuple[ParamRef, ...]
+    aliases: tuple[Alias, ...] = ()
+    name: str = ""
+    tag: str | None = None
     executables: dict[Signature, Executable] = field(default_factory=dict)
     compiled: dict[str, RegionCall] = field(default_factory=dict)
     agreed: set[tuple[str, ...]] = field(default_factory=set)
+    programs: list[Program] = field(default_factory=list)
+    submodules: dict[str, Runner] = field(default_factory=dict)
     materialized: bool = False
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
 
@@ -117,7 +96,7 @@ class Runner:
         leaves = self.on_device(leaves, structure)
         signature = self.signature(module, leaves, structure)
         if not self.materialized:
-            check_materialized(module)
+            check_materialized(module, self.params, self.spec.device)
             self.materialized = True
         executable = self.executables.get(signature)
         if executable is None:
@@ -125,23 +104,59 @@ class Runner:
             executable = self.install(module, signature, self.build(module, args, kwargs, signature))
         return executable([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
+    def call_submodule(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call of a submodule on its own, by a program of its own on the same shards."""
+        if name not in self.submodules:
+            table = self.spec.params.within(name)
+            params = tuple(param_refs(module, table))
+            self.submodules[name] = dataclasses.replace(
+                self,
+                spec=dataclasses.replace(
+                    self.spec, params=table, units=units_within(name, self.spec.units), forward_class=type(module)
+                ),
+                params=params,
+                aliases=tuple(aliases(module, params)),
+                name=".".join(filter(None, [self.name, name])),
+                tag=None,
+                executables={},
+                agreed=set(),
+                submodules={},
+                materialized=False,
+                _partitioned={},
+            )
+        return self.submodules[name].call(module, args, kwargs)
+
+    def for_copy(self, module: nn.Module) -> Runner:
+        """A runner for a copy of the module: nothing captured yet, compiled regions shared."""
+        params = tuple(param_refs(module, self.spec.params))
+        return dataclasses.replace(
+            self,
+            params=params,
+            aliases=tuple(aliases(module, params)),
+            tag=None,
+            executables={},
+            agreed=set(),
+            programs=[],
+            submodules={},
+            materialized=False,
+            _partitioned={},
+        )
+
     def build(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Program:
         """Capture, shard, schedule and lower a program; the module stays as it is."""
         reason = self._reason(signature)
         if len(self.executables) >= self.max_captures:
             raise CaptureLimitError(
-                f"{self.spec.forward_class.__name__} was captured {len(self.executables)} times, which is "
+                f"{self._label} was captured {len(self.executables)} times, which is "
                 f"max_captures; this call would be one more, because of {reason}. Pad inputs to a few sizes, pass "
                 "numbers that change as tensors, or raise max_captures in graphshard.compile."
             )
-        log.info("capture %d of %s: %s", len(self.executables), self.spec.forward_class.__name__, reason)
-        with progress(f"graphshard: {self.spec.forward_class.__name__}") as show:
+        check_no_new_parameters(module, self.spec.params)
+        log.info("capture %d of %s: %s", len(self.executables), self._label, reason)
+        with progress(f"graphshard: {self._label}") as show:
             show("capture and passes")
-            observer = Observer(
-                self.verify,
-                self._dump(f"{self.spec.forward_class.__name__}-{len(self.executables)}"),
-                self.pipeline.passes,
-            )
+            dump = self._dump(f"{self._label}-{len(self.executables)}")
+            observer = Observer(self.verify, dump, self.pipeline.passes)
             program, partitioned = self.trace(module, args, kwargs, observer, reason, grad=signature.grad)
             self._partitioned[signature] = partitioned
             lower(program, compiler_for(self.backend), self.compiled, show)
@@ -161,12 +176,14 @@ class Runner:
         """Capture a program and run the passes; `Partitioned` is where another backward begins."""
         start = time.perf_counter()
         program = capture(module, args, kwargs, self._current_spec(), grad=grad)
-        program.reason, program.capture = reason, len(self.executables)
+        program.model, program.reason, program.capture = self._label, reason, len(self.executables)
         observer.after(program, "capture", 0, time.perf_counter() - start)
         return program, run_pipeline(self.pipeline, program, observer)
 
     def install(self, module: nn.Module, signature: Signature, program: Program) -> Executable:
         """Check that the other ranks made the same program, and bind it to the module and the mesh."""
+        if self.tag is None:
+            self.tag = model_tag(self.mesh)
         if tuple(program.communication) not in self.agreed:
             check_agreement(program, self.mesh, f"{self.tag}/{len(self.agreed)}", AGREEMENT_TIMEOUT)
             self.agreed.add(tuple(program.communication))
@@ -184,6 +201,7 @@ class Runner:
 
         executable = Executable(program, module, self.params, self.mesh, make_backward)
         self.executables[signature] = executable
+        self.programs.append(program)
         return executable
 
     def signature(self, module: nn.Module, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Signature:
@@ -191,13 +209,16 @@ class Runner:
         inputs = tuple(_leaf_key(leaf) for leaf in leaves)
         device_type = self.spec.device.type
         autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+        for alias in self.aliases:
+            alias.check()
+        params = [ref.param for ref in self.params]
         return Signature(
             structure=structure,
             inputs=inputs,
             training=tuple(sub.training for sub in module.modules()),
             grad=torch.is_grad_enabled(),
             autocast=autocast,
-            params=tuple((ref.param.requires_grad, ref.param.dtype) for ref in self.params),
+            params=tuple((param.requires_grad, param.dtype) for param in params),
         )
 
     def on_device(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
@@ -235,9 +256,9 @@ class Runner:
         return None if self.dump is None else Dump(self.dump / name)
 
     @property
-    def _title(self) -> str:
-        """What the next program will be called."""
-        return f"{self.spec.forward_class.__name__}-{len(self.executables)}"
+    def _label(self) -> str:
+        """What programs are called, before their number."""
+        return f"{self.spec.forward_class.__name__}{'-' if self.name else ''}{self.name}"
 
     def _reason(self, signature: Signature) -> str:
         if not self.executables:
@@ -245,8 +266,19 @@ class Runner:
         return signature.changes_from(list(self.executables)[-1])
 
 
-def check_materialized(module: nn.Module) -> None:
-    """Raise MaterializationError if a parameter or buffer is still on the meta device."""
+def check_no_new_parameters(module: nn.Module, table: ParamTable) -> None:
+    """Raise ParameterError if the module has a parameter that was not there when it was compiled."""
+    known = {name for row in table for name in row.names}
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        if name not in known:
+            raise ParameterError(
+                f"parameter {name} was added after graphshard.compile, which would leave it out of sharding and "
+                "reduction. Add parameters first, then compile the model."
+            )
+
+
+def check_materialized(module: nn.Module, params: Sequence[ParamRef], device: torch.device) -> None:
+    """Raise MaterializationError if a parameter or buffer is on the meta device, or an ignored parameter elsewhere."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     meta = [name for name, tensor in tensors if tensor.is_meta]
     if meta:
@@ -255,6 +287,12 @@ def check_materialized(module: nn.Module) -> None:
             f"{len(meta)} parameters or buffers of {type(module).__name__} are on the meta device: {listed}. "
             "Allocate them with model.to_empty(device=...) and initialise or load them before the first call."
         )
+    for ref in params:
+        if ref.param.device != device:
+            why = "ignored_params are not moved" if ref.row.ignored else "it was moved after graphshard.compile"
+            raise MaterializationError(
+                f"parameter {ref.row.name} is on {ref.param.device}, the mesh on {device}: {why}. Move it there."
+            )
 
 
 def _leaf_key(leaf: Any) -> Hashable:

@@ -10,15 +10,16 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphshard.units import unit_of
+from graphshard.units import unit_of, units_within
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,12 @@ class ParamRow:
         compute_dtype: dtype the parameter is gathered and used in.
         reduce_dtype: dtype its gradient is reduced in.
         trainable: whether it receives a gradient.
-        num_shards: number of shards along dim 0.
+        num_shards: number of shards; 1 is a parameter that is not sharded.
         unit: the module whose parameters are gathered together; "" is the root.
         reshard: gathered again in backward instead of kept.
+        dim: the dim it is sharded along.
+        order: its dims from the outermost to the innermost in memory; 0, 1, ... is contiguous.
+        ignored: left alone: neither sharded, nor moved, nor reduced.
     """
 
     names: tuple[str, ...]
@@ -46,17 +50,21 @@ class ParamRow:
     num_shards: int
     unit: str
     reshard: bool
+    dim: int = 0
+    order: tuple[int, ...] = ()
+    ignored: bool = False
 
     def as_now(
         self, param: nn.Parameter, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
     ) -> ParamRow:
         """The row of the parameter as it is now: it may have been frozen or converted since."""
-        compute_dtype = param_dtype if param.is_floating_point() and param_dtype is not None else param.dtype
+        cast = param_dtype is not None and param.is_floating_point() and not self.ignored
+        compute_dtype = param_dtype if cast and param_dtype is not None else param.dtype
         return dataclasses.replace(
             self,
             dtype=param.dtype,
             compute_dtype=compute_dtype,
-            reduce_dtype=reduce_dtype or compute_dtype,
+            reduce_dtype=compute_dtype if self.ignored else reduce_dtype or compute_dtype,
             trainable=param.requires_grad,
         )
 
@@ -66,19 +74,33 @@ class ParamRow:
 
     @property
     def shard_len(self) -> int:
-        """Rows in each padded shard: ceil(rows / shards), the chunk size of torch.chunk."""
-        return -(-self.shape[0] // self.num_shards)
+        """Length of each padded shard along `dim`: ceil(size / shards), the chunk size of torch.chunk."""
+        return -(-self.shape[self.dim] // self.num_shards)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """Shape of the shard that every rank passes to the graph."""
-        return (self.shard_len, *self.shape[1:])
+        return self._with_len(self.shard_len)
 
     @property
-    def stride(self) -> tuple[int, ...]:
-        """Strides of the contiguous parameter, and of each of its shards."""
-        numels = itertools.accumulate(reversed(self.shape[1:]), operator.mul, initial=1)
-        return tuple(numels)[::-1]
+    def memory_dim(self) -> int:
+        """Where `dim` stands in the order in memory; at 0, padding lies behind the shard."""
+        return self.order.index(self.dim) if self.order else self.dim
+
+    @property
+    def inverse_order(self) -> tuple[int, ...]:
+        """The permutation that undoes `order`."""
+        return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
+
+    def in_memory(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """A shape of the parameter or of its shard with the dims in memory order."""
+        return tuple(shape[d] for d in self.order) if self.order else tuple(shape)
+
+    def stride_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Strides of the parameter or a shard of it: dense, in the parameter's order."""
+        sizes = self.in_memory(shape)
+        numels = list(itertools.accumulate(reversed(sizes[1:]), operator.mul, initial=1))[::-1]
+        return tuple(numels[place] for place in self.inverse_order) if self.order else tuple(numels)
 
     @property
     def gathered_bytes(self) -> int:
@@ -87,16 +109,19 @@ class ParamRow:
 
     @property
     def is_even(self) -> bool:
-        return self.shard_len * self.num_shards == self.shape[0]
+        return self.shard_len * self.num_shards == self.shape[self.dim]
 
-    def local_rows(self, rank: int) -> tuple[int, int]:
-        """First row and number of rows that belong to `rank`; trailing ranks may have none."""
-        start = min(rank * self.shard_len, self.shape[0])
-        return start, min(self.shard_len, self.shape[0] - start)
+    def local_range(self, rank: int) -> tuple[int, int]:
+        """Start and length along `dim` of what belongs to `rank`; trailing ranks may have nothing."""
+        start = min(rank * self.shard_len, self.shape[self.dim])
+        return start, min(self.shard_len, self.shape[self.dim] - start)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the shard that `rank` stores, without padding."""
-        return (self.local_rows(rank)[1], *self.shape[1:])
+        return self._with_len(self.local_range(rank)[1])
+
+    def _with_len(self, length: int) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON and for hashing."""
@@ -124,6 +149,17 @@ class ParamTable:
         """The row of a parameter, by any of its names."""
         return self._by_name[name]
 
+    def within(self, module: str) -> ParamTable:
+        """The parameters of a submodule, by their names there."""
+        prefix = f"{module}."
+        rows = []
+        for row in self:
+            names = tuple(name.removeprefix(prefix) for name in row.names if name.startswith(prefix))
+            (unit,) = units_within(module, [row.unit]) or ("",)
+            if names:
+                rows.append(dataclasses.replace(row, names=names, unit=unit))
+        return ParamTable(tuple(rows))
+
     @property
     def units(self) -> tuple[str, ...]:
         """Units that own parameters, in registration order."""
@@ -138,6 +174,18 @@ def named_parameters(module: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
     return {tuple(n): p for p, n in names.items()}
 
 
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dims of a dense tensor from the outermost to the innermost in memory; () if that is 0, 1, ...
+
+    A tensor with gaps or overlaps gets (), too: its shards are made contiguous.
+    """
+    if tensor.is_contiguous():
+        return ()
+    sizes, strides = tuple(tensor.shape), tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], -sizes[d]))
+    return tuple(order) if tensor.permute(order).is_contiguous() else ()
+
+
 def build_table(
     module: nn.Module,
     *,
@@ -146,14 +194,18 @@ def build_table(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     reshard_after_forward: bool | None,
+    dims: Mapping[str, int] = MappingProxyType({}),
+    ignored: Collection[nn.Parameter] = (),
 ) -> ParamTable:
     """Make the table of a module whose parameters have global shapes (plain tensors or DTensors).
 
     Precision follows FSDP2: only floating parameters are cast, and a `reduce_dtype` of None reduces in the
     dtype of the gradient, which is the compute dtype. `reshard_after_forward=None` keeps the root unit's
-    parameters between forward and backward and gathers all others again.
+    parameters between forward and backward and gathers all others again. `dims` has, by the parameter's first name,
+    the dim to shard along where it is not 0.
     """
     rows = []
+    leave = set(ignored)
     for names, param in named_parameters(module).items():
         unit = unit_of(names[0], units)
         row = ParamRow(
@@ -163,9 +215,12 @@ def build_table(
             compute_dtype=param.dtype,
             reduce_dtype=param.dtype,
             trainable=param.requires_grad,
-            num_shards=num_shards,
+            num_shards=1 if param in leave else num_shards,
             unit=unit,
             reshard=unit != "" if reshard_after_forward is None else reshard_after_forward,
+            dim=dims.get(names[0], 0),
+            order=memory_order(param),
+            ignored=param in leave,
         )
         rows.append(row.as_now(param, param_dtype, reduce_dtype))
     return ParamTable(tuple(rows))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch.fx import GraphModule, Node
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
 
 from graphshard._torch import min_cut_partition
 from graphshard.graph import aten, base_of, emit, erase_dead, fake
+from graphshard.params import ParamRow, ParamTable
 from graphshard.passes.base import Pass
 from graphshard.program import Phase, Program, Slot
 
@@ -51,7 +53,7 @@ class Partition(Pass):
             for node in phase.module.graph.nodes:
                 for mark in ("recompute", "partitioner_tag"):  # they have done their work
                     node.meta.pop(mark, None)
-        _unalias(program.phases["backward"])
+        _unalias(program.phases["backward"], program.params)
         return 1
 
 
@@ -78,8 +80,8 @@ def _drop_idle(forward: GraphModule, backward: GraphModule, num_outputs: int) ->
         backward.graph.erase_node(node)
 
 
-def _unalias(backward: Phase) -> None:
-    """Copy gradients that would share memory with a tangent or with each other, or that are not contiguous.
+def _unalias(backward: Phase, params: ParamTable) -> None:
+    """Copy gradients that would share memory with a tangent or with each other, or are laid out unlike the parameter.
 
     `.grad` is written in place, and FSDP2's is contiguous.
     """
@@ -89,12 +91,30 @@ def _unalias(backward: Phase) -> None:
         if not isinstance(node, Node):
             continue
         base = base_of(node)
-        strided = slot.of == "param" and not fake(node).is_contiguous()
-        if base.op == "placeholder" or base in seen or strided:
-            with graph.inserting_after(node):
-                results[index] = emit(graph, aten.clone.default, node, memory_format=torch.contiguous_format, like=node)
+        row = params[slot.name] if slot.of == "param" else None
+        if base.op == "placeholder" or base in seen or (row and not _laid_out(node, row)):
+            results[index] = _copy(graph, node, row)
         seen.add(base)
     backward.set_results(results)
+
+
+def _laid_out(node: Node, row: ParamRow) -> bool:
+    return (fake(node).permute(row.order) if row.order else fake(node)).is_contiguous()
+
+
+def _copy(graph: Graph, node: Node, row: ParamRow | None) -> Node:
+    """A copy, laid out like the parameter if it is a parameter's."""
+    steps: list[tuple[OpOverload, list[list[int]], dict[str, Any]]] = [
+        (aten.clone.default, [], {"memory_format": torch.contiguous_format})
+    ]
+    if row and row.order:
+        there, back = list(row.order), list(row.inverse_order)
+        steps = [(aten.permute.default, [there], {}), *steps, (aten.permute.default, [back], {})]
+    copied = node
+    for target, args, kwargs in steps:
+        with graph.inserting_after(copied):
+            copied = emit(graph, target, copied, *args, like=node, **kwargs)
+    return copied
 
 
 def _rename_placeholders(phase: Phase) -> None:

@@ -6,24 +6,28 @@ from collections.abc import Collection
 
 import torch
 
-from graphshard.estimate import Estimate, Step, estimate, region_seconds, tensors
-from graphshard.hardware import H100, Hardware
+from graphshard.cost import Costs
+from graphshard.estimate import Estimate, Step, Tensor, estimate, tensors
 from graphshard.plan import Bucket
 from graphshard.printer import dtype_name
+from graphshard.profile import load_profile
 from graphshard.program import Program
 from graphshard.report import Alive, BucketView, Memory, MemoryPoint, RegionView, Report, Span, StageView, Timeline
 
 _KINDS = {"compute": "compute", "gather": "gather", "reduce": "reduce", "exposed": "exposed"}
 
 
-def report_of(program: Program, *, error: str = "", kernels: Collection[str] = (), hardware: Hardware = H100) -> Report:
+def report_of(
+    program: Program, *, error: str = "", kernels: Collection[str] = (), costs: Costs | None = None
+) -> Report:
     """The report of a program; before it is lowered, only its stages.
 
     Args:
         error: text of the error that ended compilation.
         kernels: names of the regions that have a file of generated kernels.
-        hardware: what the timeline is estimated for.
+        costs: what the timeline is estimated with; None is an H100 node.
     """
+    costs = costs or Costs(load_profile("h100"))
     stages = tuple(
         StageView(s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, s.folded, s.text, f"{i:02d}-{s.name}.txt")
         for i, s in enumerate(program.history)
@@ -33,20 +37,20 @@ def report_of(program: Program, *, error: str = "", kernels: Collection[str] = (
         ("mesh", f"{program.axis.size} ranks, axis {program.axis.name}"),
         ("device", program.device.type),
         ("torch", str(torch.__version__)),
-        ("times and memory", f"estimated for {hardware.name}"),
+        ("times and memory", f"estimated for {costs.profile.title}"),
         ("plan", program.plan.hash[:12] if program.plan else "none"),
     )
     if not program.regions or error:
         return Report(program.title, facts, stages, error=error)
-    found = estimate(program, hardware)
+    found = estimate(program, costs)
     return Report(
         title=program.title,
         facts=facts,
         stages=stages,
         buckets=_buckets(program, found),
-        timeline=_timeline(program, found, hardware),
-        memory=_memory(program, found),
-        regions=_regions(program, found, hardware, kernels),
+        timeline=_timeline(program, found, costs),
+        memory=memory_of(tensors(program, found), found.seconds),
+        regions=_regions(program, found, costs, kernels),
     )
 
 
@@ -96,7 +100,7 @@ def _place(calls: list[Step], order: int) -> str:
     return f"after {order} of {len(calls)} regions, before {beside or 'the root'}"
 
 
-def _timeline(program: Program, found: Estimate, hardware: Hardware) -> Timeline:
+def _timeline(program: Program, found: Estimate, costs: Costs) -> Timeline:
     spans = tuple(
         Span(
             lane="compute" if step.kind in ("compute", "exposed") else program.axis.name,
@@ -115,25 +119,25 @@ def _timeline(program: Program, found: Estimate, hardware: Hardware) -> Timeline
         compute_seconds=found.total("compute"),
         communication_seconds=found.total("gather", "reduce"),
         exposed_seconds=found.total("exposed"),
-        assumptions=f"Estimated for {hardware.name}, whatever this program ran on: a roofline of each region, "
-        f"{hardware.achievable:.0%} of the matmul peak, {hardware.link_latency * 1e6:.0f} us and "
-        f"{hardware.link_bandwidth / 1e9:.0f} GB/s for a collective. Optimizer not included.",
+        assumptions=f"Estimated for {costs.profile.title} (profile {costs.profile.hash[:12]}, network "
+        f"{costs.network}), whatever this program ran on: a roofline of each kernel, latency and bandwidth of each "
+        "collective. Optimizer not included.",
     )
 
 
-def _memory(program: Program, found: Estimate) -> Memory:
-    held = tensors(program, found)
+def memory_of(held: list[Tensor], seconds: float) -> Memory:
+    """The memory curve of values that live within a step of `seconds`, and what is alive at its peak."""
     changes: dict[float, int] = {}
     for tensor in held:
         changes[tensor.start] = changes.get(tensor.start, 0) + tensor.num_bytes
-        if tensor.end < found.seconds:
+        if tensor.end < seconds:
             changes[tensor.end] = changes.get(tensor.end, 0) - tensor.num_bytes
     points, total = [], 0
     for time in sorted(changes):
         total += changes[time]
         points.append(MemoryPoint(time, total))
     peak = max(points, key=lambda point: point.num_bytes, default=MemoryPoint(0.0, 0))
-    alive = [t for t in held if t.start <= peak.time < t.end or t.end == found.seconds == peak.time]
+    alive = [t for t in held if t.start <= peak.time < t.end or t.end == seconds == peak.time]
     alive.sort(key=lambda tensor: -tensor.num_bytes)
     return Memory(
         points=tuple(points),
@@ -143,7 +147,7 @@ def _memory(program: Program, found: Estimate) -> Memory:
     )
 
 
-def _regions(program: Program, found: Estimate, hardware: Hardware, kernels: Collection[str]) -> tuple[RegionView, ...]:
+def _regions(program: Program, found: Estimate, costs: Costs, kernels: Collection[str]) -> tuple[RegionView, ...]:
     views = []
     for name, key in program.region_names.items():
         region = program.regions[key]
@@ -155,7 +159,7 @@ def _regions(program: Program, found: Estimate, hardware: Hardware, kernels: Col
                 calls=program.region_calls.count(key),
                 ops=sum(node.op == "call_function" for node in region.module.graph.nodes),
                 modules=", ".join(where) if len(where) < 4 else f"{where[0]} to {where[-1]}",
-                seconds=region_seconds(region, hardware),
+                seconds=costs.region(region),
                 file=f"regions/{name}.py",
                 kernels=f"regions/{name}.kernels.py" if name in kernels else "",
             )

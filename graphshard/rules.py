@@ -141,7 +141,7 @@ def sharded_inputs(program: Program, phase_name: str) -> Iterator[Violation]:
     for node, slot in program.phases[phase_name].slot_of().items():
         if slot.kind == "param":
             shape, wanted = tuple(fake(node).shape), program.params[slot.name].padded_shape
-            if program.axis.size > 1 and shape != wanted:
+            if shape != wanted:
                 yield Violation(f"{slot} has shape {list(shape)}, its padded shard has {list(wanted)}", node)
 
 
@@ -160,7 +160,7 @@ def reduced_once(program: Program, phase_name: str) -> Iterator[Violation]:
     phase = program.phases[phase_name]
     owners: dict[Reduced, str] = {}
     for value, slot in zip(phase.results, phase.outputs, strict=True):
-        if slot.kind != "grad" or slot.of != "param" or program.axis.size == 1:
+        if slot.kind != "grad" or slot.of != "param" or program.params[slot.name].num_shards == 1:
             continue
         if not isinstance(value, Node):
             if slot.name in program.differentiated:

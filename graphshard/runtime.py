@@ -21,7 +21,7 @@ from graphshard.graph import fake, is_collective, restride
 from graphshard.lower import Boxed
 from graphshard.program import Phase, Program, Slot
 from graphshard.ranges import profiling, with_ranges
-from graphshard.sharding import ParamRef, as_dtensor, padded_shard
+from graphshard.sharding import ParamRef, as_dtensor, dense, padded_shard
 
 BackwardFactory = Callable[[frozenset[str]], Phase]
 
@@ -123,7 +123,7 @@ class Executable:
     def _read(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         if slot.kind == "param":
             ref = self._params[slot.name]
-            return padded_shard(ref.param, ref.row)
+            return ref.param.detach() if ref.row.ignored else padded_shard(ref.param, ref.row)
         if slot.kind == "input":
             return tensors[int(slot.name)].detach()
         constant = self.program.constants.get(slot.name)
@@ -133,7 +133,12 @@ class Executable:
         if value is None or slot.of != "param":
             return value
         row = self._params[slot.name].row
-        return as_dtensor(value[: row.local_rows(self._rank)[1]], row, self.mesh)
+        if row.ignored:
+            return value
+        local = value.narrow(row.dim, 0, row.local_range(self._rank)[1])
+        if row.memory_dim > 0 and local.shape != value.shape:
+            local = dense(local, row, local.device)
+        return as_dtensor(local, row, self.mesh)
 
     def _bind(self, phase: Phase) -> Phase:
         """Put the process group's name in the place of the axis name."""

@@ -163,10 +163,11 @@ def _encode_row(row: ParamRow) -> dict[str, Any]:
 
 def _decode_row(data: dict[str, Any]) -> ParamRow:
     dtypes = {key: named("dtype", value) for key, value in data.items() if key.endswith("dtype")}
-    shape = tuple(typed(size, int) for size in data["shape"])
-    row = ParamRow(**{**data, **dtypes, "names": tuple(strings(data["names"])), "shape": shape})
+    tuples = {key: tuple(typed(size, int) for size in data[key]) for key in ("shape", "order")}
+    row = ParamRow(**{**data, **dtypes, **tuples, "names": tuple(strings(data["names"]))})
     typed(row.unit, str)
     typed(row.num_shards, int)
+    typed(row.dim, int)
     return row
 
 

@@ -9,14 +9,15 @@
                                              return %ds as grad:w
 
 The reduction is in the parameter's reduce dtype. Shards are padded to equal size, so the graph is the same on every
-rank: rows beyond the parameter's are cut off after the gather and filled with zeros before the reduction. A world of
-one rank gets no collectives at all.
+rank: rows beyond the parameter's are cut off after the gather and filled with zeros before the reduction. A collective
+joins shards along the outermost dim in memory; where a parameter is sharded along another, its landing brings them side
+by side. A parameter that is not sharded, and a world of one rank, gets no collectives at all.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, Node
@@ -26,6 +27,10 @@ from graphshard.graph import aten, c10d, emit, fake, is_communication
 from graphshard.params import ParamRow
 from graphshard.passes.base import Pass
 from graphshard.program import Axis, Phase, Program
+
+# What both gloo and NCCL send as it is; other dtypes travel as these, bit by bit.
+_BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+_SENDABLE = frozenset({*_BITS.values(), torch.float32, torch.float64, torch.bfloat16, torch.int8})
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,10 @@ class InsertCollectives(Pass):
                 raise PassError(f"{self.name}: the graph already has collectives; run this pass once, first")
 
     def rewrite(self, program: Program) -> int:
-        if program.axis.size == 1:
-            return 0
         count = 0
         for phase in program.phases.values():
             for node, slot in phase.slot_of().items():
-                if slot.kind == "param":
+                if slot.kind == "param" and program.params[slot.name].num_shards > 1:
                     gather(phase.module.graph, node, program.params[slot.name], program.axis)
                     count += 1
             count += _reduce_gradients(phase, program)
@@ -56,17 +59,53 @@ class InsertCollectives(Pass):
 def gather(graph: Graph, shard: Node, row: ParamRow, axis: Axis) -> None:
     """Make the placeholder a shard and replace its uses by the gathered parameter."""
     users = list(shard.users)
-    shard.meta["val"] = fake(shard).new_empty(row.padded_shape)
+    shard.meta["val"] = fake(shard).new_empty_strided(row.padded_shape, row.stride_of(row.padded_shape))
     if not users:
         return
     first = min(users)
+    node = shard
     with graph.inserting_before(first):
-        start = emit(graph, c10d.all_gather_into_tensor.default, shard, axis.size, axis.name, like=first)
-        full = emit(graph, c10d.wait_tensor.default, start, like=first)
-        if not row.is_even:
-            full = emit(graph, aten.slice.Tensor, full, 0, 0, row.shape[0], like=first)
+        if row.order:
+            node = emit(graph, aten.permute.default, node, list(row.order), like=first)
+        if row.compute_dtype != carrier(row.compute_dtype):
+            node = emit(graph, aten.view.dtype, node, carrier(row.compute_dtype), like=first)
+        node = emit(graph, c10d.all_gather_into_tensor.default, node, axis.size, axis.name, like=first)
+        node = emit(graph, c10d.wait_tensor.default, node, like=first)
+        for target, args, kwargs in landing(row):
+            node = emit(graph, target, node, *args, like=first, **kwargs)
     for user in users:
-        user.replace_input_with(shard, full)
+        user.replace_input_with(shard, node)
+
+
+# What `gather` applies to a gathered buffer: operator, arguments behind the buffer, keyword arguments.
+Steps = list[tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]]
+
+
+def landing(row: ParamRow) -> Steps:
+    """How a gathered buffer, the ranks' shards one behind another, becomes the parameter."""
+    shape, dim = list(row.in_memory(row.padded_shape)), row.memory_dim
+    joined = [*shape[:dim], row.num_shards * shape[dim], *shape[dim + 1 :]]
+    steps: Steps = []
+    if dim > 0:
+        side_by_side = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
+        steps += [
+            (aten.view.default, ([row.num_shards, *shape],), {}),
+            (aten.permute.default, (side_by_side,), {}),
+            (aten.clone.default, (), {"memory_format": torch.contiguous_format}),
+            (aten.view.default, (joined,), {}),
+        ]
+    if not row.is_even:
+        steps.append((aten.slice.Tensor, (dim, 0, row.shape[row.dim]), {}))
+    if row.compute_dtype != carrier(row.compute_dtype):
+        steps.append((aten.view.dtype, (row.compute_dtype,), {}))
+    if row.order:
+        steps.append((aten.permute.default, (list(row.inverse_order),), {}))
+    return steps
+
+
+def carrier(dtype: torch.dtype) -> torch.dtype:
+    """The dtype whose bits travel in the place of one that gloo or NCCL cannot send."""
+    return dtype if dtype in _SENDABLE else _BITS[dtype.itemsize]
 
 
 def _reduce_gradients(phase: Phase, program: Program) -> int:
@@ -75,7 +114,8 @@ def _reduce_gradients(phase: Phase, program: Program) -> int:
     count = 0
     for index, slot in enumerate(phase.outputs):
         grad = results[index]
-        if slot.kind == "grad" and slot.of == "param" and isinstance(grad, Node):
+        sharded = slot.of == "param" and program.params[slot.name].num_shards > 1
+        if slot.kind == "grad" and sharded and isinstance(grad, Node):
             with graph.inserting_after(grad):
                 results[index] = reduce(graph, grad, program.params[slot.name], program.axis)
             count += 1
@@ -94,17 +134,29 @@ def reduce(graph: Graph, grad: Node, row: ParamRow, axis: Axis) -> Node:
 
     if fake(grad).dtype != row.reduce_dtype:
         node = then(aten._to_copy.default, dtype=row.reduce_dtype)
+    if row.order:
+        node = then(aten.permute.default, list(row.order))
+    dim, rank = row.memory_dim, len(row.shape)
     if not row.is_even:
-        padding = row.shard_len * row.num_shards - row.shape[0]
-        node = then(aten.constant_pad_nd.default, [0, 0] * (len(row.shape) - 1) + [0, padding])
+        padding = row.shard_len * row.num_shards - row.shape[row.dim]
+        node = then(aten.constant_pad_nd.default, [0, 0] * (rank - 1 - dim) + [0, padding])
     if pre != 1:
         node = then(aten.div.Tensor, pre)
+    shape = list(row.in_memory(row.padded_shape))
+    if dim > 0:
+        # One shard behind another, as the reduction deals them out.
+        node = then(aten.reshape.default, [*shape[:dim], row.num_shards, *shape[dim:]])
+        node = then(aten.permute.default, [dim, *(d for d in range(rank + 1) if d != dim)])
     if not fake(node).is_contiguous():
         node = then(aten.clone.default, memory_format=torch.contiguous_format)
+    if dim > 0:
+        node = then(aten.view.default, [row.num_shards * shape[0], *shape[1:]])
     op = "avg" if post is None else "sum"
     node = then(c10d.reduce_scatter_tensor.default, op, axis.size, axis.name)
     node = then(c10d.wait_tensor.default)
-    return node if post is None else then(aten.div.Tensor, post)
+    if post is not None:
+        node = then(aten.div.Tensor, post)
+    return then(aten.permute.default, list(row.inverse_order)) if row.order else node
 
 
 def divide_factors(reduce_dtype: torch.dtype, world_size: int) -> tuple[float, float | None]:

@@ -14,11 +14,11 @@ from torch.fx import Node
 
 from graphshard._torch import CheckpointPolicy
 from graphshard.errors import PassError
-from graphshard.graph import WAIT, aten, is_communication
+from graphshard.graph import WAIT
+from graphshard.params import ParamRow
 from graphshard.passes.base import Pass
+from graphshard.passes.insert_collectives import landing
 from graphshard.program import Program
-
-_EDGE_OPS = frozenset({aten._to_copy.default, aten.slice.Tensor})
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ReshardAfterForward(Pass):
         for node, slot in joint.slot_of().items() if joint else ():
             if slot.kind != "param":
                 continue
-            chain = _gathered(node)
+            chain = _gathered(node, program.params[slot.name])
             policy = CheckpointPolicy.MUST_RECOMPUTE
             if chain and not program.params[slot.name].reshard:
                 chain = chain[-1:]
@@ -49,20 +49,13 @@ class ReshardAfterForward(Pass):
         return count
 
 
-def _gathered(shard: Node) -> list[Node]:
+def _gathered(shard: Node, row: ParamRow) -> list[Node]:
     """The chain that graphshard put between a shard and the model's use of the full parameter."""
-    chain: list[Node] = []
-    node = shard
-    while len(node.users) == 1:
-        (user,) = node.users
-        inside = is_communication(user) or (user.target in _EDGE_OPS and not _complete(chain))
-        # The cut-off of padding rows directly follows the wait.
-        if not inside and not (user.target is aten.slice.Tensor and chain and chain[-1].target is WAIT):
-            break
-        chain.append(user)
-        node = user
-    return chain
-
-
-def _complete(chain: list[Node]) -> bool:
-    return any(node.target is WAIT for node in chain)
+    if row.num_shards == 1 or not shard.users:
+        return []
+    chain = [shard]
+    while chain[-1].target is not WAIT:
+        chain += chain[-1].users
+    for _ in landing(row):
+        chain += chain[-1].users
+    return chain[1:]

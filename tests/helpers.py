@@ -216,11 +216,11 @@ def _collective(node: Node, tensors: list[Any], sent: list[list[torch.Tensor]] |
 
 
 def padded_shard(param: torch.Tensor, row: ParamRow, rank: int) -> torch.Tensor:
-    """A rank's rows of a full parameter, padded with NaN, which must not reach any result."""
-    start, length = row.local_rows(rank)
-    pad = math.nan if row.dtype.is_floating_point else -1
-    shard = torch.full(row.padded_shape, pad, dtype=row.dtype)
-    shard[:length] = param.detach()[start : start + length]
+    """A rank's piece of a full parameter, padded with NaN, which must not reach any result."""
+    start, length = row.local_range(rank)
+    shard = torch.empty_strided(row.padded_shape, row.stride_of(row.padded_shape), dtype=row.dtype)
+    shard.fill_(math.nan if row.dtype.is_floating_point else -1)
+    shard.narrow(row.dim, 0, length).copy_(param.detach().narrow(row.dim, start, length))
     return shard
 
 

@@ -45,7 +45,7 @@ def test_shards_are_the_chunks_of_torch(rows: int, num_shards: int) -> None:
     row, full = _row(rows, 3, num_shards=num_shards), torch.arange(3 * rows).view(rows, 3)
     chunks = list(full.chunk(num_shards)) + [full[:0]] * num_shards
     for rank in range(num_shards):
-        start, length = row.local_rows(rank)
+        start, length = row.local_range(rank)
         assert torch.equal(full[start : start + length], chunks[rank])
         assert row.local_shape(rank) == tuple(chunks[rank].shape)
     assert row.padded_shape == tuple(chunks[0].shape)

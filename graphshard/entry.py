@@ -1,0 +1,44 @@
+"""The forward of a submodule of a compiled model, for whoever calls the submodule on its own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class Entry:
+    """Stands in for a submodule's `forward`: runs a program captured for that submodule.
+
+    The compiled forward of the whole model never calls it, and it is taken away while a module is captured.
+    """
+
+    def __init__(self, module: nn.Module, name: str, run: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, type(module).forward.__get__(module))
+        self._module, self._name, self._run = module, name, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._name, self._module, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise copy.Error(
+            f"{self._name} is a part of a compiled model and cannot be copied alone: its parameters are shards of the "
+            "model's. Copy the whole model, or copy the parameters."
+        )
+
+
+def install_entries(root: nn.Module, run: Callable[..., Any]) -> None:
+    """Let every submodule that has parameters be called on its own; `run` gets name, module, args and kwargs."""
+    for name, module in root.named_modules():
+        implements_forward = type(module).forward is not nn.Module.forward
+        replaced = module.__dict__.get("forward") is not None  # by somebody else
+        if name and implements_forward and not replaced and any(True for _ in module.parameters()):
+            module.__dict__["forward"] = Entry(module, name, run)
+
+
+def without_entries(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes as they were before `install_entries`."""
+    return {name: value for name, value in module.__dict__.items() if not isinstance(value, Entry)}

@@ -1,0 +1,291 @@
+"""What `graphshard.explain` returns: a predicted step, as numbers, a table, HTML, a trace and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from graphshard.advice import advise, ends, limit_of
+from graphshard.cost import Costs
+from graphshard.estimate import Estimate, estimate, tensors
+from graphshard.files import write_text
+from graphshard.params import ParamRow
+from graphshard.program import Program
+from graphshard.report import Memory, format_bytes, format_seconds, render
+from graphshard.report_data import memory_of, report_of
+from graphshard.traceevents import trace_events
+
+
+@dataclass(frozen=True)
+class RegionCost:
+    """A distinct region: seconds of one call, how often a step calls it, and whether the time was measured."""
+
+    name: str
+    key: str
+    where: str
+    calls: int
+    seconds: float
+    measured: bool
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A predicted training step of one rank; seconds and bytes.
+
+    Attributes:
+        model: class of the module.
+        label: name of the setting, in a grid.
+        mesh: sizes by axis.
+        hardware, profile_hash: the profile's name and the hash of its numbers.
+        network: model of the network between nodes.
+        plan_hash: of the schedule.
+        tokens: that one rank processes in a step: elements of the first integer input, or the batch size.
+        step_time_s: forward, backward and optimizer.
+        compute_s: regions of forward and backward.
+        optimizer_s: reads and writes of the optimizer.
+        communication_s: all collectives.
+        exposed_comm_s: compute waits for communication.
+        lower_bound_s: no schedule of these buckets is faster.
+        gap: step_time_s / lower_bound_s - 1.
+        peak_memory_bytes: of values alive at once between regions, with gradients and optimizer state.
+        memory: at the peak, by what it is.
+        memory_capacity_bytes: of the device.
+        flop: of the model, forward and backward without recomputation, a multiply-add as two.
+        mfu: time that `flop` takes at the data sheet's peak, over step_time_s.
+        limit: "compute", "link", "head", "tail" or "memory".
+        advice: what would help, from formulas.
+        exposed: seconds that compute waits, by bucket, longest first.
+        regions: distinct regions, the most expensive first.
+    """
+
+    model: str
+    label: str
+    mesh: dict[str, int]
+    hardware: str
+    profile_hash: str
+    network: str
+    plan_hash: str
+    tokens: int
+    step_time_s: float
+    compute_s: float
+    optimizer_s: float
+    communication_s: float
+    exposed_comm_s: float
+    lower_bound_s: float
+    gap: float
+    peak_memory_bytes: int
+    memory: dict[str, int]
+    memory_capacity_bytes: float
+    flop: float
+    mfu: float
+    limit: str
+    advice: tuple[str, ...]
+    exposed: dict[str, float]
+    regions: tuple[RegionCost, ...]
+    _program: Program = field(repr=False, compare=False)
+    _costs: Costs = field(repr=False, compare=False)
+    _timeline: Estimate = field(repr=False, compare=False)
+    _memory: Memory = field(repr=False, compare=False)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the mesh."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens * self.num_ranks / self.step_time_s
+
+    def __str__(self) -> str:
+        """The table."""
+        table = Table(box=None, show_header=False)
+        for name, value in self._facts():
+            table.add_row(name, Text(value))
+        advice = "".join(f"\n* {line}" for line in self.advice)
+        return f"{_text(table)}{advice}"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
+        memory = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.memory.items())
+        share = f"{self.exposed_comm_s / self.step_time_s:.1%}"
+        return [
+            ("model", f"{self.model}{f' ({self.label})' if self.label else ''}, {self.tokens} tokens per rank"),
+            ("mesh", mesh),
+            ("hardware", f"{self.hardware}, network {self.network}, profile {self.profile_hash[:12]}"),
+            ("step", f"{format_seconds(self.step_time_s)}, {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}"),
+            ("compute", f"{format_seconds(self.compute_s)}, optimizer {format_seconds(self.optimizer_s)}"),
+            ("communication", f"{format_seconds(self.communication_s)}, exposed {_exposed(self)} ({share})"),
+            ("lower bound", f"{format_seconds(self.lower_bound_s)}, gap {self.gap:.1%}"),
+            (
+                "memory",
+                f"{format_bytes(self.peak_memory_bytes)} of {format_bytes(self.memory_capacity_bytes)}: {memory}",
+            ),
+            ("limited by", self.limit),
+        ]
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report with timeline, memory curve, buckets and regions: one file that needs no network."""
+        write_text(Path(path), render(report_of(self._program, costs=self._costs)))
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline for ui.perfetto.dev or chrome://tracing (Trace Event Format, JSON)."""
+        title = f"{self.model} on {self.num_ranks} x {self.hardware}"
+        write_text(Path(path), json.dumps(trace_events(self._timeline, self._memory, title)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers as plain data."""
+        names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_")]
+        data = {name: getattr(self, name) for name in names}
+        regions = [dataclasses.asdict(region) for region in self.regions]
+        return {**data, "advice": list(self.advice), "regions": regions, "tokens_per_second": self.tokens_per_second}
+
+    def to_json(self) -> str:
+        """All numbers as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Several predictions side by side."""
+
+    rows: tuple[Explanation, ...]
+
+    @property
+    def best(self) -> Explanation:
+        """Most tokens per second of those that fit into memory, or of all if none does."""
+        fitting = [row for row in self.rows if row.limit != "memory"]
+        return max(fitting or self.rows, key=lambda row: row.tokens_per_second)
+
+    def __str__(self) -> str:
+        """One line for each."""
+        table = Table(box=None)
+        headings = ("step", "compute", "exposed", "bound", "gap", "tokens/s", "MFU", "memory")
+        for heading in ("setting", "mesh", "hardware", "network"):
+            table.add_column(heading)
+        for heading in headings:
+            table.add_column(heading, justify="right")
+        table.add_column("limited by")
+        for row in self.rows:
+            table.add_row(
+                *map(Text, (row.label, " x ".join(map(str, row.mesh.values())), row.hardware, row.network)),
+                format_seconds(row.step_time_s),
+                format_seconds(row.compute_s),
+                _exposed(row),
+                format_seconds(row.lower_bound_s),
+                f"{row.gap:.1%}",
+                f"{row.tokens_per_second:,.0f}",
+                f"{row.mfu:.1%}",
+                format_bytes(row.peak_memory_bytes),
+                row.limit,
+            )
+        return _text(table)
+
+    def to_json(self) -> str:
+        """All numbers as JSON."""
+        return json.dumps([row.to_dict() for row in self.rows], indent=1)
+
+
+def explained(
+    program: Program, costs: Costs, flop: Mapping[str, float], *, tokens: int, states: int, label: str = ""
+) -> Explanation:
+    """Predict the step of a lowered program.
+
+    Args:
+        flop: of the model, by dtype.
+        tokens: of one rank.
+        states: tensors like a parameter that the optimizer keeps.
+    """
+    timeline = estimate(program, costs)
+    memory = memory_of(tensors(program, timeline), timeline.seconds)
+    trained = sum(_local_bytes(row) for row in program.params if row.trainable)
+    # Reads the parameter, its gradient and the states, and writes all but the gradient.
+    optimizer = (3 + 2 * states) * trained / costs.profile.memory_bandwidth
+    alive = Counter[str]()
+    for value in memory.alive:
+        alive[value.what] += value.num_bytes
+    alive["optimizer state"] = states * trained
+    held = dict(alive.most_common())
+    compute, communication = timeline.total("compute"), timeline.total("gather", "reduce")
+    step = timeline.seconds + optimizer
+    first, last = ends(timeline)
+    # LB1 and LB3: what is exposed at both ends and all compute, and a link that is never idle.
+    bound = max(compute + first + last, communication) + optimizer
+    peak = memory.peak_bytes + states * trained
+    ideal = sum(count / costs.profile.rate(dtype).peak for dtype, count in flop.items())
+    exposed: dict[str, float] = {}
+    for wait in timeline.steps:
+        if wait.kind == "exposed":
+            exposed[wait.name] = exposed.get(wait.name, 0.0) + wait.seconds
+    limit = "memory" if peak > costs.profile.memory_capacity else limit_of(timeline)
+    return Explanation(
+        model=program.model,
+        label=label,
+        mesh={axis.name: axis.size for axis in costs.mesh or (program.axis,)},
+        hardware=costs.profile.name,
+        profile_hash=costs.profile.hash,
+        network=costs.network,
+        plan_hash=program.plan.hash if program.plan else "",
+        tokens=tokens,
+        step_time_s=step,
+        compute_s=compute,
+        optimizer_s=optimizer,
+        communication_s=communication,
+        exposed_comm_s=timeline.total("exposed"),
+        lower_bound_s=bound,
+        gap=step / bound - 1,
+        peak_memory_bytes=peak,
+        memory=held,
+        memory_capacity_bytes=costs.profile.memory_capacity,
+        flop=float(sum(flop.values())),
+        mfu=ideal / step,
+        limit=limit,
+        advice=tuple(advise(program, costs, timeline, limit=limit, tokens=tokens, memory=held)),
+        exposed=dict(sorted(exposed.items(), key=lambda item: -item[1])),
+        regions=_regions(program, costs, timeline),
+        _program=program,
+        _costs=costs,
+        _timeline=timeline,
+        _memory=memory,
+    )
+
+
+def _local_bytes(row: ParamRow) -> int:
+    return math.prod(row.padded_shape) * row.dtype.itemsize
+
+
+def _regions(program: Program, costs: Costs, timeline: Estimate) -> tuple[RegionCost, ...]:
+    found: dict[str, RegionCost] = {}
+    keys = program.region_names
+    for step in timeline.steps:
+        if step.kind == "compute":
+            key, where = keys[step.name], step.where or "the root"
+            before = found.get(key)
+            calls = before.calls + 1 if before else 1
+            first = before.where if before else where
+            found[key] = RegionCost(step.name, key, first, calls, step.seconds, key in costs.measured)
+    return tuple(sorted(found.values(), key=lambda region: -region.calls * region.seconds))
+
+
+def _exposed(row: Explanation) -> str:
+    return format_seconds(row.exposed_comm_s)
+
+
+def _text(table: Table) -> str:
+    """As wide as it needs to be, without colours, so that it reads the same in a file."""
+    console = Console(file=io.StringIO(), width=1000, color_system=None)
+    console.print(table)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())

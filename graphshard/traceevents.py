@@ -1,0 +1,45 @@
+"""A predicted step as trace events, for ui.perfetto.dev and chrome://tracing.
+
+The Trace Event Format: complete events ("X") on one track for compute and one for the link, counters ("C") for memory,
+names as metadata ("M"); times in microseconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphshard.estimate import Estimate
+from graphshard.report import Memory
+
+_PROCESS = 1
+_TRACKS = {"compute": 1, "exposed": 1, "gather": 2, "reduce": 2}
+
+
+def trace_events(timeline: Estimate, memory: Memory, title: str) -> dict[str, Any]:
+    """The trace as plain data for JSON."""
+    events: list[dict[str, Any]] = [_name("process_name", 0, title)]
+    events += [_name("thread_name", track, name) for track, name in ((1, "compute"), (2, "communication"))]
+    for step in timeline.steps:
+        arguments: dict[str, Any] = {"phase": step.phase, "modules": step.where}
+        if step.num_bytes:
+            arguments["bytes"] = step.num_bytes
+        events.append(
+            {
+                "ph": "X",
+                "name": f"wait {step.name}" if step.kind == "exposed" else f"{step.name} {step.where}".strip(),
+                "cat": step.kind,
+                "pid": _PROCESS,
+                "tid": _TRACKS[step.kind],
+                "ts": step.start * 1e6,
+                "dur": step.seconds * 1e6,
+                "args": arguments,
+            }
+        )
+    for point in memory.points:
+        value = {"bytes": point.num_bytes}
+        events.append({"ph": "C", "name": "memory", "pid": _PROCESS, "ts": point.time * 1e6, "args": value})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _name(what: str, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": _PROCESS, "tid": track, "args": {"name": name}}
