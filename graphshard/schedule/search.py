@@ -91,10 +91,7 @@ class _Search:
     def __init__(self, chain: Chain, link: Link, limit: float, below: float) -> None:
         self.chain, self.link, self.limit, self.below = chain, link, limit, below
         self.end = len(chain.seconds)
-        self.kinds: list[tuple[CollectiveKind, Rate]] = [
-            ("gather", link.below("gather")),
-            ("reduce", link.below("reduce")),
-        ]
+        self.rates: dict[CollectiveKind, Rate] = {"gather": link.below("gather"), "reduce": link.below("reduce")}
         self.kept: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
 
     def run(self) -> tuple[float, Placement] | None:
@@ -227,7 +224,7 @@ class _Search:
         return sum(r.num_bytes for r in self.chain.reductions[state.freed :] if r.at - 1 <= item)
 
     def _is_new(self, state: _State) -> bool:
-        """Whether it may become the best, and no state that was seen is as good; those it is as good as are forgotten."""
+        """Whether it may become the best and no state that was seen is as good; what it is as good as is forgotten."""
         if self._least(state) >= self.below:
             return False
         key = (state.at, state.gathered, state.reduced)
@@ -242,7 +239,7 @@ class _Search:
     def _least(self, state: _State) -> float:
         """Seconds that every schedule takes from here: the rest of the compute, or of the bytes."""
         left = [0.0, 0.0]
-        for kind, rate in self.kinds:
+        for kind, rate in self.rates.items():
             rest = self.chain.transfers(kind)[state.gathered if kind == "gather" else state.reduced :]
             if rest:
                 left[self.link.channel(kind)] += rate(sum(t.num_bytes for t in rest), 1)

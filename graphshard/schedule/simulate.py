@@ -48,8 +48,8 @@ class Exposed:
         at: position of the wait.
         start: when compute came to the wait.
         seconds: how long it waits.
-        why: "head": no compute of the phase precedes it; "tail": none follows it; "link": the bucket had to queue behind
-            `behind`; "late": it was started too late, or is longer than what it could hide behind.
+        why: "head": no compute of the phase precedes it; "tail": none follows it; "link": the bucket had to queue
+            behind `behind`; "late": it was started too late, or is longer than what it could hide behind.
         behind: the bucket before it on its channel if it had to queue.
     """
 

@@ -79,8 +79,8 @@ class Solver:
         smallest = max(smallest_peak(chain, problem.link) for chain in problem.chains)
         if smallest > self.limit:
             raise InfeasibleError(
-                f"no schedule fits in a memory_limit of {self.limit:,.0f} bytes. The least possible is {smallest:,} bytes; "
-                f"{_explain(problem, smallest)}",
+                f"no schedule fits in a memory_limit of {self.limit:,.0f} bytes. The least possible is {smallest:,} "
+                f"bytes; {_explain(problem, smallest)}",
                 smallest,
             )
         best: tuple[float, Schedule] | None = None
@@ -101,7 +101,7 @@ class Solver:
         return Solution(best[1], timeline.step_seconds, bound, timeline.peak)
 
     def _choices(self, problem: Problem) -> Iterator[frozenset[str]]:
-        """What may stay gathered: every choice of few; otherwise the last ones used in forward, the first in backward."""
+        """What may stay gathered: every choice of few; of many the last ones of forward, the first of backward."""
         yield frozenset()
         names = [g.name for g in reversed(problem.chains[0].gathers) if g.name in problem.keepable]
         if len(names) <= self.exact_kept:

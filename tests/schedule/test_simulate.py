@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,7 +47,7 @@ def test_what_is_exposed_is_what_compute_does_not_fill(data: st.DataObject) -> N
     assert timeline.step_seconds == busy + timeline.exposed_seconds
     for kinds in (("gather",), ("reduce",)) if link.separate else (("gather", "reduce"),):
         spans = sorted((s.start, s.end) for s in timeline.spans if s.kind in kinds)
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:])), "two buckets on one channel at once"
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "two buckets on one channel at once"
     assert sum(timeline.alive.values()) == timeline.peak == max((m for _, m in timeline.memory), default=0)
 
 

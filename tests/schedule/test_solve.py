@@ -34,7 +34,8 @@ def solved(problem: Problem, solver: Solver) -> Solution | None:
     try:
         found = solver(problem)
     except InfeasibleError as error:
-        assert error.smallest > solver.limit
+        if error.smallest <= solver.limit:
+            raise
         return None
     timeline = simulate(problem, found.schedule)
     assert (found.step_seconds, found.peak) == (timeline.step_seconds, timeline.peak)
@@ -164,7 +165,7 @@ def test_memory_is_not_held_longer_than_it_pays() -> None:
     link = Link(Rate(5.0, 0.1), Rate(5.0, 0.1), halves, 8)
     eager, late = (solved(replace(problem, link=link), Solver(margin=margin)) for margin in (math.inf, 1.0))
     assert late.step_seconds == eager.step_seconds
-    assert late.peak - 1000 < 0.2 * (eager.peak - 1000)
+    assert late.peak <= 1000 + 4 * 101 < eager.peak
 
 
 def test_infeasible_says_the_least_memory_and_what_it_is_for() -> None:
