@@ -9,11 +9,13 @@ limit, without copies and with one channel this is exact; the number of states i
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any
 
 from graphshard.plan import CollectiveKind
 from graphshard.schedule.problem import Bucketed, Chain, Link, Load, Transfer, load, modes, runs
@@ -29,34 +31,36 @@ class Effort:
         labels: most pairs of clocks per state.
         most_bytes: largest bucket of several transfers.
         reserve: bytes of gradients that wait for their reduction, for which room is left.
+        below: seconds that the result must stay below to be of interest.
     """
 
-    window: int = 12
-    lag: int = 12
-    labels: int = 6
+    window: int = 8
+    lag: int = 8
+    labels: int = 4
     most_bytes: float = math.inf
     reserve: float = 0.0
+    below: float = math.inf
 
+
+_CHANNEL = itemgetter(0)
+_KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce")
 
 EXACT = Effort(window=1 << 30, lag=1 << 30, labels=1 << 30)
 
 
-class _Label(NamedTuple):
-    """Two clocks, and the buckets that led to them."""
-
-    channel: float
-    compute: float
-    bucket: Bucketed | None
-    before: _Label | None
+# Two clocks, the channel's and compute's, the last bucket, and the label before it.
+_Label = tuple[float, float, "Bucketed | None", Any]
 
 
-def channel_order(chain: Chain, link: Link, effort: Effort, limit: float = math.inf) -> list[Bucketed]:
-    """The buckets of a chain in the order in which they are started."""
+def channel_order(chain: Chain, link: Link, effort: Effort, limit: float = math.inf) -> list[Bucketed] | None:
+    """The buckets of a chain in the order in which they are started; None if none is of interest."""
     if link.separate and chain.gathers and chain.reductions:
         gathers = channel_order(replace(chain, reductions=()), link, effort, limit)
+        if gathers is None:
+            return None
         seconds = _held_up(chain, link, gathers)
         reductions = channel_order(replace(chain, seconds=seconds, gathers=()), link, effort, limit)
-        return gathers + reductions
+        return None if reductions is None else gathers + reductions
     return _Program(chain, link, effort, limit).run()
 
 
@@ -81,6 +85,10 @@ class _Program:
         self.use = [chain.elapsed[at] for at in (*(g.at for g in chain.gathers), end)]
         self.used_at = [*(g.at for g in chain.gathers), end]
         self.launch = [chain.elapsed[p] for p in earliest_launches(chain, limit, effort.reserve)]
+        # Seconds of the link, at the least, for what is left from each transfer on.
+        self.work = {
+            kind: [rest * link.below(kind).per_byte for rest in _rests(chain.transfers(kind))] for kind in _KINDS
+        }
         self.options = {
             "gather": [list(self._buckets("gather", first)) for first in range(len(chain.gathers))],
             "reduce": [list(self._buckets("reduce", first)) for first in range(len(chain.reductions))],
@@ -101,30 +109,29 @@ class _Program:
                 if not any(c.seconds <= cost.seconds and total > c.seconds for p, c in costs if p != packed):
                     yield Bucketed(kind, first, end, packed), cost
 
-    def run(self) -> list[Bucketed]:
+    def run(self) -> list[Bucketed] | None:
         chain = self.chain
         num_gathers, num_reductions = len(chain.gathers), len(chain.reductions)
         states: list[dict[int, list[_Label]]] = [{} for _ in range(num_gathers + 1)]
-        states[0][0] = [_Label(0.0, self.use[0], None, None)]
+        states[0][0] = [(0.0, self.use[0], None, None)]
+        ready_at = [bisect.bisect_right([r.at for r in chain.reductions], at) for at in self.used_at]
         for gathered in range(num_gathers + 1):
-            ready = sum(1 for _ in self._ready(gathered))
+            ready = ready_at[gathered]
             here = states[gathered]
             for reduced in range(min(here, default=0), num_reductions + 1):
                 if reduced not in here:
                     continue
-                labels = here[reduced] = self._best(here[reduced])
+                labels = here[reduced] = self._best(here[reduced], gathered, reduced)
+                if not labels:
+                    continue
                 if reduced < ready:
                     self._reduce(labels, gathered, reduced, ready, here)
                 if gathered < num_gathers and ready - reduced <= self.effort.lag:
                     self._gather(labels, gathered, reduced, states)
             if gathered < num_gathers:
                 states[gathered] = {}
-        final = min(states[-1][num_reductions], key=lambda label: max(label[:2]))
-        return _path(final)
-
-    def _ready(self, gathered: int) -> Iterator[Transfer]:
-        at = self.used_at[gathered]
-        return (r for r in self.chain.reductions if r.at <= at)
+        final = states[-1].get(num_reductions)
+        return _path(min(final, key=lambda label: max(label[:2]))) if final else None
 
     def _gather(self, labels: list[_Label], gathered: int, reduced: int, states: list[dict[int, list[_Label]]]) -> None:
         use = self.use[gathered]
@@ -134,9 +141,11 @@ class _Program:
             back = use - self.launch[bucket.end - 1]
             ahead = self.use[bucket.end] - use + cost.copy_in + cost.copy_out
             new = states[bucket.end].setdefault(reduced, [])
+            seconds = cost.seconds
             for label in labels:
-                channel = max(label.channel, label.compute - back) + cost.seconds
-                new.append(_Label(channel, max(label.compute, channel) + ahead, bucket, label))
+                before, compute, _, _ = label
+                channel = (before if before > compute - back else compute - back) + seconds
+                new.append((channel, (compute if compute > channel else channel) + ahead, bucket, label))
 
     def _reduce(
         self, labels: list[_Label], gathered: int, reduced: int, ready: int, here: dict[int, list[_Label]]
@@ -147,30 +156,42 @@ class _Program:
                 return
             back = use - elapsed[reductions[bucket.end - 1].at]
             new = here.setdefault(bucket.end, [])
+            seconds, copy_in = cost.seconds, cost.copy_in
             for label in labels:
-                channel = max(label.channel, label.compute + cost.copy_in - back) + cost.seconds
-                new.append(_Label(channel, label.compute + cost.copy_in, bucket, label))
+                before, compute, _, _ = label
+                compute += copy_in
+                channel = (before if before > compute - back else compute - back) + seconds
+                new.append((channel, compute, bucket, label))
 
-    def _best(self, labels: list[_Label]) -> list[_Label]:
-        """Those whose clocks no other has both as early; evenly among them if they are too many."""
-        labels.sort(key=lambda label: (label.channel, label.compute))
+    def _best(self, labels: list[_Label], gathered: int, reduced: int) -> list[_Label]:
+        """Those of interest whose clocks no other has both as early; evenly among them if they are too many."""
+        below = self.effort.below
+        rest, work = self.use[-1] - self.use[gathered], self.work["gather"][gathered] + self.work["reduce"][reduced]
+        labels.sort(key=_CHANNEL)
         found: list[_Label] = []
+        earliest = below - rest
         for label in labels:
-            if not found or label.compute < found[-1].compute:
+            if label[1] < earliest and label[0] + work < below:
                 found.append(label)
+                earliest = label[1]
         most = self.effort.labels
         if len(found) > most:
             found = [found[i * (len(found) - 1) // (most - 1)] for i in range(most)]
         return found
 
 
+def _rests(transfers: Sequence[Transfer]) -> list[int]:
+    """Bytes of the transfers from each on, and 0."""
+    return [*accumulate((t.num_bytes for t in reversed(transfers)), initial=0)][::-1]
+
+
 def _path(label: _Label) -> list[Bucketed]:
     found = []
     step: _Label | None = label
     while step is not None:
-        if step.bucket is not None:
-            found.append(step.bucket)
-        step = step.before
+        _, _, bucket, step = step
+        if bucket is not None:
+            found.append(bucket)
     return found[::-1]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphshard.schedule.bounds import chain_bound, lower_bound
 from graphshard.schedule.dynamic import EXACT, Effort, channel_order
@@ -123,29 +123,36 @@ class Solver:
         number = len(chain.gathers) + len(chain.reductions)
         small = number <= self.exact_transfers
         best = (math.inf, 0, Placement())
-        for order in self._orders(chain, link, small):
-            for margin in (math.inf, self.margin):
-                placement = place(chain, link, order, self.limit, margin)
+        for effort in self._efforts(chain, small):
+            if effort is None:
+                order: list[Bucketed] | None = singles(chain)
+            else:
+                order = channel_order(chain, link, replace(effort, below=best[0]), self.limit)
+            for margin in (math.inf, self.margin) if order is not None else ():
+                placement = place(chain, link, order or [], self.limit, margin)
                 if placement is not None:
                     best = _better(best, _measured(chain, link, delay(chain, link, placement, self.margin)))
+            if best[0] <= bound * (1 + _EQUAL):
+                break
         if small and best[0] > bound * (1 + 1e-9):
             exact = best_placement(chain, link, self.limit, best[0] * (1 - 1e-12))
             if exact is not None:
                 best = _measured(chain, link, delay(chain, link, exact[1], self.margin))
         return best[2]
 
-    def _orders(self, chain: Chain, link: Link, small: bool) -> Iterator[list[Bucketed]]:
-        sizes = [t.num_bytes for t in (*chain.gathers, *chain.reductions)]
+    def _efforts(self, chain: Chain, small: bool) -> Iterator[Effort | None]:
+        """What is tried, from small buckets to large; None is for no buckets of several transfers."""
+        yield None
+        sizes = sorted(t.num_bytes for t in (*chain.gathers, *chain.reductions))
         if not sizes:
-            yield []
             return
+        typical = float(sizes[len(sizes) * 9 // 10])
+        for most in (2 * typical, 8 * typical, math.inf):
+            yield Effort(most_bytes=most)
+            if self.limit < math.inf:
+                yield Effort(most_bytes=most, reserve=typical)
         if small:
-            yield channel_order(chain, link, EXACT, self.limit)
-        largest = float(max(sizes))
-        reserves = (0.0,) if self.limit == math.inf else (0.0, largest)
-        for most, reserve in itertools.product((math.inf, 4 * largest, 2 * largest, largest, 0.0), reserves):
-            yield channel_order(chain, link, Effort(most_bytes=most, reserve=reserve), self.limit)
-        yield singles(chain)
+            yield EXACT
 
 
 def singles(chain: Chain) -> list[Bucketed]:
