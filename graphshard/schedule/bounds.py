@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from graphshard.schedule.problem import Chain, Link, Problem, Rate, Transfer
+from graphshard.schedule.problem import KINDS, Chain, Link, Problem, Rate, Transfer, at_once, rate_below
 
 # Beyond so many buckets of a kind only their latencies count.
 _MOST_BUCKETS = 256
@@ -50,7 +50,7 @@ def chain_bound(chain: Chain, link: Link, *, spared: float = 0.0) -> float:
     Args:
         spared: bytes that need not be gathered, whichever they are.
     """
-    gather, reduce = link.below("gather"), link.below("reduce")
+    gather, reduce = (rate_below(chain, link, kind) for kind in KINDS)
     if spared > 0:
         only = Chain(chain.name, chain.seconds, chain.base, (), chain.reductions)
         work = max(0.0, sum(g.num_bytes for g in chain.gathers) - spared) * gather.per_byte
@@ -89,20 +89,14 @@ class _Need:
     num_bytes: int
 
 
-def _merged(needs: Sequence[_Need]) -> list[_Need]:
-    """Transfers that are needed at the same position: splitting them gains nothing."""
-    groups = itertools.groupby(needs, key=lambda need: need.at)
-    return [_Need(at, sum(need.num_bytes for need in group)) for at, group in groups]
-
-
 def _needs(chain: Chain) -> list[_Need]:
-    return _merged([_Need(g.at, g.num_bytes) for g in chain.gathers])
+    return [_Need(at, num_bytes) for at, num_bytes in at_once(chain.gathers)]
 
 
 def _mirrored(chain: Chain) -> list[_Need]:
     """Reductions seen backwards in time: they gate the items before they are ready."""
     end = len(chain.seconds)
-    return _merged([_Need(end - r.at, r.num_bytes) for r in reversed(chain.reductions)])
+    return [_Need(end - at, num_bytes) for at, num_bytes in reversed(at_once(chain.reductions))]
 
 
 def _reversed_elapsed(chain: Chain) -> tuple[float, ...]:

@@ -22,9 +22,7 @@ from graphshard.plan import Bucket, CollectiveKind, Event
 from graphshard.planner import first_use, last_input, shard_bytes
 from graphshard.program import Axis, Phase, Program
 from graphshard.schedule.footprint import base_bytes, item_at
-from graphshard.schedule.problem import Chain, Link, Placement, Problem, Rate, Transfer
-
-_MIB = 1 << 20
+from graphshard.schedule.problem import Chain, Link, Placement, Problem, Transfer
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Built:
 
 def build(program: Program, costs: Costs, settings: Settings) -> Built:
     """The scheduling problem of a program."""
-    link = make_link(costs, program.axis, _total_bytes(program))
+    link = make_link(costs, program.axis)
     maker = _Maker(program, costs, settings, link)
     chains = [maker.chain(name, phase) for name, phase in program.phases.items()]
     trained = [row for row in program.params if row.trainable]
@@ -124,7 +122,7 @@ def optimizer_chain(program: Program, costs: Costs, states: int, trained: Iterab
     return Chain("optimizer", (seconds,), (held + moved,))
 
 
-def make_link(costs: Costs, axis: Axis, most_bytes: int) -> Link:
+def make_link(costs: Costs, axis: Axis) -> Link:
     """What collectives over an axis cost; equal questions are answered once."""
 
     def rate(kind: str) -> functools._lru_cache_wrapper[float]:
@@ -134,23 +132,7 @@ def make_link(costs: Costs, axis: Axis, most_bytes: int) -> Link:
 
         return seconds
 
-    gather, reduce = rate("gather"), rate("reduce")
-    minorant: dict[CollectiveKind, Rate] = {
-        "gather": _below(gather, most_bytes),
-        "reduce": _below(reduce, most_bytes),
-    }
-    return Link(gather, reduce, functools.cache(lambda n: float(costs.copy(n))), axis.size, False, minorant)
-
-
-def _below(seconds: functools._lru_cache_wrapper[float], most_bytes: int) -> Rate:
-    """A latency and a rate per byte that are nowhere above a cost, if its rate falls with the size as links' do."""
-    sizes = [max(1, most_bytes >> shift) for shift in range(40)]
-    latency = seconds(0, 1)
-    return Rate(latency, min((seconds(size, 1) - latency) / size for size in sizes))
-
-
-def _total_bytes(program: Program) -> int:
-    return max(_MIB, sum(row.num_shards * shard_bytes(row, row.reduce_dtype) for row in program.params))
+    return Link(rate("gather"), rate("reduce"), functools.cache(lambda n: float(costs.copy(n))), axis.size)
 
 
 class _Maker:

@@ -18,7 +18,8 @@ from operator import itemgetter
 from typing import Any
 
 from graphshard.plan import CollectiveKind
-from graphshard.schedule.problem import Bucketed, Chain, Link, Load, Transfer, load, modes, runs
+from graphshard.schedule.coarse import coarsen
+from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link, Load, Transfer, load, modes, rate_below, runs
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Effort:
         most_bytes: largest bucket of several transfers.
         reserve: bytes of gradients that wait for their reduction, for which room is left.
         below: seconds that the result must stay below to be of interest.
+        coarse: whether neighbours that are short beside a latency are joined first.
     """
 
     window: int = 8
@@ -40,10 +42,10 @@ class Effort:
     most_bytes: float = math.inf
     reserve: float = 0.0
     below: float = math.inf
+    coarse: bool = False
 
 
 _CHANNEL = itemgetter(0)
-_KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce")
 
 EXACT = Effort(window=1 << 30, lag=1 << 30, labels=1 << 30)
 
@@ -54,6 +56,9 @@ _Label = tuple[float, float, "Bucketed | None", Any]
 
 def channel_order(chain: Chain, link: Link, effort: Effort, limit: float = math.inf) -> list[Bucketed] | None:
     """The buckets of a chain in the order in which they are started; None if none is of interest."""
+    if effort.coarse and (coarse := coarsen(chain, link)) is not None:
+        found = channel_order(coarse.joined, link, replace(effort, coarse=False), limit)
+        return None if found is None else coarse.original(found)
     if link.separate and chain.gathers and chain.reductions:
         gathers = channel_order(replace(chain, reductions=()), link, effort, limit)
         if gathers is None:
@@ -87,7 +92,8 @@ class _Program:
         self.launch = [chain.elapsed[p] for p in earliest_launches(chain, limit, effort.reserve)]
         # Seconds of the link, at the least, for what is left from each transfer on.
         self.work = {
-            kind: [rest * link.below(kind).per_byte for rest in _rests(chain.transfers(kind))] for kind in _KINDS
+            kind: [rest * rate_below(chain, link, kind).per_byte for rest in _rests(chain.transfers(kind))]
+            for kind in KINDS
         }
         self.options = {
             "gather": [list(self._buckets("gather", first)) for first in range(len(chain.gathers))],

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from graphshard.plan import CollectiveKind
 from graphshard.schedule.problem import (
+    KINDS,
     Bucketed,
     Chain,
     Link,
@@ -26,6 +27,7 @@ from graphshard.schedule.problem import (
     Rate,
     load,
     modes,
+    rate_below,
     runs,
     startable,
 )
@@ -91,7 +93,7 @@ class _Search:
     def __init__(self, chain: Chain, link: Link, limit: float, below: float) -> None:
         self.chain, self.link, self.limit, self.below = chain, link, limit, below
         self.end = len(chain.seconds)
-        self.rates: dict[CollectiveKind, Rate] = {"gather": link.below("gather"), "reduce": link.below("reduce")}
+        self.rates: dict[CollectiveKind, Rate] = {kind: rate_below(chain, link, kind) for kind in KINDS}
         self.kept: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
 
     def run(self) -> tuple[float, Placement] | None:

@@ -147,10 +147,10 @@ class Solver:
         if not sizes:
             return
         typical = float(sizes[len(sizes) * 9 // 10])
-        for most in (2 * typical, 8 * typical, math.inf):
-            yield Effort(most_bytes=most)
+        for most, coarse in ((2 * typical, False), (8 * typical, True), (math.inf, True)):
+            yield Effort(most_bytes=most, coarse=coarse)
             if self.limit < math.inf:
-                yield Effort(most_bytes=most, reserve=typical)
+                yield Effort(most_bytes=most, coarse=coarse, reserve=typical)
         if small:
             yield EXACT
 

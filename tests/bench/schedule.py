@@ -4,9 +4,8 @@
 
 Times come from one simulator; a ratio is another schedule's step over ours. The bound is below every schedule.
 "FSDP2" packs each unit into a buffer and prefetches one ahead; "blocks" is the same without copies; "params" sends
-every parameter by itself. "Inductor" is torch's own schedule_overlap_bucketing, run on a graph of the same chain with the
-simulator's times,
-allowed 8 GB more than the unscheduled graph. The last table is planning time by depth.
+every parameter by itself. "Inductor" is torch's own schedule_overlap_bucketing, run on a graph of the chain with the
+simulator's times, allowed 8 GB more than the unscheduled graph. The last table is planning time by depth.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def items(shape: Shape, seq: int) -> Iterator[Item]:
 
 def link_of(costs: Costs, ranks: int) -> Link:
     """All ranks shard over one axis."""
-    return make_link(costs, Axis("shard", ranks), 1 << 40)
+    return make_link(costs, Axis("shard", ranks))
 
 
 def problem(shape: Shape, costs: Costs, ranks: int, tokens: int, seq: int, link: Link) -> Problem:
