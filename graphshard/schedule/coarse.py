@@ -39,22 +39,22 @@ class Coarse:
         return [replace(b, first=ranges[b.kind][b.first][0], end=ranges[b.kind][b.end - 1][1]) for b in order]
 
 
-def coarsen(chain: Chain, link: Link) -> Coarse | None:
-    """Join neighbours until their bytes take as long as a latency; None if they all do already."""
-    coarse = Coarse(chain, _ranges(chain, link, "gather"), _ranges(chain, link, "reduce"))
+def coarsen(chain: Chain, link: Link, latencies: float) -> Coarse | None:
+    """Join neighbours until their bytes take as long as so many latencies; None if they all do already."""
+    coarse = Coarse(chain, _ranges(chain, link, "gather", latencies), _ranges(chain, link, "reduce", latencies))
     if len(coarse.gathers) + len(coarse.reductions) == len(chain.gathers) + len(chain.reductions):
         return None
     return coarse
 
 
-def _ranges(chain: Chain, link: Link, kind: CollectiveKind) -> tuple[tuple[int, int], ...]:
+def _ranges(chain: Chain, link: Link, kind: CollectiveKind, latencies: float) -> tuple[tuple[int, int], ...]:
     transfers = chain.transfers(kind)
     rate = rate_below(chain, link, kind)
     found: list[tuple[int, int]] = []
     moving = 0.0
     for index, transfer in enumerate(transfers):
         inside = _ENDS <= index < len(transfers) - _ENDS
-        apart = not found or not inside or index == _ENDS or moving >= rate.latency
+        apart = not found or not inside or index == _ENDS or moving >= latencies * rate.latency
         if apart or _differ(transfers[index - 1], transfer):
             found.append((index, index + 1))
             moving = 0.0

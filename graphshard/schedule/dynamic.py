@@ -33,7 +33,7 @@ class Effort:
         most_bytes: largest bucket of several transfers.
         reserve: bytes of gradients that wait for their reduction, for which room is left.
         below: seconds that the result must stay below to be of interest.
-        coarse: whether neighbours that are short beside a latency are joined first.
+        coarse: neighbours are joined first until they take so many latencies.
     """
 
     window: int = 8
@@ -42,7 +42,7 @@ class Effort:
     most_bytes: float = math.inf
     reserve: float = 0.0
     below: float = math.inf
-    coarse: bool = False
+    coarse: float = 0.0
 
 
 _CHANNEL = itemgetter(0)
@@ -56,8 +56,8 @@ _Label = tuple[float, float, "Bucketed | None", Any]
 
 def channel_order(chain: Chain, link: Link, effort: Effort, limit: float = math.inf) -> list[Bucketed] | None:
     """The buckets of a chain in the order in which they are started; None if none is of interest."""
-    if effort.coarse and (coarse := coarsen(chain, link)) is not None:
-        found = channel_order(coarse.joined, link, replace(effort, coarse=False), limit)
+    if effort.coarse and (coarse := coarsen(chain, link, effort.coarse)) is not None:
+        found = channel_order(coarse.joined, link, replace(effort, coarse=0.0), limit)
         return None if found is None else coarse.original(found)
     if link.separate and chain.gathers and chain.reductions:
         gathers = channel_order(replace(chain, reductions=()), link, effort, limit)

@@ -147,7 +147,7 @@ class Solver:
         if not sizes:
             return
         typical = float(sizes[len(sizes) * 9 // 10])
-        for most, coarse in ((2 * typical, False), (8 * typical, True), (math.inf, True)):
+        for most, coarse in ((2 * typical, 0.0), (8 * typical, 1.0), (math.inf, 1.0), (math.inf, 4.0)):
             yield Effort(most_bytes=most, coarse=coarse)
             if self.limit < math.inf:
                 yield Effort(most_bytes=most, coarse=coarse, reserve=typical)
