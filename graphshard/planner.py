@@ -130,7 +130,10 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]]) -> list[
 
 
 def account(
-    phase: Phase, groups: list[tuple[Bucket, list[Collective]]], events: Iterable[Event], params: ParamTable
+    phase: Phase,
+    groups: list[tuple[Bucket, list[Collective]]],
+    events: Iterable[Event],
+    params: ParamTable,
 ) -> int:
     """The most bytes of gathered parameters alive at once: each from its start to the last compute that reads it."""
     layout = Layout.of(phase)

@@ -83,11 +83,6 @@ class PhaseMap:
     cuts: tuple[int, ...]
     atoms: dict[CollectiveKind, tuple[Atom, ...]]
 
-    def without(self, kept: frozenset[str]) -> PhaseMap:
-        """The phase when these atoms are not gathered."""
-        gathers = tuple(atom for atom in self.atoms["gather"] if atom.name not in kept)
-        return PhaseMap(self.cuts, {**self.atoms, "gather": gathers})
-
 
 @dataclass(frozen=True)
 class Built:
@@ -95,6 +90,11 @@ class Built:
 
     problem: Problem
     maps: dict[str, PhaseMap]
+
+    def kept(self, names: frozenset[str]) -> tuple[str, ...]:
+        """The parameters of transfers that stay gathered, as far as backward gathers them."""
+        atoms = self.maps["backward"].atoms["gather"] if names else ()
+        return tuple(row.name for atom in atoms if atom.name in names for row in atom.rows)
 
 
 def build(program: Program, costs: Costs, settings: Settings) -> Built:

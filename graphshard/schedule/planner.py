@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graphshard.cost import Costs
 from graphshard.errors import ArgumentError
 from graphshard.graph import collectives
+from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.plan import Bucket, Event, Plan, Prediction
 from graphshard.planner import account
 from graphshard.program import Program
@@ -54,19 +55,21 @@ class PlanByCost:
         exact = program.device.type == "cpu" if self.exact_reductions is None else self.exact_reductions
         settings = Settings(self.constraints, exact, self.pack_below, self.optimizer_states)
         self._check_units(program)
+        solver = Solver(math.inf if self.memory_limit is None else self.memory_limit)
         built = build(program, self.costs, settings)
-        limit = math.inf if self.memory_limit is None else self.memory_limit
-        solution = Solver(limit)(built.problem)
+        solution = solver(built.problem)
+        bound, kept = solution.lower_bound, built.kept(solution.schedule.kept)
+        if kept:
+            # Positions, and what is alive, are those of the graph in which they stay gathered.
+            program = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
+            keep_gathered(program, kept)
+            built = build(program, self.costs, replace(settings, constraints=replace(self.constraints, keep=False)))
+            solution = solver(built.problem)
         profile = self.costs.profile
         prediction = Prediction(
-            solution.step_seconds,
-            solution.lower_bound,
-            solution.peak,
-            profile.name,
-            profile.hash,
-            self.costs.network,
+            solution.step_seconds, bound, solution.peak, profile.name, profile.hash, self.costs.network
         )
-        return _plan(program, built, solution.schedule, self.pack_below, prediction)
+        return replace(_plan(program, built, solution.schedule, self.pack_below), kept=kept, prediction=prediction)
 
     def _check_units(self, program: Program) -> None:
         lists = (self.constraints.forward_prefetch, self.constraints.backward_prefetch)
@@ -79,23 +82,18 @@ class PlanByCost:
             )
 
 
-def _plan(program: Program, built: Built, schedule: Schedule, pack_below: int, prediction: Prediction) -> Plan:
-    problem = built.problem.keep(schedule.kept)
+def _plan(program: Program, built: Built, schedule: Schedule, pack_below: int) -> Plan:
     buckets: list[Bucket] = []
     events: dict[str, tuple[Event, ...]] = {}
     gathered: dict[str, int] = {}
-    kept: list[str] = []
-    for chain, placement in zip(problem.chains, schedule.placements):
+    for chain, placement in zip(built.problem.chains, schedule.placements):
         if chain.name not in program.phases:
             continue
         phase, mapped = program.phases[chain.name], built.maps[chain.name]
-        if chain.name == "backward":
-            kept = [row.name for atom in mapped.atoms["gather"] if atom.name in schedule.kept for row in atom.rows]
-            mapped = mapped.without(schedule.kept)
         made, placed = to_buckets(chain.name, chain, mapped, placement, program.axis, pack_below)
         of_row = {(c.kind, c.params[0]): c for c in collectives(phase)}
         groups = [(bucket, [of_row[bucket.kind, name] for name in bucket.members]) for bucket in made]
         buckets += made
         events[chain.name] = tuple(placed)
         gathered[chain.name] = account(phase, groups, placed, program.params)
-    return Plan(tuple(buckets), events, gathered, tuple(kept), prediction)
+    return Plan(tuple(buckets), events, gathered)
