@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from graphshard.schedule.problem import KINDS, Chain, Link, Problem, Rate, Transfer, at_once, rate_below
+from graphshard.schedule.problem import KINDS, Chain, Link, Problem, Rate, Transfer
+from graphshard.schedule.rates import at_once, rate_below
 
 # Beyond so many buckets of a kind only their latencies count.
 _MOST_BUCKETS = 256

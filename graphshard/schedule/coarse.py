@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graphshard.plan import CollectiveKind
-from graphshard.schedule.problem import Bucketed, Chain, Link, Transfer, rate_below
+from graphshard.schedule.problem import Bucketed, Chain, Link, Transfer
+from graphshard.schedule.rates import rate_below
 
 # Transfers at the ends of a phase that stay as they are.
 _ENDS = 4

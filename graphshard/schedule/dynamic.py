@@ -19,7 +19,8 @@ from typing import Any
 
 from graphshard.plan import CollectiveKind
 from graphshard.schedule.coarse import coarsen
-from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link, Load, Transfer, load, modes, rate_below, runs
+from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link, Load, Transfer, load, modes, runs
+from graphshard.schedule.rates import rate_below
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from graphshard.plan import Bucket, Event, Plan, Prediction
 from graphshard.planner import account
 from graphshard.program import Program
 from graphshard.schedule.build import Built, Constraints, Settings, build, to_buckets
-from graphshard.schedule.problem import Schedule
+from graphshard.schedule.problem import InfeasibleError, Schedule
 from graphshard.schedule.solve import Solver
 
 
@@ -61,10 +61,15 @@ class PlanByCost:
         bound, kept = solution.lower_bound, built.kept(solution.schedule.kept)
         if kept:
             # Positions, and what is alive, are those of the graph in which they stay gathered.
-            program = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
-            keep_gathered(program, kept)
-            built = build(program, self.costs, replace(settings, constraints=replace(self.constraints, keep=False)))
-            solution = solver(built.problem)
+            settings = replace(settings, constraints=replace(self.constraints, keep=False))
+            keeping = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
+            keep_gathered(keeping, kept)
+            try:
+                built = build(keeping, self.costs, settings)
+                program, solution = keeping, solver(built.problem)
+            except InfeasibleError:  # it fitted by a hair's breadth
+                kept, built = (), build(program, self.costs, settings)
+                solution = solver(built.problem)
         profile = self.costs.profile
         prediction = Prediction(
             solution.step_seconds, bound, solution.peak, profile.name, profile.hash, self.costs.network

@@ -27,9 +27,6 @@ from typing import Literal
 from graphshard.errors import ArgumentError
 from graphshard.plan import CollectiveKind
 
-# Sizes at which a cost is asked for a rate that is below it.
-_SAMPLES = 64
-
 KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce")
 
 
@@ -151,21 +148,6 @@ class Link:
         """Seconds of one collective."""
         return self.gather(num_bytes, num_tensors) if kind == "gather" else self.reduce(num_bytes, num_tensors)
 
-    def below(self, kind: CollectiveKind, smallest: int, largest: int) -> Rate:
-        """A latency and a rate that no collective of a size in between beats.
-
-        The chord of the cost over these sizes, lowered where the cost sags below it. Costs of links are concave: the
-        rate gets better with the size.
-        """
-        cost = self.gather if kind == "gather" else self.reduce
-        if isinstance(cost, Rate):
-            return Rate(cost.latency, cost.per_byte)
-        low, high = cost(smallest, 1), cost(max(largest, smallest), 1)
-        per_byte = (high - low) / (largest - smallest) if largest > smallest else 0.0
-        steps = (largest / max(smallest, 1)) ** (1 / _SAMPLES)
-        sizes = {round(max(smallest, 1) * steps**i) for i in range(_SAMPLES)} if largest > smallest else set()
-        return Rate(min([low - smallest * per_byte, *(cost(s, 1) - s * per_byte for s in sizes)]), per_byte)
-
     def channel(self, kind: CollectiveKind) -> int:
         """Index of the channel that a kind uses."""
         return int(self.separate and kind == "reduce")
@@ -260,23 +242,6 @@ def load(link: Link, kind: CollectiveKind, members: Sequence[Transfer], packed: 
     if kind == "gather":
         return Load(seconds, link.copy(small // link.num_shards), link.copy(small), small)
     return Load(seconds, link.copy(small), 0.0, small)
-
-
-def total_bytes(transfers: Sequence[Transfer]) -> int:
-    """Bytes of transfers in full."""
-    return sum(t.num_bytes for t in transfers)
-
-
-def at_once(transfers: Sequence[Transfer]) -> list[tuple[int, int]]:
-    """Position and bytes of what is needed, or ready, at the same position: splitting that gains nothing."""
-    groups = itertools.groupby(transfers, key=lambda t: t.at)
-    return [(at, total_bytes(list(group))) for at, group in groups]
-
-
-def rate_below(chain: Chain, link: Link, kind: CollectiveKind) -> Rate:
-    """What no bucket of a chain beats, if those that are needed at once travel together."""
-    sizes = [num_bytes for _, num_bytes in at_once(chain.transfers(kind))] or [0]
-    return link.below(kind, min(sizes), sum(sizes))
 
 
 def modes(members: Sequence[Transfer]) -> tuple[bool, ...]:

@@ -27,10 +27,10 @@ from graphshard.schedule.problem import (
     Rate,
     load,
     modes,
-    rate_below,
     runs,
     startable,
 )
+from graphshard.schedule.rates import rate_below
 
 
 class _Flight(NamedTuple):

@@ -134,6 +134,8 @@ class Solver:
                     best = _better(best, _measured(chain, link, delay(chain, link, placement, self.margin)))
             if best[0] <= bound * (1 + _EQUAL):
                 break
+        if best[0] == math.inf:  # the user's starts leave no order that the others know
+            best = _measured(chain, link, laziest(chain))
         if small and best[0] > bound * (1 + 1e-9):
             exact = best_placement(chain, link, self.limit, best[0] * (1 - 1e-12))
             if exact is not None:
