@@ -12,6 +12,7 @@ these longer. The bound is the least, over the numbers of buckets, of the larges
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ def lower_bound(problem: Problem, *, limit: float = math.inf, kept: frozenset[st
     return sum(bounds) + _keeping_bound(problem, backward, limit)
 
 
+@functools.lru_cache(maxsize=64)
 def chain_bound(chain: Chain, link: Link, *, spared: float = 0.0) -> float:
     """Seconds that a chain takes at least.
 

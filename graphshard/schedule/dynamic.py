@@ -92,10 +92,8 @@ class _Program:
         self.used_at = [*(g.at for g in chain.gathers), end]
         self.launch = [chain.elapsed[p] for p in earliest_launches(chain, limit, effort.reserve)]
         # Seconds of the link, at the least, for what is left from each transfer on.
-        self.work = {
-            kind: [rest * rate_below(chain, link, kind).per_byte for rest in _rests(chain.transfers(kind))]
-            for kind in KINDS
-        }
+        rates = {kind: rate_below(chain, link, kind).per_byte for kind in KINDS}
+        self.work = {kind: [rest * rates[kind] for rest in _rests(chain.transfers(kind))] for kind in KINDS}
         self.options = {
             "gather": [list(self._buckets("gather", first)) for first in range(len(chain.gathers))],
             "reduce": [list(self._buckets("reduce", first)) for first in range(len(chain.reductions))],

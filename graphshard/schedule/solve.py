@@ -16,6 +16,7 @@ from graphshard.schedule.bounds import chain_bound, lower_bound
 from graphshard.schedule.dynamic import EXACT, Effort, channel_order
 from graphshard.schedule.place import delay, place
 from graphshard.schedule.problem import (
+    KINDS,
     Bucketed,
     Chain,
     InfeasibleError,
@@ -25,11 +26,14 @@ from graphshard.schedule.problem import (
     Problem,
     Schedule,
 )
+from graphshard.schedule.rates import rate_below
 from graphshard.schedule.search import best_placement
 from graphshard.schedule.simulate import simulate
 
 # Two schedules whose times differ by less are equally short, as far as costs are known.
 _EQUAL = 1e-4
+# Latencies of all transfers beside the compute, from which very large buckets are worth a look.
+_LONG = 0.1
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ class Solver:
         number = len(chain.gathers) + len(chain.reductions)
         small = number <= self.exact_transfers
         best = (math.inf, 0, Placement())
-        for effort in self._efforts(chain, small):
+        for effort in self._efforts(chain, link, small):
             if effort is None:
                 order: list[Bucketed] | None = singles(chain)
             else:
@@ -142,14 +146,18 @@ class Solver:
                 best = _measured(chain, link, delay(chain, link, exact[1], self.margin))
         return best[2]
 
-    def _efforts(self, chain: Chain, small: bool) -> Iterator[Effort | None]:
+    def _efforts(self, chain: Chain, link: Link, small: bool) -> Iterator[Effort | None]:
         """What is tried, from small buckets to large; None is for no buckets of several transfers."""
         yield None
         sizes = sorted(t.num_bytes for t in (*chain.gathers, *chain.reductions))
         if not sizes:
             return
         typical = float(sizes[len(sizes) * 9 // 10])
-        for most, coarse in ((2 * typical, 0.0), (8 * typical, 1.0), (math.inf, 1.0), (math.inf, 4.0)):
+        tried = [(2 * typical, 0.0), (math.inf, 1.0)]
+        latencies = sum(rate_below(chain, link, kind).latency * len(chain.transfers(kind)) for kind in KINDS)
+        if latencies > _LONG * chain.elapsed[-1]:
+            tried.append((math.inf, 4.0))
+        for most, coarse in tried:
             yield Effort(most_bytes=most, coarse=coarse)
             if self.limit < math.inf:
                 yield Effort(most_bytes=most, coarse=coarse, reserve=typical)
