@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 import statistics
 import sysconfig
 import time
@@ -25,13 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from llama import Llama, LlamaConfig
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+
+import graphshard
 
 CORPUS_BYTES = 8 << 20
 PROMPT = b"def "
@@ -64,8 +63,6 @@ def shard(model: Llama, mesh: DeviceMesh, args: argparse.Namespace) -> nn.Module
     if args.bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if args.impl == "graphshard":
-        import graphshard
-
         return graphshard.compile(model, mesh, mp_policy=policy, backend=args.backend)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -170,60 +167,29 @@ def is_save_step(step: int, args: argparse.Namespace) -> bool:
     return step % args.save_every == 0 if args.save_every else step == args.steps
 
 
-def find_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
-    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def training_state(model: nn.Module, optim: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """Everything a checkpoint holds. Data position and learning rate follow from the step."""
-    model_state, optim_state = get_state_dict(model, optim)
+def save(model: nn.Module, optim: torch.optim.Optimizer, step: int, folder: Path) -> None:
+    """Write a checkpoint. Data position and learning rate follow from the step; each rank has its own random state."""
     random_state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         random_state["cuda"] = torch.cuda.get_rng_state()
-    return {"model": model_state, "optim": optim_state, "step": step, rng_key(): random_state}
-
-
-def rng_key() -> str:
-    # Each rank has its own random state, so each needs its own name in the checkpoint.
-    return f"rng-{dist.get_rank()}"
-
-
-def save(model: nn.Module, optim: torch.optim.Optimizer, step: int, folder: Path) -> None:
-    """Write a checkpoint under a temporary name and rename it: a `step-N` folder is always complete."""
-    partial, complete = folder / f"partial-{step}", folder / f"step-{step}"
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    dcp.save(training_state(model, optim, step), checkpoint_id=partial)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        partial.rename(complete)
-    dist.barrier()
-    say(f"saved {complete}")
+    path = folder / f"step-{step}"
+    graphshard.save_checkpoint(path, model, optim, extra={"step": step}, per_rank=random_state)
+    say(f"saved {path}")
 
 
 def resume(model: nn.Module, optim: torch.optim.Optimizer, folder: Path) -> int:
     """Load the newest checkpoint, if there is one, and return the number of steps it has behind it."""
-    checkpoints = find_checkpoints(folder)
-    if not checkpoints:
+    newest = graphshard.latest_checkpoint(folder)
+    if newest is None:
         say(f"no checkpoint in {folder}: starting from step 0")
         return 0
-    state = training_state(model, optim, step=0)
-    saved = dcp.FileSystemReader(checkpoints[-1]).read_metadata().state_dict_metadata
-    if not any(name.startswith(f"{rng_key()}.") for name in saved):
-        # Written by fewer ranks: the rest of it reshards, but this rank's random state starts anew.
-        del state[rng_key()]
-    dcp.load(state, checkpoint_id=checkpoints[-1])
-    set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    random_state = state.get(rng_key(), {})
-    if "cpu" in random_state:
+    extra, random_state = graphshard.load_checkpoint(newest, model, optim)
+    if random_state is not None:  # otherwise this rank is new, and its random state starts anew
         torch.set_rng_state(random_state["cpu"])
-    if "cuda" in random_state:
-        torch.cuda.set_rng_state(random_state["cuda"])
-    say(f"resumed from {checkpoints[-1]}")
-    return state["step"]
+        if "cuda" in random_state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random_state["cuda"])
+    say(f"resumed from {newest}")
+    return extra["step"]
 
 
 # --- text ---------------------------------------------------------------------------------------------------
@@ -301,7 +267,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint DIR")
-    if args.checkpoint and not args.resume and find_checkpoints(args.checkpoint):
+    if args.checkpoint and not args.resume and graphshard.latest_checkpoint(args.checkpoint):
         parser.error(f"{args.checkpoint} holds checkpoints: add --resume, or choose another folder")
     return args
 

@@ -6,10 +6,12 @@ model = graphshard.compile(model, mesh)
 
 from graphshard.api import compile, programs
 from graphshard.bisection import Bisection, bisect
+from graphshard.checkpoint import load_checkpoint, save_checkpoint
 from graphshard.errors import (
     ArgumentError,
     CaptureError,
     CaptureLimitError,
+    CheckpointError,
     DivergenceError,
     GraphshardError,
     InputError,
@@ -19,6 +21,9 @@ from graphshard.errors import (
 )
 from graphshard.explain import explain, explain_grid
 from graphshard.explanation import Explanation, Grid
+from graphshard.initialize import unsharded_init
+from graphshard.manifest import latest_checkpoint
+from graphshard.measure import load_measured, measure_regions, save_measured
 from graphshard.passes import Pass
 from graphshard.pipeline import Pipeline
 from graphshard.plan import Plan
@@ -32,6 +37,7 @@ __all__ = [
     "Bisection",
     "CaptureError",
     "CaptureLimitError",
+    "CheckpointError",
     "DivergenceError",
     "Explanation",
     "GraphshardError",
@@ -49,6 +55,13 @@ __all__ = [
     "compile",
     "explain",
     "explain_grid",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "load_measured",
     "load_profile",
+    "measure_regions",
     "programs",
+    "save_checkpoint",
+    "save_measured",
+    "unsharded_init",
 ]

@@ -42,19 +42,43 @@ def limit_of(timeline: Estimate) -> str:
 
 
 def advise(
-    program: Program, costs: Costs, timeline: Estimate, *, limit: str, tokens: int, memory: Mapping[str, int]
+    program: Program,
+    costs: Costs,
+    timeline: Estimate,
+    *,
+    limit: str,
+    tokens: int,
+    flop: Mapping[str, float],
+    memory: Mapping[str, int],
 ) -> Iterator[str]:
-    """What would help, one sentence each; the most important first."""
+    """What would help, one sentence each; the most important first.
+
+    Args:
+        limit: see `limit_of`; or "memory".
+        tokens: of one rank.
+        flop: of the model, by dtype.
+        memory: at the peak, by what it is.
+    """
     compute, communication = timeline.total("compute"), timeline.total("gather", "reduce")
     if limit == "memory":
         yield _memory(program, costs, tokens, memory)
-    if limit == "link" or communication > compute:
-        hidden = tokens * communication / compute
+    if communication > compute:
+        rates = {dtype: costs.profile.rate(dtype) for dtype in flop}
+        multiplying = sum(count / (rates[dtype].peak * rates[dtype].matmul) for dtype, count in flop.items())
+        hidden = tokens * communication / max(multiplying, 1e-12)
         yield (
             f"communication takes {format_seconds(communication)} (A + A' + R) and compute {format_seconds(compute)} "
-            f"(F + B) at {tokens} tokens per rank: it can hide from about {hidden:,.0f} tokens per rank, if compute "
-            "grows with tokens"
+            f"(F + B) at {tokens} tokens per rank: it hides from about {hidden:,.0f} tokens per rank, "
+            "where the multiplications alone take as long"
         )
+    elif limit == "link":
+        worst = max((step for step in timeline.steps if step.kind == "exposed"), key=lambda step: step.seconds)
+        yield (
+            f"communication ({format_seconds(communication)}) is shorter than compute ({format_seconds(compute)}), but "
+            f"not where it is needed: {worst.name} is waited for {format_seconds(worst.seconds)}; other units= or more "
+            "tokens per rank give it more to hide behind"
+        )
+    if limit == "link" or communication > compute:
         yield from _fewer_bytes(program, timeline)
     for name, step in (("head", _collectives(timeline, "gather")[:1]), ("tail", _collectives(timeline, "reduce")[-1:])):
         if limit == name and step:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
@@ -24,16 +24,18 @@ from graphshard.checks import (
     check_model,
     check_params,
     check_placements,
+    default_mesh,
 )
 from graphshard.dump import dump_directory
 from graphshard.errors import ArgumentError
+from graphshard.loading import shard_values
 from graphshard.module import Runner
 from graphshard.observe import Level
 from graphshard.params import build_table
-from graphshard.pipeline import Pipeline
+from graphshard.pipeline import Pipeline, with_offload
 from graphshard.program import Axis, Program
 from graphshard.sharded_module import ShardedModule, attach, retie, sharded_class
-from graphshard.sharding import aliases, param_refs, shard_module
+from graphshard.sharding import Storage, aliases, param_refs, shard_module
 from graphshard.units import UnitSpec, find_units
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -41,11 +43,12 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 def compile(
     model: ModuleT,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
     *,
     reshard_after_forward: bool | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     units: Sequence[UnitSpec] | None = None,
     backend: Backend = "inductor",
@@ -63,12 +66,14 @@ def compile(
 
     Args:
         model: any module that torch.export can trace; on the CPU, on the mesh's device, or on the meta device.
-        mesh: one-dimensional mesh of "cpu" or "cuda" devices.
+        mesh: one-dimensional mesh of "cpu" or "cuda" devices; None is all ranks, on CUDA where there is any.
         reshard_after_forward: True gathers parameters again in backward, False keeps them gathered, None keeps
             those of the root and gathers those of the units again, as FSDP2 does.
         shard_placement_fn: chooses another dim to shard a parameter along, `Shard(dim)`; None is `Shard(0)`. Sizes
             need not be multiples of the number of ranks.
         mp_policy: FSDP2's `MixedPrecisionPolicy`.
+        offload_policy: FSDP2's `CPUOffloadPolicy` keeps shards, gradients and so optimizer state on the CPU and copies
+            them beside the compute; on a CPU mesh that is where they are.
         ignored_params: parameters to leave alone: not sharded, cast, moved or reduced.
         units: the modules whose parameters are gathered together: name patterns such as `"layers.*"`, functions of
             name and module, or tuples of patterns for one unit of several modules; None finds the repeated blocks.
@@ -90,8 +95,9 @@ def compile(
         CaptureError: the module cannot be captured from the example inputs; nothing was changed.
     """
     check_model(model)
+    mesh = mesh if mesh is not None else default_mesh()
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    check_arguments(mesh, reshard_after_forward, policy, backend, max_captures)
+    check_arguments(mesh, reshard_after_forward, policy, offload_policy, backend, max_captures)
     level = check_debugging(passes, verify, dump)
     directory = dump_directory(dump, dist.get_rank())
     ignored = check_ignored(model, ignored_params)
@@ -111,16 +117,22 @@ def compile(
         ignored=ignored,
     )
     axis = Axis((mesh.mesh_dim_names or ("shard",))[0], mesh.size())
+    pipeline = passes if passes is not None else Pipeline()
+    storage = Storage(device)
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        storage = Storage(torch.device("cpu"), pinned=offload_policy.pin_memory and device.type != "cpu")
+        pipeline = with_offload(pipeline)
     refs = tuple(param_refs(model, table))
     runner = Runner(
         spec=CaptureSpec(table, unit_names, axis, device, policy, type(model)),
         mesh=mesh,
         backend=backend,
-        pipeline=passes if passes is not None else Pipeline(),
+        pipeline=pipeline,
         verify=level,
         dump=directory,
         max_captures=max_captures,
         params=refs,
+        storage=storage,
         aliases=tuple(aliases(model, refs)),
     )
     prepared = None
@@ -132,8 +144,9 @@ def compile(
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         prepared = signature, runner.build(model, args, kwargs, signature)
 
-    shard_module(model, table, mesh, device)
+    shard_module(model, table, mesh, device, storage)
     object.__setattr__(model, "__class__", sharded_class(type(model)))
+    model.register_load_state_dict_pre_hook(shard_values)
     attach(model, runner)
     model.register_load_state_dict_post_hook(retie)
     if prepared is not None:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.entry import Entry
@@ -24,10 +25,17 @@ _BACKENDS = ("inductor", "eager")
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_arguments(mesh: Any, reshard_after_forward: Any, mp_policy: Any, backend: Any, max_captures: Any) -> None:
+def check_arguments(
+    mesh: Any, reshard_after_forward: Any, mp_policy: Any, offload_policy: Any, backend: Any, max_captures: Any
+) -> None:
     """Raise ArgumentError for the first wrong argument; the message names it and the remedy."""
     _check_mesh(mesh)
     check_policy(reshard_after_forward, mp_policy)
+    if not (offload_policy is None or isinstance(offload_policy, OffloadPolicy)):
+        raise ArgumentError(
+            "offload_policy must be a torch.distributed.fsdp.CPUOffloadPolicy or None, got "
+            f"{type(offload_policy).__name__}."
+        )
     if backend not in _BACKENDS:
         raise ArgumentError(f"backend must be one of {', '.join(map(repr, _BACKENDS))}, got {backend!r}.")
     if not isinstance(max_captures, int) or max_captures < 1:
@@ -75,6 +83,20 @@ def check_examples(units: Any, example_inputs: Any, example_kwargs: Any) -> None
         raise ArgumentError(
             f"example_kwargs must be a dict of the call's keyword inputs, got {type(example_kwargs).__name__}"
         )
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks on one axis, of CUDA devices where there are any.
+
+    Raises:
+        ArgumentError: there is no process group yet.
+    """
+    if not dist.is_initialized():
+        raise ArgumentError(
+            "without a mesh, compile shards over all ranks, but there is no process group. Call "
+            "torch.distributed.init_process_group() first, or pass a mesh."
+        )
+    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
 
 
 def _check_mesh(mesh: Any) -> None:

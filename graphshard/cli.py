@@ -1,4 +1,4 @@
-"""The command `graphshard`: look at dumps, compare their stages, run one pass on one of them.
+"""The command `graphshard`: look at dumps, predict steps, measure machines.
 
 A subcommand is a function that adds its parser and one that runs; it returns the exit status. Wrong arguments and
 unreadable files are one line on stderr and exit status 2.
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from graphshard import repro
+from graphshard import calibrate, explain_command, repro
 from graphshard.errors import ArgumentError
 from graphshard.show import show_path
 from graphshard.stagefile import StageFile, print_diff
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="graphshard",
-        description="Look at what graphshard compiled. A dump is written by graphshard.compile(..., dump=DIRECTORY) "
-        "or GRAPHSHARD_DUMP=DIRECTORY.",
+        description="Look at what graphshard compiled, or predict what it would. A dump is written by "
+        "graphshard.compile(..., dump=DIRECTORY) or GRAPHSHARD_DUMP=DIRECTORY.",
         epilog="exit status: 0 fine, 1 a difference or a broken rule, 2 wrong arguments or an unreadable file",
     )
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
@@ -117,4 +117,26 @@ def _add_repro(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=repro.run)
 
 
-_COMMANDS: tuple[Callable[[Commands[argparse.ArgumentParser]], None], ...] = (_add_show, _add_diff, _add_repro)
+def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="predict the training step of a model on a mesh that need not exist",
+        description=explain_command.DESCRIPTION,
+        epilog=explain_command.EPILOG,
+    )
+    explain_command.add_arguments(parser)
+    parser.set_defaults(run=explain_command.run)
+
+
+def _add_calibrate(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "calibrate", help="measure this machine and write its profile", description=calibrate.DESCRIPTION
+    )
+    calibrate.add_arguments(parser)
+    parser.set_defaults(run=calibrate.run)
+
+
+_COMMANDS: tuple[Callable[[Commands[argparse.ArgumentParser]], None], ...] = (
+    *(_add_show, _add_diff, _add_repro),
+    *(_add_explain, _add_calibrate),
+)

@@ -36,7 +36,11 @@ def install_entries(root: nn.Module, run: Callable[..., Any]) -> None:
         implements_forward = type(module).forward is not nn.Module.forward
         replaced = module.__dict__.get("forward") is not None  # by somebody else
         if name and implements_forward and not replaced and any(True for _ in module.parameters()):
-            module.__dict__["forward"] = Entry(module, name, run)
+            attributes = without_entries(module)
+            attributes.pop("forward", None)
+            module.__dict__.clear()
+            # First, so that who copies the module meets it before the shards.
+            module.__dict__.update({"forward": Entry(module, name, run), **attributes})
 
 
 def without_entries(module: nn.Module) -> dict[str, Any]:

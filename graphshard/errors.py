@@ -33,6 +33,10 @@ class InputError(GraphshardError, ValueError):
     """An input of the call cannot be used: wrong device, or a type that pytree does not know."""
 
 
+class CheckpointError(GraphshardError, RuntimeError):
+    """A checkpoint cannot be saved, or is incomplete or damaged, or belongs to another model."""
+
+
 class DivergenceError(GraphshardError, RuntimeError):
     """Two ranks made different programs."""
 

@@ -7,8 +7,7 @@ import io
 import json
 import math
 import os
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphshard.advice import advise, ends, limit_of
 from graphshard.cost import Costs
-from graphshard.estimate import Estimate, estimate, tensors
+from graphshard.estimate import Estimate
 from graphshard.files import write_text
-from graphshard.params import ParamRow
+from graphshard.formulas import Formulas
 from graphshard.program import Program
 from graphshard.report import Memory, format_bytes, format_seconds, render
-from graphshard.report_data import memory_of, report_of
+from graphshard.report_data import report_of
 from graphshard.traceevents import trace_events
 
 
@@ -68,6 +66,7 @@ class Explanation:
         advice: what would help, from formulas.
         exposed: seconds that compute waits, by bucket, longest first.
         regions: distinct regions, the most expensive first.
+        formulas: of the step, if symbols were asked for.
     """
 
     model: str
@@ -98,6 +97,7 @@ class Explanation:
     _costs: Costs = field(repr=False, compare=False)
     _timeline: Estimate = field(repr=False, compare=False)
     _memory: Memory = field(repr=False, compare=False)
+    formulas: Formulas | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_ranks(self) -> int:
@@ -114,8 +114,21 @@ class Explanation:
         table = Table(box=None, show_header=False)
         for name, value in self._facts():
             table.add_row(name, Text(value))
-        advice = "".join(f"\n* {line}" for line in self.advice)
-        return f"{_text(table)}{advice}"
+        lines = [f"* {line}" for line in self.advice] + list(self._formulas())
+        return "\n".join([_text(table), *lines])
+
+    def _formulas(self) -> Iterator[str]:
+        """How the step grows around here, and from where communication is hidden."""
+        if self.formulas is None:
+            return
+        here = ", ".join(f"{name} {value}" for name, value in self.formulas.at.items())
+        yield f"formulas around {here}:"
+        for name in ("compute_s", "communication_s", "saved_bytes", "state_bytes"):
+            yield f"  {name} = {self.formulas.smooth(name)}"
+        symbol = next(iter(self.formulas.at))
+        crossover = self.formulas.crossover(symbol)
+        if crossover is not None:
+            yield f"  communication_s <= compute_s from {symbol} {crossover.value} on: {crossover.formula}"
 
     def _facts(self) -> list[tuple[str, str]]:
         mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
@@ -149,6 +162,7 @@ class Explanation:
         """All numbers as plain data."""
         names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_")]
         data = {name: getattr(self, name) for name in names}
+        data["formulas"] = str(self.formulas) if self.formulas else None
         regions = [dataclasses.asdict(region) for region in self.regions]
         return {**data, "advice": list(self.advice), "regions": regions, "tokens_per_second": self.tokens_per_second}
 
@@ -196,87 +210,6 @@ class Grid:
     def to_json(self) -> str:
         """All numbers as JSON."""
         return json.dumps([row.to_dict() for row in self.rows], indent=1)
-
-
-def explained(
-    program: Program, costs: Costs, flop: Mapping[str, float], *, tokens: int, states: int, label: str = ""
-) -> Explanation:
-    """Predict the step of a lowered program.
-
-    Args:
-        flop: of the model, by dtype.
-        tokens: of one rank.
-        states: tensors like a parameter that the optimizer keeps.
-    """
-    timeline = estimate(program, costs)
-    memory = memory_of(tensors(program, timeline), timeline.seconds)
-    trained = sum(_local_bytes(row) for row in program.params if row.trainable)
-    # Reads the parameter, its gradient and the states, and writes all but the gradient.
-    optimizer = (3 + 2 * states) * trained / costs.profile.memory_bandwidth
-    alive = Counter[str]()
-    for value in memory.alive:
-        alive[value.what] += value.num_bytes
-    alive["optimizer state"] = states * trained
-    held = dict(alive.most_common())
-    compute, communication = timeline.total("compute"), timeline.total("gather", "reduce")
-    step = timeline.seconds + optimizer
-    first, last = ends(timeline)
-    # LB1 and LB3: what is exposed at both ends and all compute, and a link that is never idle.
-    bound = max(compute + first + last, communication) + optimizer
-    peak = memory.peak_bytes + states * trained
-    ideal = sum(count / costs.profile.rate(dtype).peak for dtype, count in flop.items())
-    exposed: dict[str, float] = {}
-    for wait in timeline.steps:
-        if wait.kind == "exposed":
-            exposed[wait.name] = exposed.get(wait.name, 0.0) + wait.seconds
-    limit = "memory" if peak > costs.profile.memory_capacity else limit_of(timeline)
-    return Explanation(
-        model=program.model,
-        label=label,
-        mesh={axis.name: axis.size for axis in costs.mesh or (program.axis,)},
-        hardware=costs.profile.name,
-        profile_hash=costs.profile.hash,
-        network=costs.network,
-        plan_hash=program.plan.hash if program.plan else "",
-        tokens=tokens,
-        step_time_s=step,
-        compute_s=compute,
-        optimizer_s=optimizer,
-        communication_s=communication,
-        exposed_comm_s=timeline.total("exposed"),
-        lower_bound_s=bound,
-        gap=step / bound - 1,
-        peak_memory_bytes=peak,
-        memory=held,
-        memory_capacity_bytes=costs.profile.memory_capacity,
-        flop=float(sum(flop.values())),
-        mfu=ideal / step,
-        limit=limit,
-        advice=tuple(advise(program, costs, timeline, limit=limit, tokens=tokens, memory=held)),
-        exposed=dict(sorted(exposed.items(), key=lambda item: -item[1])),
-        regions=_regions(program, costs, timeline),
-        _program=program,
-        _costs=costs,
-        _timeline=timeline,
-        _memory=memory,
-    )
-
-
-def _local_bytes(row: ParamRow) -> int:
-    return math.prod(row.padded_shape) * row.dtype.itemsize
-
-
-def _regions(program: Program, costs: Costs, timeline: Estimate) -> tuple[RegionCost, ...]:
-    found: dict[str, RegionCost] = {}
-    keys = program.region_names
-    for step in timeline.steps:
-        if step.kind == "compute":
-            key, where = keys[step.name], step.where or "the root"
-            before = found.get(key)
-            calls = before.calls + 1 if before else 1
-            first = before.where if before else where
-            found[key] = RegionCost(step.name, key, first, calls, step.seconds, key in costs.measured)
-    return tuple(sorted(found.values(), key=lambda region: -region.calls * region.seconds))
 
 
 def _exposed(row: Explanation) -> str:

@@ -21,6 +21,9 @@ from graphshard.graph import aten
 Scalar = Any
 Shape = tuple[Scalar, ...]
 
+# In `meta`: sizes with symbols, beside the numbers that the graph was captured with.
+SYMBOLS = "symbolic_sizes"
+
 
 @dataclass(frozen=True)
 class Gemm:

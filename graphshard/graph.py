@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from graphshard.copies import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.plan import CollectiveKind
 from graphshard.program import Phase
 
@@ -20,6 +21,7 @@ c10d = torch.ops._c10d_functional
 GATHERS = frozenset({c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default})
 REDUCES = frozenset({c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_tensor_coalesced.default})
 WAIT = c10d.wait_tensor.default
+COPIES = frozenset({UPLOAD, ARRIVED, DOWNLOAD})
 
 # What carries a tensor to a reduce-scatter or from an all-gather without computing anything new.
 _MOVEMENT = frozenset(

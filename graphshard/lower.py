@@ -22,7 +22,8 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard._torch import use_boxed_calls
-from graphshard.graph import aten, base_of, fake, is_communication, is_view, module_of
+from graphshard.flops import SYMBOLS
+from graphshard.graph import COPIES, aten, base_of, fake, is_communication, is_view, module_of
 from graphshard.printer import describe, print_graph
 from graphshard.program import Phase, Program, Region
 from graphshard.units import unit_of
@@ -152,7 +153,7 @@ def _where(run: list[Node], units: Sequence[str]) -> str:
 
 
 def _is_compute(node: Node) -> bool:
-    return node.op == "call_function" and not is_communication(node)
+    return node.op == "call_function" and not is_communication(node) and node.target not in COPIES
 
 
 def _runs(nodes: list[Node]) -> list[list[Node]]:
@@ -183,7 +184,7 @@ def make_region(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Reg
     env: dict[Node, Node] = {}
     for i, node in enumerate(inputs):
         env[node] = graph.placeholder(f"x{i}")
-        env[node].meta["val"] = node.meta["val"]
+        env[node].meta.update({key: node.meta[key] for key in ("val", SYMBOLS) if key in node.meta})
 
     def copy(node: Node) -> Node:
         if node not in env:

@@ -28,7 +28,7 @@ from graphshard.pipeline import Partitioned, Pipeline, rerun_backward, run_pipel
 from graphshard.program import Phase, Program
 from graphshard.progress import progress
 from graphshard.runtime import Executable
-from graphshard.sharding import Alias, ParamRef, aliases, param_refs
+from graphshard.sharding import Alias, ParamRef, Storage, aliases, param_refs
 from graphshard.units import units_within
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class Runner:
     dump: Path | None
     max_captures: int
     params: tuple[ParamRef, ...]
+    storage: Storage
     aliases: tuple[Alias, ...] = ()
     name: str = ""
     tag: str | None = None
@@ -96,7 +97,7 @@ class Runner:
         leaves = self.on_device(leaves, structure)
         signature = self.signature(module, leaves, structure)
         if not self.materialized:
-            check_materialized(module, self.params, self.spec.device)
+            check_materialized(module, self.params, self.spec.device, self.storage.device)
             self.materialized = True
         executable = self.executables.get(signature)
         if executable is None:
@@ -277,7 +278,9 @@ def check_no_new_parameters(module: nn.Module, table: ParamTable) -> None:
             )
 
 
-def check_materialized(module: nn.Module, params: Sequence[ParamRef], device: torch.device) -> None:
+def check_materialized(
+    module: nn.Module, params: Sequence[ParamRef], device: torch.device, storage: torch.device
+) -> None:
     """Raise MaterializationError if a parameter or buffer is on the meta device, or an ignored parameter elsewhere."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     meta = [name for name, tensor in tensors if tensor.is_meta]
@@ -288,10 +291,15 @@ def check_materialized(module: nn.Module, params: Sequence[ParamRef], device: to
             "Allocate them with model.to_empty(device=...) and initialise or load them before the first call."
         )
     for ref in params:
-        if ref.param.device != device:
-            why = "ignored_params are not moved" if ref.row.ignored else "it was moved after graphshard.compile"
+        wanted = device if ref.row.ignored else storage
+        if ref.param.device != wanted:
+            why = "it was moved after graphshard.compile"
+            if ref.row.ignored:
+                why = "ignored_params are not moved"
+            elif storage != device:
+                why = "with offload_policy=CPUOffloadPolicy() parameters are materialized on the CPU"
             raise MaterializationError(
-                f"parameter {ref.row.name} is on {ref.param.device}, the mesh on {device}: {why}. Move it there."
+                f"parameter {ref.row.name} is on {ref.param.device} and must be on {wanted}: {why}. Move it there."
             )
 
 

@@ -75,12 +75,12 @@ class ParamRow:
     @property
     def shard_len(self) -> int:
         """Length of each padded shard along `dim`: ceil(size / shards), the chunk size of torch.chunk."""
-        return -(-self.shape[self.dim] // self.num_shards)
+        return chunk_range(self.shape[self.dim], self.num_shards, 0)[1]
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """Shape of the shard that every rank passes to the graph."""
-        return self._with_len(self.shard_len)
+        return self._with_len(self.shard_len) if self.num_shards > 1 else self.shape
 
     @property
     def memory_dim(self) -> int:
@@ -99,7 +99,7 @@ class ParamRow:
     def stride_of(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Strides of the parameter or a shard of it: dense, in the parameter's order."""
         sizes = self.in_memory(shape)
-        numels = list(itertools.accumulate(reversed(sizes[1:]), operator.mul, initial=1))[::-1]
+        numels = list(itertools.accumulate(reversed(sizes[1:]), operator.mul, initial=1))[::-1][: len(sizes)]
         return tuple(numels[place] for place in self.inverse_order) if self.order else tuple(numels)
 
     @property
@@ -113,8 +113,7 @@ class ParamRow:
 
     def local_range(self, rank: int) -> tuple[int, int]:
         """Start and length along `dim` of what belongs to `rank`; trailing ranks may have nothing."""
-        start = min(rank * self.shard_len, self.shape[self.dim])
-        return start, min(self.shard_len, self.shape[self.dim] - start)
+        return chunk_range(self.shape[self.dim], self.num_shards, rank)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the shard that `rank` stores, without padding."""
@@ -172,6 +171,13 @@ def named_parameters(module: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     return {tuple(n): p for p, n in names.items()}
+
+
+def chunk_range(size: int, chunks: int, index: int) -> tuple[int, int]:
+    """Start and length of a chunk as torch.chunk deals them out; those behind the last have length 0."""
+    length = -(-size // chunks)
+    start = min(index * length, size)
+    return start, min(length, size - start)
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

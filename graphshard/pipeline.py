@@ -16,6 +16,7 @@ from graphshard.passes import (
     InsertCollectives,
     MakePlan,
     MixedPrecision,
+    Offload,
     Pass,
     Reorder,
     ReshardAfterForward,
@@ -92,6 +93,12 @@ class Pipeline:
             )
         if new.name in {step.name for step in others}:
             raise ArgumentError(f"the pipeline has a pass {new.name!r} already. Rename yours, or use replace().")
+
+
+def with_offload(pipeline: Pipeline) -> Pipeline:
+    """With `offload` before the plan is made, unless the user put it somewhere."""
+    names = [step.name for step in pipeline]
+    return pipeline if "offload" in names or "plan" not in names else pipeline.insert(Offload(), before="plan")
 
 
 @dataclass(frozen=True)

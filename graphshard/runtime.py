@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from graphshard._torch import disable_autocast
+from graphshard.copies import finish_downloads
 from graphshard.graph import fake, is_collective, restride
 from graphshard.lower import Boxed
 from graphshard.program import Phase, Program, Slot
@@ -57,6 +58,7 @@ class Executable:
         # Names of the outputs that are tensors; the others are constants.
         self.names = [name for value, name in self._results if isinstance(value, Node)]
         self._grads: tuple[Slot, ...] = ()
+        self._downloads = any(stage.name == "offload" and stage.rewrites for stage in program.history)
         self._ranged: dict[GraphModule, GraphModule] = {}
         self._backwards: dict[frozenset[str], Phase] = {}
         if "backward" in program.phases:
@@ -110,6 +112,8 @@ class Executable:
         saved.clear()
         with disable_autocast():
             values = self._code(phase)(inputs)
+        if self._downloads:
+            finish_downloads(self.program.device)
         return [self._as_gradient(value, slot) for value, slot in zip(values, phase.outputs, strict=True)]
 
     def _code(self, phase: Phase) -> Boxed:

@@ -19,14 +19,24 @@ from graphshard.errors import ParameterError
 from graphshard.params import ParamRow, ParamTable
 
 
-def shard_module(module: nn.Module, table: ParamTable, mesh: DeviceMesh, device: torch.device) -> None:
+@dataclass(frozen=True)
+class Storage:
+    """Where shards are kept: on the mesh's device or, offloaded, on the host, pinned if they are copied from there."""
+
+    device: torch.device
+    pinned: bool = False
+
+
+def shard_module(
+    module: nn.Module, table: ParamTable, mesh: DeviceMesh, device: torch.device, storage: Storage
+) -> None:
     """Replace every parameter by its shard, and move the buffers to the device, in place.
 
     All shards are made before the first parameter is replaced. Meta tensors stay on the meta device.
     """
     rank = mesh.get_local_rank()
     shards = {
-        row.name: _shard(module.get_parameter(row.name), row, mesh, rank, device) for row in table if not row.ignored
+        row.name: _shard(module.get_parameter(row.name), row, mesh, rank, storage) for row in table if not row.ignored
     }
     for prefix, owner in module.named_modules():
         dot = f"{prefix}." if prefix else ""
@@ -39,21 +49,23 @@ def shard_module(module: nn.Module, table: ParamTable, mesh: DeviceMesh, device:
 
 
 @torch.no_grad()
-def _shard(param: nn.Parameter, row: ParamRow, mesh: DeviceMesh, rank: int, device: torch.device) -> nn.Parameter:
+def _shard(param: nn.Parameter, row: ParamRow, mesh: DeviceMesh, rank: int, storage: Storage) -> nn.Parameter:
     start, length = row.local_range(rank)
     if param.is_meta:
         shape = row.local_shape(rank)
         local = torch.empty_strided(shape, row.stride_of(shape), dtype=row.dtype, device="meta")
     else:
-        local = _stored(param.detach().narrow(row.dim, start, length), row, device)
+        local = _stored(param.detach().narrow(row.dim, start, length), row, storage)
     return nn.Parameter(as_dtensor(local, row, mesh), requires_grad=param.requires_grad)
 
 
-def _stored(piece: torch.Tensor, row: ParamRow, device: torch.device) -> torch.Tensor:
+def _stored(piece: torch.Tensor, row: ParamRow, storage: Storage) -> torch.Tensor:
     """A dense copy of a rank's piece; with room for the padding behind it, if it is behind it that padding lies."""
     if row.memory_dim == 0:
-        return _padded(piece, row, device).narrow(row.dim, 0, piece.shape[row.dim])
-    return dense(piece, row, device)
+        padded = _padded(piece, row, storage.device)
+        return (padded.pin_memory() if storage.pinned else padded).narrow(row.dim, 0, piece.shape[row.dim])
+    copied = dense(piece, row, storage.device)
+    return copied.pin_memory() if storage.pinned else copied
 
 
 def _padded(piece: torch.Tensor, row: ParamRow, device: torch.device) -> torch.Tensor:
@@ -93,7 +105,7 @@ def padded_shard(param: nn.Parameter, row: ParamRow) -> torch.Tensor:
     if row.memory_dim > 0 and not whole:
         return _padded(local, row, local.device)
     if not _has_room(local, row):
-        local = _stored(local, row, local.device)
+        local = _stored(local, row, Storage(local.device, pinned=local.is_pinned()))
         param._local_tensor = local
     return local.as_strided(row.padded_shape, strides)
 

@@ -22,6 +22,7 @@ from graphshard.passes.insert_collectives import InsertCollectives
 from graphshard.passes.keep_gathered import KeepGathered
 from graphshard.passes.make_plan import MakePlan
 from graphshard.passes.mixed_precision import MixedPrecision
+from graphshard.passes.offload import Offload
 from graphshard.passes.reorder import Reorder
 from graphshard.passes.reshard_after_forward import ReshardAfterForward
 
@@ -32,6 +33,7 @@ __all__ = [
     "KeepGathered",
     "MakePlan",
     "MixedPrecision",
+    "Offload",
     "Pass",
     "Reorder",
     "ReshardAfterForward",

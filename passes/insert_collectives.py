@@ -96,6 +96,8 @@ def landing(row: ParamRow) -> Steps:
         ]
     if not row.is_even:
         steps.append((aten.slice.Tensor, (dim, 0, row.shape[row.dim]), {}))
+        if dim > 0:  # what is cut off left gaps, which the captured parameter does not have
+            steps.append((aten.clone.default, (), {"memory_format": torch.contiguous_format}))
     if row.compute_dtype != carrier(row.compute_dtype):
         steps.append((aten.view.dtype, (row.compute_dtype,), {}))
     if row.order:

@@ -7,17 +7,19 @@
     %y1 = mm(%y0, %w1)                         %y1 = mm(%y0, %w1)
 
 The compute keeps its order. What belongs to a collective moves with it: casts and copies before it are done when it
-starts, those behind it when it is waited for.
+starts, those behind it when it is waited for. Copies of its shards from the host start when the gather before it does.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch.fx import Node
 
+from graphshard.copies import UPLOAD
 from graphshard.errors import PassError
 from graphshard.graph import Collective, Layout, collectives, with_parts
 from graphshard.passes.base import Pass
@@ -63,12 +65,21 @@ def _schedule(phase: Phase, phase_name: str, plan: Plan) -> list[Node]:
     for event in plan.events.get(phase_name, ()):
         due[min(event.at, len(layout.compute))].append(event)
 
-    order: list[Node] = []
+    starts = [event.bucket for event in plan.events.get(phase_name, ()) if event.action == "start"]
+    gathers = [name for name in starts if plan.bucket(name).kind == "gather"]
+    ahead = dict(itertools.pairwise(gathers))
+
+    def launch_of(name: str) -> Collective:
+        bucket = plan.bucket(name)
+        return launches[bucket.kind, bucket.members[0]]
+
+    order: list[Node] = _uploads(launch_of(gathers[0]), layout) if gathers else []
     for position in range(len(layout.compute) + 1):
         for event in due[position]:
-            bucket = plan.bucket(event.bucket)
-            collective = launches[bucket.kind, bucket.members[0]]
+            collective = launch_of(event.bucket)
             order += _start(collective, layout) if event.action == "start" else _wait(collective, layout)
+            if event.action == "start" and event.bucket in ahead:
+                order += _uploads(launch_of(ahead[event.bucket]), layout)
         for node in layout.compute[position : position + 1]:
             order += with_parts(node)
     return order
@@ -76,7 +87,13 @@ def _schedule(phase: Phase, phase_name: str, plan: Plan) -> list[Node]:
 
 def _start(collective: Collective, layout: Layout) -> list[Node]:
     parts = [w.all_input_nodes[0] for w in collective.waits if w.all_input_nodes[0] is not collective.node]
-    return [*layout.before[collective.node], collective.node, *parts]
+    before = [node for node in layout.before[collective.node] if node.target is not UPLOAD]
+    return [*before, collective.node, *parts]
+
+
+def _uploads(collective: Collective, layout: Layout) -> list[Node]:
+    """The copies of shards to the device, which run one gather ahead."""
+    return [node for node in layout.before[collective.node] if node.target is UPLOAD]
 
 
 def _wait(collective: Collective, layout: Layout) -> list[Node]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from graphshard.params import ParamRow, ParamTable, build_table, named_parameters
+from graphshard.params import ParamRow, ParamTable, build_table, memory_order, named_parameters
 from graphshard.units import find_units
 from tests.helpers import Blocks, Tied
 
@@ -38,25 +40,53 @@ def _table(
     )
 
 
-@given(rows=st.integers(1, 20), num_shards=st.integers(1, 5))
+@st.composite
+def _rows(draw: st.DrawFn) -> tuple[ParamRow, torch.Tensor]:
+    """A row of any shape, dim, memory order and number of shards, and a parameter of that kind."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    order = draw(st.permutations(range(len(shape))))
+    memory = torch.arange(math.prod(shape)).view([shape[d] for d in order])
+    full = memory.permute(sorted(range(len(shape)), key=order.__getitem__))
+    row = replace(
+        _row(*shape, num_shards=draw(st.integers(1, 5))),
+        dim=draw(st.integers(0, len(shape) - 1)),
+        order=memory_order(full),
+    )
+    return row, full
+
+
+@given(_rows())
 @settings(deadline=None)
-def test_shards_are_the_chunks_of_torch(rows: int, num_shards: int) -> None:
-    """torch.chunk makes fewer chunks when rows run out; the ranks behind them hold nothing."""
-    row, full = _row(rows, 3, num_shards=num_shards), torch.arange(3 * rows).view(rows, 3)
-    chunks = list(full.chunk(num_shards)) + [full[:0]] * num_shards
-    for rank in range(num_shards):
-        start, length = row.local_range(rank)
-        assert torch.equal(full[start : start + length], chunks[rank])
+def test_shards_are_the_chunks_of_torch(drawn: tuple[ParamRow, torch.Tensor]) -> None:
+    """torch.chunk makes fewer chunks when elements run out; the ranks behind them hold nothing."""
+    row, full = drawn
+    empty = full.narrow(row.dim, 0, 0)
+    chunks = [*full.chunk(row.num_shards, row.dim), *[empty] * row.num_shards]
+    for rank in range(row.num_shards):
+        assert torch.equal(full.narrow(row.dim, *row.local_range(rank)), chunks[rank])
         assert row.local_shape(rank) == tuple(chunks[rank].shape)
     assert row.padded_shape == tuple(chunks[0].shape)
-    assert row.is_even == (rows % num_shards == 0)
+    assert row.is_even == (row.shape[row.dim] % row.num_shards == 0)
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+@given(_rows())
 @settings(deadline=None)
-def test_strides_are_those_of_a_contiguous_tensor(shape: list[int]) -> None:
-    row = _row(*shape)
-    assert row.stride == torch.empty(shape).stride() == torch.empty(row.padded_shape).stride()
+def test_strides_are_dense_in_the_memory_order(drawn: tuple[ParamRow, torch.Tensor]) -> None:
+    """A contiguous tensor has order (); lengths of 1 leave the order open, and then the strides do not matter."""
+    row, full = drawn
+    assert (row.order == ()) == full.is_contiguous()
+    in_memory = torch.empty_strided(row.shape, row.stride_of(row.shape)).permute(row.order or tuple(range(full.dim())))
+    assert in_memory.is_contiguous()
+    assert row.in_memory(row.shape) == tuple(in_memory.shape)
+    if 1 not in row.shape:
+        assert row.stride_of(row.shape) == full.stride()
+    assert row.in_memory(row.shape)[row.memory_dim] == row.shape[row.dim]
+
+
+def test_tensors_with_gaps_have_no_order() -> None:
+    gaps = torch.empty(4, 6)[:, ::2]
+    overlapping = torch.empty(4, 1).expand(4, 3)
+    assert memory_order(gaps) == memory_order(overlapping) == ()
 
 
 def test_units_and_their_defaults() -> None:
@@ -137,4 +167,7 @@ def test_a_row_is_plain_data() -> None:
         "num_shards": 2,
         "unit": "",
         "reshard": False,
+        "dim": 0,
+        "order": [],
+        "ignored": False,
     }

@@ -1,0 +1,215 @@
+"""A model under study: captured once, scheduled once per mesh, predicted for any machine.
+
+    capture (once per settings) -> passes and regions (once per mesh) -> costs and timeline (per machine)
+
+The graph is captured for the CPU, because autograd of fake CUDA tensors needs CUDA; the planner and the costs see the
+profile's kind of device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
+
+from graphshard.backends import compiler_for
+from graphshard.capture import CaptureSpec, capture
+from graphshard.checks import (
+    check_examples,
+    check_ignored,
+    check_model,
+    check_params,
+    check_placements,
+    check_policy,
+)
+from graphshard.cost import Costs
+from graphshard.errors import ArgumentError
+from graphshard.explanation import Explanation
+from graphshard.flops import flop_of
+from graphshard.formulas import formulas_of
+from graphshard.lower import lower
+from graphshard.observe import Observer
+from graphshard.params import ParamTable, build_table
+from graphshard.pipeline import Pipeline, run_pipeline
+from graphshard.predict import explained
+from graphshard.profile import Profile
+from graphshard.program import Axis, Program
+from graphshard.symbols import Inputs, spread_ranks, symbolize
+from graphshard.units import find_units
+
+Mesh = DeviceMesh | Sequence[int] | Mapping[str, int]
+
+
+@dataclass
+class Study:
+    """A model, its inputs and one setting; what has been captured and scheduled is kept.
+
+    Attributes:
+        options: of `explain`, without mesh, machine and measurements.
+        label: name of the setting in tables.
+        show: told what is being done.
+    """
+
+    model: nn.Module
+    example_inputs: Sequence[Any] | None
+    example_kwargs: Mapping[str, Any] | None
+    options: Mapping[str, Any]
+    label: str = ""
+    show: Callable[[str], None] = lambda _: None
+    _captured: Program | None = field(default=None, init=False)
+    _flop: dict[str, float] = field(default_factory=dict, init=False)
+    _at: dict[str, int] = field(default_factory=dict, init=False)
+    _scheduled: dict[tuple[Axis, str], Program] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        check_policy(self.options.get("reshard_after_forward"), self.policy)
+        check_examples(self.options.get("units"), self.example_inputs, self.example_kwargs)
+        if self.example_inputs is None and self.example_kwargs is None:
+            raise ArgumentError("explain needs example_inputs or example_kwargs, the inputs of one rank's call.")
+        symbols = self.options.get("symbols")
+        if symbols and not (
+            isinstance(symbols, Mapping) and all(isinstance(d, int) and d >= 0 for d in symbols.values())
+        ):
+            raise ArgumentError(
+                f'symbols must name dims of the inputs such as {{"batch": 0, "seq": 1}}, got {symbols!r}.'
+            )
+        passes, states = self.options.get("passes"), self.states
+        if not (passes is None or isinstance(passes, Pipeline)):
+            raise ArgumentError(f"passes must be a graphshard.Pipeline, got {type(passes).__name__}.")
+        if not isinstance(states, int) or states < 0:
+            raise ArgumentError(f"optimizer_states must be a number of tensors such as 2 for Adam, got {states!r}.")
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """The precision."""
+        return self.options.get("mp_policy") or MixedPrecisionPolicy()
+
+    @property
+    def states(self) -> int:
+        """Tensors that the optimizer keeps for each parameter."""
+        return self.options.get("optimizer_states", 2)
+
+    def explain(
+        self, mesh: Mesh, profile: Profile, network: str, *, measured: Mapping[str, float] = MappingProxyType({})
+    ) -> Explanation:
+        """Predict a step on one mesh and machine."""
+        if network not in profile.outside:
+            raise ArgumentError(
+                f"network must be one of {', '.join(map(repr, profile.outside))} for {profile.name}, got {network!r}."
+            )
+        axes = mesh_axes(mesh)
+        (axis,) = axes
+        program = self._program(axis, profile)
+        unknown = sorted(set(measured) - set(program.regions))
+        if unknown:
+            raise ArgumentError(
+                f"measured has {unknown[0]!r}, which is no region of this program. Measure with the same model, "
+                "inputs, mesh and settings."
+            )
+        costs = Costs(profile, network, axes, dict(measured))
+        found = explained(program, costs, self._flop, tokens=self._tokens(), states=self.states, label=self.label)
+        if self.options.get("symbols"):
+            found = replace(found, formulas=formulas_of(program, costs, self._at, states=self.states))
+        return found
+
+    def _program(self, axis: Axis, profile: Profile) -> Program:
+        """The lowered program; its history is without text."""
+        key = axis, profile.device
+        if key not in self._scheduled:
+            captured = self._capture(axis)
+            self.show(f"schedule for {axis.size} ranks")
+            program = replace(
+                captured,
+                phases={name: phase.clone() for name, phase in captured.phases.items()},
+                params=self._table(axis.size),
+                axis=axis,
+                device=torch.device(profile.device),
+                history=list(captured.history),
+                established=set(captured.established),
+            )
+            run_pipeline(self.options.get("passes") or Pipeline(), program, Observer("off"))
+            if self.options.get("symbols"):
+                spread_ranks(program)
+            lower(program, compiler_for("eager"), {})
+            self._scheduled[key] = program
+        return self._scheduled[key]
+
+    def _capture(self, axis: Axis) -> Program:
+        if self._captured is None:
+            self.show("capture")
+            given = tuple(self.example_inputs or ()), dict(self.example_kwargs or {})
+            inputs = pytree.tree_map_only(torch.Tensor, _on_cpu, given)
+            units = find_units(self.model, self.options.get("units"))
+            spec = CaptureSpec(self._table(axis.size), units, axis, torch.device("cpu"), self.policy, type(self.model))
+
+            def trace(inputs: Inputs) -> Program:
+                return capture(self.model, *inputs, spec, grad=True)
+
+            self._captured = trace(inputs)
+            if symbols := self.options.get("symbols"):
+                self.show("capture at other sizes")
+                self._at = symbolize(self._captured, inputs, symbols, trace)
+            (phase,) = self._captured.phases.values()
+            self._flop = flop_of(phase.module.graph.nodes)
+        return self._captured
+
+    def _table(self, num_shards: int) -> ParamTable:
+        ignored = check_ignored(self.model, self.options.get("ignored_params"))
+        check_params(self.model, "cpu", ignored)
+        return build_table(
+            self.model,
+            num_shards=num_shards,
+            units=find_units(self.model, self.options.get("units")),
+            param_dtype=self.policy.param_dtype,
+            reduce_dtype=self.policy.reduce_dtype,
+            reshard_after_forward=self.options.get("reshard_after_forward"),
+            dims=check_placements(self.model, self.options.get("shard_placement_fn"), ignored),
+            ignored=ignored,
+        )
+
+    def _tokens(self) -> int:
+        """Elements of the first integer input, or the batch size."""
+        leaves = pytree.tree_leaves((self.example_inputs, self.example_kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tokens = next((t.numel() for t in tensors if not t.is_floating_point() and t.dim()), None)
+        return tokens or next((t.shape[0] for t in tensors if t.dim()), 1)
+
+
+def mesh_axes(mesh: Mesh) -> tuple[Axis, ...]:
+    """The axes of a mesh, or of the shape of one that need not exist.
+
+    Raises:
+        ArgumentError: it is no mesh and no shape, or has several axes.
+    """
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or tuple("shard" if mesh.ndim == 1 else f"axis{i}" for i in range(mesh.ndim))
+        shape = dict(zip(names, mesh.shape))
+    elif isinstance(mesh, Mapping):
+        shape = dict(mesh)
+    elif isinstance(mesh, Sequence) and not isinstance(mesh, str):
+        shape = {"shard" if len(mesh) == 1 else f"axis{i}": size for i, size in enumerate(mesh)}
+    else:
+        raise ArgumentError(f"mesh must be a DeviceMesh or a shape such as (8,) or {{'shard': 8}}, got {mesh!r}.")
+    if not shape or not all(isinstance(size, int) and size > 0 for size in shape.values()):
+        raise ArgumentError(f"mesh must have positive sizes, got {mesh!r}.")
+    if len(shape) != 1:
+        raise ArgumentError(
+            f"mesh must have one axis, got {len(shape)} ({', '.join(shape)}): replication over a second axis (HSDP) is "
+            "not supported yet."
+        )
+    return tuple(Axis(name, size) for name, size in shape.items())
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Only shapes are looked at: capture wants tensors of the CPU."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)

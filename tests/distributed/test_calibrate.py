@@ -1,0 +1,68 @@
+"""Calibration on real ranks: collectives are measured, and all ranks agree on the result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphshard
+from graphshard import calibrate, calibrate_links
+from graphshard.profile import KINDS, Link
+from tests.ranks import Ranks
+
+
+def _links(rank: int, world_size: int) -> tuple[int, dict[str, Link], dict[str, float]]:
+    calibrate_links._SIZES["cpu"] = (2**12, 2**20)
+    calibrate_links._REPEATS = 2
+    return calibrate_links.measure_links("cpu", lambda _: None, calibrate.slowest)
+
+
+def test_links(ranks: Ranks) -> None:
+    """Every kind has a positive bandwidth and a latency, the same on all ranks, because the slowest counts."""
+    first, second = ranks(2).run(_links)
+    assert first == second
+    nodes, links, outside = first
+    assert nodes == 1
+    assert links.keys() == set(KINDS)
+    assert all(link.bandwidth > 0 and link.latency > 0 for link in links.values())
+    assert outside == {"isolated": links["gather"].bandwidth}
+
+
+def _profile(rank: int, world_size: int) -> str:
+    calibrate_links._SIZES["cpu"] = (2**12, 2**20)
+    calibrate_links._REPEATS = 2
+
+    def seconds_of(fn: object, device: str, budget: float = 0.0) -> float:
+        return 1e-3 * (rank + 1)
+
+    calibrate.seconds_of = seconds_of  # type: ignore[assignment]
+    try:
+        profile = calibrate.calibrate("cpu", "two")
+    finally:
+        from graphshard.calibrate_timing import seconds_of as real
+
+        calibrate.seconds_of = real
+    return profile.to_json()
+
+
+def test_profile_is_of_the_slowest_rank(ranks: Ranks) -> None:
+    """Both ranks make the same profile, with the times of rank 1."""
+    texts = ranks(2).run(_profile)
+    one, two = map(graphshard.Profile.from_json, texts)
+    assert one.hash == two.hash
+    assert one.kernel_seconds == pytest.approx(2e-3)
+    assert one.ranks_per_node == 2
+    assert one.made["ranks"] == 2
+    assert one.memory_bandwidth == pytest.approx(2 * 2**25 * 4 / 2e-3)
+
+
+def _measured(rank: int, world_size: int) -> float:
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor)
+    return calibrate.slowest(float(rank), "cpu")
+
+
+def test_slowest(ranks: Ranks) -> None:
+    """The largest value of all ranks, on all ranks."""
+    assert ranks(2).run(_measured) == [1.0, 1.0]

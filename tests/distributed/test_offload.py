@@ -1,0 +1,59 @@
+"""CPUOffloadPolicy: on a CPU mesh, where FSDP2's default fails for lack of pinned memory, and with copies forced."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import graphshard
+from graphshard.passes import Offload
+from tests.distributed.test_parity import assert_same, fsdp2, world_mesh
+from tests.distributed.test_sharding import Net, rows, train
+from tests.ranks import Ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _offload(rank: int, world_size: int, backend: str) -> None:
+    mesh = world_mesh()
+    for policy in (MixedPrecisionPolicy(), BF16):
+        torch.manual_seed(0)
+        model = Net(dim=7)
+        twins = [copy.deepcopy(model) for _ in range(2)]
+        theirs = fsdp2(twins[0], mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        options = {"mp_policy": policy, "backend": "eager", "offload_policy": CPUOffloadPolicy()}
+        ours = graphshard.compile(model, mesh, **options)
+        copies = graphshard.Pipeline().insert(Offload(always=True), before="plan")
+        forced = graphshard.compile(twins[1], mesh, passes=copies, **{**options, "backend": backend})
+        inputs = [rows(rank + 10 * step) for step in range(3)]
+        expected = train(theirs, inputs)
+        assert_same(train(ours, inputs), expected, "offloaded")
+        got = train(forced, inputs)
+        if backend == "eager":
+            assert_same(got, expected, "with copies")
+        (program,) = graphshard.programs(forced)
+        assert "torch.ops.graphshard.upload.default" in program.forward.code
+        assert "torch.ops.graphshard.download.default" in program.backward.code
+        assert all(p.device.type == "cpu" and p.grad.device.type == "cpu" for p in ours.parameters())
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_row_84_parameters_stay_on_the_cpu(ranks: Ranks, backend: str) -> None:
+    ranks(2).run(_offload, backend)
+
+
+def _wrong(rank: int, world_size: int) -> None:
+    with pytest.raises(graphshard.ArgumentError, match=r"must be a .*CPUOffloadPolicy or None, got str"):
+        graphshard.compile(Net(), world_mesh(), offload_policy="cpu")
+    with torch.device("meta"):
+        model = Net()
+    model = graphshard.compile(model, world_mesh(), backend="eager", offload_policy=CPUOffloadPolicy())
+    with pytest.raises(graphshard.MaterializationError, match=r"on the meta device: stem.weight"):
+        model(rows(rank))
+
+
+def test_row_85_errors(ranks: Ranks) -> None:
+    ranks(2).run(_wrong)

@@ -1,0 +1,184 @@
+"""Random modules on real ranks: full tensors survive sharding, saving and loading, and training is data parallel."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+import graphshard
+from tests.distributed.test_parity import world_mesh
+from tests.distributed.test_sharding import data_parallel, full, hashes_agree, rows, train
+from tests.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One parameter of a random module."""
+
+    shape: tuple[int, ...]
+    dim: int
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    ignored: bool
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    specs: tuple[Spec, ...] = field(default_factory=tuple)
+    num_blocks: int = 0
+    backward_gathers: bool | None = None
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> Spec:
+    shape = tuple(draw(st.lists(st.integers(0, 5), min_size=1, max_size=3)))
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float64, torch.int8]))
+    return Spec(
+        shape=shape,
+        dim=draw(st.integers(-len(shape), len(shape) - 1)),
+        order=tuple(draw(st.permutations(range(len(shape))))),
+        dtype=dtype,
+        trainable=dtype.is_floating_point and draw(st.booleans()),
+        ignored=draw(st.sampled_from([False, False, False, True])),
+        tied=draw(st.booleans()),
+    )
+
+
+CASES = st.builds(
+    Case,
+    specs=st.lists(specs(), min_size=1, max_size=5).map(tuple),
+    num_blocks=st.integers(0, 2),
+    backward_gathers=st.sampled_from([None, True, False]),
+)
+
+
+def _parameter(spec: Spec) -> nn.Parameter:
+    memory = torch.randn([spec.shape[d] for d in spec.order]).mul(2).to(spec.dtype)
+    value = memory.permute(sorted(range(len(spec.shape)), key=spec.order.__getitem__))
+    return nn.Parameter(value, requires_grad=spec.trainable)
+
+
+class Piece(nn.Module):
+    """Mixes its parameters, each weighed by numbers of its own, with the input."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(params)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x
+        for index, param in enumerate(self.params):
+            weights = torch.cos(torch.arange(param.numel(), dtype=torch.float32) + index)
+            total = total + torch.tanh((param.float().reshape(-1) * weights).sum() + x) / (index + 1)
+        return total
+
+
+class Random(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        made = [_parameter(spec) for spec in case.specs]
+        self.first = Piece(made)
+        self.blocks = nn.ModuleList(
+            Piece([p if spec.tied else _parameter(spec) for p, spec in zip(made, case.specs)])
+            for _ in range(case.num_blocks)
+        )
+        self.scale = nn.Parameter(torch.ones(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x * self.scale.sum(0))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _compile(case: Case) -> tuple[nn.Module, nn.Module]:
+    """The module compiled, and a copy of it."""
+    model = Random(case)
+    reference = copy.deepcopy(model)
+    spec_of = {id(p): spec for piece in (model.first, *model.blocks) for p, spec in zip(piece.params, case.specs)}
+    ignored = [p for p in model.parameters() if id(p) in spec_of and spec_of[id(p)].ignored]
+    for param, twin in zip(model.parameters(), reference.parameters(), strict=True):
+        if any(param is other for other in ignored):
+            twin.requires_grad_(False)  # each rank would train it apart
+            param.requires_grad_(False)
+    return reference, graphshard.compile(
+        model,
+        world_mesh(),
+        backend="eager",
+        ignored_params=ignored,
+        shard_placement_fn=lambda p: Shard(spec_of[id(p)].dim) if id(p) in spec_of else None,
+        reshard_after_forward=case.backward_gathers,
+    )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous(), b.contiguous())
+
+
+def _round_trip(rank: int, world_size: int, case: Case, folder: str) -> None:
+    reference, model = _compile(case)
+    originals = dict(reference.named_parameters(remove_duplicate=False))
+    for name, value in model.state_dict().items():
+        assert _same_bits(full({name: value})[name], originals[name].detach()), name
+        if isinstance(value, DTensor):
+            dense = math.prod(value.to_local().shape) == value.to_local().numel()
+            assert dense, name
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    for name, param in model.named_parameters(remove_duplicate=False):
+        assert _same_bits(full({name: param})[name], originals[name].detach()), name
+    batches = [[rows(r + 10 * step) for r in range(world_size)] for step in range(3)]
+    got = full(train(model, [inputs[rank] for inputs in batches], lr=0.01))
+    for name, value in data_parallel(reference, batches, lr=0.01).items():
+        mine = got[name]
+        assert (mine is None) == (value is None), name
+        if value is not None:
+            loose = 2e-2 if value.dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(mine, value, rtol=loose, atol=loose, msg=lambda m, n=name: f"{n}: {m}")
+    hashes_agree(model)
+
+
+def _together(rank: int, world_size: int, case: Case, folder: str) -> None:
+    """All ranks see the error of one, so that hypothesis can go on with other cases."""
+    error: Any = None
+    try:
+        _round_trip(rank, world_size, case, folder)
+    except AssertionError as caught:
+        error = caught
+    dist.barrier()
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@given(case=CASES)
+@settings(
+    deadline=None,
+    max_examples=6,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_random_modules(ranks: Ranks, world_size: int, case: Case) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks(world_size).run(_together, case, folder)

@@ -1,0 +1,437 @@
+"""explain: predicted steps of models on meta, for meshes and machines that are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import graphshard
+from graphshard.cli import main
+from graphshard.program import Axis
+from graphshard.study import Study, mesh_axes
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Net(nn.Module):
+    """An embedding, four wide blocks and a head: enough to have a head, a tail and something in between."""
+
+    def __init__(self, width: int = 512, depth: int = 4, vocab: int = 1024) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth)
+        )
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x).float().logsumexp(-1).mean()
+
+
+def meta_net(**sizes: int) -> Net:
+    """On meta, as models that do not fit are."""
+    with torch.device("meta"):
+        return Net(**sizes)
+
+
+TOKENS = torch.zeros(2, 128, dtype=torch.long)
+RANKS = 8
+
+
+@pytest.fixture(scope="module")
+def study() -> Study:
+    """One capture for many tests."""
+    return Study(meta_net(), (TOKENS,), None, {"mp_policy": BF16})
+
+
+@pytest.fixture(scope="module")
+def found(study):
+    """On 8 H100."""
+    return study.explain((RANKS,), graphshard.load_profile("h100"), "isolated")
+
+
+def test_no_process_group_and_no_memory():
+    """The model stays on meta, uncompiled; nobody initialises torch.distributed."""
+    model = meta_net()
+    before = dict(model.named_parameters())
+    result = graphshard.explain(model, {"shard": 64}, example_inputs=(TOKENS,))
+    assert not dist.is_initialized()
+    assert type(model) is Net
+    assert dict(model.named_parameters()) == before
+    assert all(param.is_meta for param in model.parameters())
+    assert result.mesh == {"shard": 64}
+    assert result.tokens == 256
+    assert result.hardware == "h100"
+
+
+def test_numbers_fit_together(found):
+    """The parts make the whole, and the bound is below."""
+    parts = found.compute_s + found.exposed_comm_s + found.optimizer_s
+    assert found.step_time_s == pytest.approx(parts)
+    assert 0 < found.lower_bound_s <= found.step_time_s * (1 + 1e-9)
+    assert found.gap == pytest.approx(found.step_time_s / found.lower_bound_s - 1)
+    assert found.tokens_per_second == pytest.approx(256 * RANKS / found.step_time_s)
+    assert found.exposed_comm_s == pytest.approx(sum(found.exposed.values()))
+    assert found.compute_s == pytest.approx(sum(r.calls * r.seconds for r in found.regions))
+    assert found.peak_memory_bytes == sum(found.memory.values())
+    assert found.communication_s >= found.exposed_comm_s
+
+
+def test_flops_and_mfu(found):
+    """Six per parameter and token for the layers' weights, at the peak of bfloat16."""
+    weights = 4 * 2 * 4 * 512**2 + 512 * 1024
+    assert found.flop == 6 * weights * 256
+    peak = graphshard.load_profile("h100").rate("bfloat16").peak
+    assert found.mfu == pytest.approx(found.flop / peak / found.step_time_s)
+
+
+def test_state_is_sharded(study, found):
+    """Sharded state is a rank's part of parameters and optimizer: twice the ranks, half of it."""
+    trained = sum(p.numel() for p in study.model.parameters()) * 4
+    assert found.memory["optimizer state"] == pytest.approx(2 * trained / RANKS, rel=0.01)
+    twice = study.explain((2 * RANKS,), graphshard.load_profile("h100"), "isolated")
+    assert twice.memory["optimizer state"] == pytest.approx(found.memory["optimizer state"] / 2, rel=0.01)
+    plain = graphshard.explain(study.model, (RANKS,), example_inputs=(TOKENS,), mp_policy=BF16, optimizer_states=0)
+    assert plain.memory["optimizer state"] == 0
+    assert plain.optimizer_s == pytest.approx(found.optimizer_s * 3 / 7)
+
+
+def test_table(found):
+    """What a user reads."""
+    text = str(found)
+    for part in ("Net, 256 tokens per rank", "shard 8", "network isolated", found.profile_hash[:12], "tokens/s", "MFU"):
+        assert part in text
+    assert f"limited by     {found.limit}" in text
+    assert all(f"* {line}" in text for line in found.advice)
+
+
+def test_json(found):
+    """Plain numbers; what is private stays out."""
+    data = json.loads(found.to_json())
+    assert data["step_time_s"] == found.step_time_s
+    assert data["tokens_per_second"] == found.tokens_per_second
+    assert data["regions"][0]["key"] == found.regions[0].key
+    assert not any(name.startswith("_") for name in data)
+
+
+def test_html(found, tmp_path):
+    """The report of the same program, for the same machine."""
+    found.save_html(tmp_path / "x.html")
+    text = (tmp_path / "x.html").read_text()
+    assert "NVIDIA H100 SXM" in text
+    assert found.profile_hash[:12] in text
+    assert "gather layers.1 in forward" in text
+
+
+def test_trace(found, tmp_path):
+    """Trace events that a parser accepts: known phases with their fields, and no overlap on a track."""
+    found.save_trace(tmp_path / "x.json")
+    trace = json.loads((tmp_path / "x.json").read_text())
+    fields = {"X": {"ts", "dur", "tid", "cat"}, "C": {"ts", "args"}, "M": {"args"}}
+    for event in trace["traceEvents"]:
+        assert {"ph", "name", "pid"} | fields[event["ph"]] <= event.keys()
+    tracks: dict[int, list] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            tracks.setdefault(event["tid"], []).append(event)
+    assert tracks.keys() == {1, 2}
+    for events in tracks.values():
+        for a, b in itertools.pairwise(events):
+            assert a["ts"] + a["dur"] <= b["ts"] + 1e-6
+    waits = sum(e["dur"] for e in tracks[1] if e["cat"] == "exposed")
+    assert waits == pytest.approx(found.exposed_comm_s * 1e6)
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    assert {"compute", "communication"} <= names
+    peak = max(e["args"]["bytes"] for e in trace["traceEvents"] if e["ph"] == "C")
+    assert peak == found.peak_memory_bytes - found.memory["optimizer state"]
+
+
+def test_equal_to_what_compile_makes(fake_world):
+    """The plan and the regions are those that compile makes with the same arguments."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    cpu = dataclasses.replace(graphshard.load_profile("h100"), name="cpu", device="cpu")
+    predicted = graphshard.explain(meta_net(), (4,), example_inputs=(TOKENS,), hardware=cpu)
+    fake_world(4)
+    model = Net()
+    graphshard.compile(model, init_device_mesh("cpu", (4,)), backend="eager")
+    model(TOKENS)
+    (program,) = graphshard.programs(model)
+    assert program.plan.hash == predicted.plan_hash
+    assert program.regions.keys() == {region.key for region in predicted.regions}
+
+
+# What limits, and what helps
+
+
+def test_limits(study):
+    """A slow network is a link; much work for few bytes is compute; too little memory is memory."""
+    h100 = graphshard.load_profile("h100")
+    assert study.explain((1024,), h100, "in-training").limit == "link"
+    slow = dataclasses.replace(
+        h100, rates={n: dataclasses.replace(r, peak=r.peak / 1e4) for n, r in h100.rates.items()}
+    )
+    assert study.explain((RANKS,), slow, "isolated").limit == "compute"
+    small = study.explain((RANKS,), dataclasses.replace(h100, memory_capacity=1e6), "isolated")
+    assert small.limit == "memory"
+    assert "are needed" in small.advice[0]
+    assert study.explain((RANKS,), h100, "isolated").limit in ("head", "tail", "link")
+
+
+def test_advice_is_right(study):
+    """With somewhat more tokens than the advice names, communication does hide; with a quarter it does not."""
+    h100 = graphshard.load_profile("h100")
+    link = study.explain((1024,), h100, "in-training")
+    (line,) = [line for line in link.advice if "tokens per rank" in line]
+    tokens = int(line.split("from about ")[1].split(" tokens")[0].replace(",", ""))
+    rate = h100.rate("bfloat16")
+    assert tokens == pytest.approx(link.communication_s / (link.flop / 256 / (rate.peak * rate.matmul)), rel=0.01)
+    assert any("reshard_after_forward=False drops A'" in line for line in link.advice)
+    assert any("halves R" in line for line in link.advice)
+
+    def at(count: int) -> graphshard.Explanation:
+        inputs = (torch.zeros(1, count, dtype=torch.long),)
+        return graphshard.explain(study.model, (1024,), example_inputs=inputs, mp_policy=BF16, network="in-training")
+
+    enough, few = at(tokens), at(tokens // 4)
+    assert enough.communication_s < 1.01 * enough.compute_s
+    assert few.communication_s > few.compute_s
+
+
+def test_keeping_parameters_is_what_the_advice_says(study):
+    """No gathers in backward: communication shrinks by A'."""
+    h100 = graphshard.load_profile("h100")
+    again = study.explain((64,), h100, "isolated")
+    kept = graphshard.explain(study.model, (64,), example_inputs=(TOKENS,), mp_policy=BF16, reshard_after_forward=False)
+    gathers = [step for step in again._timeline.steps if step.kind == "gather" and step.phase == "backward"]
+    assert kept.communication_s == pytest.approx(again.communication_s - sum(s.seconds for s in gathers))
+
+
+# Measured regions
+
+
+def test_measured_regions_replace_estimates(study, found):
+    """One region measured to take a second; the rest stays."""
+    region = found.regions[0]
+    result = study.explain((RANKS,), graphshard.load_profile("h100"), "isolated", measured={region.key: 1.0})
+    assert result.compute_s == pytest.approx(found.compute_s + region.calls * (1.0 - region.seconds))
+    assert [r.key for r in result.regions if r.measured] == [region.key]
+
+
+def test_measure_regions(fake_world, tmp_path):
+    """Regions of a compiled model are timed and fit the prediction's by key, through a file."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    fake_world(2)
+    model = Net(width=16, vocab=32)
+    with pytest.raises(graphshard.ArgumentError, match="Net has no program to measure"):
+        graphshard.measure_regions(model)
+    graphshard.compile(model, init_device_mesh("cpu", (2,)), backend="eager")
+    with pytest.raises(graphshard.ArgumentError, match="Net has no program to measure"):
+        graphshard.measure_regions(model)
+    model(TOKENS)
+    measured = graphshard.measure_regions(model, budget=0.001)
+    (program,) = graphshard.programs(model)
+    assert measured.keys() == program.regions.keys()
+    assert all(0 < seconds < 10 for seconds in measured.values())
+    graphshard.save_measured(measured, tmp_path / "m.json")
+    assert graphshard.load_measured(tmp_path / "m.json") == measured
+    cpu = dataclasses.replace(graphshard.load_profile("h100"), name="cpu", device="cpu")
+    small = meta_net(width=16, vocab=32)
+    result = graphshard.explain(small, (2,), example_inputs=(TOKENS,), hardware=cpu, measured=measured)
+    assert all(region.measured for region in result.regions)
+    assert result.compute_s == pytest.approx(sum(measured[key] for key in program.region_calls))
+
+
+def test_measurements_of_something_else(study, tmp_path):
+    """A key that is no region, and a file that holds something else."""
+    with pytest.raises(graphshard.ArgumentError, match="measured has 'abc', which is no region of this program"):
+        study.explain((RANKS,), graphshard.load_profile("h100"), "isolated", measured={"abc": 1.0})
+    (tmp_path / "m.json").write_text('{"abc": "fast"}')
+    with pytest.raises(graphshard.ArgumentError, match="must hold seconds by region key"):
+        graphshard.load_measured(tmp_path / "m.json")
+
+
+# Grids
+
+
+def test_grid(study):
+    """One capture for all meshes and machines; a line for each; the best fits into memory."""
+    said = []
+    grid = graphshard.explain_grid(
+        study.model,
+        [(8,), {"shard": 64}],
+        example_inputs=(TOKENS,),
+        hardware=["h100", "a100"],
+        network=["isolated", "in-training"],
+        settings={"f32": {}, "bf16": {"mp_policy": BF16}},
+        show=said.append,
+    )
+    assert len(grid.rows) == 2 * 2 * 2 * 2
+    assert said.count("capture") == 2
+    assert len([text for text in said if text.startswith("schedule")]) == 4
+    assert [row.label for row in grid.rows[:1] + grid.rows[-1:]] == ["f32", "bf16"]
+    assert grid.best.tokens_per_second == max(row.tokens_per_second for row in grid.rows)
+    lines = str(grid).splitlines()
+    assert len(lines) == 17
+    assert lines[0].split()[:4] == ["setting", "mesh", "hardware", "network"]
+    assert [row["hardware"] for row in json.loads(grid.to_json())] == [row.hardware for row in grid.rows]
+    single = study.explain((64,), graphshard.load_profile("a100"), "in-training")
+    assert grid.rows[-1].step_time_s == pytest.approx(single.step_time_s)
+
+
+# Wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (8, "mesh must be a DeviceMesh or a shape such as"),
+        ("8", "mesh must be a DeviceMesh or a shape such as"),
+        ((0,), "mesh must have positive sizes"),
+        ({}, "mesh must have positive sizes"),
+        ((2, 4), "mesh must have one axis, got 2"),
+    ],
+)
+def test_wrong_meshes(mesh, message):
+    """Before anything is captured."""
+    with pytest.raises(graphshard.ArgumentError, match=message):
+        mesh_axes(mesh)
+
+
+def test_meshes():
+    """Names are the mesh's, or "shard"."""
+    assert mesh_axes((8,)) == mesh_axes({"shard": 8}) == (Axis("shard", 8),)
+    assert mesh_axes({"dp": 3}) == (Axis("dp", 3),)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hardware": "tpu"}, "hardware 'tpu' is neither"),
+        ({"network": "dsl"}, "network must be one of 'isolated', 'in-training' for h100, got 'dsl'"),
+        ({"optimizer_states": -1}, "optimizer_states must be a number"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward must be"),
+        ({"mp_policy": "bf16"}, "mp_policy must be"),
+        ({"passes": []}, "passes must be"),
+        ({"example_inputs": TOKENS}, "example_inputs must be a tuple"),
+        ({"example_inputs": None}, "explain needs example_inputs"),
+        ({"units": "layers.*"}, "units must be a sequence"),
+    ],
+)
+def test_wrong_arguments(options, message):
+    """The message names the argument."""
+    with pytest.raises(graphshard.ArgumentError, match=message):
+        graphshard.explain(meta_net(width=16), (8,), **{"example_inputs": (TOKENS,), **options})
+
+
+def test_wrong_grids():
+    """A list was forgotten; an option is none."""
+    with pytest.raises(graphshard.ArgumentError, match=r"hardware of a grid must be a list, got 'h100'"):
+        graphshard.explain_grid(meta_net(width=16), [(8,)], example_inputs=(TOKENS,), hardware="h100")
+    with pytest.raises(graphshard.ArgumentError, match="explain has no option 'reshard'"):
+        graphshard.explain_grid(meta_net(width=16), [(8,)], example_inputs=(TOKENS,), settings={"x": {"reshard": 1}})
+
+
+# The command line
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens)).sum()
+
+def with_inputs():
+    return Small(), (torch.zeros(2, 8, dtype=torch.long),)
+
+def broken():
+    return None
+
+def failing():
+    raise ValueError("no config")
+"""
+
+
+@pytest.fixture
+def factory(tmp_path):
+    """A file with factories."""
+    path = tmp_path / "small_factory.py"
+    path.write_text(FACTORY)
+    return path
+
+
+def test_command(factory, tmp_path, capsys):
+    """A single prediction with every file."""
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "trace")}
+    written = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    options = ["--mesh", "8", "--batch", "2,8", "--param-dtype", "bfloat16", *written]
+    assert main(["explain", f"{factory}:Small", *options]) == 0
+    out = capsys.readouterr().out
+    assert "Small, 16 tokens per rank" in out
+    assert json.loads(files["json"].read_text())["mesh"] == {"shard": 8}
+    assert json.loads(files["trace"].read_text())["traceEvents"]
+    assert "<html" in files["html"].read_text()
+
+
+def test_command_with_a_grid(factory, capsys, monkeypatch):
+    """Several of each give a table; a module's name works as well as a file's."""
+    monkeypatch.chdir(factory.parent)
+    options = ["--mesh", "8", "shard=64", "--batch", "2,8", "4,8", "--network", "isolated", "in-training"]
+    assert main(["explain", "small_factory:Small", *options]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 8
+    assert main(["explain", "small_factory:with_inputs", "--mesh", "8"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["FILE:Small", "--mesh", "8"], "give --batch, or let"),
+        (["FILE:with_inputs", "--mesh", "8", "--batch", "1,2"], "returns its inputs; leave --batch out"),
+        (["FILE:Missing", "--mesh", "8", "--batch", "1,2"], "has no function or class Missing"),
+        (["FILE:broken", "--mesh", "8", "--batch", "1,2"], "must return an nn.Module"),
+        (["FILE:failing", "--mesh", "8", "--batch", "1,2"], "failed on the meta device with ValueError: no config"),
+        (["nowhere:x", "--mesh", "8", "--batch", "1,2"], "nowhere cannot be imported"),
+        (["nowhere.py:x", "--mesh", "8", "--batch", "1,2"], "there is no file nowhere.py"),
+        (["FILE", "--mesh", "8", "--batch", "1,2"], "factory must be module:name"),
+        (["FILE:Small", "--mesh", "x", "--batch", "1,2"], "--mesh must have positive sizes such as 8, got 'x'"),
+        (["FILE:Small", "--mesh", "8", "--batch", "1,0"], "--batch must have positive sizes such as 1,4096"),
+        (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--param-dtype", "bf17"], "torch has no dtype 'bf17'"),
+        (["FILE:Small", "--mesh", "8", "16", "--batch", "1,2", "--html", "x"], "need one mesh, machine"),
+        (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--hardware", "tpu"], "hardware 'tpu' is neither"),
+    ],
+)
+def test_wrong_commands(factory, capsys, arguments, message):
+    """One line on stderr and exit status 2."""
+    arguments = [a.replace("FILE", str(factory)) for a in arguments]
+    assert main(["explain", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_mesh_of_one_rank(study):
+    """Nothing travels."""
+    alone = study.explain((1,), graphshard.load_profile("h100"), "isolated")
+    assert alone.communication_s == 0
+    assert alone.limit == "compute"
+    assert math.isfinite(alone.gap)
