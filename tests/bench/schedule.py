@@ -1,7 +1,7 @@
 """Predicted step of our schedules, their proven gap, and what others do with the same compute on the same link.
 
-    python tests/bench/schedule.py [--ranks 8 64 1024] [--tokens 4096 16384] [--models 8B 70B 405B MoE]
-        [--inductor 8B MoE] [--json FILE]
+    python -m tests.bench.schedule [--ranks 8 64 1024] [--tokens 4096 16384] [--models 8B 70B 405B MoE]
+        [--inductor 8B MoE] [--json FILE] [--capture LAYERS]
 
 Times come from one simulator; a ratio is another schedule's step over ours. The bound is below every schedule.
 "FSDP2" packs each unit into a buffer and prefetches one ahead; "blocks" is the same without copies; "params" sends
@@ -14,19 +14,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from graphshard.cost import Costs
 from graphshard.profile import load_profile
 from graphshard.schedule import Chain, Placement, Problem, Schedule, Solver, lower_bound, simulate
+from graphshard.schedule.build import Settings, build
 from tests.bench import rivals
-from tests.bench.shapes import LLAMA_405B, SHAPES, Shape, joined, link_of, problem
+from tests.bench.shapes import LLAMA_8B, LLAMA_405B, SHAPES, Shape, joined, link_of, problem
+from tests.helpers import captured, through
 
 SEQ = 8192
 COLUMNS = ("FSDP2", "blocks", "params", "Inductor")
@@ -39,7 +44,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["8B", "70B", "405B", "MoE"])
     parser.add_argument("--inductor", nargs="*", default=["8B", "MoE"], help="models to run Inductor's scheduler on")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
+    parser.add_argument("--capture", type=int, default=0, help="only check shapes against a graph of so many layers")
     args = parser.parse_args()
+    if args.capture:
+        check_capture(args.capture)
+        return
     rows = []
     print(f"{'model':13} {'ranks':>5} {'network':12} {'tokens':>6} {'step ms':>9} {'bound':>9} {'gap':>6}", end="")
     print("".join(f" {name:>8}" for name in COLUMNS), f" {'peak GB':>8} {'plan s':>6}")
@@ -96,6 +105,33 @@ def compare(shape: Shape, ranks: int, network: str, tokens: int, *, with_inducto
         row["Inductor"] = ratio(lambda chain: rivals.inductor(chain, link, 8.0))
         dist.destroy_process_group()
     return row
+
+
+def check_capture(layers: int) -> None:
+    """The example's Llama at the widths of the 8B model, captured on the meta device, beside what shapes give."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    from llama import Llama, LlamaConfig
+
+    shape, ranks, tokens = replace(LLAMA_8B, layers=layers), 64, 4096
+    config = LlamaConfig(layers, shape.dim, shape.heads, shape.kv_heads, shape.ffn, tokens, shape.vocab)
+    with torch.device("meta"):
+        model = Llama(config).to(torch.float32)
+    batch = torch.zeros(1, tokens, dtype=torch.long)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    program = through(captured(model, (batch, batch), world_size=ranks, mp_policy=policy), "partition")
+    costs = Costs(load_profile("h100"))
+    link = link_of(costs, ranks)
+    real = build(program, costs, Settings(optimizer_states=2)).problem
+    formulas = problem(shape, costs, ranks, tokens, tokens, link)
+    print(f"{layers} layers of the 8B model on {ranks} ranks, {tokens} tokens: captured graph / shapes")
+    for mine, theirs in zip(real.chains, formulas.chains):
+        moved = [sum(t.num_bytes for t in (*c.gathers, *c.reductions)) for c in (mine, theirs)]
+        placed = [Solver()(Problem((chain,), link)) for chain in (mine, joined(theirs))]
+        print(
+            f"  {mine.name:9} compute {mine.elapsed[-1] / theirs.elapsed[-1]:.3f}, bytes {moved[0] / moved[1]:.3f}, "
+            f"planned time {placed[0].step_seconds / placed[1].step_seconds:.3f}, "
+            f"peak {placed[0].peak / placed[1].peak:.3f}, gap of the captured one {placed[0].gap:.2%}"
+        )
 
 
 def _seconds(fine: Problem, chain: Chain, placement: Placement) -> float:
