@@ -55,6 +55,31 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What the plan is expected to do, on which machine.
+
+    Attributes:
+        step_seconds: of forward, backward and optimizer.
+        lower_bound: seconds that no plan with the same compute and the same constraints beats.
+        peak_bytes: most bytes alive at once.
+        profile, profile_hash: the hardware profile whose numbers were used.
+        network: which of the profile's models of the network.
+    """
+
+    step_seconds: float
+    lower_bound: float
+    peak_bytes: int
+    profile: str
+    profile_hash: str
+    network: str
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound, as a fraction of it."""
+        return self.step_seconds / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a planner decides.
 
@@ -62,11 +87,15 @@ class Plan:
         buckets: which collectives travel together.
         events: per phase, in the order in which every rank executes them.
         gathered_bytes: per phase, the most bytes of gathered parameters that the events let live at once.
+        kept: parameters that stay gathered between forward and backward, beside those that the user keeps.
+        prediction: what a planner that weighs costs expects; None from one that does not.
     """
 
     buckets: tuple[Bucket, ...] = ()
     events: dict[str, tuple[Event, ...]] = field(default_factory=dict)
     gathered_bytes: dict[str, int] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    prediction: Prediction | None = None
 
     def bucket(self, name: str) -> Bucket:
         return next(b for b in self.buckets if b.name == name)
@@ -84,7 +113,14 @@ class Plan:
             for bucket in data["buckets"]
         )
         events = {phase: tuple(Event(**event) for event in events) for phase, events in data["events"].items()}
-        return Plan(buckets, events, data["gathered_bytes"])
+        prediction = data.get("prediction")
+        return Plan(
+            buckets,
+            events,
+            data["gathered_bytes"],
+            tuple(data.get("kept", ())),
+            None if prediction is None else Prediction(**prediction),
+        )
 
     @property
     def hash(self) -> str:

@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
+
 from graphshard.graph import Collective, Layout, collectives
 from graphshard.liveness import last_use
 from graphshard.params import ParamRow, ParamTable
@@ -50,7 +52,7 @@ class PlanByUnit:
             groups = self._group(program, name, phase)
             buckets += [bucket for bucket, _ in groups]
             events[name] = tuple(_place(phase, groups))
-            gathered_bytes[name] = _account(phase, groups, events[name], program.params)
+            gathered_bytes[name] = account(phase, groups, events[name], program.params)
         return Plan(tuple(buckets), events, gathered_bytes)
 
     def _group(self, program: Program, phase_name: str, phase: Phase) -> list[tuple[Bucket, list[Collective]]]:
@@ -83,7 +85,9 @@ class PlanByUnit:
         self, program: Program, kind: CollectiveKind, name: str, phase_name: str, rows: list[ParamRow]
     ) -> Bucket:
         limit = self.pack_gathers_below if kind == "gather" else self._reduction_limit(program)
-        sizes = {row.name: _shard_bytes(row, kind) for row in rows}
+        sizes = {
+            row.name: shard_bytes(row, row.compute_dtype if kind == "gather" else row.reduce_dtype) for row in rows
+        }
         packed = tuple(row.name for row in rows if sizes[row.name] < limit)
         if len(packed) == 1:
             packed = ()
@@ -98,8 +102,8 @@ class PlanByUnit:
         )
 
 
-def _shard_bytes(row: ParamRow, kind: CollectiveKind) -> int:
-    dtype = row.compute_dtype if kind == "gather" else row.reduce_dtype
+def shard_bytes(row: ParamRow, dtype: torch.dtype) -> int:
+    """Bytes of a parameter's padded shard in a dtype."""
     return math.prod(row.padded_shape) * dtype.itemsize
 
 
@@ -107,10 +111,8 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]]) -> list[
     """Starts and waits of a phase in order of execution."""
     layout = Layout.of(phase)
     end = len(layout.compute)
-    needed = {b.name: _first_use(members, layout) for b, members in groups if b.kind == "gather"}
-    ready = {
-        b.name: _next(_last_input(members, layout), needed.values()) for b, members in groups if b.kind == "reduce"
-    }
+    needed = {b.name: first_use(members, layout) for b, members in groups if b.kind == "gather"}
+    ready = {b.name: _next(last_input(members, layout), needed.values()) for b, members in groups if b.kind == "reduce"}
 
     gathers: list[Event] = []
     start = 0
@@ -127,8 +129,11 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]]) -> list[
     return list(heapq.merge(reductions, gathers, key=lambda event: event.at))
 
 
-def _account(
-    phase: Phase, groups: list[tuple[Bucket, list[Collective]]], events: Iterable[Event], params: ParamTable
+def account(
+    phase: Phase,
+    groups: list[tuple[Bucket, list[Collective]]],
+    events: Iterable[Event],
+    params: ParamTable,
 ) -> int:
     """The most bytes of gathered parameters alive at once: each from its start to the last compute that reads it."""
     layout = Layout.of(phase)
@@ -157,7 +162,7 @@ def _next(position: int, boundaries: Iterable[int]) -> int:
     return min((b for b in boundaries if b >= position), default=position)
 
 
-def _first_use(members: list[Collective], layout: Layout) -> int:
+def first_use(members: list[Collective], layout: Layout) -> int:
     """Position of the first compute node that needs one of the gathered parameters."""
     waits = [wait for c in members for wait in c.waits]
     sources = waits + [node for wait in waits for node in layout.after[wait]]
@@ -165,7 +170,7 @@ def _first_use(members: list[Collective], layout: Layout) -> int:
     return min((layout.index[user] for user in users if user in layout.index), default=len(layout.compute))
 
 
-def _last_input(members: list[Collective], layout: Layout) -> int:
+def last_input(members: list[Collective], layout: Layout) -> int:
     """Position after the last compute node that the gradients come from."""
     users = [node for c in members for node in (*layout.before[c.node], c.node)]
     inputs = (layout.index[n] for node in users for n in node.all_input_nodes if n in layout.index)

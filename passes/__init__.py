@@ -6,6 +6,7 @@
     reshard_after_forward   what backward gathers again, and what it keeps
     drop_unused_tangents    outputs that never receive a gradient cost nothing in backward
     make_plan               which collectives travel together, and when
+    keep_gathered           what the plan keeps gathered is handed from forward to backward
     bucket                  collectives travel together, as the plan says
     reorder                 collectives start and are waited for where the plan says
 
@@ -20,6 +21,7 @@ from graphshard.passes.base import Pass
 from graphshard.passes.bucket import Bucketing
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.insert_collectives import InsertCollectives
+from graphshard.passes.keep_gathered import KeepGathered
 from graphshard.passes.make_plan import MakePlan
 from graphshard.passes.mixed_precision import MixedPrecision
 from graphshard.passes.offload import Offload
@@ -31,6 +33,7 @@ __all__ = [
     "Bucketing",
     "DropUnusedTangents",
     "InsertCollectives",
+    "KeepGathered",
     "MakePlan",
     "MixedPrecision",
     "Offload",

@@ -1,0 +1,293 @@
+"""From a partitioned program to its scheduling problem, and from a schedule to the plan that passes apply.
+
+A transfer of the problem is one or several parameters of a unit: small ones join their neighbours, as nothing would be
+gained by sending them alone. Items are the compute between the positions at which a transfer is needed or ready.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Node
+
+from graphshard.cost import Costs
+from graphshard.graph import Layout, collectives, with_parts
+from graphshard.liveness import last_use
+from graphshard.params import ParamRow
+from graphshard.plan import Bucket, CollectiveKind, Event
+from graphshard.planner import first_use, last_input, shard_bytes
+from graphshard.program import Axis, Phase, Program
+from graphshard.schedule.footprint import base_bytes, item_at
+from graphshard.schedule.problem import Chain, Link, Placement, Problem, Transfer
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What the user fixes.
+
+    Attributes:
+        units: the collectives of a unit travel together, apart from other units', as FSDP2's do.
+        forward_prefetch: by unit, the units whose gathers start where its parameters are first used in forward.
+        backward_prefetch: the same in backward.
+        keep: parameters may stay gathered between forward and backward if that pays.
+    """
+
+    units: bool = False
+    forward_prefetch: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
+    backward_prefetch: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
+    keep: bool = False
+
+    def prefetch(self, phase_name: str) -> Mapping[str, Sequence[str]]:
+        """The prefetch lists of a phase."""
+        return self.forward_prefetch if phase_name == "forward" else self.backward_prefetch
+
+    @property
+    def by_unit(self) -> bool:
+        return self.units or bool(self.forward_prefetch or self.backward_prefetch)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a problem is made of a program.
+
+    Attributes:
+        constraints: what the user fixes.
+        exact_reductions: reductions are packed by unit and dtype, so that they have the bits of FSDP2's on gloo.
+        pack_below: bytes of a shard below which a tensor may be packed.
+        optimizer_states: tensors that the optimizer keeps for each parameter.
+    """
+
+    constraints: Constraints = field(default_factory=Constraints)
+    exact_reductions: bool = False
+    pack_below: int = 64 * 1024
+    optimizer_states: int = 2
+
+
+@dataclass(frozen=True)
+class Atom:
+    """Collectives of one kind and unit that always travel together, as `name` in the problem."""
+
+    name: str
+    unit: str
+    rows: tuple[ParamRow, ...]
+
+
+@dataclass(frozen=True)
+class PhaseMap:
+    """What a chain's numbers mean: the compute position of each item, and the atoms of each kind in order."""
+
+    cuts: tuple[int, ...]
+    atoms: dict[CollectiveKind, tuple[Atom, ...]]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A problem and what its parts are in the program."""
+
+    problem: Problem
+    maps: dict[str, PhaseMap]
+
+    def kept(self, names: frozenset[str]) -> tuple[str, ...]:
+        """The parameters of transfers that stay gathered, as far as backward gathers them."""
+        atoms = self.maps["backward"].atoms["gather"] if names else ()
+        return tuple(row.name for atom in atoms if atom.name in names for row in atom.rows)
+
+
+def build(program: Program, costs: Costs, settings: Settings) -> Built:
+    """The scheduling problem of a program."""
+    link = make_link(costs, program.axis)
+    maker = _Maker(program, costs, settings, link)
+    chains = [maker.chain(name, phase) for name, phase in program.phases.items()]
+    trained = [row for row in program.params if row.trainable]
+    if "backward" in program.phases and trained:
+        chains.append(optimizer_chain(program, costs, settings.optimizer_states, trained))
+    keepable: frozenset[str] = frozenset()
+    if settings.constraints.keep and {"forward", "backward"} <= set(program.phases):
+        names = [{t.name for t in chain.gathers} for chain in chains[:2]]
+        keepable = frozenset(names[0] & names[1])
+    state = settings.optimizer_states * sum(shard_bytes(row, row.dtype) for row in trained)
+    chains = [replace(chain, base=tuple(b + state for b in chain.base)) for chain in chains]
+    return Built(Problem(tuple(chains), link, keepable), maker.maps)
+
+
+def optimizer_chain(program: Program, costs: Costs, states: int, trained: Iterable[ParamRow]) -> Chain:
+    """One item: reads the shard, its gradient and the states, and writes all but the gradient."""
+    moved = sum(shard_bytes(row, row.dtype) for row in trained)
+    seconds = (3 + 2 * states) * moved / costs.profile.memory_bandwidth
+    held = sum(shard_bytes(row, row.dtype) for row in program.params)
+    return Chain("optimizer", (seconds,), (held + moved,))
+
+
+def make_link(costs: Costs, axis: Axis) -> Link:
+    """What collectives over an axis cost; equal questions are answered once."""
+
+    def rate(kind: str) -> functools._lru_cache_wrapper[float]:
+        @functools.cache
+        def seconds(num_bytes: int, num_tensors: int) -> float:
+            return float(costs.collective(kind, num_bytes, num_tensors, axis))
+
+        return seconds
+
+    return Link(rate("gather"), rate("reduce"), functools.cache(lambda n: float(costs.copy(n))), axis.size)
+
+
+class _Maker:
+    def __init__(self, program: Program, costs: Costs, settings: Settings, link: Link) -> None:
+        self.program, self.costs, self.settings, self.link = program, costs, settings, link
+        self.maps: dict[str, PhaseMap] = {}
+        self.gathered: dict[str, str] = {}  # by parameter, its atom's name in the phase before
+
+    def chain(self, phase_name: str, phase: Phase) -> Chain:
+        """One phase as a chain."""
+        layout = Layout.of(phase)
+        position = {**layout.index, phase.module.graph.output_node(): len(layout.compute)}
+        found = collectives(phase)
+        of_row = {(c.kind, c.params[0]): c for c in found}
+        used = {c.params[0]: min(first_use([c], layout), len(layout.compute) - 1) for c in found if c.kind == "gather"}
+        ready = {c.params[0]: last_input([c], layout) for c in found if c.kind == "reduce"}
+        gathers = list(self._atoms("gather", used))
+        reductions = list(self._atoms("reduce", ready))
+        needs = [min(used[row.name] for row in atom.rows) for atom in gathers]
+        readies = [max(max(ready[row.name] for row in atom.rows), 1) for atom in reductions]
+        end = max(len(layout.compute), 1)
+        cuts = tuple(sorted({0, end, *needs, *readies}))
+
+        def gather(atom: Atom, need: int) -> Transfer:
+            waits = [w for row in atom.rows for w in of_row["gather", row.name].waits]
+            last = max(need, min(last_use(waits, layout, position), end - 1))
+            return self._transfer("gather", atom, item_at(cuts, need), item_at(cuts, last))
+
+        transfers = sorted((gather(a, n) for a, n in zip(gathers, needs)), key=lambda t: t.at)
+        order = {atom.name: atom for atom in (*gathers, *reductions)}
+        reduced = [self._transfer("reduce", atom, cuts.index(at)) for atom, at in zip(reductions, readies)]
+        reduced.sort(key=lambda t: t.at)
+        transfers = self._pinned(phase_name, transfers, order)
+        at = {row.name: t.at for t in reduced for row in order[t.name].rows}
+        launches = [c for c in found if c.kind == "reduce"]
+        base = base_bytes(phase, layout, cuts, launches, {c.node: at[c.params[0]] for c in launches})
+        nodes = [[n for node in layout.compute[a:b] for n in with_parts(node)] for a, b in itertools.pairwise(cuts)]
+        self.maps[phase_name] = PhaseMap(
+            cuts,
+            {"gather": tuple(order[t.name] for t in transfers), "reduce": tuple(order[t.name] for t in reduced)},
+        )
+        seconds = tuple(map(self._seconds, nodes))
+        return Chain(phase_name, seconds, tuple(base), tuple(transfers), tuple(reduced))
+
+    def _seconds(self, nodes: list[Node]) -> float:
+        return float(self.costs.compute(nodes))
+
+    def _atoms(self, kind: CollectiveKind, at: Mapping[str, int]) -> Iterator[Atom]:
+        """Parameters of a unit and dtype in order of use, cut where they are worth a collective of their own."""
+        whole = self.settings.constraints.by_unit or (kind == "reduce" and self.settings.exact_reductions)
+        groups: dict[tuple[str, ...], list[ParamRow]] = {}
+        order = [row for row in self.program.params if row.name in at]
+        for row in order if whole else sorted(order, key=lambda row: at[row.name]):
+            before = "" if whole or kind == "reduce" else self.gathered.get(row.name, "")
+            groups.setdefault((row.unit, str(_dtype(row, kind)), before), []).append(row)
+        for (unit, _, before), rows in groups.items():
+            parts = [rows] if whole or before else self._parts(kind, rows)
+            for part in parts:
+                name = f"{'gradient of ' if kind == 'reduce' else ''}{part[0].name}"
+                if kind == "gather":
+                    name = before or name
+                    self.gathered.update({row.name: name for row in part})
+                # Packed tensors, and their gradients' bits, follow the parameter table.
+                table = tuple(row for row in order if row in part)
+                yield Atom(name, unit, table)
+
+    def _parts(self, kind: CollectiveKind, rows: list[ParamRow]) -> list[list[ParamRow]]:
+        parts: list[list[ParamRow]] = [[]]
+        latency = self.link.seconds(kind, 0, 1)
+        for row in rows:
+            if parts[-1] and self._moving(kind, parts[-1], latency) >= latency:
+                parts.append([])
+            parts[-1].append(row)
+        if len(parts) > 1 and self._moving(kind, parts[-1], latency) < latency:
+            parts[-2] += parts.pop()
+        return parts
+
+    def _moving(self, kind: CollectiveKind, rows: list[ParamRow], latency: float) -> float:
+        return self.link.seconds(kind, sum(_full_bytes(row, kind) for row in rows), 1) - latency
+
+    def _transfer(self, kind: CollectiveKind, atom: Atom, at: int, last: int = -1) -> Transfer:
+        exact = kind == "reduce" and self.settings.exact_reductions
+        whole = exact or self.settings.constraints.by_unit
+        small = [row for row in atom.rows if exact or _shard_bytes(row, kind) < self.settings.pack_below]
+        return Transfer(
+            name=atom.name,
+            num_bytes=sum(_full_bytes(row, kind) for row in atom.rows),
+            at=at,
+            last=last,
+            group=f"{_dtype(atom.rows[0], kind)} {atom.name if whole else ''}",
+            num_tensors=len(atom.rows),
+            num_small=len(small),
+            small_bytes=sum(_full_bytes(row, kind) for row in small),
+            packed=len(small) > 1 if exact else None,
+        )
+
+    def _pinned(self, phase_name: str, gathers: list[Transfer], atoms: Mapping[str, Atom]) -> list[Transfer]:
+        """Gathers with the start that the user's prefetch lists give them."""
+        first: dict[str, int] = {}
+        for gather in gathers:
+            first.setdefault(atoms[gather.name].unit, gather.at)
+        start: dict[str, int] = {}
+        for unit, ahead in self.settings.constraints.prefetch(phase_name).items():
+            for other in ahead:
+                if unit in first:
+                    start[other] = min(first[unit], start.get(other, first[unit]))
+        pinned = []
+        for gather in gathers:
+            at = start.get(atoms[gather.name].unit)
+            pinned.append(gather if at is None else _starting(gather, min(at, gather.at)))
+        return pinned
+
+
+def _starting(gather: Transfer, at: int) -> Transfer:
+    return replace(gather, start=at)
+
+
+def _dtype(row: ParamRow, kind: CollectiveKind) -> object:
+    return row.compute_dtype if kind == "gather" else row.reduce_dtype
+
+
+def _shard_bytes(row: ParamRow, kind: CollectiveKind) -> int:
+    return shard_bytes(row, row.compute_dtype if kind == "gather" else row.reduce_dtype)
+
+
+def _full_bytes(row: ParamRow, kind: CollectiveKind) -> int:
+    return row.num_shards * _shard_bytes(row, kind)
+
+
+def to_buckets(
+    phase_name: str, chain: Chain, mapped: PhaseMap, placement: Placement, axis: Axis, pack_below: float
+) -> tuple[list[Bucket], list[Event]]:
+    """A placement as the plan's buckets and events."""
+    buckets: list[Bucket] = []
+    taken: Counter[str] = Counter()
+    for bucket in placement.buckets:
+        atoms = mapped.atoms[bucket.kind][bucket.first : bucket.end]
+        transfers = chain.transfers(bucket.kind)[bucket.first : bucket.end]
+        rows = [row for atom in atoms for row in atom.rows]
+        exact = all(t.num_small == t.num_tensors for t in transfers)
+        small = [row.name for row in rows if exact or _shard_bytes(row, bucket.kind) < pack_below]
+        packed = tuple(small) if bucket.packed else ()
+        units = list(dict.fromkeys(atom.unit or "(root)" for atom in atoms))
+        name = f"{bucket.kind} {' to '.join(dict.fromkeys((units[0], units[-1])))} in {phase_name}"
+        taken[name] += 1
+        buckets.append(
+            Bucket(
+                name=f"{name} {taken[name]}" if taken[name] > 1 else name,
+                kind=bucket.kind,
+                phase=phase_name,
+                params=tuple(row.name for row in rows if row.name not in packed),
+                packed=packed,
+                axis=axis.name,
+                num_bytes=sum(t.num_bytes for t in transfers),
+            )
+        )
+    events = [Event(e.action, buckets[e.bucket].name, mapped.cuts[e.at]) for e in placement.events]
+    return buckets, events

@@ -1,0 +1,71 @@
+"""Bytes that are alive during a phase whatever the schedule: all but gathered parameters and unreduced gradients."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+
+from torch.fx import Node
+
+from graphshard.estimate import num_bytes
+from graphshard.graph import Collective, Layout, is_part, is_view
+from graphshard.program import Phase
+
+
+def base_bytes(
+    phase: Phase, layout: Layout, cuts: Sequence[int], reductions: Sequence[Collective], ready: Mapping[Node, int]
+) -> list[int]:
+    """Most bytes alive during each item.
+
+    Shards, inputs and results live to the end; other values from their operator to their last use. A gradient counts up
+    to the item before the last that its reduction waits for: from there on it is the schedule's.
+
+    Args:
+        cuts: positions at which items begin, and the end of the phase.
+        ready: per launch of a reduction, the index of the item after which its bucket can start.
+    """
+    end = len(layout.compute)
+    index = {**layout.index, phase.module.graph.output_node(): end}
+    change = [0] * (end + 2)
+
+    def alive(start: int, last: int, size: int) -> None:
+        if last >= start:
+            change[start] += size
+            change[last + 1] -= size
+
+    ours = {node for nodes in (*layout.before.values(), *layout.after.values()) for node in nodes}
+    spans: dict[Node, list[int]] = {}
+    for node in layout.compute:
+        spans.setdefault(_owner(node), [index[node], index[node]])
+    for node, slot in phase.slot_of().items():
+        spans[node] = [0, end if slot.kind in ("param", "buffer", "input") else 0]
+    for node in phase.module.graph.nodes:
+        for source in () if node in ours or node not in index else node.all_input_nodes:
+            owner = _owner(source)
+            if owner in spans:
+                spans[owner][1] = max(spans[owner][1], index[node])
+    for reduction in reductions:
+        for node in (*layout.before[reduction.node], reduction.node):
+            for owner in map(_owner, node.all_input_nodes):
+                if owner in spans:
+                    before = cuts[ready[reduction.node] - 1] - 1
+                    spans[owner][1] = max(spans[owner][1], before)
+        shards = sum(num_bytes(wait) for wait in reduction.waits)
+        alive(cuts[ready[reduction.node]], end, shards)
+    for owner, (start, last) in spans.items():
+        alive(start, last, num_bytes(owner))
+    total = list(accumulate(change))
+    return [max(total[a:b], default=0) for a, b in pairwise(cuts)]
+
+
+def item_at(cuts: Sequence[int], position: int) -> int:
+    """The item that runs a compute node."""
+    return min(bisect_right(cuts, position) - 1, len(cuts) - 2)
+
+
+def _owner(node: Node) -> Node:
+    """The value whose memory a value has."""
+    while node.op == "call_function" and node.all_input_nodes and (is_view(node) or is_part(node)):
+        node = node.all_input_nodes[0]
+    return node

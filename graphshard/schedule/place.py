@@ -1,0 +1,248 @@
+"""Launch positions of given buckets: as early as their order and the memory allow, then as late as costs nothing.
+
+A bucket is started when its turn has come, what it carries is ready, and it fits until its last use beside what must be
+there. A reduction is waited for once it has ended, or when an item would not fit otherwise. Gathers are then moved
+behind, to where they still end well before they are needed: memory is held no longer than it pays.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from graphshard.schedule.dynamic import least_memory
+from graphshard.schedule.problem import Bucketed, Chain, Link, Load, Occurrence, Placement, load, startable
+
+
+def place(
+    chain: Chain, link: Link, order: Sequence[Bucketed], limit: float = math.inf, margin: float = math.inf
+) -> Placement | None:
+    """Start and wait for buckets in this order; None if they do not fit in `limit` bytes.
+
+    Reductions may overtake gathers that do not fit yet or that are not urgent, and a gather that is needed overtakes
+    reductions. A gather is urgent if starting it at the next position would leave less than `margin` times its length
+    between its end and its use, were the link otherwise idle.
+    """
+    return _Placing(chain, link, order, limit, margin).run()
+
+
+class _Placing:
+    def __init__(self, chain: Chain, link: Link, order: Sequence[Bucketed], limit: float, margin: float) -> None:
+        self.chain, self.link, self.limit = chain, link, limit
+        self.order = order
+        self.loads = [load(link, b.kind, chain.transfers(b.kind)[b.first : b.end], b.packed) for b in order]
+        self.waiting = {
+            "gather": deque(i for i, b in enumerate(order) if b.kind == "gather"),
+            "reduce": deque(i for i, b in enumerate(order) if b.kind == "reduce"),
+        }
+        self.urgent = self._latest_starts(margin)
+        self.gathers: deque[int] = deque()
+        self.reductions: deque[int] = deque()
+        self.done: dict[int, float] = {}
+        self.compute = 0.0
+        self.channels = [0.0, 0.0]
+        self.least = least_memory(chain)
+        self.unreduced = 0  # bytes of gradients that are not waited for
+        self.gathered = 0
+        self.dies: dict[int, int] = {}
+        self.events: list[Occurrence] = []
+
+    def _latest_starts(self, margin: float) -> dict[int, float]:
+        """Per gather the seconds of compute by which it becomes urgent; empty if every gather is at once."""
+        found: dict[int, float] = {}
+        latest = math.inf
+        for index in reversed(self.waiting["gather"]) if margin < math.inf else ():
+            seconds = self.loads[index].seconds
+            latest = min(latest, self.chain.elapsed[self.chain.gathers[self.order[index].first].at]) - seconds
+            found[index] = latest - margin * seconds
+        return found
+
+    def run(self) -> Placement | None:
+        made = [0] * len(self.chain.seconds)
+        for reduction in self.chain.reductions:
+            made[reduction.at - 1] += reduction.num_bytes
+        for position in range(len(self.chain.seconds) + 1):
+            self.gathered -= self.dies.pop(position, 0)
+            self._settle(position)
+            while self._start_next(position):
+                self._settle(position)
+            if not self._need(position):
+                return None
+            if position == len(self.chain.seconds):
+                break
+            base = self.chain.base[position] + made[position]
+            while base + self.gathered + self.unreduced > self.limit:
+                if not self._relieve(position):
+                    return None
+            self.unreduced += made[position]
+            self.compute += self.chain.seconds[position]
+        while self.waiting["reduce"]:
+            self._start(self.waiting["reduce"][0], len(self.chain.seconds))
+        while self.reductions:
+            self._wait_reduction(len(self.chain.seconds))
+        return self._result()
+
+    def _result(self) -> Placement:
+        """Buckets numbered in the order of their starts."""
+        number = {e.bucket: i for i, e in enumerate(e for e in self.events if e.action == "start")}
+        buckets = tuple(self.order[index] for index in number)
+        return Placement(buckets, tuple(Occurrence(e.action, number[e.bucket], e.at) for e in self.events))
+
+    def _start_next(self, position: int) -> bool:
+        """Start the bucket whose turn it is, or the reduction behind gathers that do not fit."""
+        gather = self.waiting["gather"][0] if self.waiting["gather"] else None
+        reduction = self.waiting["reduce"][0] if self.waiting["reduce"] else None
+        following = self.chain.elapsed[min(position + 1, len(self.chain.seconds))]
+        turn = bool(self.urgent) or self.link.separate or reduction is None
+        turn = turn or (gather is not None and reduction is not None and gather < reduction)
+        if gather is not None and self.urgent and following <= self.urgent[gather]:
+            turn = False
+        if gather is not None and turn and self._may_gather(gather, position):
+            self._start(gather, position)
+            return True
+        if reduction is not None and self._may_reduce(reduction, position):
+            self._start(reduction, position)
+            return True
+        return False
+
+    def _may_gather(self, index: int, position: int) -> bool:
+        bucket = self.order[index]
+        members = self.chain.gathers[bucket.first : bucket.end]
+        if not startable(members, "gather", position):
+            return False
+        if self.limit == math.inf:
+            return True
+        num_bytes = sum(m.num_bytes for m in members)
+        if self.chain.boundary[position] + self.gathered + self.unreduced + num_bytes > self.limit:
+            return False
+        early = [(item, sum(m.num_bytes for m in members if m.at > item)) for item in range(position, members[-1].at)]
+        unreduced = {position: self.unreduced}
+        return all(self.least[item] + size + unreduced.get(item, 0) <= self.limit for item, size in early)
+
+    def _may_reduce(self, index: int, position: int) -> bool:
+        bucket = self.order[index]
+        members = self.chain.reductions[bucket.first : bucket.end]
+        alive = self.chain.boundary[position] + self.gathered + self.unreduced
+        return startable(members, "reduce", position) and alive + self.loads[index].transient <= self.limit
+
+    def _start(self, index: int, position: int) -> None:
+        bucket, cost = self.order[index], self.loads[index]
+        self.waiting[bucket.kind].remove(index)
+        self.compute += cost.copy_in
+        channel = self.link.channel(bucket.kind)
+        self.channels[channel] = self.done[index] = max(self.compute, self.channels[channel]) + cost.seconds
+        self.events.append(Occurrence("start", index, position))
+        if bucket.kind == "reduce":
+            self.reductions.append(index)
+            return
+        self.gathers.append(index)
+        for member in self.chain.gathers[bucket.first : bucket.end]:
+            self.gathered += member.num_bytes
+            self.dies[member.last + 1] = self.dies.get(member.last + 1, 0) + member.num_bytes
+            if self.limit < math.inf:
+                for item in range(position, member.at):
+                    self.least[item] += member.num_bytes
+
+    def _need(self, position: int) -> bool:
+        """Start what is needed now and was not, and wait for it."""
+        while self.waiting["gather"]:
+            index = self.waiting["gather"][0]
+            members = self.chain.gathers[self.order[index].first : self.order[index].end]
+            if members[0].at > position:
+                break
+            if not startable(members, "gather", position):
+                return False
+            num_bytes = sum(m.num_bytes for m in members)
+            while self.chain.boundary[position] + self.gathered + self.unreduced + num_bytes > self.limit:
+                if not self._relieve(position):
+                    return False
+            self._start(index, position)
+        while self.gathers and self.chain.gathers[self.order[self.gathers[0]].first].at <= position:
+            cost = self.loads[self.gathers[0]]
+            while self.chain.boundary[position] + self.gathered + self.unreduced + cost.transient > self.limit:
+                if not self._relieve(position):
+                    return False
+            index = self.gathers.popleft()
+            self.compute = max(self.compute, self.done[index]) + cost.copy_out
+            self.events.append(Occurrence("wait", index, position))
+            self._settle(position)
+        return True
+
+    def _relieve(self, position: int) -> bool:
+        """Free gradients by waiting for a reduction; False if none is ready."""
+        if not self.reductions:
+            if not self.waiting["reduce"] or not self._may_reduce(self.waiting["reduce"][0], position):
+                return False
+            self._start(self.waiting["reduce"][0], position)
+        self._wait_reduction(position)
+        return True
+
+    def _settle(self, position: int) -> None:
+        while self.reductions and self.done[self.reductions[0]] <= self.compute:
+            self._wait_reduction(position)
+
+    def _wait_reduction(self, position: int) -> None:
+        index = self.reductions.popleft()
+        self.compute = max(self.compute, self.done[index])
+        bucket = self.order[index]
+        self.unreduced -= sum(m.num_bytes for m in self.chain.reductions[bucket.first : bucket.end])
+        self.events.append(Occurrence("wait", index, position))
+
+
+def delay(chain: Chain, link: Link, placement: Placement, margin: float = 1.0) -> Placement:
+    """Start gathers as late as keeps every clock, but so early that they end `margin` times their length before use."""
+    arrival, starts, needed = _clocks(chain, link, placement)
+    loads = _loads(chain, link, placement)
+    behind = [(len(chain.seconds), math.inf)] * 2  # by channel: position and time of the start that follows
+    first: defaultdict[int, deque[Occurrence]] = defaultdict(deque)  # what was moved comes first at its position
+    rest: defaultdict[int, list[Occurrence]] = defaultdict(list)
+    for event in reversed(placement.events):
+        if event.action == "wait":
+            rest[event.at].append(event)
+            continue
+        bucket, cost = placement.buckets[event.bucket], loads[event.bucket]
+        position, limit = behind[link.channel(bucket.kind)]
+        start, at = starts[event.bucket], event.at
+        members = chain.transfers(bucket.kind)[bucket.first : bucket.end]
+        if bucket.kind == "gather" and not cost.copy_in and all(m.start is None for m in members):
+            latest = min(limit - cost.seconds, max(start, needed[event.bucket] - (1 + margin) * cost.seconds))
+            at = max(at, min(bisect.bisect_right(arrival, latest) - 1, position, members[0].at))
+            start = max(start, arrival[at]) if at > event.at else start
+        if at > event.at:
+            first[at].appendleft(Occurrence("start", event.bucket, at))
+        else:
+            rest[at].append(event)
+        behind[link.channel(bucket.kind)] = at, start
+    positions = range(len(chain.seconds) + 1)
+    return Placement(placement.buckets, tuple(e for p in positions for e in (*first[p], *reversed(rest[p]))))
+
+
+def _loads(chain: Chain, link: Link, placement: Placement) -> list[Load]:
+    return [load(link, b.kind, chain.transfers(b.kind)[b.first : b.end], b.packed) for b in placement.buckets]
+
+
+def _clocks(chain: Chain, link: Link, placement: Placement) -> tuple[list[float], dict[int, float], dict[int, float]]:
+    """When compute comes to each position, when each bucket starts, and when compute comes to its wait."""
+    loads = _loads(chain, link, placement)
+    compute, channels = 0.0, [0.0, 0.0]
+    arrival: list[float] = []
+    starts: dict[int, float] = {}
+    needed: dict[int, float] = {}
+    upcoming = deque(placement.events)
+    for position in range(len(chain.seconds) + 1):
+        arrival.append(compute)
+        while upcoming and upcoming[0].at == position:
+            event = upcoming.popleft()
+            cost = loads[event.bucket]
+            channel = link.channel(placement.buckets[event.bucket].kind)
+            if event.action == "start":
+                compute += cost.copy_in
+                starts[event.bucket] = max(compute, channels[channel])
+                channels[channel] = starts[event.bucket] + cost.seconds
+            else:
+                needed[event.bucket] = compute
+                compute = max(compute, starts[event.bucket] + cost.seconds) + cost.copy_out
+        compute += chain.seconds[position] if position < len(chain.seconds) else 0.0
+    return arrival, starts, needed

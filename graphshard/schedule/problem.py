@@ -1,0 +1,269 @@
+"""The scheduling problem, and what a solution of it is, without graphs and tensors.
+
+    items       0 |   1   |  2  | 3 |  4            one chain per phase, in a fixed order
+    gathers     a..a  b.......b  c..c               a gather gates the first item that reads it (`at`), and
+    reductions                  x   y               its tensors are alive to the last one; a gradient is ready
+    positions  0  1       2     3   4     5         after the items before `at`
+
+A position is a number of items: what happens at position p happens before item p. A schedule cuts the transfers of a
+kind, whose order is fixed, into buckets, and says at which position each bucket is started and waited for. A bucket
+starts when compute has come to its position and everything started before on its channel has ended; a wait holds
+compute up until the bucket has ended. A phase waits for everything that it starts.
+
+Memory of an item: `base`, gathered tensors from their start to the last item that reads them, gradients from the
+item that makes them to their wait. Between two items the smaller base counts. A packed bucket is copied into one
+buffer when it starts and out of it when it is waited for; both are alive while they are copied: a gather's at its
+wait, a reduction's at its start.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from graphshard.errors import ArgumentError
+from graphshard.plan import CollectiveKind
+
+KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce")
+
+
+class InfeasibleError(ArgumentError):
+    """No schedule fits in the memory limit.
+
+    Attributes:
+        smallest: the least bytes with which a schedule exists.
+    """
+
+    def __init__(self, message: str, smallest: int) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Tensors that always travel together.
+
+    Attributes:
+        name: unique among the transfers of its kind in a chain.
+        num_bytes: of the full tensors.
+        at: for a gather the first item that reads it, for a reduction the position at which it is ready.
+        last: for a gather the last item that reads it.
+        group: only transfers of the same group may share a bucket.
+        num_tensors: how many tensors they are.
+        num_small: how many of them are worth packing into one buffer.
+        small_bytes: bytes of those in full.
+        packed: whether the small ones are packed; None leaves it to the planner.
+        start: the only position at which it may start; None leaves it to the planner.
+    """
+
+    name: str
+    num_bytes: int
+    at: int
+    last: int = -1
+    group: str = ""
+    num_tensors: int = 1
+    num_small: int = 0
+    small_bytes: int = 0
+    packed: bool | None = None
+    start: int | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One phase: items in order, and what gates and follows them, each kind in the order of `at`.
+
+    Attributes:
+        name: "forward", "backward", "optimizer".
+        seconds: per item.
+        base: bytes alive during each item, apart from gathered tensors and gradients that wait for their reduction.
+        gathers: by first use.
+        reductions: by position at which they are ready.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    base: tuple[int, ...]
+    gathers: tuple[Transfer, ...] = ()
+    reductions: tuple[Transfer, ...] = ()
+
+    def __post_init__(self) -> None:
+        end = len(self.seconds)
+        assert end > 0, f"{self.name}: a chain has an item"
+        assert len(self.base) == end, f"{self.name}: one base per item"
+        assert all(0 <= g.at <= g.last < end for g in self.gathers), f"{self.name}: a gather is read by an item"
+        assert all(0 < r.at <= end for r in self.reductions), f"{self.name}: a gradient comes out of an item"
+        for transfers in (self.gathers, self.reductions):
+            assert all(a.at <= b.at for a, b in itertools.pairwise(transfers)), f"{self.name}: transfers out of order"
+
+    @cached_property
+    def elapsed(self) -> tuple[float, ...]:
+        """Seconds of compute before each position."""
+        return (0.0, *itertools.accumulate(self.seconds))
+
+    @cached_property
+    def boundary(self) -> tuple[int, ...]:
+        """Base bytes at each position, between two items."""
+        pairs = [min(a, b) for a, b in itertools.pairwise(self.base)]
+        return (self.base[0], *pairs, self.base[-1])
+
+    def transfers(self, kind: CollectiveKind) -> tuple[Transfer, ...]:
+        """All transfers of a kind, in order."""
+        return self.gathers if kind == "gather" else self.reductions
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Seconds of one collective: a latency, and rates per byte and per tensor beyond the first."""
+
+    latency: float
+    per_byte: float
+    per_tensor: float = 0.0
+
+    def __call__(self, num_bytes: int, num_tensors: int) -> float:
+        """Seconds for tensors of `num_bytes` in full that travel as `num_tensors`."""
+        return self.latency + num_bytes * self.per_byte + (num_tensors - 1) * self.per_tensor
+
+
+@dataclass(frozen=True)
+class Link:
+    """What transfers cost.
+
+    Attributes:
+        gather, reduce: seconds for (bytes in full, number of tensors); they must not fall with either.
+        copy: seconds for a copy of so many bytes within device memory.
+        num_shards: ranks; a shard is that part of a full tensor.
+        separate: gathers and reductions do not share a channel.
+    """
+
+    gather: Callable[[int, int], float]
+    reduce: Callable[[int, int], float]
+    copy: Callable[[int], float]
+    num_shards: int
+    separate: bool = False
+
+    def seconds(self, kind: CollectiveKind, num_bytes: int, num_tensors: int) -> float:
+        """Seconds of one collective."""
+        return self.gather(num_bytes, num_tensors) if kind == "gather" else self.reduce(num_bytes, num_tensors)
+
+    def channel(self, kind: CollectiveKind) -> int:
+        """Index of the channel that a kind uses."""
+        return int(self.separate and kind == "reduce")
+
+
+@dataclass(frozen=True)
+class Bucketed:
+    """Transfers `first` to `end` (exclusive) of a kind travel as one; their small tensors in one buffer if `packed`."""
+
+    kind: CollectiveKind
+    first: int
+    end: int
+    packed: bool = False
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """Bucket `bucket` of a placement is started, or waited for, at a position."""
+
+    action: Literal["start", "wait"]
+    bucket: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The schedule of one chain: buckets, and events in order of execution."""
+
+    buckets: tuple[Bucketed, ...] = ()
+    events: tuple[Occurrence, ...] = ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A placement for each chain of a problem, and the names of the parameters that stay gathered for backward."""
+
+    placements: tuple[Placement, ...]
+    kept: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One training step. Phases follow each other; the next step follows the last phase.
+
+    Attributes:
+        chains: forward, backward and optimizer, or fewer.
+        link: costs of transfers.
+        keepable: names of forward gathers that may stay gathered until backward has read them, which then does not
+            gather them again; each is the name of one gather in both chains.
+    """
+
+    chains: tuple[Chain, ...]
+    link: Link
+    keepable: frozenset[str] = frozenset()
+
+    def keep(self, names: frozenset[str]) -> Problem:
+        """The problem in which these parameters stay gathered."""
+        if not names:
+            return self
+        forward, backward, *rest = self.chains
+        end = len(forward.seconds) - 1
+        stay = tuple(replace(g, last=end) if g.name in names else g for g in forward.gathers)
+        base = list(backward.base)
+        for gather in backward.gathers:
+            if gather.name in names:
+                for item in range(gather.last + 1):
+                    base[item] += gather.num_bytes
+        again = tuple(g for g in backward.gathers if g.name not in names)
+        kept = replace(backward, base=tuple(base), gathers=again)
+        return replace(self, chains=(replace(forward, gathers=stay), kept, *rest), keepable=frozenset())
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a bucket costs: seconds on its channel, copies on the compute stream, and bytes while it is copied."""
+
+    seconds: float
+    copy_in: float
+    copy_out: float
+    transient: int
+
+
+def load(link: Link, kind: CollectiveKind, members: Sequence[Transfer], packed: bool) -> Load:
+    """Costs of a bucket of these transfers."""
+    num_bytes = sum(m.num_bytes for m in members)
+    num_tensors = sum(m.num_tensors for m in members)
+    if not packed:
+        return Load(link.seconds(kind, num_bytes, num_tensors), 0.0, 0.0, 0)
+    num_small = sum(m.num_small for m in members)
+    small = sum(m.small_bytes for m in members)
+    seconds = link.seconds(kind, num_bytes, num_tensors - num_small + 1)
+    if kind == "gather":
+        return Load(seconds, link.copy(small // link.num_shards), link.copy(small), small)
+    return Load(seconds, link.copy(small), 0.0, small)
+
+
+def modes(members: Sequence[Transfer]) -> tuple[bool, ...]:
+    """Whether a bucket of these may be packed, must be, or must not be."""
+    forced = {m.packed for m in members} - {None}
+    if forced:
+        return tuple(bool(f) for f in forced) if len(forced) == 1 else ()
+    return (False, True) if sum(m.num_small for m in members) > 1 else (False,)
+
+
+def startable(members: Sequence[Transfer], kind: CollectiveKind, at: int) -> bool:
+    """Whether a bucket may start at a position: ready, needed no earlier, and where the user wants it."""
+    pinned = {m.start for m in members} - {None}
+    if pinned and pinned != {at}:
+        return False
+    return at <= members[0].at if kind == "gather" else at >= members[-1].at
+
+
+def runs(transfers: Sequence[Transfer], first: int) -> Iterator[int]:
+    """Every end of a bucket that begins at `first`."""
+    for end in range(first + 1, len(transfers) + 1):
+        member = transfers[end - 1]
+        if member.group != transfers[first].group:
+            return
+        yield end

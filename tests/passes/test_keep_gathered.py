@@ -1,0 +1,110 @@
+"""keep-gathered: what the plan keeps is handed from forward to backward instead of gathered again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from graphshard.cost import Costs
+from graphshard.errors import PassError
+from graphshard.graph import collectives
+from graphshard.passes import Bucketing, KeepGathered, MakePlan, Reorder
+from graphshard.pipeline import run_pass
+from graphshard.plan import Plan
+from graphshard.profile import load_profile
+from graphshard.program import Program
+from graphshard.schedule.build import Constraints
+from graphshard.schedule.planner import PlanByCost
+from tests.helpers import COALESCED, Blocks, assert_gradients, captured, through
+
+# Kernels cost nothing but their bytes, so that communication is never hidden.
+COSTS = Costs(replace(load_profile("h100"), kernel_seconds=0.0))
+
+
+class Uneven(nn.Module):
+    """Shards with padding, an outer dim that is not the sharded one in memory, a unit each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        with torch.no_grad():
+            self.layers[1].weight.data = self.layers[1].weight.data.t().contiguous().t()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).sin()
+        return x.sum()
+
+
+def planned(model: nn.Module, batch: torch.Tensor, memory: float = 1.0) -> Program:
+    """A program with a plan that keeps what fits into a fraction of the memory that keeping everything takes."""
+    program = through(captured(model, (batch,), reshard_after_forward=True), "partition")
+    planner = PlanByCost(COSTS, memory_limit=1 << 40, constraints=Constraints(keep=True), exact_reductions=False)
+    if memory < 1:
+        most = planner(program).prediction.peak_bytes
+        planner = replace(planner, memory_limit=int(memory * most))
+    run_pass(MakePlan(planner), program)
+    return program
+
+
+def gathers(program: Program, phase: str) -> set[str]:
+    """Parameters that a phase gathers."""
+    return {p for c in collectives(program.phases[phase]) if c.kind == "gather" for p in c.params}
+
+
+def scheduled(program: Program) -> Program:
+    """The rest of the pipeline; rules are checked after every pass."""
+    for step in (KeepGathered(), Bucketing(), Reorder()):
+        run_pass(step, program)
+    return program
+
+
+@pytest.mark.parametrize("model", [Blocks(4, 5, bias=True), Uneven()])
+def test_everything_that_pays_is_kept(model: nn.Module) -> None:
+    program = planned(model, torch.randn(3, 5))
+    regathered = gathers(program, "backward")
+    assert set(program.plan.kept) == regathered != set()
+    scheduled(program)
+    assert gathers(program, "backward") == set()
+    assert gathers(program, "forward") == {row.name for row in program.params}
+    assert_gradients(program, model, [(torch.randn(3, 5),), (torch.randn(3, 5),)])
+
+
+def test_memory_decides_how_much() -> None:
+    """With less memory some layers are gathered again; every one is in exactly one of the two."""
+    model = Blocks(6, 256)
+    whole, part = (planned(model, torch.randn(3, 256), memory) for memory in (1.0, 0.9))
+    kept = set(part.plan.kept)
+    assert set() < kept < set(whole.plan.kept)
+    assert part.plan.prediction.step_seconds > whole.plan.prediction.step_seconds
+    scheduled(part)
+    assert gathers(part, "backward") == set(whole.plan.kept) - kept
+    assert_gradients(part, model, [(torch.randn(3, 256),), (torch.randn(3, 256),)])
+
+
+def test_it_does_nothing_twice_or_without_cause() -> None:
+    program = planned(Blocks(2), torch.randn(3, 4))
+    step = KeepGathered()
+    assert step.rewrite(program) > 0
+    assert step.rewrite(program) == 0
+    plain = through(captured(Blocks(2), (torch.ones(3, 4),)), "partition")
+    plain.plan = COALESCED(plain)
+    assert step.rewrite(plain) == 0
+
+
+def test_without_it_buckets_do_not_fit_the_graph() -> None:
+    program = planned(Blocks(2), torch.randn(3, 4))
+    with pytest.raises(PassError, match="bucket: plan and backward graph disagree"):
+        run_pass(Bucketing(), program)
+
+
+def test_preconditions() -> None:
+    program = through(captured(Blocks(2), (torch.ones(3, 4),), grad=False), "partition")
+    with pytest.raises(PassError, match="keep-gathered: the program has no plan; run a planner first"):
+        run_pass(KeepGathered(), program)
+    program.plan = Plan(kept=("layers.0.weight",))
+    with pytest.raises(PassError, match="keeps parameters for a backward that the program does not have"):
+        run_pass(KeepGathered(), program)

@@ -1,0 +1,248 @@
+"""Random problems, a simulator that counts ticks, and an exhaustive search; all independent of what they check."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+from hypothesis import strategies as st
+
+from graphshard.schedule import Bucketed, Chain, Link, Occurrence, Placement, Rate, Transfer
+
+
+def halves(num_bytes: int) -> float:
+    """Seconds of a copy: whole ticks."""
+    return float(num_bytes // 2)
+
+
+@st.composite
+def links(draw: st.DrawFn, *, separate: bool | None = None) -> Link:
+    """A link with whole seconds for everything."""
+    latency, per_tensor = st.integers(0, 4), st.integers(0, 2)
+    return Link(
+        gather=Rate(draw(latency), draw(st.integers(0, 2)), draw(per_tensor)),
+        reduce=Rate(draw(latency), draw(st.integers(0, 2)), draw(per_tensor)),
+        copy=halves,
+        num_shards=2,
+        separate=draw(st.booleans()) if separate is None else separate,
+    )
+
+
+@st.composite
+def chains(draw: st.DrawFn, *, layers: int = 6, reductions: bool | None = None, small: bool = True) -> Chain:
+    """Up to `layers` items in whole seconds; some gather, some reduce, and tensors may live beyond their first item."""
+    num = draw(st.integers(1, layers))
+    items = st.integers(0, num - 1)
+
+    def transfer(name: str, at: int, last: int) -> Transfer:
+        num_bytes = draw(st.integers(1, 9))
+        num_tensors = draw(st.integers(1, 2)) if small else 1
+        num_small = draw(st.integers(0, num_tensors)) if small else 0
+        return Transfer(
+            name=name,
+            num_bytes=num_bytes,
+            at=at,
+            last=last,
+            group=draw(st.sampled_from("aaab")),
+            num_tensors=num_tensors,
+            num_small=num_small,
+            small_bytes=min(num_bytes, num_small),
+        )
+
+    gathered = [i for i in range(num) if draw(st.integers(0, 3))]
+    gathers = [transfer(f"w{at}", at, draw(st.integers(at, min(at + 1, num - 1)))) for at in gathered]
+    reduced = [] if reductions is False else sorted(draw(st.lists(items, max_size=num, unique=not reductions)))
+    return Chain(
+        "phase",
+        tuple(float(draw(st.integers(0, 9))) for _ in range(num)),
+        tuple(draw(st.integers(0, 5)) for _ in range(num)),
+        tuple(gathers),
+        tuple(transfer(f"g{i}", at + 1, -1) for i, at in enumerate(reduced)),
+    )
+
+
+@st.composite
+def placements(draw: st.DrawFn, chain: Chain) -> Placement:
+    """Any schedule of a chain that keeps the orders: random cuts, starts and waits."""
+    end = len(chain.seconds)
+    events: list[tuple[int, int, int, str, Bucketed]] = []
+    for kind in ("gather", "reduce"):
+        transfers = chain.transfers(kind)
+        first, start, wait = 0, 0, 0
+        while first < len(transfers):
+            stop = first + 1
+            while stop < len(transfers) and transfers[stop].group == transfers[first].group and draw(st.booleans()):
+                stop += 1
+            members = transfers[first:stop]
+            packed = sum(m.num_small for m in members) > 1 and draw(st.booleans())
+            bucket = Bucketed(kind, first, stop, packed)
+            if kind == "gather":
+                start = draw(st.integers(min(start, members[0].at), members[0].at))
+                wait = members[0].at
+            else:
+                start = draw(st.integers(max(start, members[-1].at), end))
+                wait = draw(st.integers(max(start, wait), end))
+            tie = draw(st.integers(0, 1)) if kind == "reduce" and wait > start else 0
+            events += [(start, tie, len(events), "start", bucket), (wait, 2 - tie, len(events) + 1, "wait", bucket)]
+            first = stop
+    events.sort(key=lambda e: e[:3])
+    order = [bucket for *_, action, bucket in events if action == "start"]
+    return Placement(tuple(order), tuple(Occurrence(action, order.index(b), at) for at, *_, action, b in events))
+
+
+def ticks(chain: Chain, link: Link, placement: Placement) -> tuple[int, int]:
+    """Seconds and peak bytes of a schedule with whole seconds, one second at a time.
+
+    The host's program is a list; the compute stream takes the next entry when it is idle, channels are queues of
+    remaining seconds. Memory is counted anew from the lists of what has been done.
+    """
+    program: list[tuple[str, int]] = []
+    for position in range(len(chain.seconds) + 1):
+        program += [(e.action, e.bucket) for e in placement.events if e.at == position]
+        program += [("item", position)] if position < len(chain.seconds) else []
+    queues: list[list[list[int]]] = [[], []]
+    finished: set[int] = set()
+    done: list[tuple[str, int]] = []
+    busy = now = peak = 0
+    pending: tuple[str, int] | None = None  # an entry whose copy is running
+    todo = list(program)
+    while todo or busy:
+        while not busy and (todo or pending):
+            action, index = pending or todo.pop(0)
+            bucket = placement.buckets[index] if action != "item" else None
+            peak = max(peak, _bytes_at(chain, placement, done, (action, index))) if not pending else peak
+            if action == "item":
+                busy = int(chain.seconds[index])
+                done.append((action, index))
+            elif action == "start":
+                if not pending and (copy := _copy(chain, link, bucket, "start")):
+                    pending, busy = (action, index), copy
+                    continue
+                pending = None
+                queues[link.channel(bucket.kind)].append([index, _length(chain, link, bucket)])
+                done.append((action, index))
+                _finish(queues, finished)
+            else:
+                if index not in finished:
+                    todo.insert(0, (action, index))
+                    break
+                busy = _copy(chain, link, bucket, "wait")
+                done.append((action, index))
+        if not todo and not busy and not pending:
+            break
+        now += 1
+        busy = max(0, busy - 1)
+        for queue in queues:
+            if queue:
+                queue[0][1] -= 1
+        _finish(queues, finished)
+    return now, peak
+
+
+def _finish(queues: list[list[list[int]]], finished: set[int]) -> None:
+    for queue in queues:
+        while queue and queue[0][1] <= 0:
+            finished.add(queue.pop(0)[0])
+
+
+def _members(chain: Chain, bucket: Bucketed) -> tuple[Transfer, ...]:
+    return chain.transfers(bucket.kind)[bucket.first : bucket.end]
+
+
+def _length(chain: Chain, link: Link, bucket: Bucketed) -> int:
+    members = _members(chain, bucket)
+    tensors = sum(m.num_tensors - m.num_small * bucket.packed for m in members) + bucket.packed
+    rate = link.gather if bucket.kind == "gather" else link.reduce
+    return int(rate(sum(m.num_bytes for m in members), tensors))
+
+
+def _copy(chain: Chain, link: Link, bucket: Bucketed, action: str) -> int:
+    small = sum(m.small_bytes for m in _members(chain, bucket)) if bucket.packed else 0
+    if bucket.kind == "reduce":
+        return int(link.copy(small)) if action == "start" else 0
+    return int(link.copy(small // link.num_shards if action == "start" else small))
+
+
+def _bytes_at(chain: Chain, placement: Placement, done: list[tuple[str, int]], now: tuple[str, int]) -> int:
+    """Bytes alive while an entry of the program runs, counted from what was done before."""
+    action, index = now
+    items = sum(a == "item" for a, _ in done)
+    last = len(chain.seconds) - 1
+    total = chain.base[index] if action == "item" else min(chain.base[max(items - 1, 0)], chain.base[min(items, last)])
+    started = [placement.buckets[i] for a, i in [*done, now] if a == "start"]
+    waited = [placement.buckets[i] for a, i in done if a == "wait"]
+    total += sum(m.num_bytes for b in started if b.kind == "gather" for m in _members(chain, b) if m.last >= items)
+    freed = {m for b in waited if b.kind == "reduce" for m in range(b.first, b.end)}
+    made = items + 1 if action == "item" else items
+    total += sum(r.num_bytes for i, r in enumerate(chain.reductions) if r.at <= made and i not in freed)
+    if action != "item":
+        bucket = placement.buckets[index]
+        if bucket.packed and (action == "wait") == (bucket.kind == "gather"):
+            total += sum(m.small_bytes for m in _members(chain, bucket))
+    return total
+
+
+def exhaustive(chain: Chain, link: Link, limit: float = math.inf) -> float:
+    """Seconds of the shortest schedule within a memory limit, from every sequence of events; infinity without one.
+
+    Equal states are continued once; nothing is pruned. A wait for a gather comes at its first use.
+    """
+    end = len(chain.seconds)
+
+    def cuts(kind: str, first: int) -> Iterator[Bucketed]:
+        transfers = chain.transfers(kind)
+        for stop in range(first + 1, len(transfers) + 1):
+            if transfers[stop - 1].group != transfers[first].group:
+                return
+            for packed in (False, True):
+                if not packed or sum(m.num_small for m in transfers[first:stop]) > 1:
+                    yield Bucketed(kind, first, stop, packed)
+
+    @functools.cache
+    def best(at: int, g: int, r: int, compute: float, channels: tuple[float, float], flying: tuple) -> float:
+        """`flying` has (bucket, end) for what was started and not waited for, in order of start."""
+        gathers = [f for f in flying if f[0].kind == "gather"]
+        reductions = [f for f in flying if f[0].kind == "reduce"]
+        freed = reductions[0][0].first if reductions else r
+        alive = sum(t.num_bytes for t in chain.gathers[:g] if t.last >= at)
+        ready = sum(t.num_bytes for t in chain.reductions[freed:] if t.at <= at)
+        edge = min(chain.base[max(at - 1, 0)], chain.base[min(at, end - 1)])
+        options = []
+        if at == end and g == len(chain.gathers) and r == len(chain.reductions) and not flying:
+            return compute
+        for kind, first, most in (("gather", g, len(chain.gathers)), ("reduce", r, len(chain.reductions))):
+            for bucket in cuts(kind, first) if first < most else ():
+                members = _members(chain, bucket)
+                small = sum(m.small_bytes for m in members) if bucket.packed else 0
+                if kind == "gather":
+                    fits = edge + alive + ready + sum(m.num_bytes for m in members if m.last >= at) <= limit
+                    allowed = members[0].at >= at
+                else:
+                    fits = edge + alive + ready + small <= limit
+                    allowed = members[-1].at <= at
+                if allowed and fits:
+                    began = compute + _copy(chain, link, bucket, "start")
+                    channel = link.channel(kind)
+                    stop = max(began, channels[channel]) + _length(chain, link, bucket)
+                    now = (stop, channels[1]) if channel == 0 else (channels[0], stop)
+                    counts = (bucket.end, r) if kind == "gather" else (g, bucket.end)
+                    options.append(best(at, *counts, began, now, (*flying, (bucket, stop))))
+        if gathers and chain.gathers[gathers[0][0].first].at == at:
+            bucket, stop = gathers[0]
+            small = sum(m.small_bytes for m in _members(chain, bucket)) if bucket.packed else 0
+            if edge + alive + ready + small <= limit:
+                after = max(compute, stop) + _copy(chain, link, bucket, "wait")
+                options.append(best(at, g, r, after, channels, tuple(f for f in flying if f != gathers[0])))
+        if reductions:
+            rest = tuple(f for f in flying if f != reductions[0])
+            options.append(best(at, g, r, max(compute, reductions[0][1]), channels, rest))
+        gated = any(chain.gathers[f[0].first].at <= at for f in gathers)
+        gated = gated or (g < len(chain.gathers) and chain.gathers[g].at <= at)
+        if at < end and not gated:
+            making = sum(t.num_bytes for t in chain.reductions[freed:] if t.at == at + 1)
+            if chain.base[at] + alive + ready + making <= limit:
+                options.append(best(at + 1, g, r, compute + chain.seconds[at], channels, flying))
+        return min(options, default=math.inf)
+
+    return best(0, 0, 0, 0.0, (0.0, 0.0), ())

@@ -1,0 +1,200 @@
+"""The planner's core against exhaustive search: optimal where it promises to be, within memory, above its bound."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from graphshard.errors import ArgumentError
+from graphshard.schedule import (
+    Chain,
+    InfeasibleError,
+    Link,
+    Problem,
+    Rate,
+    Schedule,
+    Solution,
+    Solver,
+    Transfer,
+    lower_bound,
+    simulate,
+)
+from tests.schedule.oracles import chains, exhaustive, halves, links
+
+HEURISTIC = Solver(exact_transfers=0)
+LIMITS = st.one_of(st.just(math.inf), st.integers(5, 60))
+
+
+def solved(problem: Problem, solver: Solver) -> Solution | None:
+    """The solution, checked by the simulator; None if nothing fits in the limit."""
+    try:
+        found = solver(problem)
+    except InfeasibleError as error:
+        if error.smallest <= solver.limit:
+            raise
+        return None
+    timeline = simulate(problem, found.schedule)
+    assert (found.step_seconds, found.peak) == (timeline.step_seconds, timeline.peak)
+    assert found.peak <= solver.limit
+    assert found.lower_bound <= found.step_seconds * (1 + 1e-12)
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(chains(reductions=False), links(), LIMITS)
+def test_forward_equals_exhaustive_search(chain: Chain, link: Link, limit: float) -> None:
+    """Up to six layers, packed or not, tensors that live longer than one item."""
+    found = solved(Problem((chain,), link), Solver(limit))
+    best = exhaustive(chain, link, limit)
+    assert (found.step_seconds if found else math.inf) == best
+
+
+@settings(max_examples=60, deadline=None)
+@given(chains(layers=3, reductions=True), links(), LIMITS)
+def test_backward_equals_exhaustive_search(chain: Chain, link: Link, limit: float) -> None:
+    found = solved(Problem((chain,), link), Solver(limit))
+    best = exhaustive(chain, link, limit)
+    assert (found.step_seconds if found else math.inf) == best
+
+
+@settings(max_examples=25, deadline=None)
+@given(chains(layers=6, reductions=True, small=False), links(), LIMITS)
+def test_six_layers_backward_equal_exhaustive_search(chain: Chain, link: Link, limit: float) -> None:
+    assume(len(chain.gathers) + len(chain.reductions) <= 9)
+    found = solved(Problem((chain,), link), Solver(limit))
+    best = exhaustive(chain, link, limit)
+    assert (found.step_seconds if found else math.inf) == best
+
+
+@settings(max_examples=200, deadline=None)
+@given(chains(reductions=False, small=False), links())
+def test_the_dynamic_program_is_exact_for_gathers(chain: Chain, link: Link) -> None:
+    """Without copies and without a limit the search has nothing left to find."""
+    assert HEURISTIC(Problem((chain,), link)).step_seconds == Solver()(Problem((chain,), link)).step_seconds
+
+
+@settings(max_examples=60, deadline=None)
+@given(chains(layers=4, reductions=True, small=False), links(separate=False))
+def test_the_dynamic_program_is_exact_on_a_shared_link(chain: Chain, link: Link) -> None:
+    assert HEURISTIC(Problem((chain,), link)).step_seconds == Solver()(Problem((chain,), link)).step_seconds
+
+
+@settings(max_examples=200, deadline=None)
+@given(chains(layers=12, reductions=True), links(), LIMITS)
+def test_deep_chains_keep_to_memory_and_bound(chain: Chain, link: Link, limit: float) -> None:
+    """What is not searched exactly is feasible whenever something is."""
+    solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Problem:
+    """Forward and backward of up to three layers, all of which may stay gathered."""
+    num = draw(st.integers(1, 3))
+    sizes = [draw(st.integers(1, 9)) for _ in range(num)]
+
+    def chain(name: str, order: list[int]) -> Chain:
+        gathers = tuple(Transfer(f"w{i}", sizes[i], at, at) for at, i in enumerate(order))
+        reductions = tuple(Transfer(f"w{i}", sizes[i], at + 1) for at, i in enumerate(order))
+        seconds = tuple(float(draw(st.integers(0, 9))) for _ in order)
+        base = tuple(draw(st.integers(0, 5)) for _ in order)
+        return Chain(name, seconds, base, gathers, reductions if name == "backward" else ())
+
+    chains = chain("forward", list(range(num))), chain("backward", list(reversed(range(num))))
+    return Problem(chains, draw(links()), frozenset(f"w{i}" for i in range(num)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.integers(8, 60))
+def test_what_stays_gathered_is_chosen_best(problem: Problem, limit: int) -> None:
+    names = sorted(problem.keepable)
+    subsets = [frozenset(n for i, n in enumerate(names) if bits >> i & 1) for bits in range(1 << len(names))]
+    best = min(sum(exhaustive(chain, problem.link, limit) for chain in problem.keep(kept).chains) for kept in subsets)
+    found = solved(problem, Solver(limit))
+    assert (found.step_seconds if found else math.inf) == best
+    assert lower_bound(problem, limit=limit) <= best
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps(), st.booleans())
+def test_the_bound_holds_for_a_given_choice(problem: Problem, keep: bool) -> None:
+    kept = problem.keepable if keep else frozenset()
+    best = sum(exhaustive(chain, problem.link) for chain in problem.keep(kept).chains)
+    assert lower_bound(problem, kept=kept) <= best
+
+
+def test_the_bound_contains_the_closed_forms() -> None:
+    """Head, compute and tail; the link's work; on a chain where each of them is what limits."""
+    link = Link(Rate(1.0, 1.0), Rate(1.0, 1.0), halves, 2)
+    for seconds, expected in ((100.0, 300 + 5 + 5), (0.0, 2 * 1 + 6 * 4)):
+        gathers = tuple(Transfer(f"w{i}", 4, i, i) for i in range(3))
+        reductions = tuple(Transfer(f"w{2 - i}", 4, i + 1) for i in range(3))
+        chain = Chain("backward", (seconds,) * 3, (0,) * 3, gathers, reductions)
+        assert lower_bound(Problem((chain,), link)) == expected
+
+
+LAYERS = 126
+
+
+def deep(layers: int) -> Problem:
+    """A backward pass of equal layers, limited by the link in part."""
+    gathers = tuple(Transfer(f"w{i}", 100 + i % 2, 2 * i, 2 * i + 1) for i in range(layers))
+    reductions = tuple(Transfer(f"w{i}", 100 + i % 2, 2 * i + 2) for i in range(layers))
+    chain = Chain("backward", (70.0, 90.0) * layers, (1000,) * 2 * layers, gathers, reductions)
+    return Problem((chain,), Link(Rate(5.0, 0.5), Rate(5.0, 0.7), halves, 8))
+
+
+def test_a_deep_stack_is_close_to_its_bound() -> None:
+    assert solved(deep(LAYERS), Solver()).gap < 0.01
+
+
+def test_two_layers_of_memory_are_enough_for_equal_layers() -> None:
+    """Buffer depth two is already optimal."""
+    problem = deep(LAYERS)
+    (free,) = (solved(problem, Solver()),)
+    tight = solved(problem, Solver(limit=1000 + 2 * 101 + 2 * 101))
+    assert tight.step_seconds <= free.step_seconds * 1.01
+
+
+def test_memory_is_not_held_longer_than_it_pays() -> None:
+    """Where compute is what limits, a gather starts shortly before it is needed though memory is free."""
+    problem = deep(LAYERS)
+    link = Link(Rate(5.0, 0.1), Rate(5.0, 0.1), halves, 8)
+    eager, late = (solved(replace(problem, link=link), Solver(margin=margin)) for margin in (math.inf, 1.0))
+    assert late.step_seconds == eager.step_seconds
+    assert late.peak <= 1000 + 4 * 101 < eager.peak
+
+
+def test_infeasible_says_the_least_memory_and_what_it_is_for() -> None:
+    problem = deep(4)
+    with pytest.raises(
+        ArgumentError, match=r"memory_limit of 1,100 bytes\. The least possible is 1,202 bytes"
+    ) as error:
+        Solver(limit=1100)(problem)
+    assert "needed in backward: 1,000 activations" in str(error.value)
+    assert solved(problem, Solver(limit=error.value.smallest)).peak == error.value.smallest == 1202
+
+
+def test_the_same_problem_has_the_same_schedule() -> None:
+    assert Solver(limit=1500)(deep(20)) == Solver(limit=1500)(deep(20))
+
+
+def test_a_pinned_start_is_honoured() -> None:
+    """The user's prefetch: the gather of the third layer starts with the use of the first."""
+    problem = deep(4)
+    (chain,) = problem.chains
+    pinned = tuple(replace(g, start=0) if g.name == "w2" else g for g in chain.gathers)
+    problem = replace(problem, chains=(replace(chain, gathers=pinned),))
+    for solver in (Solver(), HEURISTIC):
+        (placement,) = solved(problem, solver).schedule.placements
+        starts = {e.bucket: e.at for e in placement.events if e.action == "start"}
+        (index,) = [i for i, b in enumerate(placement.buckets) if b.kind == "gather" and b.first <= 2 < b.end]
+        assert starts[index] == 0
+
+
+def test_an_empty_problem() -> None:
+    problem = Problem((Chain("forward", (1.0,), (7,)),), Link(Rate(1, 1), Rate(1, 1), halves, 2))
+    assert Solver()(problem) == Solution(Schedule((Solver()(problem).schedule.placements[0],)), 1.0, 1.0, 7)
