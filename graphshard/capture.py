@@ -34,7 +34,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from graphshard.checkpoints import interpret_submodules, mark_checkpoints, trace_checkpoints
+from graphshard.checkpointed_regions import interpret_submodules, mark_checkpoints, trace_checkpoints
 from graphshard.decompose import capture_decompositions
 from graphshard.diagnose import check_capturable, explain_export_failure
 from graphshard.dynamic import for_export

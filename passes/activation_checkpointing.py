@@ -21,14 +21,15 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from graphshard._torch import min_cut_partition
+from graphshard.cost import Costs
 from graphshard.errors import PassError
-from graphshard.estimate import num_bytes, operator_seconds
 from graphshard.graph import fake, is_backward, is_communication, with_parts
-from graphshard.hardware import H100
 from graphshard.passes.base import Pass
+from graphshard.profile import load_profile
 from graphshard.program import Phase, Program
 from graphshard.remat import RECOMPUTE, SAVE, leaving, maker_of, save_leaving
 from graphshard.units import unit_of
+from graphshard.work import num_bytes
 
 # "full": units keep their inputs. Operators: units keep their inputs and the results of these. A number from 0 to 1: as
 # much as that share of what the partitioner, left to itself, saves beyond "full".
@@ -107,7 +108,7 @@ def _within_budget(joint: Phase, regions: dict[Node, int], budget: float) -> set
     """The operators whose results to save: those that cost most time per byte to compute again.
 
     The partitioner's own choice is the most there is to save. The cost of a value is that of the operators between it
-    and other saved values, by the roofline of an H100; only ratios matter.
+    and other saved values, on an H100; only ratios matter.
     """
     num_outputs = sum(slot.kind != "grad" for slot in joint.outputs)
     forward, _ = min_cut_partition(joint.clone().module, num_outputs)
@@ -120,7 +121,8 @@ def _within_budget(joint: Phase, regions: dict[Node, int], budget: float) -> set
             saved[maker] = saved.get(maker, 0) + num_bytes(node)
     stop = {*saved, *outer}
     chains = {maker: _chain(maker, regions, stop) for maker in saved}
-    seconds = {maker: sum(operator_seconds(n, H100) for n in chain) for maker, chain in chains.items()}
+    costs = Costs(load_profile("h100"))
+    seconds = {maker: costs.compute(sorted(chain)) for maker, chain in chains.items()}
     states = {maker: sum(_state_bytes(n) for n in chain) for maker, chain in chains.items()}
     cost = {maker: max(0, size - states[maker]) for maker, size in saved.items()}
     room = budget * sum(cost.values())
