@@ -207,7 +207,8 @@ class _Maker:
                 parts.append([])
             parts[-1].append(row)
         if len(parts) > 1 and self._moving(kind, parts[-1], latency) < latency:
-            parts[-2] += parts.pop()
+            rest = parts.pop()
+            parts[-1] += rest
         return parts
 
     def _moving(self, kind: CollectiveKind, rows: list[ParamRow], latency: float) -> float:

@@ -156,6 +156,34 @@ def test_the_base_is_what_the_schedule_cannot_change(partitioned: Program) -> No
     assert optimizer.base == (shard + state + shard,)
 
 
+class Wide(nn.Module):
+    """One unit of matrices that are worth a collective each, and small ones between and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(3)), nn.LayerNorm(4096))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_large_parameters_travel_alone_and_small_ones_join_them() -> None:
+    """Cut where a transfer takes longer than a latency; every parameter is in one transfer of each kind."""
+    with torch.device("meta"):
+        model = Wide()
+    program = through(captured(model, (torch.empty(2, 4096),)), "partition")
+    built = build(program, COSTS, Settings())
+    for phase, kind in (("forward", "gather"), ("backward", "gather"), ("backward", "reduce")):
+        atoms = built.maps[phase].atoms[kind]
+        found = [[row.name for row in atom.rows] for atom in atoms]
+        wanted = sorted(p for c in collectives(program.phases[phase]) if c.kind == kind for p in c.params)
+        assert sorted(name for names in found for name in names) == wanted
+        assert all(any(f".{i}.weight" in name for name in names for i in range(3)) for names in found)
+        assert len(found) == (2 if (phase, kind) == ("backward", "gather") else 3)
+
+
 def test_make_plan_takes_it() -> None:
     program = captured(Blocks(2), (torch.ones(3, 4),))
     for step in Pipeline().replace("plan", MakePlan(FREE)):
