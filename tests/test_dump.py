@@ -50,7 +50,7 @@ def test_files(dump: Path) -> None:
     stems = [f"{i:02d}-{name}" for i, name in enumerate(STAGES)]
     wanted = {f"{stem}.txt" for stem in stems} | {f"{stem}.diff" for stem in stems[1:]}
     wanted |= {f"{stem}.json" for stem in stems[:-1]}
-    wanted |= {"forward.py", "backward.py", "plan.json", "index.html", "summary.json"}
+    wanted |= {"forward.py", "backward.py", "plan.json", "saved.txt", "index.html", "summary.json"}
     assert {name for name in names if not name.startswith("regions")} == wanted
     assert names - wanted == {f"regions/region_{i}.py" for i in range(len(names - wanted))}
 
