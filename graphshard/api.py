@@ -132,7 +132,6 @@ def compile(
         ignored=ignored,
     )
     axis = Axis((mesh.mesh_dim_names or ("shard",))[0], mesh.size())
-    pipeline = passes if passes is not None else Pipeline()
     storage = Storage(device)
     if isinstance(offload_policy, CPUOffloadPolicy):
         storage = Storage(torch.device("cpu"), pinned=offload_policy.pin_memory and device.type != "cpu")
