@@ -149,7 +149,7 @@ def _executor(
             for i, output in enumerate(call.outputs):
                 env[output] = graph.call_function(operator.getitem, (result, i))
                 env[output].meta = dict(output.meta)
-        if node.op != "call_function" or is_communication(node):
+        if node.op != "call_function" or not (_is_compute(node) or is_size(node)):
             copy(node)
     reshape_views(graph)
     use_boxed_calls(graph)
