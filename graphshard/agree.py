@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard._torch import rendezvous_store
 from graphshard.errors import DivergenceError
+from graphshard.meshes import is_fake, ranks_of
 from graphshard.program import Program
 
 
@@ -40,7 +41,7 @@ def check_agreement(program: Program, mesh: DeviceMesh, tag: str, timeout: timed
     lines = program.communication
     me = dist.get_rank()
     store.set(str(me), json.dumps(lines))
-    for rank in dist.get_process_group_ranks(mesh.get_group()):
+    for rank in ranks_of(mesh):
         try:
             store.wait([str(rank)], timeout)
         except (RuntimeError, ValueError) as error:
@@ -55,7 +56,7 @@ def check_agreement(program: Program, mesh: DeviceMesh, tag: str, timeout: timed
 
 
 def _is_alone(mesh: DeviceMesh) -> bool:
-    return mesh.size() == 1 or dist.get_backend(mesh.get_group()) == "fake"
+    return mesh.size() == 1 or is_fake(mesh)
 
 
 def _difference(me: int, mine: list[str], rank: int, theirs: list[str]) -> str:

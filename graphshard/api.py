@@ -32,11 +32,12 @@ from graphshard.checks import (
 from graphshard.dump import dump_directory
 from graphshard.errors import ArgumentError
 from graphshard.loading import shard_values
+from graphshard.meshes import axes_of, num_shards
 from graphshard.module import Runner
 from graphshard.observe import Level
 from graphshard.params import build_table
 from graphshard.pipeline import Pipeline, with_offload
-from graphshard.program import Axis, Program
+from graphshard.program import Program
 from graphshard.sharded_module import ShardedModule, attach, retie, sharded_class
 from graphshard.sharding import Storage, aliases, param_refs, shard_module
 from graphshard.units import UnitSpec, find_units
@@ -71,7 +72,8 @@ def compile(
 
     Args:
         model: any module that torch.export can trace; on the CPU, on the mesh's device, or on the meta device.
-        mesh: one-dimensional mesh of "cpu" or "cuda" devices; None is all ranks, on CUDA where there is any.
+        mesh: mesh of "cpu" or "cuda" devices; None is all ranks, on CUDA where there is any. Of two axes the first
+            replicates and the second shards (HSDP); size 1 of the second is plain data parallelism (DDP).
         reshard_after_forward: True gathers parameters again in backward, False keeps them gathered, None keeps
             those of the root and gathers those of the units again, as FSDP2 does.
         shard_placement_fn: chooses another dim to shard a parameter along, `Shard(dim)`; None is `Shard(0)`. Sizes
@@ -123,7 +125,7 @@ def compile(
     check_activation_units(model, activation, unit_names)
     table = build_table(
         model,
-        num_shards=mesh.size(),
+        num_shards=num_shards(mesh),
         units=unit_names,
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
@@ -131,14 +133,14 @@ def compile(
         dims=dims,
         ignored=ignored,
     )
-    axis = Axis((mesh.mesh_dim_names or ("shard",))[0], mesh.size())
+    axis, replicate = axes_of(mesh)
     storage = Storage(device)
     if isinstance(offload_policy, CPUOffloadPolicy):
         storage = Storage(torch.device("cpu"), pinned=offload_policy.pin_memory and device.type != "cpu")
         pipeline = with_offload(pipeline)
     refs = tuple(param_refs(model, table))
     runner = Runner(
-        spec=CaptureSpec(table, unit_names, axis, device, policy, type(model), dynamic_shapes),
+        spec=CaptureSpec(table, unit_names, axis, device, policy, type(model), dynamic_shapes, replicate),
         mesh=mesh,
         backend=backend,
         pipeline=pipeline,

@@ -58,6 +58,7 @@ class CaptureSpec:
     mp_policy: MixedPrecisionPolicy
     forward_class: type[nn.Module]
     dynamic_shapes: Any = None
+    replicate: Axis | None = None
 
 
 def capture(
@@ -123,6 +124,7 @@ def capture(
         model=spec.forward_class.__name__,
         sizes=sizes,
         shapes=tuple((tuple(t.shape), t.stride()) for t in tensors) if sizes else (),
+        replicate=spec.replicate,
     )
 
 

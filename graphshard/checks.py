@@ -154,16 +154,17 @@ def _check_mesh(mesh: Any) -> None:
             f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}. Make one with "
             "torch.distributed.device_mesh.init_device_mesh('cuda', (world_size,))."
         )
-    if mesh.ndim != 1:
-        named = mesh.mesh_dim_names or "no axis names"
-        advice = (
-            f"Pass the axis to shard over, such as mesh[{mesh.mesh_dim_names[-1]!r}]."
-            if mesh.mesh_dim_names
-            else "Name its axes with mesh_dim_names and pass the one to shard over."
-        )
+    if mesh.ndim > 2:
+        named = mesh.mesh_dim_names
+        advice = f"such as mesh[{named[-2]!r}, {named[-1]!r}]" if named else "after naming them with mesh_dim_names"
         raise ArgumentError(
-            f"mesh must have one axis, got {mesh.ndim} ({named}): replication over a second axis (HSDP) is not "
-            f"supported yet. {advice}"
+            f"mesh must have one axis (to shard over) or two (to replicate and to shard over), got {mesh.ndim} "
+            f"({named or 'no axis names'}). Pass those axes of it, {advice}."
+        )
+    if mesh.ndim == 2 and not mesh.mesh_dim_names:
+        raise ArgumentError(
+            "mesh has two axes without names. Name them, as in init_device_mesh('cuda', (2, 4), mesh_dim_names=("
+            "'replicate', 'shard')): parameters are replicated over the first and sharded over the second."
         )
     if mesh.device_type not in ("cpu", "cuda"):
         raise ArgumentError(f"mesh must be of 'cpu' or 'cuda' devices, got {mesh.device_type!r}.")

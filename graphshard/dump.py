@@ -122,8 +122,7 @@ class Dump:
             "pid": os.getpid(),
             "reason": program.reason,
             "torch": str(torch.__version__),
-            "world_size": program.axis.size,
-            "axis": program.axis.name,
+            "axes": {axis.name: axis.size for axis in program.axes},
             "stages": [
                 {
                     "name": stage.name,

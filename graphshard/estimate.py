@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from graphshard.cost import Costs
-from graphshard.graph import GATHERS, WAIT, is_collective, is_view, module_of
+from graphshard.graph import WAIT, is_collective, is_view, kind_of, module_of
 from graphshard.program import Phase, Program
 from graphshard.work import num_bytes
 
@@ -22,7 +22,7 @@ class Step:
     """One call of a region, one collective, or one wait that holds compute up.
 
     Attributes:
-        kind: "compute", "gather", "reduce" or "exposed".
+        kind: "compute", "gather", "reduce", "all_reduce" or "exposed".
         name: of the region or bucket.
         where: the modules a region computes.
         phase: "forward" or "backward".
@@ -77,10 +77,10 @@ def estimate(program: Program, costs: Costs) -> Estimate:
         for node in phase.module.graph.nodes:
             bucket = node.meta.get("bucket", "")
             if is_collective(node):
-                kind = "gather" if node.target in GATHERS else "reduce"
+                kind = kind_of(node)
                 size = num_bytes(node) if kind == "gather" else sum(map(num_bytes, node.all_input_nodes))
                 start = max(compute, channel)
-                seconds_of = costs.collective(kind, size, len(node.all_input_nodes), program.axis)
+                seconds_of = costs.collective(kind, size, len(node.all_input_nodes), program.axis_of(kind))
                 channel = arrives[bucket] = start + seconds_of
                 found.steps.append(Step(kind, bucket, "", phase_name, start, channel, size, order))
             elif node.target is WAIT:

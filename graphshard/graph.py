@@ -20,6 +20,7 @@ c10d = torch.ops._c10d_functional
 
 GATHERS = frozenset({c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default})
 REDUCES = frozenset({c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_tensor_coalesced.default})
+ALL_REDUCES = frozenset({c10d.all_reduce.default, c10d.all_reduce_coalesced.default})
 WAIT = c10d.wait_tensor.default
 COPIES = frozenset({UPLOAD, ARRIVED, DOWNLOAD})
 
@@ -87,8 +88,25 @@ def erase_dead(graph: Graph) -> None:
 
 
 def is_collective(node: Node) -> bool:
-    """An all-gather or reduce-scatter, single or coalesced; not its wait."""
-    return node.target in GATHERS or node.target in REDUCES
+    """An all-gather, reduce-scatter or all-reduce, single or coalesced; not its wait."""
+    return node.target in GATHERS or is_reduction(node)
+
+
+def is_reduction(node: Node) -> bool:
+    """A reduce-scatter or all-reduce."""
+    return node.target in REDUCES or node.target in ALL_REDUCES
+
+
+def is_reduced(node: Node) -> bool:
+    """The wait for a reduce-scatter or all-reduce."""
+    return node.target is WAIT and is_reduction(launch_of(node))
+
+
+def kind_of(launch: Node) -> CollectiveKind:
+    """What a collective does."""
+    if launch.target in GATHERS:
+        return "gather"
+    return "reduce" if launch.target in REDUCES else "all_reduce"
 
 
 def is_communication(node: Node) -> bool:
@@ -153,7 +171,7 @@ class Collective:
     """One launch: a single collective, or several coalesced into one.
 
     Attributes:
-        kind: all-gather of parameters or reduce-scatter of gradients.
+        kind: all-gather of parameters, reduce-scatter of gradients, or all-reduce of their shards.
         node: the launch.
         waits: one wait per tensor that travels.
         params: names of the parameters that travel.
@@ -180,10 +198,9 @@ def collectives(phase: Phase) -> list[Collective]:
         waits = tuple(w for user in node.users for w in ([user] if user.target is WAIT else user.users))
         if node.target in GATHERS:
             params = _reach(node, lambda n: n.all_input_nodes, names)
-            found.append(Collective("gather", node, waits, params))
         else:
             params = _reach(node, lambda n: list(n.users), grads)
-            found.append(Collective("reduce", node, waits, params))
+        found.append(Collective(kind_of(node), node, waits, params))
     return found
 
 
@@ -281,7 +298,7 @@ def _landings(nodes: list[Node]) -> dict[Node, Node]:
     reduced: set[Node] = set()
     for node in nodes:
         if node.target is WAIT:
-            if launch_of(node).target in REDUCES:
+            if is_reduced(node):
                 reduced.add(node)
             continue
         if is_communication(node):

@@ -97,8 +97,8 @@ class PlanByUnit:
             phase=phase_name,
             params=tuple(row.name for row in rows if row.name not in packed),
             packed=packed,
-            axis=program.axis.name,
-            num_bytes=sum(sizes[row.name] * row.num_shards for row in rows),
+            axis=program.axis_of(kind).name,
+            num_bytes=sum(sizes[row.name] * (1 if kind == "all_reduce" else row.num_shards) for row in rows),
         )
 
 
@@ -112,7 +112,9 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]]) -> list[
     layout = Layout.of(phase)
     end = len(layout.compute)
     needed = {b.name: first_use(members, layout) for b, members in groups if b.kind == "gather"}
-    ready = {b.name: _next(last_input(members, layout), needed.values()) for b, members in groups if b.kind == "reduce"}
+    ready = {
+        names: _next(last_input(members, layout), needed.values()) for names, members in _reductions(groups).items()
+    }
 
     gathers: list[Event] = []
     start = 0
@@ -120,13 +122,34 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]]) -> list[
         gathers += [Event("start", name, start), Event("wait", name, needed[name])]
         start = needed[name]
     reductions: list[Event] = []
-    for name in sorted(ready, key=ready.__getitem__):
-        if reductions:
-            reductions.append(Event("wait", reductions[-1].bucket, ready[name]))
-        reductions.append(Event("start", name, ready[name]))
-    if reductions:
-        reductions.append(Event("wait", reductions[-1].bucket, end))
+    under_way: list[list[str]] = []
+    for names in sorted(ready, key=ready.__getitem__):
+        reductions += _continue(under_way, ready[names])
+        reductions.append(Event("start", names[0], ready[names]))
+        under_way.append(list(names))
+    while any(under_way):
+        reductions += _continue(under_way, end)
     return list(heapq.merge(reductions, gathers, key=lambda event: event.at))
+
+
+def _reductions(groups: list[tuple[Bucket, list[Collective]]]) -> dict[tuple[str, ...], list[Collective]]:
+    """What reduces the same gradients one after another: names of the buckets, and members of the first of them."""
+    found: dict[str, tuple[list[str], list[Collective]]] = {}
+    for kind in ("reduce", "all_reduce"):
+        for bucket, members in groups:
+            if bucket.kind == kind:
+                found.setdefault(bucket.members[0], ([], members))[0].append(bucket.name)
+    return {tuple(names): members for names, members in found.values()}
+
+
+def _continue(under_way: list[list[str]], at: int) -> list[Event]:
+    """Wait for the reductions under way, the oldest first, and start what follows each; what is done is dropped."""
+    events = []
+    for names in under_way:
+        events.append(Event("wait", names.pop(0), at))
+        events += [Event("start", name, at) for name in names[:1]]
+    under_way[:] = [names for names in under_way if names]
+    return events
 
 
 def account(

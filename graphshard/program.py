@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.fold import fold
 from graphshard.params import ParamTable
-from graphshard.plan import Plan
+from graphshard.plan import CollectiveKind, Plan
 
 SlotKind = Literal["param", "buffer", "input", "tangent", "output", "mutation", "grad", "saved", "size"]
 
@@ -174,6 +174,7 @@ class Program:
         phases: {"joint"} until partition, then {"forward", "backward"}; {"forward"} for inference.
         params: the parameter table.
         axis: the mesh axis parameters are sharded over.
+        replicate: the mesh axis they are replicated over, if there is one: gradients are then reduced over both.
         device: the kind of device it runs on, without an index.
         constants: tensors the module holds outside parameters and buffers, by name.
         out_spec: pytree structure of the module's output.
@@ -219,6 +220,16 @@ class Program:
     capture: int = 0
     reason: str = ""
     next_number: int = 0
+    replicate: Axis | None = None
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes that something is communicated over."""
+        return tuple(axis for axis in (self.replicate, self.axis) if axis is not None)
+
+    def axis_of(self, kind: CollectiveKind) -> Axis:
+        """The axis that a collective runs over."""
+        return self.replicate if self.replicate is not None and kind == "all_reduce" else self.axis
 
     @property
     def title(self) -> str:

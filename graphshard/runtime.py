@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 
 from graphshard._torch import disable_autocast
 from graphshard.copies import finish_downloads
-from graphshard.graph import fake, is_collective, restride
+from graphshard.graph import fake, restride
 from graphshard.lower import Boxed
+from graphshard.meshes import bind_groups, shard_index
 from graphshard.program import Phase, Program, Slot
 from graphshard.ranges import profiling, with_ranges
 from graphshard.sharding import ParamRef, as_dtensor, dense, padded_shard
@@ -49,7 +50,7 @@ class Executable:
     ) -> None:
         self.program = program
         self.mesh = mesh
-        self._rank = mesh.get_local_rank()
+        self._rank = shard_index(mesh)
         self._module = module
         self._params = {ref.row.name: ref for ref in params}
         self._make_backward = make_backward
@@ -159,11 +160,8 @@ class Executable:
         return as_dtensor(local, row, self.mesh)
 
     def _bind(self, phase: Phase) -> Phase:
-        """Put the process group's name in the place of the axis name."""
-        group = self.mesh.get_group().group_name
-        for node in phase.module.graph.nodes:
-            if is_collective(node):
-                node.args = (*node.args[:-1], group)
+        """Put the process groups' names in the place of the axis names."""
+        bind_groups(phase.module.graph, self.mesh)
         phase.module.recompile()
         return phase
 

@@ -71,7 +71,8 @@ def program_to_json(program: Program, *, next_pass: Pass | None = None) -> str:
         "model": program.model,
         "capture": program.capture,
         "reason": program.reason,
-        "axis": [program.axis.name, program.axis.size],
+        "axis": _encode_axis(program.axis),
+        "replicate": program.replicate and _encode_axis(program.replicate),
         "device": str(program.device),
         "next_number": program.next_number,
         "tangents": list(program.tangents),
@@ -138,11 +139,10 @@ def _program(data: dict[str, Any]) -> Program:
     unknown = set(data["phases"]) - set(_PHASES)
     if unknown or not data["phases"]:
         raise ArgumentError(f"phases are {list(data['phases'])}, they must be of {', '.join(_PHASES)}")
-    axis_name, axis_size = data["axis"]
     return Program(
         {name: decode_phase(phase, decoder) for name, phase in data["phases"].items()},
         ParamTable(tuple(map(_decode_row, data["params"]))),
-        Axis(typed(axis_name, str), typed(axis_size, int)),
+        _decode_axis(data["axis"]),
         torch.device(data["device"]),
         {name: decoder.value(value) for name, value in data["constants"].items()},
         _decode_spec(data["out_spec"]),
@@ -156,7 +156,17 @@ def _program(data: dict[str, Any]) -> Program:
         next_number=typed(data["next_number"], int),
         sizes=sizes,
         shapes=tuple((tuple(shape), tuple(stride)) for shape, stride in decoder.value(data.get("shapes", []))),
+        replicate=_decode_axis(data["replicate"]) if data.get("replicate") else None,
     )
+
+
+def _encode_axis(axis: Axis) -> list[Any]:
+    return [axis.name, axis.size]
+
+
+def _decode_axis(data: Any) -> Axis:
+    name, size = data
+    return Axis(typed(name, str), typed(size, int))
 
 
 def _decode_plan(data: dict[str, Any]) -> Plan:

@@ -9,13 +9,15 @@
                                              return %ds as grad:w
 
 The reduction is in the parameter's reduce dtype. Shards are padded to equal size, so the graph is the same on every
-rank: rows beyond the parameter's are cut off after the gather and filled with zeros before the reduction. A collective
+rank: rows beyond the parameter's are cut off after the gather and filled with zeros before the reduction. Where
+parameters are replicated over a second mesh axis, an all-reduce of the shard over that axis follows. A collective
 joins shards along the outermost dim in memory; where a parameter is sharded along another, its landing brings them side
 by side. A parameter that is not sharded, and a world of one rank, gets no collectives at all.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -113,14 +115,22 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
 def _reduce_gradients(phase: Phase, program: Program) -> int:
     def reduced(grad: Node, name: str) -> Node:
         row = program.params[name]
-        return reduce(phase.module.graph, grad, row, program.axis) if row.num_shards > 1 else grad
+        return reduce(phase.module.graph, grad, row, reduced_over(row, program))
 
     return rewrite_gradients(phase, reduced)
 
 
-def reduce(graph: Graph, grad: Node, row: ParamRow, axis: Axis) -> Node:
+def reduced_over(row: ParamRow, program: Program) -> tuple[Axis, ...]:
+    """The axes that a parameter's gradient is reduced over: the sharding one first."""
+    axes = (program.axis, program.replicate)
+    return () if row.ignored else tuple(axis for axis in axes if axis is not None and axis.size > 1)
+
+
+def reduce(graph: Graph, grad: Node, row: ParamRow, axes: tuple[Axis, ...]) -> Node:
     """Mean of a full gradient over the ranks in the reduce dtype, as this rank's padded shard."""
-    pre, post = divide_factors(row.reduce_dtype, axis.size)
+    if not axes:
+        return grad
+    pre, post = divide_factors(row.reduce_dtype, math.prod(axis.size for axis in axes))
     node = grad
 
     def then(target: torch._ops.OpOverload, *args: object, **kwargs: object) -> Node:
@@ -131,7 +141,7 @@ def reduce(graph: Graph, grad: Node, row: ParamRow, axis: Axis) -> Node:
         node = then(aten._to_copy.default, dtype=row.reduce_dtype)
     if row.order:
         node = then(aten.permute.default, list(row.order))
-    dim, rank = row.memory_dim, len(row.shape)
+    dim, rank = row.memory_dim if row.num_shards > 1 else 0, len(row.shape)
     if not row.is_even:
         padding = row.shard_len * row.num_shards - row.shape[row.dim]
         node = then(aten.constant_pad_nd.default, [0, 0] * (rank - 1 - dim) + [0, padding])
@@ -147,8 +157,12 @@ def reduce(graph: Graph, grad: Node, row: ParamRow, axis: Axis) -> Node:
     if dim > 0:
         node = then(aten.view.default, [row.num_shards * shape[0], *shape[1:]])
     op = "avg" if post is None else "sum"
-    node = then(c10d.reduce_scatter_tensor.default, op, axis.size, axis.name)
-    node = then(c10d.wait_tensor.default)
+    for axis in axes:
+        if axis is axes[0] and row.num_shards > 1:
+            node = then(c10d.reduce_scatter_tensor.default, op, axis.size, axis.name)
+        else:
+            node = then(c10d.all_reduce.default, op, axis.name)
+        node = then(c10d.wait_tensor.default)
     if post is not None:
         node = then(aten.div.Tensor, post)
     return then(aten.permute.default, list(row.inverse_order)) if row.order else node

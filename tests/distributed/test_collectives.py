@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
-from tests.distributed.test_parity import assert_same, grads_of, twins, world_mesh
+from tests.distributed.twins import assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks
 
 BLOCKS = 3

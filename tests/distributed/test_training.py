@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import graphshard
-from tests.distributed.test_parity import (
+from tests.distributed.twins import (
     MODELS,
     assert_same,
     example_llama,
