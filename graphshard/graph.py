@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,6 +50,13 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None
     if like is not None:
         node.meta.update({k: like.meta[k] for k in ("nn_module_stack", "partitioner_tag") if k in like.meta})
     return node
+
+
+def behind(node: Node) -> AbstractContextManager[Any]:
+    """Insert behind a node, or behind all placeholders if it is one of them."""
+    if node.op == "placeholder":
+        node = node.graph.find_nodes(op="placeholder")[-1]
+    return node.graph.inserting_after(node)
 
 
 def calls_of(phase: Phase, target: Callable[..., Any]) -> list[Node]:
@@ -303,7 +311,9 @@ def _landings(nodes: list[Node]) -> dict[Node, Node]:
             continue
         if is_communication(node):
             continue
-        sources = {n if n.target is WAIT else follows.get(n) for n in node.all_input_nodes}
+        # What a reduction made may be added to what an earlier one left.
+        inputs = [n for n in node.all_input_nodes if n.op != "placeholder"]
+        sources = {n if n.target is WAIT else follows.get(n) for n in inputs}
         source = sources.pop() if len(sources) == 1 else None
         if source is not None and (source in reduced or is_view(node) or node.target in _MOVEMENT):
             follows[node] = source

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import itertools
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from graphshard.accumulation import Accumulation
 from graphshard.agree import check_agreement, model_tag
 from graphshard.backends import Backend, compiler_for
 from graphshard.callchecks import check_materialized, check_no_new_parameters
@@ -30,7 +32,7 @@ from graphshard.params import ParamTable
 from graphshard.pipeline import Partitioned, Pipeline, rerun_backward, run_pipeline
 from graphshard.program import Phase, Program
 from graphshard.progress import progress
-from graphshard.runtime import Executable
+from graphshard.runtime import Executable, Variant
 from graphshard.sharding import Alias, ParamRef, Storage, aliases, param_refs
 from graphshard.signature import Signature, leaf_key
 from graphshard.units import units_within
@@ -68,6 +70,9 @@ class Runner:
     programs: list[Program] = field(default_factory=list)
     submodules: dict[str, Runner] = field(default_factory=dict)
     materialized: bool = False
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    names: dict[str, str] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
     _fits: dict[Signature, Executable] = field(default_factory=dict)
     _misfits: list[str] = field(default_factory=list)
@@ -95,7 +100,7 @@ class Runner:
         if name not in self.submodules:
             table = self.spec.params.within(name)
             params = tuple(param_refs(module, table))
-            spec = dataclasses.replace(
+            spec = replace(
                 self.spec,
                 params=table,
                 units=units_within(name, self.spec.units),
@@ -103,16 +108,18 @@ class Runner:
                 dynamic_shapes=None,
             )
             own_name = ".".join(filter(None, [self.name, name]))
-            self.submodules[name] = self._anew(module, spec=spec, params=params, name=own_name)
+            names = {row.name: self.spec.params[f"{name}.{row.name}"].name for row in table}
+            self.submodules[name] = self._anew(module, spec=spec, params=params, name=own_name, names=names)
         return self.submodules[name].call(module, args, kwargs)
 
     def for_copy(self, module: nn.Module) -> Runner:
         """A runner for a copy of the module: nothing captured yet, compiled regions shared."""
-        return self._anew(module, params=tuple(param_refs(module, self.spec.params)), programs=[])
+        params = tuple(param_refs(module, self.spec.params))
+        return self._anew(module, params=params, programs=[], accumulation=copy.deepcopy(self.accumulation))
 
     def _anew(self, module: nn.Module, *, params: tuple[ParamRef, ...], **changes: Any) -> Runner:
         """A runner with the same options that has captured nothing yet."""
-        return dataclasses.replace(
+        return replace(
             self,
             params=params,
             aliases=tuple(aliases(module, params)),
@@ -185,28 +192,43 @@ class Runner:
 
     def install(self, module: nn.Module, signature: Signature, program: Program) -> Executable:
         """Check that the other ranks made the same program, and bind it to the module and the mesh."""
+        self._agree(program)
+
+        def make_backward(variant: Variant) -> Phase:
+            partitioned = self._partitioned[signature]
+            assert partitioned is not None
+            used, accumulate = variant
+            why = " and microbatches" if accumulate else ""
+            log.info("lowering backward again, for gradients through outputs %s%s", sorted(used), why)
+            number = next(self._numbers) if accumulate else ""
+            dump = self._dump(f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}{number}")
+            observer = Observer(self.verify, dump, tuple(partitioned.passes(*variant)))
+            other = rerun_backward(partitioned, program, used, accumulate, observer)
+            if accumulate:
+                self._agree(replace(other, reason="gradients of microbatches are accumulated in another way"))
+            lower(other, compiler_for(self.backend), self.compiled)
+            self._fits.clear()  # compiling may have found conditions on dynamic sizes
+            observer.lowered(other, self.compiled)
+            return other.phases["backward"]
+
+        executable = Executable(
+            program, module, self.params, self.mesh, make_backward, self.accumulation, self.model_names
+        )
+        self.executables[signature] = executable
+        self.programs.append(program)
+        return executable
+
+    def _agree(self, program: Program) -> None:
         if self.tag is None:
             self.tag = model_tag(self.mesh)
         if tuple(program.communication) not in self.agreed:
             check_agreement(program, self.mesh, f"{self.tag}/{len(self.agreed)}", AGREEMENT_TIMEOUT)
             self.agreed.add(tuple(program.communication))
 
-        def make_backward(used: frozenset[str]) -> Phase:
-            partitioned = self._partitioned[signature]
-            assert partitioned is not None
-            log.info("lowering backward again, for gradients through outputs %s", sorted(used))
-            dump = self._dump(f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}")
-            observer = Observer(self.verify, dump, partitioned.rest)
-            variant = rerun_backward(partitioned, program, used, observer)
-            lower(variant, compiler_for(self.backend), self.compiled)
-            self._fits.clear()  # compiling may have found conditions on dynamic sizes
-            observer.lowered(variant, self.compiled)
-            return variant.phases["backward"]
-
-        executable = Executable(program, module, self.params, self.mesh, make_backward)
-        self.executables[signature] = executable
-        self.programs.append(program)
-        return executable
+    @property
+    def model_names(self) -> dict[str, str]:
+        """Names of the parameters in the whole model by their names here."""
+        return self.names or {ref.row.name: ref.row.name for ref in self.params}
 
     def signature(self, module: nn.Module, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Signature:
         """The signature of a call with these input leaves."""
@@ -254,7 +276,7 @@ class Runner:
         """The spec with the parameters' flags and dtypes as they are now."""
         policy = self.spec.mp_policy
         rows = tuple(ref.row.as_now(ref.param, policy.param_dtype, policy.reduce_dtype) for ref in self.params)
-        return dataclasses.replace(self.spec, params=ParamTable(rows))
+        return replace(self.spec, params=ParamTable(rows))
 
     def _dump(self, name: str) -> Dump | None:
         return None if self.dump is None else Dump(self.dump / name)

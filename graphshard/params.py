@@ -7,6 +7,7 @@ arithmetic of its shards; nothing else in graphshard does it again.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import itertools
 import math
 import operator
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphshard.errors import ArgumentError
 from graphshard.units import unit_of, units_within
 
 
@@ -147,6 +149,22 @@ class ParamTable:
     def __getitem__(self, name: str) -> ParamRow:
         """The row of a parameter, by any of its names."""
         return self._by_name[name]
+
+    def of_units(self, patterns: Sequence[str] | None) -> set[str]:
+        """Names of the parameters of the units that patterns name, "" being the root; of all units for None.
+
+        Raises:
+            ArgumentError: a pattern names no unit.
+        """
+        units = dict.fromkeys(["", *(row.unit for row in self)])
+        chosen = set(units) if patterns is None else set()
+        for pattern in patterns or ():
+            found = fnmatch.filter(units, pattern)
+            if not found:
+                known = ", ".join(map(repr, units))
+                raise ArgumentError(f"units: {pattern!r} names no unit; there are {known}.")
+            chosen.update(found)
+        return {row.name for row in self if row.unit in chosen}
 
     def within(self, module: str) -> ParamTable:
         """The parameters of a submodule, by their names there."""

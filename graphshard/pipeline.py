@@ -11,6 +11,7 @@ from graphshard.errors import ArgumentError, GraphshardError, PassError
 from graphshard.observe import Observer
 from graphshard.partition import Partition
 from graphshard.passes import (
+    AccumulateGradients,
     Bucketing,
     DropUnusedTangents,
     InsertCollectives,
@@ -109,6 +110,14 @@ class Partitioned:
     rest: tuple[Pass, ...]
     established: frozenset[str]
 
+    def passes(self, used: frozenset[str], accumulate: AccumulateGradients | None) -> Iterator[Pass]:
+        """What makes the backward for these tangents of it; gradients are dropped before others are accumulated."""
+        drop = [replace(step, used=used) for step in self.rest if isinstance(step, DropUnusedTangents)]
+        yield from drop
+        if accumulate is not None:
+            yield accumulate
+        yield from (step for step in self.rest if not isinstance(step, DropUnusedTangents))
+
 
 def run_pipeline(pipeline: Pipeline, program: Program, observer: Observer) -> Partitioned | None:
     """Run all passes over a captured program, in place; None if the program has no backward."""
@@ -122,8 +131,14 @@ def run_pipeline(pipeline: Pipeline, program: Program, observer: Observer) -> Pa
     return partitioned
 
 
-def rerun_backward(partitioned: Partitioned, program: Program, used: frozenset[str], observer: Observer) -> Program:
-    """The program's backward for gradients through other outputs than were thought likely."""
+def rerun_backward(
+    partitioned: Partitioned,
+    program: Program,
+    used: frozenset[str],
+    accumulate: AccumulateGradients | None,
+    observer: Observer,
+) -> Program:
+    """The program's backward for gradients through other outputs than were thought likely, or for microbatches."""
     phase = partitioned.backward.clone()
     variant = replace(
         program,
@@ -133,8 +148,8 @@ def rerun_backward(partitioned: Partitioned, program: Program, used: frozenset[s
         established=set(partitioned.established),
         differentiated=phase.differentiated,
     )
-    for step in partitioned.rest:
-        run_pass(replace(step, used=used) if isinstance(step, DropUnusedTangents) else step, variant, observer)
+    for step in partitioned.passes(used, accumulate):
+        run_pass(step, variant, observer)
     observer.end(variant)
     return variant
 

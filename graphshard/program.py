@@ -18,7 +18,9 @@ from graphshard.fold import fold
 from graphshard.params import ParamTable
 from graphshard.plan import CollectiveKind, Plan
 
-SlotKind = Literal["param", "buffer", "input", "tangent", "output", "mutation", "grad", "saved", "size"]
+SlotKind = Literal[
+    "param", "buffer", "input", "tangent", "output", "mutation", "grad", "saved", "size", "accumulated", "partial"
+]
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,9 @@ class Slot:
     """What one input or output of a graph means.
 
     `name` is the parameter or buffer name, the index of a user input or output as text, or for "saved" the
-    name of the forward value, for "size" that of a dynamic size. A "mutation" or "grad" carries the kind it belongs
-    to in `of`.
+    name of the forward value, for "size" that of a dynamic size. "accumulated" and "partial" are what backward adds
+    up for a parameter over several microbatches: its full gradient, or that of the shard before it is all-reduced.
+    A "mutation" or "grad" carries the kind it belongs to in `of`.
     """
 
     kind: SlotKind
@@ -68,6 +71,15 @@ class Phase:
     def slot_of(self) -> dict[Node, Slot]:
         """Slots by placeholder node."""
         return dict(zip(self.placeholders, self.inputs, strict=True))
+
+    def add_input(self, name: str, slot: Slot, like: torch.Tensor) -> Node:
+        """A new last input; `like` is its fake value."""
+        graph = self.module.graph
+        with graph.inserting_after(self.placeholders[-1]):
+            node = graph.placeholder(name)
+        node.meta["val"] = like
+        self.inputs = (*self.inputs, slot)
+        return node
 
     @property
     def differentiated(self) -> frozenset[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import cast
 
 import torch
 
 from graphshard.cost import Costs
 from graphshard.estimate import Estimate, Step, Tensor, estimate, tensors
-from graphshard.plan import Bucket
+from graphshard.plan import Bucket, CollectiveKind
 from graphshard.printer import dtype_name
 from graphshard.profile import load_profile
 from graphshard.program import Program
@@ -103,7 +104,9 @@ def _place(calls: list[Step], order: int) -> str:
 def _timeline(program: Program, found: Estimate, costs: Costs) -> Timeline:
     spans = tuple(
         Span(
-            lane="compute" if step.kind in ("compute", "exposed") else program.axis_of(step.kind).name,
+            lane="compute"
+            if step.kind in ("compute", "exposed")
+            else program.axis_of(cast(CollectiveKind, step.kind)).name,
             kind=_KINDS[step.kind],
             name=f"{step.name} {step.where}".strip(),
             start=step.start,

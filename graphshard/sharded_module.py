@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -34,6 +35,49 @@ class ShardedModule(nn.Module):
         twin.__dict__.update(copy.deepcopy(attributes, memo))
         attach(twin, self._graphshard.for_copy(twin))
         return twin
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True, units: Sequence[str] | None = None
+    ) -> None:
+        """Choose whether the next backwards reduce gradients, or add full gradients up without communication.
+
+        For gradient accumulation: False before all microbatches of a step but the last, True before that. Until then
+        `param.grad` stays None and the sums take the memory of full gradients, in the dtype they are reduced in.
+
+        Args:
+            requires_gradient_sync: True reduces, with what was added up before.
+            recurse: False changes the root's own parameters only, as in FSDP2.
+            units: change these units only, by name patterns such as "layers.*"; "" is the root.
+
+        Raises:
+            ArgumentError: a pattern is the name of no unit.
+        """
+        chosen = self._graphshard.spec.params.of_units(units if recurse else ("",))
+        unsynced = self._graphshard.accumulation.unsynced
+        unsynced -= chosen
+        if not requires_gradient_sync:
+            unsynced |= chosen
+
+    def set_requires_all_reduce(
+        self, requires_all_reduce: bool, *, recurse: bool = True, units: Sequence[str] | None = None
+    ) -> None:
+        """Choose whether the next backwards reduce gradients over replicas, too, or over shards only (HSDP).
+
+        With False the sums over shards are added up, which takes the memory of one shard of the gradients.
+        The arguments are those of `set_requires_gradient_sync`.
+        """
+        chosen = self._graphshard.spec.params.of_units(units if recurse else ("",))
+        unreplicated = self._graphshard.accumulation.unreplicated
+        unreplicated -= chosen
+        if not requires_all_reduce and self._graphshard.spec.replicate is not None:
+            unreplicated |= chosen
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """For programs written for FSDP2: every backward waits for its own reductions, so there is nothing to do."""
+
+    def reset_iter_state(self) -> None:
+        """Forget the gradients that were accumulated and not reduced, after a step that was given up."""
+        self._graphshard.accumulation.sums.clear()
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:

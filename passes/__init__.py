@@ -7,6 +7,7 @@
     drop_unused_tangents    outputs that never receive a gradient cost nothing in backward
     make_plan               which collectives travel together, and when
     keep_gathered           what the plan keeps gathered is handed from forward to backward
+    accumulate_gradients    gradients of microbatches are added up, and reduced later
     bucket                  collectives travel together, as the plan says
     reorder                 collectives start and are waited for where the plan says
 
@@ -16,6 +17,7 @@ A pass sees the program, the plan, the parameter table and the graph helpers; ne
 if __name__ == "passes":
     raise ImportError("import graphshard.passes: the top-level directory passes/ is not a package of its own")
 
+from graphshard.passes.accumulate_gradients import AccumulateGradients
 from graphshard.passes.activation_checkpointing import ActivationCheckpointing
 from graphshard.passes.base import Pass
 from graphshard.passes.bucket import Bucketing
@@ -29,6 +31,7 @@ from graphshard.passes.reorder import Reorder
 from graphshard.passes.reshard_after_forward import ReshardAfterForward
 
 __all__ = [
+    "AccumulateGradients",
     "ActivationCheckpointing",
     "Bucketing",
     "DropUnusedTangents",

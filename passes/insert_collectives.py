@@ -25,10 +25,13 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.errors import PassError
-from graphshard.graph import aten, c10d, emit, fake, is_communication, rewrite_gradients
+from graphshard.graph import aten, behind, c10d, emit, fake, is_communication, rewrite_gradients
 from graphshard.params import ParamRow
 from graphshard.passes.base import Pass
 from graphshard.program import Axis, Phase, Program
+
+# Mark of the operators between a full gradient and what the graph returns of it.
+OF_A_REDUCTION = "of_a_reduction"
 
 # What both gloo and NCCL send as it is; other dtypes travel as these, bit by bit.
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
@@ -128,44 +131,68 @@ def reduced_over(row: ParamRow, program: Program) -> tuple[Axis, ...]:
 
 def reduce(graph: Graph, grad: Node, row: ParamRow, axes: tuple[Axis, ...]) -> Node:
     """Mean of a full gradient over the ranks in the reduce dtype, as this rank's padded shard."""
-    if not axes:
-        return grad
-    pre, post = divide_factors(row.reduce_dtype, math.prod(axis.size for axis in axes))
-    node = grad
+    return over_replicas(graph, over_shards(graph, grad, row, axes), row, axes) if axes else grad
 
-    def then(target: torch._ops.OpOverload, *args: object, **kwargs: object) -> Node:
-        with graph.inserting_after(node):
-            return emit(graph, target, node, *args, like=grad, **kwargs)
 
+def over_shards(graph: Graph, grad: Node, row: ParamRow, axes: tuple[Axis, ...]) -> Node:
+    """The first half of `reduce`: this rank's padded shard of the sum over the ranks that share a parameter."""
+    then = _Chain(graph, grad)
+    pre, _ = divide_factors(row.reduce_dtype, math.prod(axis.size for axis in axes))
     if fake(grad).dtype != row.reduce_dtype:
-        node = then(aten._to_copy.default, dtype=row.reduce_dtype)
+        then(aten._to_copy.default, dtype=row.reduce_dtype)
     if row.order:
-        node = then(aten.permute.default, list(row.order))
+        then(aten.permute.default, list(row.order))
     dim, rank = row.memory_dim if row.num_shards > 1 else 0, len(row.shape)
     if not row.is_even:
         padding = row.shard_len * row.num_shards - row.shape[row.dim]
-        node = then(aten.constant_pad_nd.default, [0, 0] * (rank - 1 - dim) + [0, padding])
+        then(aten.constant_pad_nd.default, [0, 0] * (rank - 1 - dim) + [0, padding])
     if pre != 1:
-        node = then(aten.div.Tensor, pre)
+        then(aten.div.Tensor, pre)
     shape = list(row.in_memory(row.padded_shape))
     if dim > 0:
         # One shard behind another, as the reduction deals them out.
-        node = then(aten.reshape.default, [*shape[:dim], row.num_shards, *shape[dim:]])
-        node = then(aten.permute.default, [dim, *(d for d in range(rank + 1) if d != dim)])
-    if not fake(node).is_contiguous():
-        node = then(aten.clone.default, memory_format=torch.contiguous_format)
+        then(aten.reshape.default, [*shape[:dim], row.num_shards, *shape[dim:]])
+        then(aten.permute.default, [dim, *(d for d in range(rank + 1) if d != dim)])
+    if not fake(then.node).is_contiguous():
+        then(aten.clone.default, memory_format=torch.contiguous_format)
     if dim > 0:
-        node = then(aten.view.default, [row.num_shards * shape[0], *shape[1:]])
-    op = "avg" if post is None else "sum"
-    for axis in axes:
-        if axis is axes[0] and row.num_shards > 1:
-            node = then(c10d.reduce_scatter_tensor.default, op, axis.size, axis.name)
-        else:
-            node = then(c10d.all_reduce.default, op, axis.name)
-        node = then(c10d.wait_tensor.default)
+        then(aten.view.default, [row.num_shards * shape[0], *shape[1:]])
+    if row.num_shards > 1:
+        then(c10d.reduce_scatter_tensor.default, _operation(row, axes), axes[0].size, axes[0].name)
+        then(c10d.wait_tensor.default)
+    return then.node
+
+
+def over_replicas(graph: Graph, shard: Node, row: ParamRow, axes: tuple[Axis, ...]) -> Node:
+    """The second half of `reduce`: the mean over all ranks of what the first half made."""
+    then = _Chain(graph, shard)
+    _, post = divide_factors(row.reduce_dtype, math.prod(axis.size for axis in axes))
+    for axis in axes[1:] if row.num_shards > 1 else axes:
+        then(c10d.all_reduce.default, _operation(row, axes), axis.name)
+        then(c10d.wait_tensor.default)
     if post is not None:
-        node = then(aten.div.Tensor, post)
-    return then(aten.permute.default, list(row.inverse_order)) if row.order else node
+        then(aten.div.Tensor, post)
+    if row.order:
+        then(aten.permute.default, list(row.inverse_order))
+    return then.node
+
+
+@dataclass
+class _Chain:
+    """A row of operators, each on the result of the one before; marked, so that its beginning is found again."""
+
+    graph: Graph
+    node: Node
+
+    def __call__(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> None:
+        with behind(self.node):
+            self.node = emit(self.graph, target, self.node, *args, like=self.node, **kwargs)
+        self.node.meta[OF_A_REDUCTION] = True
+
+
+def _operation(row: ParamRow, axes: tuple[Axis, ...]) -> str:
+    _, post = divide_factors(row.reduce_dtype, math.prod(axis.size for axis in axes))
+    return "avg" if post is None else "sum"
 
 
 def divide_factors(reduce_dtype: torch.dtype, world_size: int) -> tuple[float, float | None]:
