@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphshard.plan import CollectiveKind
 from graphshard.units import unit_of, units_within
 
 
@@ -102,10 +103,17 @@ class ParamRow:
         numels = list(itertools.accumulate(reversed(sizes[1:]), operator.mul, initial=1))[::-1][: len(sizes)]
         return tuple(numels[place] for place in self.inverse_order) if self.order else tuple(numels)
 
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of the parameter when it is gathered, padding included."""
-        return self.num_shards * math.prod(self.padded_shape) * self.compute_dtype.itemsize
+    def sent_dtype(self, kind: CollectiveKind) -> torch.dtype:
+        """Dtype in which the parameter is gathered, or its gradient reduced."""
+        return self.compute_dtype if kind == "gather" else self.reduce_dtype
+
+    def shard_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a padded shard in a dtype."""
+        return math.prod(self.padded_shape) * dtype.itemsize
+
+    def sent_bytes(self, kind: CollectiveKind) -> int:
+        """Bytes of the full tensor that a collective makes or takes, padding included."""
+        return self.num_shards * self.shard_bytes(self.sent_dtype(kind))
 
     @property
     def is_even(self) -> bool:
@@ -147,6 +155,10 @@ class ParamTable:
     def __getitem__(self, name: str) -> ParamRow:
         """The row of a parameter, by any of its names."""
         return self._by_name[name]
+
+    def over(self, num_shards: int) -> ParamTable:
+        """The same parameters in another number of shards."""
+        return ParamTable(tuple(r if r.ignored else dataclasses.replace(r, num_shards=num_shards) for r in self.rows))
 
     def within(self, module: str) -> ParamTable:
         """The parameters of a submodule, by their names there."""

@@ -93,7 +93,7 @@ def test_deep_chains_keep_to_memory_and_bound(chain: Chain, link: Link, limit: f
 
 
 def test_the_buffers_of_the_last_reductions_fit_too() -> None:
-    """Behind the last item a packed bucket waits until there is room for its buffer, and is given up if there is none."""
+    """A packed bucket behind the last item waits for room for its buffer, and is given up if there is none."""
     gradients = tuple(Transfer(f"g{i}", 4, 1, group=f"{i}", num_tensors=2, num_small=2, small_bytes=2) for i in (0, 1))
     chain, link = Chain("backward", (1.0,), (0,), (), gradients), Link(Rate(1, 1), Rate(1, 1), halves, 2)
     first, second = Bucketed("reduce", 0, 1), Bucketed("reduce", 1, 2, packed=True)
