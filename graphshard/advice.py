@@ -94,7 +94,7 @@ def advise(
 def _fewer_bytes(program: Program, timeline: Estimate) -> Iterator[str]:
     again = sum(s.seconds for s in _collectives(timeline, "gather") if s.phase == "backward")
     if again:
-        kept = sum(row.gathered_bytes for row in program.params if row.reshard and row.num_shards > 1)
+        kept = sum(row.sent_bytes("gather") for row in program.params if row.reshard and row.num_shards > 1)
         yield (
             f"reshard_after_forward=False drops A' = {format_seconds(again)} of gathers in backward and keeps "
             f"{format_bytes(kept)} of parameters"

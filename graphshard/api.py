@@ -22,10 +22,7 @@ from graphshard.checks import (
     check_arguments,
     check_debugging,
     check_examples,
-    check_ignored,
     check_model,
-    check_params,
-    check_placements,
     default_mesh,
     with_activation,
 )
@@ -35,11 +32,11 @@ from graphshard.loading import shard_values
 from graphshard.meshes import axes_of, num_shards
 from graphshard.module import Runner
 from graphshard.observe import Level
-from graphshard.params import build_table
 from graphshard.pipeline import Pipeline, with_offload
 from graphshard.program import Program
 from graphshard.sharded_module import ShardedModule, attach, retie, sharded_class
 from graphshard.sharding import Storage, aliases, param_refs, shard_module
+from graphshard.tables import checked_table
 from graphshard.units import UnitSpec, find_units
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -116,22 +113,19 @@ def compile(
     level = check_debugging(passes, verify, dump)
     pipeline = with_activation(passes if passes is not None else Pipeline(), activation)
     directory = dump_directory(dump, dist.get_rank())
-    ignored = check_ignored(model, ignored_params)
-    check_params(model, mesh.device_type, ignored)
-    dims = check_placements(model, shard_placement_fn, ignored)
     check_examples(units, example_inputs, example_kwargs, dynamic_shapes)
     device = _device_of(mesh)
     unit_names = find_units(model, units)
     check_activation_units(model, activation, unit_names)
-    table = build_table(
+    table = checked_table(
         model,
+        unit_names,
+        device_type=mesh.device_type,
         num_shards=num_shards(mesh),
-        units=unit_names,
-        param_dtype=policy.param_dtype,
-        reduce_dtype=policy.reduce_dtype,
+        mp_policy=policy,
         reshard_after_forward=reshard_after_forward,
-        dims=dims,
-        ignored=ignored,
+        shard_placement_fn=shard_placement_fn,
+        ignored_params=ignored_params,
     )
     axis, replicate = axes_of(mesh)
     storage = Storage(device)

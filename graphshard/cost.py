@@ -116,6 +116,13 @@ class Costs:
         """A copy between host and device."""
         return self.profile.kernel_seconds + num_bytes / self.profile.host_bandwidth
 
+    def optimizer(self, num_bytes: Scalar, states: int) -> Scalar:
+        """One step over parameters of so many bytes, with `states` tensors like each of them.
+
+        It reads the parameter, its gradient and the states, and writes all but the gradient.
+        """
+        return (3 + 2 * states) * num_bytes / self.profile.memory_bandwidth
+
     def _spread(self, axis: Axis) -> tuple[Scalar, Scalar]:
         """How many ranks of an axis share a node, and how many nodes that makes."""
         names = [other.name for other in self.mesh]

@@ -209,7 +209,7 @@ def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, states
     compute = sympy.Add(*(calls.count(name) * seconds for name, seconds in regions.items()))
     step, communication, num_sent = _clock(program, costs, regions, define)
     state, trained = _state(program, states)
-    optimizer = (3 + 2 * states) * trained / costs.profile.memory_bandwidth
+    optimizer = costs.optimizer(trained, states)
     results = {
         "step_time_s": step + optimizer,
         "compute_s": compute,
@@ -268,8 +268,7 @@ def _sent(program: Program, bucket: str) -> Any:
     assert program.plan is not None
     planned = program.plan.bucket(bucket)
     rows = [program.params[name] for name in planned.members]
-    dtypes = [row.compute_dtype if planned.kind == "gather" else row.reduce_dtype for row in rows]
-    return sympy.Add(*(RANKS * _shard_numel(row) * dtype.itemsize for row, dtype in zip(rows, dtypes)))
+    return sympy.Add(*(RANKS * _shard_numel(row) * row.sent_dtype(planned.kind).itemsize for row in rows))
 
 
 def _shard_numel(row: ParamRow) -> Any:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from graphshard.errors import ArgumentError
+from graphshard.plan import CollectiveKind
 from graphshard.units import unit_of, units_within
 
 
@@ -104,10 +105,17 @@ class ParamRow:
         numels = list(itertools.accumulate(reversed(sizes[1:]), operator.mul, initial=1))[::-1][: len(sizes)]
         return tuple(numels[place] for place in self.inverse_order) if self.order else tuple(numels)
 
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of the parameter when it is gathered, padding included."""
-        return self.num_shards * math.prod(self.padded_shape) * self.compute_dtype.itemsize
+    def sent_dtype(self, kind: CollectiveKind) -> torch.dtype:
+        """Dtype in which the parameter is gathered, or its gradient reduced."""
+        return self.compute_dtype if kind == "gather" else self.reduce_dtype
+
+    def shard_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a padded shard in a dtype."""
+        return math.prod(self.padded_shape) * dtype.itemsize
+
+    def sent_bytes(self, kind: CollectiveKind) -> int:
+        """Bytes of the tensor that a collective makes or takes: all shards with their padding, or for an all-reduce one."""
+        return (1 if kind == "all_reduce" else self.num_shards) * self.shard_bytes(self.sent_dtype(kind))
 
     @property
     def is_even(self) -> bool:
@@ -165,6 +173,10 @@ class ParamTable:
                 raise ArgumentError(f"units: {pattern!r} names no unit; there are {known}.")
             chosen.update(found)
         return {row.name for row in self if row.unit in chosen}
+
+    def over(self, num_shards: int) -> ParamTable:
+        """The same parameters in another number of shards."""
+        return ParamTable(tuple(r if r.ignored else dataclasses.replace(r, num_shards=num_shards) for r in self.rows))
 
     def within(self, module: str) -> ParamTable:
         """The parameters of a submodule, by their names there."""

@@ -16,8 +16,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
-
 from graphshard.graph import Collective, Layout, collectives
 from graphshard.liveness import last_use
 from graphshard.params import ParamRow, ParamTable
@@ -60,8 +58,8 @@ class PlanByUnit:
         groups: dict[tuple[str, ...], list[Collective]] = {}
         for collective in collectives(phase):
             row = program.params[collective.params[0]]
-            dtype = row.compute_dtype if collective.kind == "gather" else row.reduce_dtype
-            groups.setdefault((collective.kind, row.unit, str(dtype)), []).append(collective)
+            key = collective.kind, row.unit, str(row.sent_dtype(collective.kind))
+            groups.setdefault(key, []).append(collective)
         found: list[tuple[Bucket, list[Collective]]] = []
         for (kind, unit, _), members in groups.items():
             rows = {c.params[0]: program.params[c.params[0]] for c in members}
@@ -85,10 +83,7 @@ class PlanByUnit:
         self, program: Program, kind: CollectiveKind, name: str, phase_name: str, rows: list[ParamRow]
     ) -> Bucket:
         limit = self.pack_gathers_below if kind == "gather" else self._reduction_limit(program)
-        sizes = {
-            row.name: shard_bytes(row, row.compute_dtype if kind == "gather" else row.reduce_dtype) for row in rows
-        }
-        packed = tuple(row.name for row in rows if sizes[row.name] < limit)
+        packed = tuple(row.name for row in rows if row.shard_bytes(row.sent_dtype(kind)) < limit)
         if len(packed) == 1:
             packed = ()
         return Bucket(
@@ -98,13 +93,8 @@ class PlanByUnit:
             params=tuple(row.name for row in rows if row.name not in packed),
             packed=packed,
             axis=program.axis_of(kind).name,
-            num_bytes=sum(sizes[row.name] * (1 if kind == "all_reduce" else row.num_shards) for row in rows),
+            num_bytes=sum(row.sent_bytes(kind) for row in rows),
         )
-
-
-def shard_bytes(row: ParamRow, dtype: torch.dtype) -> int:
-    """Bytes of a parameter's padded shard in a dtype."""
-    return math.prod(row.padded_shape) * dtype.itemsize
 
 
 def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]]) -> list[Event]:
@@ -171,7 +161,7 @@ def account(
             ends = {m.params[0]: max(event.at, last_use(m.waits, layout, position)) for m in members}
             last_packed = max((ends[name] for name in bucket.packed), default=0)
             ends.update(dict.fromkeys(bucket.packed, last_packed))
-            alive += [(end, params[name].gathered_bytes) for name, end in ends.items()]
+            alive += [(end, params[name].sent_bytes("gather")) for name, end in ends.items()]
             most = max(most, sum(size for _, size in alive))
     return most
 

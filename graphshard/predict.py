@@ -5,7 +5,6 @@ The timeline comes from `estimate`; whatever else simulates a program takes its 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -13,7 +12,6 @@ from graphshard.advice import advise, ends, limit_of
 from graphshard.cost import Costs
 from graphshard.estimate import Estimate, estimate, tensors
 from graphshard.explanation import Explanation, RegionCost
-from graphshard.params import ParamRow
 from graphshard.program import Program
 from graphshard.report_data import memory_of
 
@@ -30,9 +28,8 @@ def explained(
     """
     timeline = estimate(program, costs)
     memory = memory_of(tensors(program, timeline), timeline.seconds)
-    trained = sum(_local_bytes(row) for row in program.params if row.trainable)
-    # Reads the parameter, its gradient and the states, and writes all but the gradient.
-    optimizer = (3 + 2 * states) * trained / costs.profile.memory_bandwidth
+    trained = sum(row.shard_bytes(row.dtype) for row in program.params if row.trainable)
+    optimizer = costs.optimizer(trained, states)
     alive = Counter[str]()
     for value in memory.alive:
         alive[value.what] += value.num_bytes
@@ -80,10 +77,6 @@ def explained(
         _timeline=timeline,
         _memory=memory,
     )
-
-
-def _local_bytes(row: ParamRow) -> int:
-    return math.prod(row.padded_shape) * row.dtype.itemsize
 
 
 def _regions(program: Program, costs: Costs, timeline: Estimate) -> tuple[RegionCost, ...]:

@@ -92,7 +92,7 @@ def _buckets(program: Program, found: Estimate) -> tuple[BucketView, ...]:
 
 def _dtype(program: Program, bucket: Bucket) -> str:
     row = program.params[bucket.members[0]]
-    return dtype_name(row.compute_dtype if bucket.kind == "gather" else row.reduce_dtype)
+    return dtype_name(row.sent_dtype(bucket.kind))
 
 
 def _place(calls: list[Step], order: int) -> str:

@@ -23,10 +23,7 @@ from graphshard.backends import compiler_for
 from graphshard.capture import CaptureSpec, capture
 from graphshard.checks import (
     check_examples,
-    check_ignored,
     check_model,
-    check_params,
-    check_placements,
     check_policy,
 )
 from graphshard.cost import Costs
@@ -36,12 +33,12 @@ from graphshard.flops import flop_of
 from graphshard.formulas import formulas_of
 from graphshard.lower import lower
 from graphshard.observe import Observer
-from graphshard.params import ParamTable, build_table
 from graphshard.pipeline import Pipeline, run_pipeline
 from graphshard.predict import explained
 from graphshard.profile import Profile
 from graphshard.program import Axis, Program
 from graphshard.symbols import Inputs, spread_ranks, symbolize
+from graphshard.tables import checked_table
 from graphshard.units import find_units
 
 Mesh = DeviceMesh | Sequence[int] | Mapping[str, int]
@@ -129,7 +126,7 @@ class Study:
             program = replace(
                 captured,
                 phases={name: phase.clone() for name, phase in captured.phases.items()},
-                params=self._table(axis.size),
+                params=captured.params.over(axis.size),
                 axis=axis,
                 device=torch.device(profile.device),
                 history=list(captured.history),
@@ -148,7 +145,14 @@ class Study:
             given = tuple(self.example_inputs or ()), dict(self.example_kwargs or {})
             inputs = pytree.tree_map_only(torch.Tensor, _on_cpu, given)
             units = find_units(self.model, self.options.get("units"))
-            spec = CaptureSpec(self._table(axis.size), units, axis, torch.device("cpu"), self.policy, type(self.model))
+            options = {
+                name: self.options.get(name)
+                for name in ("reshard_after_forward", "shard_placement_fn", "ignored_params")
+            }
+            table = checked_table(
+                self.model, units, device_type="cpu", num_shards=axis.size, mp_policy=self.policy, **options
+            )
+            spec = CaptureSpec(table, units, axis, torch.device("cpu"), self.policy, type(self.model))
 
             def trace(inputs: Inputs) -> Program:
                 return capture(self.model, *inputs, spec, grad=True)
@@ -160,20 +164,6 @@ class Study:
             (phase,) = self._captured.phases.values()
             self._flop = flop_of(phase.module.graph.nodes)
         return self._captured
-
-    def _table(self, num_shards: int) -> ParamTable:
-        ignored = check_ignored(self.model, self.options.get("ignored_params"))
-        check_params(self.model, "cpu", ignored)
-        return build_table(
-            self.model,
-            num_shards=num_shards,
-            units=find_units(self.model, self.options.get("units")),
-            param_dtype=self.policy.param_dtype,
-            reduce_dtype=self.policy.reduce_dtype,
-            reshard_after_forward=self.options.get("reshard_after_forward"),
-            dims=check_placements(self.model, self.options.get("shard_placement_fn"), ignored),
-            ignored=ignored,
-        )
 
     def _tokens(self) -> int:
         """Elements of the first integer input, or the batch size."""

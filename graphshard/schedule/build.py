@@ -19,7 +19,7 @@ from graphshard.graph import Layout, collectives, with_parts
 from graphshard.liveness import last_use
 from graphshard.params import ParamRow
 from graphshard.plan import Bucket, CollectiveKind, Event
-from graphshard.planner import first_use, last_input, shard_bytes
+from graphshard.planner import first_use, last_input
 from graphshard.program import Axis, Phase, Program
 from graphshard.schedule.footprint import base_bytes, item_at
 from graphshard.schedule.problem import Chain, Link, Placement, Problem, Transfer
@@ -109,16 +109,16 @@ def build(program: Program, costs: Costs, settings: Settings) -> Built:
     if settings.constraints.keep and {"forward", "backward"} <= set(program.phases):
         names = [{t.name for t in chain.gathers} for chain in chains[:2]]
         keepable = frozenset(names[0] & names[1])
-    state = settings.optimizer_states * sum(shard_bytes(row, row.dtype) for row in trained)
+    state = settings.optimizer_states * sum(row.shard_bytes(row.dtype) for row in trained)
     chains = [replace(chain, base=tuple(b + state for b in chain.base)) for chain in chains]
     return Built(Problem(tuple(chains), link, keepable), maker.maps)
 
 
 def optimizer_chain(program: Program, costs: Costs, states: int, trained: Iterable[ParamRow]) -> Chain:
     """One item: reads the shard, its gradient and the states, and writes all but the gradient."""
-    moved = sum(shard_bytes(row, row.dtype) for row in trained)
-    seconds = (3 + 2 * states) * moved / costs.profile.memory_bandwidth
-    held = sum(shard_bytes(row, row.dtype) for row in program.params)
+    moved = sum(row.shard_bytes(row.dtype) for row in trained)
+    seconds = float(costs.optimizer(moved, states))
+    held = sum(row.shard_bytes(row.dtype) for row in program.params)
     return Chain("optimizer", (seconds,), (held + moved,))
 
 
@@ -187,7 +187,7 @@ class _Maker:
         order = [row for row in self.program.params if row.name in at]
         for row in order if whole else sorted(order, key=lambda row: at[row.name]):
             before = "" if whole or kind == "reduce" else self.gathered.get(row.name, "")
-            groups.setdefault((row.unit, str(_dtype(row, kind)), before), []).append(row)
+            groups.setdefault((row.unit, str(row.sent_dtype(kind)), before), []).append(row)
         for (unit, _, before), rows in groups.items():
             parts = [rows] if whole or before else self._parts(kind, rows)
             for part in parts:
@@ -212,21 +212,21 @@ class _Maker:
         return parts
 
     def _moving(self, kind: CollectiveKind, rows: list[ParamRow], latency: float) -> float:
-        return self.link.seconds(kind, sum(_full_bytes(row, kind) for row in rows), 1) - latency
+        return self.link.seconds(kind, sum(row.sent_bytes(kind) for row in rows), 1) - latency
 
     def _transfer(self, kind: CollectiveKind, atom: Atom, at: int, last: int = -1) -> Transfer:
         exact = kind == "reduce" and self.settings.exact_reductions
         whole = exact or self.settings.constraints.by_unit
-        small = [row for row in atom.rows if exact or _shard_bytes(row, kind) < self.settings.pack_below]
+        small = [row for row in atom.rows if exact or row.shard_bytes(row.sent_dtype(kind)) < self.settings.pack_below]
         return Transfer(
             name=atom.name,
-            num_bytes=sum(_full_bytes(row, kind) for row in atom.rows),
+            num_bytes=sum(row.sent_bytes(kind) for row in atom.rows),
             at=at,
             last=last,
-            group=f"{_dtype(atom.rows[0], kind)} {atom.name if whole else ''}",
+            group=f"{atom.rows[0].sent_dtype(kind)} {atom.name if whole else ''}",
             num_tensors=len(atom.rows),
             num_small=len(small),
-            small_bytes=sum(_full_bytes(row, kind) for row in small),
+            small_bytes=sum(row.sent_bytes(kind) for row in small),
             packed=len(small) > 1 if exact else None,
         )
 
@@ -243,24 +243,8 @@ class _Maker:
         pinned = []
         for gather in gathers:
             at = start.get(atoms[gather.name].unit)
-            pinned.append(gather if at is None else _starting(gather, min(at, gather.at)))
+            pinned.append(gather if at is None else replace(gather, start=min(at, gather.at)))
         return pinned
-
-
-def _starting(gather: Transfer, at: int) -> Transfer:
-    return replace(gather, start=at)
-
-
-def _dtype(row: ParamRow, kind: CollectiveKind) -> object:
-    return row.compute_dtype if kind == "gather" else row.reduce_dtype
-
-
-def _shard_bytes(row: ParamRow, kind: CollectiveKind) -> int:
-    return shard_bytes(row, row.compute_dtype if kind == "gather" else row.reduce_dtype)
-
-
-def _full_bytes(row: ParamRow, kind: CollectiveKind) -> int:
-    return row.num_shards * _shard_bytes(row, kind)
 
 
 def to_buckets(
@@ -274,7 +258,7 @@ def to_buckets(
         transfers = chain.transfers(bucket.kind)[bucket.first : bucket.end]
         rows = [row for atom in atoms for row in atom.rows]
         exact = all(t.num_small == t.num_tensors for t in transfers)
-        small = [row.name for row in rows if exact or _shard_bytes(row, bucket.kind) < pack_below]
+        small = [row.name for row in rows if exact or row.shard_bytes(row.sent_dtype(bucket.kind)) < pack_below]
         packed = tuple(small) if bucket.packed else ()
         units = list(dict.fromkeys(atom.unit or "(root)" for atom in atoms))
         name = f"{bucket.kind} {' to '.join(dict.fromkeys((units[0], units[-1])))} in {phase_name}"

@@ -78,10 +78,14 @@ class _Placing:
                     return None
             self.unreduced += made[position]
             self.compute += self.chain.seconds[position]
-        while self.waiting["reduce"]:
-            self._start(self.waiting["reduce"][0], len(self.chain.seconds))
+        end = len(self.chain.seconds)
+        while self.waiting["reduce"]:  # their buffers did not fit beside the gradients that are on their way
+            if self._may_reduce(self.waiting["reduce"][0], end):
+                self._start(self.waiting["reduce"][0], end)
+            elif not self._relieve(end):
+                return None
         while self.reductions:
-            self._wait_reduction(len(self.chain.seconds))
+            self._wait_reduction(end)
         return self._result()
 
     def _result(self) -> Placement:

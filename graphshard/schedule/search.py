@@ -22,6 +22,7 @@ from graphshard.schedule.problem import (
     Bucketed,
     Chain,
     Link,
+    Load,
     Occurrence,
     Placement,
     Rate,
@@ -116,55 +117,41 @@ class _Search:
         return None if best is None else (best.compute, _placement(best))
 
     def _events(self, state: _State) -> Iterator[_State]:
-        yield from self._gathers(state)
-        yield from self._reductions(state)
+        for kind in KINDS:
+            yield from self._starts(kind, state)
         if state.gathers and self.chain.gathers[state.gathers[0].first].at == state.at:
             yield from self._wait_gather(state)
         if state.reductions and self.limit < math.inf:
             yield self._wait_reduction(state)
 
-    def _gathers(self, state: _State) -> Iterator[_State]:
-        transfers = self.chain.gathers
-        if state.gathered == len(transfers):
-            return
-        for end in runs(transfers, state.gathered):
-            members = transfers[state.gathered : end]
-            if startable(members, "gather", state.at):
-                for packed in modes(members):
-                    bucket = Bucketed("gather", state.gathered, end, packed)
-                    cost = load(self.link, "gather", members, packed)
-                    new = self._started(state, bucket, cost.seconds, cost.copy_in)
-                    flight = _Flight(state.num_buckets, *_range(bucket), new.channels[0], cost.copy_out, cost.transient)
-                    new = replace(new, gathered=end, gathers=(*state.gathers, flight))
-                    if self._fits(new):
-                        yield new
+    def _starts(self, kind: CollectiveKind, state: _State) -> Iterator[_State]:
+        """Every bucket of a kind that could start now."""
+        transfers = self.chain.transfers(kind)
+        begun = state.gathered if kind == "gather" else state.reduced
+        for end in runs(transfers, begun) if begun < len(transfers) else ():
+            members = transfers[begun:end]
+            for packed in modes(members) if startable(members, kind, state.at) else ():
+                cost = load(self.link, kind, members, packed)
+                new = self._started(state, Bucketed(kind, begun, end, packed), cost)
+                # A gather's buffer is there at its wait, a reduction's at its start.
+                if self._fits(new, 0 if kind == "gather" else cost.transient):
+                    yield new
 
-    def _reductions(self, state: _State) -> Iterator[_State]:
-        transfers = self.chain.reductions
-        if state.reduced == len(transfers):
-            return
-        for end in runs(transfers, state.reduced):
-            members = transfers[state.reduced : end]
-            if members[-1].at > state.at:
-                return
-            if startable(members, "reduce", state.at):
-                for packed in modes(members):
-                    bucket = Bucketed("reduce", state.reduced, end, packed)
-                    cost = load(self.link, "reduce", members, packed)
-                    if not self._fits(state, cost.transient):
-                        continue
-                    new = self._started(state, bucket, cost.seconds, cost.copy_in)
-                    done = new.channels[self.link.channel("reduce")]
-                    flight = _Flight(state.num_buckets, *_range(bucket), done, 0.0, 0)
-                    yield replace(new, reduced=end, reductions=(*state.reductions, flight))
-
-    def _started(self, state: _State, bucket: Bucketed, seconds: float, copy_in: float) -> _State:
-        compute = state.compute + copy_in
+    def _started(self, state: _State, bucket: Bucketed, cost: Load) -> _State:
+        compute = state.compute + cost.copy_in
         channel = self.link.channel(bucket.kind)
-        end = max(compute, state.channels[channel]) + seconds
-        channels = (end, state.channels[1]) if channel == 0 else (state.channels[0], end)
-        path = _Path(bucket, Occurrence("start", state.num_buckets, state.at), state.path)
-        return replace(state, compute=compute, channels=channels, num_buckets=state.num_buckets + 1, path=path)
+        done = max(compute, state.channels[channel]) + cost.seconds
+        flight = _Flight(state.num_buckets, bucket.first, bucket.end, done, cost.copy_out, cost.transient)
+        new = replace(
+            state,
+            compute=compute,
+            channels=(done, state.channels[1]) if channel == 0 else (state.channels[0], done),
+            num_buckets=state.num_buckets + 1,
+            path=_Path(bucket, Occurrence("start", state.num_buckets, state.at), state.path),
+        )
+        if bucket.kind == "gather":
+            return replace(new, gathered=bucket.end, gathers=(*state.gathers, flight))
+        return replace(new, reduced=bucket.end, reductions=(*state.reductions, flight))
 
     def _wait_gather(self, state: _State) -> Iterator[_State]:
         flight = state.gathers[0]
@@ -270,10 +257,6 @@ class _Search:
         ends = {i: f.done for f in state.reductions for i in range(f.first, f.end)}
         clocks += [ends.get(i, -math.inf) for i in range(state.reduced)]
         return tuple(clocks)
-
-
-def _range(bucket: Bucketed) -> tuple[int, int]:
-    return bucket.first, bucket.end
 
 
 def _placement(state: _State) -> Placement:

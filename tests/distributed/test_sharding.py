@@ -333,7 +333,7 @@ def _stored(rank: int, world_size: int, backend: str, dtypes: list[torch.dtype])
         assert sorted(reduced) == ["down.weight", "up.weight"]
         gathered = next(b for b in program.plan.buckets if b.kind == "gather" and "base" in b.members)
         padded = -(-7 // world_size) * world_size
-        others = [program.params[n].gathered_bytes for n in gathered.members if n != "base"]
+        others = [program.params[n].sent_bytes("gather") for n in gathered.members if n != "base"]
         assert gathered.num_bytes - sum(others) == padded * 4 * dtype.itemsize
         hashes_agree(ours)
 

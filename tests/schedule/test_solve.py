@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from graphshard.errors import ArgumentError
 from graphshard.schedule import (
+    Bucketed,
     Chain,
     InfeasibleError,
     Link,
@@ -23,6 +24,7 @@ from graphshard.schedule import (
     lower_bound,
     simulate,
 )
+from graphshard.schedule.place import place
 from tests.schedule.oracles import chains, exhaustive, halves, links
 
 HEURISTIC = Solver(exact_transfers=0)
@@ -88,6 +90,16 @@ def test_the_dynamic_program_is_exact_on_a_shared_link(chain: Chain, link: Link)
 def test_deep_chains_keep_to_memory_and_bound(chain: Chain, link: Link, limit: float) -> None:
     """What is not searched exactly is feasible whenever something is."""
     solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
+
+
+def test_the_buffers_of_the_last_reductions_fit_too() -> None:
+    """A packed bucket behind the last item waits for room for its buffer, and is given up if there is none."""
+    gradients = tuple(Transfer(f"g{i}", 4, 1, group=f"{i}", num_tensors=2, num_small=2, small_bytes=2) for i in (0, 1))
+    chain, link = Chain("backward", (1.0,), (0,), (), gradients), Link(Rate(1, 1), Rate(1, 1), halves, 2)
+    first, second = Bucketed("reduce", 0, 1), Bucketed("reduce", 1, 2, packed=True)
+    placement = place(chain, link, [first, second], limit=8)
+    assert simulate(Problem((chain,), link), Schedule((placement,))).peak == 8
+    assert place(chain, link, [replace(first, packed=True), second], limit=8) is None
 
 
 @st.composite
