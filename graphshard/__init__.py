@@ -4,7 +4,7 @@ mesh = init_device_mesh("cuda", (8,))
 model = graphshard.compile(model, mesh)
 """
 
-from graphshard.api import compile, programs
+from graphshard.api import compile, programs, register_forward_method
 from graphshard.bisection import Bisection, bisect
 from graphshard.checkpoint import load_checkpoint, save_checkpoint
 from graphshard.errors import (
@@ -61,6 +61,7 @@ __all__ = [
     "load_profile",
     "measure_regions",
     "programs",
+    "register_forward_method",
     "save_checkpoint",
     "save_measured",
     "unsharded_init",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
@@ -33,8 +33,9 @@ from graphshard.meshes import axes_of, num_shards
 from graphshard.module import Runner
 from graphshard.observe import Level
 from graphshard.pipeline import Pipeline, with_offload
+from graphshard.precision import PolicySpec, precision_of
 from graphshard.program import Program
-from graphshard.sharded_module import ShardedModule, attach, retie, sharded_class
+from graphshard.sharded_module import ShardedModule, attach, install_method, retie, sharded_class
 from graphshard.sharding import Storage, aliases, param_refs, shard_module
 from graphshard.tables import checked_table
 from graphshard.units import UnitSpec, find_units
@@ -48,7 +49,7 @@ def compile(
     *,
     reshard_after_forward: bool | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
+    mp_policy: PolicySpec = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     units: Sequence[UnitSpec] | None = None,
@@ -75,7 +76,8 @@ def compile(
             those of the root and gathers those of the units again, as FSDP2 does.
         shard_placement_fn: chooses another dim to shard a parameter along, `Shard(dim)`; None is `Shard(0)`. Sizes
             need not be multiples of the number of ranks.
-        mp_policy: FSDP2's `MixedPrecisionPolicy`.
+        mp_policy: FSDP2's `MixedPrecisionPolicy`, or a dict of policies by patterns of the names of units, "" being
+            the root.
         offload_policy: FSDP2's `CPUOffloadPolicy` keeps shards, gradients and so optimizer state on the CPU and copies
             them beside the compute; on a CPU mesh that is where they are.
         ignored_params: parameters to leave alone: not sharded, cast, moved or reduced.
@@ -108,21 +110,21 @@ def compile(
     """
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
-    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    check_arguments(mesh, reshard_after_forward, policy, offload_policy, backend, max_captures)
+    check_arguments(mesh, reshard_after_forward, offload_policy, backend, max_captures)
     level = check_debugging(passes, verify, dump)
     pipeline = with_activation(passes if passes is not None else Pipeline(), activation)
     directory = dump_directory(dump, dist.get_rank())
     check_examples(units, example_inputs, example_kwargs, dynamic_shapes)
     device = _device_of(mesh)
     unit_names = find_units(model, units)
+    precision = precision_of(mp_policy, unit_names)
     check_activation_units(model, activation, unit_names)
     table = checked_table(
         model,
         unit_names,
         device_type=mesh.device_type,
         num_shards=num_shards(mesh),
-        mp_policy=policy,
+        precision=precision,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
         ignored_params=ignored_params,
@@ -134,7 +136,7 @@ def compile(
         pipeline = with_offload(pipeline)
     refs = tuple(param_refs(model, table))
     runner = Runner(
-        spec=CaptureSpec(table, unit_names, axis, device, policy, type(model), dynamic_shapes, replicate),
+        spec=CaptureSpec(table, unit_names, axis, device, precision, type(model), dynamic_shapes, replicate),
         mesh=mesh,
         backend=backend,
         pipeline=pipeline,
@@ -173,6 +175,32 @@ def programs(model: nn.Module) -> list[Program]:
     if not isinstance(model, ShardedModule):
         raise ArgumentError(f"{type(model).__name__} is not compiled. Call graphshard.compile(model, mesh) first.")
     return list(model._graphshard.programs)
+
+
+def register_forward_method(model: nn.Module, method: str) -> None:
+    """Let another method than `forward` run on the shards: captured at its first call, as a program of its own.
+
+    What FSDP2's `register_fsdp_forward_method` is for: `encode`, `embed`, `loss`, ... A method that only calls the
+    model itself, such as a loop that generates token by token, needs none of this.
+
+    Args:
+        model: a compiled module.
+        method: name of a method that torch.export can trace; of a submodule as in "encoder.encode".
+
+    Raises:
+        ArgumentError: the module was not compiled, or has no such method.
+    """
+    if not isinstance(model, ShardedModule):
+        raise ArgumentError(f"{type(model).__name__} is not compiled. Call graphshard.compile(model, mesh) first.")
+    prefix, _, name = method.rpartition(".")
+    owner = dict(model.named_modules()).get(prefix)
+    if owner is None:
+        raise ArgumentError(f"method: {model._graphshard.spec.forward_class.__name__} has no submodule {prefix!r}.")
+    if not callable(getattr(type(owner), name, None)):
+        raise ArgumentError(f"method: {type(owner).__name__.removeprefix('Sharded')} has no method {name!r}.")
+    if method not in model._graphshard.methods:
+        model._graphshard.methods.append(method)
+        install_method(model, method)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.entry import Entry
@@ -27,11 +27,11 @@ _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_arguments(
-    mesh: Any, reshard_after_forward: Any, mp_policy: Any, offload_policy: Any, backend: Any, max_captures: Any
+    mesh: Any, reshard_after_forward: Any, offload_policy: Any, backend: Any, max_captures: Any
 ) -> None:
     """Raise ArgumentError for the first wrong argument; the message names it and the remedy."""
     _check_mesh(mesh)
-    check_policy(reshard_after_forward, mp_policy)
+    check_reshard(reshard_after_forward)
     if not (offload_policy is None or isinstance(offload_policy, OffloadPolicy)):
         raise ArgumentError(
             "offload_policy must be a torch.distributed.fsdp.CPUOffloadPolicy or None, got "
@@ -43,16 +43,12 @@ def check_arguments(
         raise ArgumentError(f"max_captures must be a positive int, got {max_captures!r}.")
 
 
-def check_policy(reshard_after_forward: Any, mp_policy: Any) -> None:
-    """Raise ArgumentError for wrong settings of resharding or precision."""
+def check_reshard(reshard_after_forward: Any) -> None:
+    """Raise ArgumentError for a wrong setting of resharding."""
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
         raise ArgumentError(
             f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}. Gathering again "
             "over a smaller group (an int in FSDP2) is not supported yet."
-        )
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ArgumentError(
-            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(mp_policy).__name__}."
         )
 
 

@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +36,7 @@ from graphshard.runtime import Executable, Variant
 from graphshard.sharding import Alias, ParamRef, Storage, aliases, param_refs
 from graphshard.signature import Signature, leaf_key
 from graphshard.units import units_within
+from graphshard.unsharded import Unsharded, UnshardHandle, start_gathering
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +69,11 @@ class Runner:
     compiled: dict[str, RegionCall] = field(default_factory=dict)
     agreed: set[tuple[str, ...]] = field(default_factory=set)
     programs: list[Program] = field(default_factory=list)
-    submodules: dict[str, Runner] = field(default_factory=dict)
+    entries: dict[str, Runner] = field(default_factory=dict)
+    methods: list[str] = field(default_factory=list)
     materialized: bool = False
     accumulation: Accumulation = field(default_factory=Accumulation)
+    unsharded: Unsharded = field(default_factory=Unsharded)
     names: dict[str, str] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
@@ -79,6 +82,7 @@ class Runner:
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
+        self._follow_unsharded()
         for ref in self.params:
             ref.check()
         for alias in self.aliases:
@@ -95,27 +99,78 @@ class Runner:
             executable = self.install(module, signature, self.build(module, args, kwargs, signature))
         return executable([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
-    def call_submodule(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call of a submodule on its own, by a program of its own on the same shards."""
-        if name not in self.submodules:
-            table = self.spec.params.within(name)
+    def call_entry(
+        self, name: str, method: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run one call of a submodule's method, or another of the model's, by a program of its own on the same shards.
+
+        The submodule's name is "" for the model itself.
+        """
+        self._follow_unsharded()
+        entry = ".".join(part for part in (name, method) if part not in ("", "forward"))
+        if entry not in self.entries:
+            table = self.spec.params.within(name) if name else self.spec.params
             params = tuple(param_refs(module, table))
             spec = replace(
                 self.spec,
                 params=table,
-                units=units_within(name, self.spec.units),
-                forward_class=type(module),
+                units=units_within(name, self.spec.units) if name else self.spec.units,
+                precision=self.spec.precision.within(name, self.spec.units) if name else self.spec.precision,
+                forward_class=type(module) if name else self.spec.forward_class,
+                method=method,
                 dynamic_shapes=None,
             )
-            own_name = ".".join(filter(None, [self.name, name]))
-            names = {row.name: self.spec.params[f"{name}.{row.name}"].name for row in table}
-            self.submodules[name] = self._anew(module, spec=spec, params=params, name=own_name, names=names)
-        return self.submodules[name].call(module, args, kwargs)
+            names = {row.name: self.spec.params[f"{name}.{row.name}" if name else row.name].name for row in table}
+            self.entries[entry] = self._anew(module, spec=spec, params=params, name=entry, names=names)
+        return self.entries[entry].call(module, args, kwargs)
+
+    def change(self, names: Collection[str], **choices: Any) -> None:
+        """Make other choices for parameters from the next call on; the program for them is captured then."""
+        rows = {ref.row.name: replace(ref.row, **choices) if ref.row.name in names else ref.row for ref in self.params}
+        self.params = tuple(replace(ref, row=rows[ref.row.name]) for ref in self.params)
+        self.spec = replace(self.spec, params=ParamTable(tuple(rows.values())))
+        self.entries.clear()
+
+    def unshard(self, names: Collection[str]) -> UnshardHandle:
+        """Start to gather parameters that are not; the programs of the next calls read them."""
+        chosen = [ref for ref in self.params if ref.row.name in names and ref.row.num_shards > 1]
+        missing = [ref for ref in chosen if ref.row.name not in self.unsharded.full]
+        if missing:
+            current = {row.name: row for row in self._current_spec().params}
+            pairs = [(current[ref.row.name], ref.param) for ref in missing]
+            self.unsharded.full.update(start_gathering(pairs, self.mesh))
+            self.change({ref.row.name for ref in missing}, held=True)
+        return UnshardHandle(self.unsharded, [ref.row.name for ref in chosen])
+
+    def reshard(self, names: Collection[str]) -> None:
+        """Free parameters that were gathered by hand."""
+        held = [name for name in names if name in self.unsharded.full]
+        if held:
+            self.unsharded.free(held)
+            self.change(held, held=False)
+
+    def _follow_unsharded(self) -> None:
+        """Gather what is to stay gathered; programs read what is there from now on."""
+        if self.name:  # the model's own runner has done it
+            return
+        if self.unsharded.kept:
+            self.unshard(self.unsharded.kept)
+        freed = [ref.row.name for ref in self.params if ref.row.held and ref.row.name not in self.unsharded.full]
+        if freed:
+            self.change(freed, held=False)
 
     def for_copy(self, module: nn.Module) -> Runner:
         """A runner for a copy of the module: nothing captured yet, compiled regions shared."""
         params = tuple(param_refs(module, self.spec.params))
-        return self._anew(module, params=params, programs=[], accumulation=copy.deepcopy(self.accumulation))
+        twin = self._anew(
+            module,
+            params=params,
+            programs=[],
+            accumulation=copy.deepcopy(self.accumulation),
+            unsharded=Unsharded(kept=set(self.unsharded.kept)),
+        )
+        twin.change(list(self.unsharded.full), held=False)
+        return twin
 
     def _anew(self, module: nn.Module, *, params: tuple[ParamRef, ...], **changes: Any) -> Runner:
         """A runner with the same options that has captured nothing yet."""
@@ -126,7 +181,7 @@ class Runner:
             tag=None,
             executables={},
             agreed=set(),
-            submodules={},
+            entries={},
             materialized=False,
             _partitioned={},
             _fits={},
@@ -212,7 +267,7 @@ class Runner:
             return other.phases["backward"]
 
         executable = Executable(
-            program, module, self.params, self.mesh, make_backward, self.accumulation, self.model_names
+            program, module, self.params, self.mesh, make_backward, self.accumulation, self.model_names, self.unsharded
         )
         self.executables[signature] = executable
         self.programs.append(program)
@@ -243,6 +298,7 @@ class Runner:
             grad=torch.is_grad_enabled(),
             autocast=autocast,
             params=tuple((param.requires_grad, param.dtype) for param in params),
+            settings=tuple(ref.row.settings for ref in self.params),
         )
 
     def on_device(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
@@ -274,8 +330,7 @@ class Runner:
 
     def _current_spec(self) -> CaptureSpec:
         """The spec with the parameters' flags and dtypes as they are now."""
-        policy = self.spec.mp_policy
-        rows = tuple(ref.row.as_now(ref.param, policy.param_dtype, policy.reduce_dtype) for ref in self.params)
+        rows = tuple(ref.row.as_now(ref.param, self.spec.precision.of(ref.row.unit)) for ref in self.params)
         return replace(self.spec, params=ParamTable(rows))
 
     def _dump(self, name: str) -> Dump | None:

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.errors import ArgumentError
 from graphshard.plan import CollectiveKind
+from graphshard.precision import Precision
 from graphshard.units import unit_of, units_within
 
 
@@ -42,6 +44,9 @@ class ParamRow:
         dim: the dim it is sharded along.
         order: its dims from the outermost to the innermost in memory; 0, 1, ... is contiguous.
         ignored: left alone: neither sharded, nor moved, nor reduced.
+        divide_factor: what its gradient is divided by; None is the number of ranks.
+        force_sum: gradients are added up and then divided, where the collective could average.
+        held: gathered by hand; it is an input of the program.
     """
 
     names: tuple[str, ...]
@@ -56,11 +61,13 @@ class ParamRow:
     dim: int = 0
     order: tuple[int, ...] = ()
     ignored: bool = False
+    divide_factor: float | None = None
+    force_sum: bool = False
+    held: bool = False
 
-    def as_now(
-        self, param: nn.Parameter, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
-    ) -> ParamRow:
+    def as_now(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> ParamRow:
         """The row of the parameter as it is now: it may have been frozen or converted since."""
+        param_dtype, reduce_dtype = policy.param_dtype, policy.reduce_dtype
         cast = param_dtype is not None and param.is_floating_point() and not self.ignored
         compute_dtype = param_dtype if cast and param_dtype is not None else param.dtype
         return dataclasses.replace(
@@ -70,6 +77,11 @@ class ParamRow:
             reduce_dtype=compute_dtype if self.ignored else reduce_dtype or compute_dtype,
             trainable=param.requires_grad,
         )
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What can be changed from call to call."""
+        return self.reshard, self.divide_factor, self.force_sum, self.held
 
     @property
     def name(self) -> str:
@@ -114,7 +126,7 @@ class ParamRow:
         return math.prod(self.padded_shape) * dtype.itemsize
 
     def sent_bytes(self, kind: CollectiveKind) -> int:
-        """Bytes of the tensor that a collective makes or takes: all shards with their padding, or for an all-reduce one."""
+        """Bytes of the tensor that a collective makes or takes: all padded shards, or for an all-reduce one of them."""
         return (1 if kind == "all_reduce" else self.num_shards) * self.shard_bytes(self.sent_dtype(kind))
 
     @property
@@ -227,8 +239,7 @@ def build_table(
     *,
     num_shards: int,
     units: Sequence[str],
-    param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
+    precision: Precision,
     reshard_after_forward: bool | None,
     dims: Mapping[str, int] = MappingProxyType({}),
     ignored: Collection[nn.Parameter] = (),
@@ -258,5 +269,5 @@ def build_table(
             order=memory_order(param),
             ignored=param in leave,
         )
-        rows.append(row.as_now(param, param_dtype, reduce_dtype))
+        rows.append(row.as_now(param, precision.of(unit)))
     return ParamTable(tuple(rows))

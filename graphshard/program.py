@@ -19,7 +19,18 @@ from graphshard.params import ParamTable
 from graphshard.plan import CollectiveKind, Plan
 
 SlotKind = Literal[
-    "param", "buffer", "input", "tangent", "output", "mutation", "grad", "saved", "size", "accumulated", "partial"
+    "param",
+    "gathered",
+    "buffer",
+    "input",
+    "size",
+    "tangent",
+    "output",
+    "mutation",
+    "saved",
+    "grad",
+    "accumulated",
+    "partial",
 ]
 
 
@@ -28,7 +39,8 @@ class Slot:
     """What one input or output of a graph means.
 
     `name` is the parameter or buffer name, the index of a user input or output as text, or for "saved" the
-    name of the forward value, for "size" that of a dynamic size. "accumulated" and "partial" are what backward adds
+    name of the forward value, for "size" that of a dynamic size. "gathered" is a parameter that was gathered by
+    hand. "accumulated" and "partial" are what backward adds
     up for a parameter over several microbatches: its full gradient, or that of the shard before it is all-reduced.
     A "mutation" or "grad" carries the kind it belongs to in `of`.
     """

@@ -27,6 +27,7 @@ from graphshard.program import Phase, Program, Slot
 from graphshard.ranges import profiling, with_ranges
 from graphshard.sharding import ParamRef, as_dtensor, dense, padded_shard
 from graphshard.sizes import evaluate, expression, given_sizes
+from graphshard.unsharded import Unsharded
 
 # Which tangents arrive, and what is done about microbatches.
 Variant = tuple[frozenset[str], AccumulateGradients | None]
@@ -44,6 +45,7 @@ class Executable:
         make_backward: makes the backward phase for another variant than the likely one.
         accumulation: what is shared with the other programs of the model.
         names: names of the parameters in the model by their names in the program.
+        unsharded: parameters that were gathered by hand.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Executable:
         make_backward: BackwardFactory,
         accumulation: Accumulation,
         names: Mapping[str, str],
+        unsharded: Unsharded,
     ) -> None:
         self.program = program
         self.mesh = mesh
@@ -64,6 +67,7 @@ class Executable:
         self._make_backward = make_backward
         self._accumulation = accumulation
         self._names = names
+        self._unsharded = unsharded
         self._forward = self._bind(program.phases["forward"])
         outputs = zip(self._forward.results, self._forward.outputs)
         self._results = [(value, slot.name) for value, slot in outputs if slot.kind == "output"]
@@ -129,6 +133,7 @@ class Executable:
         saved.clear()
         with disable_autocast():
             values = self._code(phase)(inputs)
+        self._unsharded.free(set(self._unsharded.full) - self._unsharded.kept)
         if self._downloads:
             finish_downloads(self.program.device)
         results = dict(zip(phase.outputs, values, strict=True))
@@ -160,6 +165,8 @@ class Executable:
         if slot.kind == "param":
             ref = self._params[slot.name]
             return ref.param.detach() if ref.row.ignored else padded_shard(ref.param, ref.row)
+        if slot.kind == "gathered":
+            return self._unsharded.read(self._names[slot.name])
         if slot.kind == "input":
             return tensors[int(slot.name)].detach()
         if slot.kind == "size":

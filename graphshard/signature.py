@@ -21,6 +21,7 @@ class Signature:
     grad: bool
     autocast: Hashable
     params: tuple[tuple[bool, torch.dtype], ...]
+    settings: tuple[Any, ...] = ()
 
     def loose(self) -> Signature:
         """The signature without shapes and strides."""
@@ -28,7 +29,7 @@ class Signature:
         return dataclasses.replace(self, inputs=inputs)
 
     def __hash__(self) -> int:
-        return hash((self.inputs, self.training, self.grad, self.autocast, self.params))
+        return hash((self.inputs, self.training, self.grad, self.autocast, self.params, self.settings))
 
     def changes_from(self, other: Signature) -> str:
         """What differs from another signature, in words."""
@@ -39,6 +40,7 @@ class Signature:
             "grad": "gradients are " + ("on" if self.grad else "off"),
             "autocast": "autocast changed",
             "params": "dtype or requires_grad of a parameter changed",
+            "settings": "resharding, the divisor of gradients, or what is gathered by hand was changed",
         }
         changed = [why for name, why in reasons.items() if getattr(self, name) != getattr(other, name)]
         return ", ".join(changed)

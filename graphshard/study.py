@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
 from graphshard.backends import compiler_for
@@ -24,7 +23,7 @@ from graphshard.capture import CaptureSpec, capture
 from graphshard.checks import (
     check_examples,
     check_model,
-    check_policy,
+    check_reshard,
 )
 from graphshard.cost import Costs
 from graphshard.errors import ArgumentError
@@ -34,6 +33,7 @@ from graphshard.formulas import formulas_of
 from graphshard.lower import lower
 from graphshard.observe import Observer
 from graphshard.pipeline import Pipeline, run_pipeline
+from graphshard.precision import precision_of
 from graphshard.predict import explained
 from graphshard.profile import Profile
 from graphshard.program import Axis, Program
@@ -67,7 +67,8 @@ class Study:
 
     def __post_init__(self) -> None:
         check_model(self.model)
-        check_policy(self.options.get("reshard_after_forward"), self.policy)
+        check_reshard(self.options.get("reshard_after_forward"))
+        precision_of(self.options.get("mp_policy"), find_units(self.model, self.options.get("units")))
         check_examples(self.options.get("units"), self.example_inputs, self.example_kwargs)
         if self.example_inputs is None and self.example_kwargs is None:
             raise ArgumentError("explain needs example_inputs or example_kwargs, the inputs of one rank's call.")
@@ -83,11 +84,6 @@ class Study:
             raise ArgumentError(f"passes must be a graphshard.Pipeline, got {type(passes).__name__}.")
         if not isinstance(states, int) or states < 0:
             raise ArgumentError(f"optimizer_states must be a number of tensors such as 2 for Adam, got {states!r}.")
-
-    @property
-    def policy(self) -> MixedPrecisionPolicy:
-        """The precision."""
-        return self.options.get("mp_policy") or MixedPrecisionPolicy()
 
     @property
     def states(self) -> int:
@@ -149,10 +145,11 @@ class Study:
                 name: self.options.get(name)
                 for name in ("reshard_after_forward", "shard_placement_fn", "ignored_params")
             }
+            precision = precision_of(self.options.get("mp_policy"), units)
             table = checked_table(
-                self.model, units, device_type="cpu", num_shards=axis.size, mp_policy=self.policy, **options
+                self.model, units, device_type="cpu", num_shards=axis.size, precision=precision, **options
             )
-            spec = CaptureSpec(table, units, axis, torch.device("cpu"), self.policy, type(self.model))
+            spec = CaptureSpec(table, units, axis, torch.device("cpu"), precision, type(self.model))
 
             def trace(inputs: Inputs) -> Program:
                 return capture(self.model, *inputs, spec, grad=True)

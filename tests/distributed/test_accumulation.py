@@ -12,7 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import graphshard
-from tests.distributed.twins import BF16, FP32, assert_same, example_llama, grads_of, params_of, twins, world_mesh
+from tests.distributed.twins import (
+    BF16,
+    FP32,
+    CountLaunches,
+    assert_same,
+    example_llama,
+    grads_of,
+    params_of,
+    twins,
+    world_mesh,
+)
 from tests.helpers import Blocks
 from tests.ranks import RankError, Ranks
 
@@ -102,19 +112,16 @@ def test_row_67_over_replicas(ranks: Ranks, setting: Setting) -> None:
 
 
 def _counts(rank: int, world_size: int) -> list[dict[str, int]]:
-    from torch.distributed.tensor.debug import CommDebugMode
-
     model = graphshard.compile(Blocks(3, 8), _square(), backend="eager")
     counted = []
     for warm in (False, True):
         for setting in (_no_sync, _no_all_reduce):
-            with CommDebugMode() as mode:
+            with CountLaunches() as mode:
                 for last in (False, False, True):
                     setting(model, last)
                     model(torch.randn(2, 8)).backward()
             if warm:
-                names = {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()}
-                counted.append({k: sum(n for op, n in names.items() if k in op) for k in ("scatter", "all_reduce")})
+                counted.append({kind: mode.of(kind) for kind in ("scatter", "all_reduce")})
     return counted
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
-from tests.distributed.twins import assert_same, grads_of, twins, world_mesh
+from tests.distributed.twins import CountLaunches, assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks
 
 BLOCKS = 3
@@ -51,23 +50,6 @@ class _Net(nn.Module):
         return self.head(x).square().mean()
 
 
-class _Count(TorchDispatchMode):
-    """Counts launches, functional (graphshard's) or not (FSDP2's); a coalesced one is one launch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
-            self.launches[func._opname] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def counts(self) -> Counts:
-        return _counts(self.launches)
-
-
 def _counts(launches: Mapping[str, int]) -> Counts:
     gathers = sum(number for name, number in launches.items() if "gather" in name)
     reductions = sum(number for name, number in launches.items() if "reduce" in name)
@@ -76,9 +58,9 @@ def _counts(launches: Mapping[str, int]) -> Counts:
 
 
 def _count(call: Callable[[], Any]) -> tuple[Counts, Any]:
-    with _Count() as mode:
+    with CountLaunches() as mode:
         result = call()
-    return mode.counts, result
+    return _counts(mode.launches), result
 
 
 def _count_step(model: nn.Module, x: Tensor) -> tuple[Counts, Counts]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,10 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 import graphshard
-from tests.distributed.twins import FP32, POLICIES, assert_same, example_llama, train_side_by_side, twins
+from tests.distributed.twins import FP32, POLICIES, CountLaunches, assert_same, example_llama, train_side_by_side, twins
 from tests.helpers import Blocks
 from tests.ranks import Ranks
 
@@ -40,17 +41,13 @@ def test_row_6_an_axis_of_one_rank(ranks: Ranks, shape: tuple[int, int]) -> None
     ranks(4).run(_train, shape, FP32)
 
 
-def _counts(rank: int, world_size: int, shape: tuple[int, int]) -> list[dict[str, int]]:
-    counted = []
+def _counts(rank: int, world_size: int, shape: tuple[int, int]) -> list[dict[str, Any]]:
+    counted: list[dict[str, Any]] = []
     for model in twins(Blocks(3, 8), _mesh(shape)):
         model(torch.randn(2, 8)).backward()  # captured, and initialised by FSDP2, before anything is counted
-        with CommDebugMode() as mode:
+        with CountLaunches() as mode:
             model(torch.randn(2, 8)).backward()
-        counts: dict[str, int] = {}
-        for op, count in mode.get_comm_counts().items():
-            kind = next(k for k in ("gather", "scatter", "all_reduce", "allreduce") if k in str(op)).replace("_", "")
-            counts[kind] = counts.get(kind, 0) + count
-        counted.append(counts)
+        counted.append({kind: mode.of(kind) for kind in ("gather", "scatter", "all_reduce")})
         param = next(model.parameters())
         assert isinstance(param, DTensor)
         counted[-1]["placements"] = str((param.placements, param.grad.placements, param.device_mesh.shape))
@@ -60,9 +57,9 @@ def _counts(rank: int, world_size: int, shape: tuple[int, int]) -> list[dict[str
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ((2, 2), {"gather": 5, "scatter": 3, "allreduce": 3}),
-        ((4, 1), {"allreduce": 3}),
-        ((1, 4), {"gather": 5, "scatter": 3}),
+        ((2, 2), {"gather": 5, "scatter": 3, "all_reduce": 3}),
+        ((4, 1), {"gather": 0, "scatter": 0, "all_reduce": 3}),
+        ((1, 4), {"gather": 5, "scatter": 3, "all_reduce": 0}),
     ],
     ids=str,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
 from graphshard.units import find_units
@@ -83,6 +85,23 @@ def example_llama(layers: int = 2) -> tuple[nn.Module, Batch]:
 def tokens() -> Tensor:
     """A batch of the example's inputs or targets."""
     return torch.randint(0, VOCAB, (2, 8))
+
+
+class CountLaunches(TorchDispatchMode):
+    """Counts launches, functional (graphshard's) or not (FSDP2's); a coalesced one is one launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
+            self.launches[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, kind: str) -> int:
+        """How many have this in their name: "gather", "scatter", "all_reduce"."""
+        return sum(n for name, n in self.launches.items() if kind in name.replace("allreduce", "all_reduce"))
 
 
 def train_side_by_side(pair: tuple[nn.Module, nn.Module], batch: Batch, steps: int = 20) -> None:
