@@ -18,6 +18,7 @@ from graphshard.errors import (
     MaterializationError,
     ParameterError,
     PassError,
+    UnsupportedError,
 )
 from graphshard.explain import explain, explain_grid
 from graphshard.explanation import Explanation, Grid
@@ -27,6 +28,7 @@ from graphshard.measure import load_measured, measure_regions, save_measured
 from graphshard.passes import Pass
 from graphshard.pipeline import Pipeline
 from graphshard.plan import Plan
+from graphshard.planner import PlanByUnit
 from graphshard.profile import Profile, load_profile
 from graphshard.program import Program
 
@@ -49,8 +51,10 @@ __all__ = [
     "PassError",
     "Pipeline",
     "Plan",
+    "PlanByUnit",
     "Profile",
     "Program",
+    "UnsupportedError",
     "bisect",
     "compile",
     "explain",

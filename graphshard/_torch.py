@@ -98,6 +98,11 @@ def hint(size: int | torch.SymInt) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
+def rank_in_group(group: str) -> int:
+    """This rank's place in a process group that is known by name."""
+    return int(dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(group)).rank())
+
+
 def rendezvous_store() -> dist.Store:
     """The store the default process group was made with."""
     store: dist.Store = dist.distributed_c10d._get_default_store()

@@ -29,10 +29,10 @@ from graphshard.checks import (
 from graphshard.dump import dump_directory
 from graphshard.errors import ArgumentError
 from graphshard.loading import shard_values
-from graphshard.meshes import axes_of, num_shards
+from graphshard.meshes import axes_of, make_groups, subgroup_of
 from graphshard.module import Runner
 from graphshard.observe import Level
-from graphshard.pipeline import Pipeline, with_offload
+from graphshard.pipeline import Pipeline, with_offload, with_regather
 from graphshard.precision import PolicySpec, precision_of
 from graphshard.program import Program
 from graphshard.sharded_module import ShardedModule, attach, install_method, retie, sharded_class
@@ -47,7 +47,7 @@ def compile(
     model: ModuleT,
     mesh: DeviceMesh | None = None,
     *,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: PolicySpec = None,
     offload_policy: OffloadPolicy | None = None,
@@ -73,7 +73,8 @@ def compile(
         mesh: mesh of "cpu" or "cuda" devices; None is all ranks, on CUDA where there is any. Of two axes the first
             replicates and the second shards (HSDP); size 1 of the second is plain data parallelism (DDP).
         reshard_after_forward: True gathers parameters again in backward, False keeps them gathered, None keeps
-            those of the root and gathers those of the units again, as FSDP2 does.
+            those of the root and gathers those of the units again, as FSDP2 does. A number of ranks that divides that
+            of the shards gathers again among so many neighbours, such as those of a node, and keeps what they need.
         shard_placement_fn: chooses another dim to shard a parameter along, `Shard(dim)`; None is `Shard(0)`. Sizes
             need not be multiples of the number of ranks.
         mp_policy: FSDP2's `MixedPrecisionPolicy`, or a dict of policies by patterns of the names of units, "" being
@@ -119,24 +120,32 @@ def compile(
     unit_names = find_units(model, units)
     precision = precision_of(mp_policy, unit_names)
     check_activation_units(model, activation, unit_names)
+    axis, replicate = axes_of(mesh)
+    subgroup = None
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
+        if 1 < reshard_after_forward < axis.size:
+            subgroup = subgroup_of(axis, reshard_after_forward)
+            pipeline = with_regather(pipeline)
+        reshard_after_forward = reshard_after_forward > 1
     table = checked_table(
         model,
         unit_names,
         device_type=mesh.device_type,
-        num_shards=num_shards(mesh),
+        num_shards=axis.size,
         precision=precision,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
         ignored_params=ignored_params,
     )
-    axis, replicate = axes_of(mesh)
     storage = Storage(device)
     if isinstance(offload_policy, CPUOffloadPolicy):
         storage = Storage(torch.device("cpu"), pinned=offload_policy.pin_memory and device.type != "cpu")
         pipeline = with_offload(pipeline)
     refs = tuple(param_refs(model, table))
     runner = Runner(
-        spec=CaptureSpec(table, unit_names, axis, device, precision, type(model), dynamic_shapes, replicate),
+        spec=CaptureSpec(
+            table, unit_names, axis, device, precision, type(model), dynamic_shapes, replicate, subgroup=subgroup
+        ),
         mesh=mesh,
         backend=backend,
         pipeline=pipeline,
@@ -145,6 +154,7 @@ def compile(
         max_captures=max_captures,
         params=refs,
         storage=storage,
+        groups=make_groups(mesh, subgroup),
         aliases=tuple(aliases(model, refs)),
     )
     prepared = None

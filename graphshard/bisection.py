@@ -194,7 +194,7 @@ class _Inputs:
 
     def _call(self, phase: Phase, inputs: list[Any], *, lowered: bool) -> Sequence[Any]:
         graph = copy.deepcopy(phase.module.graph)
-        bind_groups(graph, self.runner.mesh)
+        bind_groups(graph, self.runner.groups)
         module = GraphModule(phase.module, graph)
         if lowered:
             return module.forward(inputs)

@@ -64,6 +64,7 @@ class CaptureSpec:
     dynamic_shapes: Any = None
     replicate: Axis | None = None
     method: str = "forward"
+    subgroup: Axis | None = None
 
 
 def capture(
@@ -130,6 +131,7 @@ def capture(
         sizes=sizes,
         shapes=tuple((tuple(t.shape), t.stride()) for t in tensors) if sizes else (),
         replicate=spec.replicate,
+        subgroup=spec.subgroup,
     )
 
 

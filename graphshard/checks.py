@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.entry import Entry
 from graphshard.errors import ArgumentError
+from graphshard.meshes import num_shards
 from graphshard.observe import Level
 from graphshard.params import named_parameters
 from graphshard.passes import ActivationCheckpointing
@@ -31,7 +32,7 @@ def check_arguments(
 ) -> None:
     """Raise ArgumentError for the first wrong argument; the message names it and the remedy."""
     _check_mesh(mesh)
-    check_reshard(reshard_after_forward)
+    check_reshard(reshard_after_forward, num_shards(mesh))
     if not (offload_policy is None or isinstance(offload_policy, OffloadPolicy)):
         raise ArgumentError(
             "offload_policy must be a torch.distributed.fsdp.CPUOffloadPolicy or None, got "
@@ -43,12 +44,20 @@ def check_arguments(
         raise ArgumentError(f"max_captures must be a positive int, got {max_captures!r}.")
 
 
-def check_reshard(reshard_after_forward: Any) -> None:
+def check_reshard(reshard_after_forward: Any, num_shards: int) -> None:
     """Raise ArgumentError for a wrong setting of resharding."""
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return
+    if not isinstance(reshard_after_forward, int):
         raise ArgumentError(
-            f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}. Gathering again "
-            "over a smaller group (an int in FSDP2) is not supported yet."
+            "reshard_after_forward must be True, False, None, or a number of ranks that gather again in backward, "
+            f"got {reshard_after_forward!r}."
+        )
+    if reshard_after_forward < 1 or num_shards % reshard_after_forward:
+        divisors = ", ".join(str(n) for n in range(1, num_shards + 1) if num_shards % n == 0)
+        raise ArgumentError(
+            f"reshard_after_forward={reshard_after_forward} must divide the number of ranks that parameters are "
+            f"sharded over, {num_shards}. Give one of {divisors}; 1 is False, {num_shards} is True."
         )
 
 

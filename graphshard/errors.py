@@ -13,6 +13,10 @@ class ArgumentError(GraphshardError, ValueError):
     """An argument of a public function is wrong."""
 
 
+class UnsupportedError(GraphshardError, NotImplementedError):
+    """A setting of FSDP2 that graphshard does not have; the message says what to do instead."""
+
+
 class CaptureError(GraphshardError, RuntimeError):
     """torch.export could not turn the module's forward into a graph."""
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from graphshard.cost import Costs
 from graphshard.graph import WAIT, is_collective, is_view, kind_of, module_of
-from graphshard.program import Phase, Program
+from graphshard.program import Axis, Phase, Program
 from graphshard.work import num_bytes
 
 
@@ -80,7 +80,7 @@ def estimate(program: Program, costs: Costs) -> Estimate:
                 kind = kind_of(node)
                 size = num_bytes(node) if kind == "gather" else sum(map(num_bytes, node.all_input_nodes))
                 start = max(compute, channel)
-                seconds_of = costs.collective(kind, size, len(node.all_input_nodes), program.axis_of(kind))
+                seconds_of = costs.collective(kind, size, len(node.all_input_nodes), _axis(program, bucket))
                 channel = arrives[bucket] = start + seconds_of
                 found.steps.append(Step(kind, bucket, "", phase_name, start, channel, size, order))
             elif node.target is WAIT:
@@ -97,6 +97,11 @@ def estimate(program: Program, costs: Costs) -> Estimate:
             found.node_times[node] = compute
         found.phases[phase_name] = began, compute
     return found
+
+
+def _axis(program: Program, bucket: str) -> Axis:
+    assert program.plan is not None
+    return program.axis_named(program.plan.bucket(bucket).axis)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from graphshard.chunks import OWN_CHUNK
 from graphshard.copies import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.plan import CollectiveKind
 from graphshard.program import Phase
@@ -23,7 +24,8 @@ GATHERS = frozenset({c10d.all_gather_into_tensor.default, c10d.all_gather_into_t
 REDUCES = frozenset({c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_tensor_coalesced.default})
 ALL_REDUCES = frozenset({c10d.all_reduce.default, c10d.all_reduce_coalesced.default})
 WAIT = c10d.wait_tensor.default
-COPIES = frozenset({UPLOAD, ARRIVED, DOWNLOAD})
+# Operators of our own, which stay outside of regions.
+OWN = frozenset({UPLOAD, ARRIVED, DOWNLOAD, OWN_CHUNK})
 
 # What carries a tensor to a reduce-scatter or from an all-gather without computing anything new.
 _MOVEMENT = frozenset(
@@ -34,6 +36,7 @@ _MOVEMENT = frozenset(
         aten.constant_pad_nd.default,
         aten.split.Tensor,
         aten.split_with_sizes.default,
+        OWN_CHUNK,
     }
 )
 _TAKEOFF = _MOVEMENT | {aten._to_copy.default, aten.div.Tensor}

@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphshard._torch import use_boxed_calls
 from graphshard.flops import SYMBOLS
-from graphshard.graph import COPIES, aten, fake, is_communication, is_view, module_of
+from graphshard.graph import OWN, aten, fake, is_communication, is_view, module_of
 from graphshard.printer import describe, print_graph
 from graphshard.program import Phase, Program, Region
 from graphshard.sizes import is_size, rename, size_inputs, symbols_of
@@ -167,7 +167,7 @@ def _where(run: list[Node], units: Sequence[str]) -> str:
 def _is_compute(node: Node) -> bool:
     if node.op != "call_function" or is_communication(node) or is_size(node):
         return False
-    return node.target not in COPIES
+    return node.target not in OWN
 
 
 def _runs(nodes: list[Node]) -> list[list[Node]]:

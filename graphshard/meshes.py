@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Graph
 
+from graphshard.chunks import OWN_CHUNK
 from graphshard.graph import is_collective
 from graphshard.program import Axis
 
@@ -36,12 +37,25 @@ def placements(mesh: DeviceMesh, dim: int) -> Sequence[Placement]:
     return (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(dim))
 
 
-def bind_groups(graph: Graph, mesh: DeviceMesh) -> None:
-    """Put the names of the mesh's process groups in the place of the names of its axes."""
+def subgroup_of(axis: Axis, size: int) -> Axis:
+    """Neighbours on an axis, `size` at a time."""
+    return Axis(f"{axis.name}/{size}", size)
+
+
+def make_groups(mesh: DeviceMesh, subgroup: Axis | None) -> dict[str, str]:
+    """Names of the process groups by the names of the axes; all ranks must call this together."""
     names = mesh.mesh_dim_names or ("shard",)
-    groups = {name: mesh.get_group(index).group_name for index, name in enumerate(names)}
+    groups = {name: str(mesh.get_group(index).group_name) for index, name in enumerate(names)}
+    if subgroup is not None:
+        neighbours = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, subgroup.size))
+        groups[subgroup.name] = str(neighbours.get_group(1).group_name)
+    return groups
+
+
+def bind_groups(graph: Graph, groups: Mapping[str, str]) -> None:
+    """Put the names of the process groups in the place of the names of the axes."""
     for node in graph.nodes:
-        if is_collective(node):
+        if is_collective(node) or node.target is OWN_CHUNK:
             node.args = (*node.args[:-1], groups[node.args[-1]])
 
 

@@ -62,6 +62,7 @@ class Runner:
     max_captures: int
     params: tuple[ParamRef, ...]
     storage: Storage
+    groups: dict[str, str]
     aliases: tuple[Alias, ...] = ()
     name: str = ""
     tag: str | None = None
@@ -267,7 +268,15 @@ class Runner:
             return other.phases["backward"]
 
         executable = Executable(
-            program, module, self.params, self.mesh, make_backward, self.accumulation, self.model_names, self.unsharded
+            program,
+            module,
+            self.params,
+            self.mesh,
+            make_backward,
+            self.accumulation,
+            self.model_names,
+            self.unsharded,
+            self.groups,
         )
         self.executables[signature] = executable
         self.programs.append(program)

@@ -19,6 +19,7 @@ from graphshard.passes import (
     MixedPrecision,
     Offload,
     Pass,
+    RegatherInGroup,
     Reorder,
     ReshardAfterForward,
 )
@@ -98,8 +99,17 @@ class Pipeline:
 
 def with_offload(pipeline: Pipeline) -> Pipeline:
     """With `offload` before the plan is made, unless the user put it somewhere."""
+    return _before_plan(pipeline, Offload())
+
+
+def with_regather(pipeline: Pipeline) -> Pipeline:
+    """With `regather-in-group` before the plan is made, unless the user put it somewhere."""
+    return _before_plan(pipeline, RegatherInGroup())
+
+
+def _before_plan(pipeline: Pipeline, new: Pass) -> Pipeline:
     names = [step.name for step in pipeline]
-    return pipeline if "offload" in names or "plan" not in names else pipeline.insert(Offload(), before="plan")
+    return pipeline if new.name in names or "plan" not in names else pipeline.insert(new, before="plan")
 
 
 @dataclass(frozen=True)

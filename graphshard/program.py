@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.fold import fold
 from graphshard.params import ParamTable
-from graphshard.plan import CollectiveKind, Plan
+from graphshard.plan import Plan
 
 SlotKind = Literal[
     "param",
@@ -28,6 +28,7 @@ SlotKind = Literal[
     "output",
     "mutation",
     "saved",
+    "piece",
     "grad",
     "accumulated",
     "partial",
@@ -38,10 +39,10 @@ SlotKind = Literal[
 class Slot:
     """What one input or output of a graph means.
 
-    `name` is the parameter or buffer name, the index of a user input or output as text, or for "saved" the
-    name of the forward value, for "size" that of a dynamic size. "gathered" is a parameter that was gathered by
-    hand. "accumulated" and "partial" are what backward adds
-    up for a parameter over several microbatches: its full gradient, or that of the shard before it is all-reduced.
+    `name` is the parameter or buffer name, the index of a user input or output as text, or for "saved" the name of the
+    forward value, for "size" that of a dynamic size. Of a parameter, "gathered" is what was gathered by hand, "piece"
+    what forward keeps for backward to gather again; "accumulated" and "partial" are what backward adds up over several
+    microbatches: its full gradient, or that of the shard before it is all-reduced.
     A "mutation" or "grad" carries the kind it belongs to in `of`.
     """
 
@@ -199,6 +200,7 @@ class Program:
         params: the parameter table.
         axis: the mesh axis parameters are sharded over.
         replicate: the mesh axis they are replicated over, if there is one: gradients are then reduced over both.
+        subgroup: neighbours on the sharding axis, among which backward gathers again; None is the whole axis.
         device: the kind of device it runs on, without an index.
         constants: tensors the module holds outside parameters and buffers, by name.
         out_spec: pytree structure of the module's output.
@@ -245,15 +247,16 @@ class Program:
     reason: str = ""
     next_number: int = 0
     replicate: Axis | None = None
+    subgroup: Axis | None = None
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes that something is communicated over."""
-        return tuple(axis for axis in (self.replicate, self.axis) if axis is not None)
+        return tuple(axis for axis in (self.replicate, self.axis, self.subgroup) if axis is not None)
 
-    def axis_of(self, kind: CollectiveKind) -> Axis:
-        """The axis that a collective runs over."""
-        return self.replicate if self.replicate is not None and kind == "all_reduce" else self.axis
+    def axis_named(self, name: str) -> Axis:
+        """One of the axes."""
+        return next(axis for axis in self.axes if axis.name == name)
 
     @property
     def title(self) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import cast
 
 import torch
 
 from graphshard.cost import Costs
 from graphshard.estimate import Estimate, Step, Tensor, estimate, tensors
-from graphshard.plan import Bucket, CollectiveKind
+from graphshard.plan import Bucket
 from graphshard.printer import dtype_name
 from graphshard.profile import load_profile
 from graphshard.program import Program
@@ -102,11 +101,10 @@ def _place(calls: list[Step], order: int) -> str:
 
 
 def _timeline(program: Program, found: Estimate, costs: Costs) -> Timeline:
+    lanes = {bucket.name: bucket.axis for bucket in program.plan.buckets} if program.plan else {}
     spans = tuple(
         Span(
-            lane="compute"
-            if step.kind in ("compute", "exposed")
-            else program.axis_of(cast(CollectiveKind, step.kind)).name,
+            lane="compute" if step.kind in ("compute", "exposed") else lanes[step.name],
             kind=_KINDS[step.kind],
             name=f"{step.name} {step.where}".strip(),
             start=step.start,

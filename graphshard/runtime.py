@@ -46,6 +46,7 @@ class Executable:
         accumulation: what is shared with the other programs of the model.
         names: names of the parameters in the model by their names in the program.
         unsharded: parameters that were gathered by hand.
+        groups: names of the process groups by the names of the axes.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Executable:
         accumulation: Accumulation,
         names: Mapping[str, str],
         unsharded: Unsharded,
+        groups: Mapping[str, str],
     ) -> None:
         self.program = program
         self.mesh = mesh
@@ -68,6 +70,7 @@ class Executable:
         self._accumulation = accumulation
         self._names = names
         self._unsharded = unsharded
+        self._groups = groups
         self._forward = self._bind(program.phases["forward"])
         outputs = zip(self._forward.results, self._forward.outputs)
         self._results = [(value, slot.name) for value, slot in outputs if slot.kind == "output"]
@@ -187,7 +190,7 @@ class Executable:
 
     def _bind(self, phase: Phase) -> Phase:
         """Put the process groups' names in the place of the axis names."""
-        bind_groups(phase.module.graph, self.mesh)
+        bind_groups(phase.module.graph, self._groups)
         phase.module.recompile()
         return phase
 

@@ -16,9 +16,10 @@ from graphshard.entry import Entry, install_entries
 from graphshard.errors import ArgumentError
 from graphshard.module import Runner
 from graphshard.unsharded import UnshardHandle
+from graphshard.unsupported import Unsupported
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(Unsupported, nn.Module):
     """Mixed into the user's class by `compile`; `forward` runs the captured program."""
 
     _graphshard: Runner

@@ -23,7 +23,6 @@ from graphshard.capture import CaptureSpec, capture
 from graphshard.checks import (
     check_examples,
     check_model,
-    check_reshard,
 )
 from graphshard.cost import Costs
 from graphshard.errors import ArgumentError
@@ -67,7 +66,9 @@ class Study:
 
     def __post_init__(self) -> None:
         check_model(self.model)
-        check_reshard(self.options.get("reshard_after_forward"))
+        reshard = self.options.get("reshard_after_forward")
+        if not (reshard is None or isinstance(reshard, bool)):
+            raise ArgumentError(f"reshard_after_forward must be True, False or None, got {reshard!r}.")
         precision_of(self.options.get("mp_policy"), find_units(self.model, self.options.get("units")))
         check_examples(self.options.get("units"), self.example_inputs, self.example_kwargs)
         if self.example_inputs is None and self.example_kwargs is None:

@@ -5,6 +5,7 @@
     mixed_precision         shards are stored in their own dtype; casts before gathers and around reductions
     reshard_after_forward   what backward gathers again, and what it keeps
     drop_unused_tangents    outputs that never receive a gradient cost nothing in backward
+    regather_in_group       backward gathers again among fewer ranks
     make_plan               which collectives travel together, and when
     keep_gathered           what the plan keeps gathered is handed from forward to backward
     accumulate_gradients    gradients of microbatches are added up, and reduced later
@@ -27,6 +28,7 @@ from graphshard.passes.keep_gathered import KeepGathered
 from graphshard.passes.make_plan import MakePlan
 from graphshard.passes.mixed_precision import MixedPrecision
 from graphshard.passes.offload import Offload
+from graphshard.passes.regather_in_group import RegatherInGroup
 from graphshard.passes.reorder import Reorder
 from graphshard.passes.reshard_after_forward import ReshardAfterForward
 
@@ -41,6 +43,7 @@ __all__ = [
     "MixedPrecision",
     "Offload",
     "Pass",
+    "RegatherInGroup",
     "Reorder",
     "ReshardAfterForward",
 ]

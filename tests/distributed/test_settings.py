@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 import graphshard
+from graphshard.sharded_module import ShardedModule
 from tests.distributed.twins import (
     BF16,
     CountLaunches,
@@ -18,6 +20,7 @@ from tests.distributed.twins import (
     example_llama,
     grads_of,
     params_of,
+    train_side_by_side,
     twins,
     world_mesh,
 )
@@ -261,6 +264,12 @@ def test_row_51_other_methods_than_forward(ranks: Ranks) -> None:
 
 ERRORS = {
     r"reshard_after_forward must be True or False, got 0\.5": lambda m: m.set_reshard_after_forward(0.5),
+    r"reshard_after_forward=3 must divide the number of ranks that parameters are sharded over, 2\. Give one of 1, 2": (
+        lambda m: _blocks(reshard_after_forward=3)
+    ),
+    r"reshard_after_forward must be True, False, None, or a number of ranks .*, got 0\.5": lambda m: _blocks(
+        reshard_after_forward=0.5
+    ),
     r"reshard_after_backward must be True or False, got None": lambda m: m.set_reshard_after_backward(None),
     r"factor must be a positive number, got 0": lambda m: m.set_gradient_divide_factor(0),
     r"enable must be True or False, got 'yes'": lambda m: m.set_force_sum_reduction_for_comms("yes"),
@@ -285,3 +294,56 @@ def _wrong(rank: int, world_size: int, message: str) -> None:
 def test_errors_name_the_argument(ranks: Ranks, message: str) -> None:
     with pytest.raises(RankError, match=message):
         ranks(2).run(_wrong, message)
+
+
+REFUSED = {
+    "set_all_reduce_hook": r"write a pass",
+    "set_custom_all_gather": r"write a pass",
+    "set_custom_reduce_scatter": r"write a pass",
+    "set_separate_reduce_scatter_group": r"orders gathers and reductions",
+    "set_reduce_scatter_max_input_buffers": r"memory_limit=",
+    "set_allocate_memory_from_process_group_for_comm": r"sent from where they are",
+    "set_symm_mem_for_comm": r"sent from where they are",
+    "set_post_optim_event": r"current_stream\(\)\.wait_event",
+    "set_modules_to_forward_prefetch": r"PlanByUnit\(forward_prefetch=",
+    "set_modules_to_backward_prefetch": r"PlanByUnit\(backward_prefetch=",
+}
+
+
+def _refused(rank: int, world_size: int) -> dict[str, str]:
+    model = _blocks()
+    model.set_unshard_in_backward(False)
+    model.set_reduce_scatter_unused_params(True)
+    messages = {}
+    for name in REFUSED:
+        with pytest.raises(graphshard.UnsupportedError) as caught:
+            getattr(model, name)(True)
+        messages[name] = str(caught.value)
+    return messages
+
+
+def test_rows_39_41_56_57_71_74_75_88_and_89_say_what_to_do_instead(ranks: Ranks) -> None:
+    """Every method of FSDP2's modules is there, or says why not."""
+    for messages in ranks(2).run(_refused):
+        for name, pattern in REFUSED.items():
+            assert messages[name].startswith(f"{name} is not supported by graphshard. ")
+            assert re.search(pattern, messages[name])
+    public = [name for name in vars(FSDPModule) if not name.startswith("_")]
+    renamed = {"set_reduce_scatter_divide_factor"}  # deprecated by FSDP2
+    assert [name for name in public if name not in renamed and not hasattr(ShardedModule, name)] == []
+
+
+def _regathered(rank: int, world_size: int) -> tuple[list[tuple[int, int]], list[str]]:
+    model, batch = example_llama(layers=2)
+    pair = twins(model, world_mesh(), reshard_after_forward=2)
+    train_side_by_side(pair, batch, steps=2)
+    model = _blocks(reshard_after_forward=2)
+    _warm(model)
+    program = graphshard.programs(model)[0]
+    return [_step(model)], [bucket.axis for bucket in program.plan.buckets if bucket.kind == "gather"]
+
+
+def test_row_33_gathered_again_among_fewer_ranks(ranks: Ranks) -> None:
+    for counts, axes in ranks(4).run(_regathered):
+        assert counts == [(3, 2)]
+        assert axes == ["shard", "shard", "shard", "shard/2", "shard/2"]
