@@ -168,7 +168,8 @@ def _fake_input(fake_mode: FakeTensorMode, tensor: torch.Tensor, grad: bool) -> 
 def _plain(module: nn.Module, spec: CaptureSpec, fake_mode: FakeTensorMode, *, grad: bool) -> Iterator[None]:
     """The module as the user wrote it, with fake full parameters in the compute dtype; undone on exit.
 
-    Units cast their inputs as FSDP2's do. Hooks of the root are left out: they run around the compiled forward.
+    Units cast their inputs as FSDP2's do. Hooks of the root are left out: they run around the compiled forward. Backward
+    hooks of other modules are left out, too: there is no such module in the compiled backward.
     """
     with contextlib.ExitStack() as stack:
         copies: dict[int, torch.Tensor] = {}
@@ -190,8 +191,10 @@ def _plain(module: nn.Module, spec: CaptureSpec, fake_mode: FakeTensorMode, *, g
             owner.__dict__["_buffers"] = {
                 name: None if buffer is None else buffers[buffer] for name, buffer in owner._buffers.items()
             }
-        for attribute in ("_forward_hooks", "_forward_pre_hooks"):
-            module.__dict__[attribute] = type(getattr(module, attribute))()
+        for owner in module.modules():
+            both = ("_backward_hooks", "_backward_pre_hooks")
+            for attribute in (*both, "_forward_hooks", "_forward_pre_hooks") if owner is module else both:
+                owner.__dict__[attribute] = type(getattr(owner, attribute))()
         stack.callback(setattr, module, "__class__", module.__class__)
         module.__class__ = spec.forward_class
         if spec.method != "forward":

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from graphshard.accumulation import Accumulation
 from graphshard.agree import check_agreement, model_tag
 from graphshard.backends import Backend, compiler_for
-from graphshard.callchecks import check_materialized, check_no_new_parameters
+from graphshard.callchecks import check_materialized, check_no_new_parameters, warn_of_hooks
 from graphshard.capture import CaptureSpec, capture
 from graphshard.dump import Dump
 from graphshard.dynamic import MARKS
@@ -218,6 +218,8 @@ class Runner:
                 "numbers that change as tensors, or raise max_captures in graphshard.compile."
             )
         check_no_new_parameters(module, self.spec.params)
+        if not self.executables:
+            warn_of_hooks(module)
         log.info("capture %d of %s: %s", len(self.executables), self._label, reason)
         with progress(f"graphshard: {self._label}") as show:
             show("capture and passes")

@@ -348,3 +348,51 @@ def _soak(rank: int, world_size: int) -> None:
 def test_500_steps_of_everything(ranks: Ranks) -> None:
     """Bit for bit FSDP2, from two programs, and memory does not grow."""
     ranks(2).run(_soak, timeout=900)
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def _hooks(rank: int, world_size: int) -> None:
+    """Those of the root run at every call; one inside that doubles is captured; one of backward is announced."""
+    seen: list[str] = []
+    model = Hooked()
+    model.register_forward_pre_hook(lambda module, args: seen.append("before"))
+    model.register_forward_hook(lambda module, args, out: seen.append("after"))
+    model.register_full_backward_hook(lambda module, grads, outs: seen.append("backward"))
+
+    def double(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        seen.append("inside")
+        return 2 * out
+
+    def spy(module: nn.Module, grads: Any, outs: Any) -> None:
+        seen.append("never")
+
+    model.layers[0].register_forward_hook(double)
+    model.layers[1].register_full_backward_hook(spy)
+    ours = graphshard.compile(model, world_mesh(), backend="eager")
+    x = X.clone().requires_grad_()
+    with pytest.warns(UserWarning, match="has hooks, such as") as warned:
+        ours(x).backward()
+    messages = [str(w.message) for w in warned]
+    assert any("layers.0 has hooks, such as double: its forward hooks run once" in m for m in messages), messages
+    assert any("layers.1 has hooks, such as spy: its backward hooks do not run" in m for m in messages), messages
+    first = seen.count("inside")
+    ours(x).backward()
+    assert seen.count("inside") == first
+    assert [seen.count(name) for name in ("before", "after", "backward", "never")] == [2, 2, 2, 0]
+    weights = [p.full_tensor() for p in ours.parameters()]
+    y = 2 * nn.functional.linear(X, *weights[:2])
+    torch.testing.assert_close(ours(X), nn.functional.linear(y, *weights[2:]).square().sum())
+
+
+def test_hooks_of_the_root_and_of_inner_modules(ranks: Ranks) -> None:
+    ranks(2).run(_hooks)
