@@ -168,8 +168,8 @@ def _fake_input(fake_mode: FakeTensorMode, tensor: torch.Tensor, grad: bool) -> 
 def _plain(module: nn.Module, spec: CaptureSpec, fake_mode: FakeTensorMode, *, grad: bool) -> Iterator[None]:
     """The module as the user wrote it, with fake full parameters in the compute dtype; undone on exit.
 
-    Units cast their inputs as FSDP2's do. Hooks of the root are left out: they run around the compiled forward. Backward
-    hooks of other modules are left out, too: there is no such module in the compiled backward.
+    Units cast their inputs as FSDP2's do. Hooks of the root are left out: they run around the compiled forward.
+    Backward hooks of other modules are left out, too: there is no such module in the compiled backward.
     """
     with contextlib.ExitStack() as stack:
         copies: dict[int, torch.Tensor] = {}

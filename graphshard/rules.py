@@ -72,13 +72,13 @@ def slots_match(program: Program, phase_name: str) -> Iterator[Violation]:
 
 
 def saved_is_returned(program: Program, phase_name: str) -> Iterator[Violation]:
-    """Backward reads only what forward was given, what it returns, and tangents."""
+    """Backward reads only what forward was given, what it returns, tangents, and what earlier backwards left."""
     if phase_name != "backward" or "forward" not in program.phases:
         return
     forward, backward = program.phases["forward"], program.phases["backward"]
     given = {*forward.outputs, *forward.inputs}
     for node, slot in backward.slot_of().items():
-        if slot.kind != "tangent" and slot not in given:
+        if slot.kind not in ("tangent", "accumulated", "partial") and slot not in given:
             yield Violation(f"backward reads {slot}, which forward does not return", node)
 
 
@@ -178,6 +178,7 @@ def reduced_once(program: Program, phase_name: str) -> Iterator[Violation]:
     """The gradient of every trainable parameter is reduced once over each axis, and every reduction is one's."""
     phase = program.phases[phase_name]
     owners: dict[Reduced, str] = {}
+    partial = {node for node, slot in phase.slot_of().items() if slot.kind == "partial"}
     for value, slot in zip(phase.results, phase.outputs, strict=True):
         is_grad = slot.kind == "grad" and slot.of == "param"
         axes = [axis.name for axis in reduced_over(program.params[slot.name], program)] if is_grad else []
@@ -187,7 +188,7 @@ def reduced_once(program: Program, phase_name: str) -> Iterator[Violation]:
             if slot.name in program.differentiated:
                 yield Violation(f"{slot} is None, though its parameter takes part in the result")
             continue
-        ways = _reductions_behind(value, len(axes))
+        ways = _reductions_behind(value, len(axes), partial)
         (way, *others) = ways
         found = [str(launch_of(wait).args[-1]) for wait, _ in reversed(way)]
         if others:
@@ -210,8 +211,11 @@ def reduced_once(program: Program, phase_name: str) -> Iterator[Violation]:
 Reduced = tuple[Node, Node | None]
 
 
-def _reductions_behind(value: Node, most: int) -> set[tuple[Reduced, ...]]:
-    """The ways on which a gradient comes about: the reductions on each, the last first, and no more than `most`."""
+def _reductions_behind(value: Node, most: int, partial: set[Node]) -> set[tuple[Reduced, ...]]:
+    """The ways on which a gradient comes about: the reductions on each, the last first, and no more than `most`.
+
+    What was reduced over shards in earlier microbatches is no way of its own.
+    """
     found: set[tuple[Reduced, ...]] = set()
     stack: list[tuple[Node, Node | None, tuple[Reduced, ...]]] = [(value, None, ())]
     while stack:
@@ -220,11 +224,14 @@ def _reductions_behind(value: Node, most: int) -> set[tuple[Reduced, ...]]:
         if is_reduced(node):
             way = (*way, (node, part))
             sources = [_sent(node)]
+        elif way and part is not None and node.target is torch.ops.aten.cat.default:
+            index: Any = part.args[1]  # of what was packed for this reduction
+            sources, part = [sources[index]], None
         if len(way) == most or not sources:
             found.add(way)
             continue
         part = node if node.target is operator.getitem else part
-        stack.extend((source, part, way) for source in sources)
+        stack.extend((source, part, way) for source in sources if source not in partial)
     return found
 
 
