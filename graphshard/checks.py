@@ -43,6 +43,13 @@ def check_arguments(
         raise ArgumentError(f"max_captures must be a positive int, got {max_captures!r}.")
 
 
+def check_memory_limit(memory_limit: Any) -> None:
+    """Raise ArgumentError if it is no number of bytes."""
+    whole = isinstance(memory_limit, int) and not isinstance(memory_limit, bool)
+    if not (memory_limit is None or (whole and memory_limit > 0)):
+        raise ArgumentError(f"memory_limit must be a positive number of bytes, got {memory_limit!r}.")
+
+
 def check_policy(reshard_after_forward: Any, mp_policy: Any) -> None:
     """Raise ArgumentError for wrong settings of resharding or precision."""
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):

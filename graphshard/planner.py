@@ -27,7 +27,7 @@ Planner = Callable[[Program], Plan]
 
 @dataclass(frozen=True)
 class PlanByUnit:
-    """The default planner.
+    """The planner that knows nothing of costs.
 
     NCCL's bandwidth falls off below some tens of kilobytes per rank, so only small tensors pay for a copy. Gloo runs
     a coalesced reduction tensor by tensor at about a millisecond each, and its summation order depends on where in a
@@ -102,7 +102,11 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]]) -> list[
     layout = Layout.of(phase)
     end = len(layout.compute)
     needed = {b.name: first_use(members, layout) for b, members in groups if b.kind == "gather"}
-    ready = {b.name: _next(last_input(members, layout), needed.values()) for b, members in groups if b.kind == "reduce"}
+    ready = {
+        b.name: next_boundary(last_input(members, layout), needed.values())
+        for b, members in groups
+        if b.kind == "reduce"
+    }
 
     gathers: list[Event] = []
     start = 0
@@ -143,7 +147,7 @@ def account(
     return most
 
 
-def _next(position: int, boundaries: Iterable[int]) -> int:
+def next_boundary(position: int, boundaries: Iterable[int]) -> int:
     """The next boundary between units, if there is one.
 
     A unit's last gradient is ready a few operators before its backward ends. Starting its reduction there, as FSDP2
