@@ -7,7 +7,9 @@ checks: each rank puts what its program communicates into the rendezvous store a
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,17 +44,44 @@ def check_agreement(program: Program, mesh: DeviceMesh, tag: str, timeout: timed
     me = dist.get_rank()
     store.set(str(me), json.dumps(lines))
     for rank in ranks_of(mesh):
-        try:
-            store.wait([str(rank)], timeout)
-        except (RuntimeError, ValueError) as error:
-            raise DivergenceError(
-                f"rank {me} has a new program to run ({program.reason}), but rank {rank} has none after "
-                f"{timeout.total_seconds():.0f} s. All ranks must make the same sequence of calls: look for a branch "
-                f"that depends on the rank or on the data, or for an exception on rank {rank}."
-            ) from error
-        theirs = json.loads(store.get(str(rank)))
+        theirs = json.loads(_from_rank(rank, str(rank), store, program, timeout))
         if theirs != lines:
             raise DivergenceError(_difference(me, lines, rank, theirs))
+
+
+def from_first(
+    mesh: DeviceMesh, tag: str, timeout: timedelta, program: Program, make: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """What the first rank of the mesh makes (plain data), on all its ranks.
+
+    Args:
+        tag, timeout: as for `check_agreement`.
+        program: what it is made for.
+
+    Raises:
+        DivergenceError: the first rank is missing.
+    """
+    if _is_alone(mesh):
+        return make()
+    store = dist.PrefixStore(f"graphshard/{tag}", rendezvous_store())
+    (first, *_) = ranks_of(mesh)
+    if dist.get_rank() == first:
+        made = make()
+        store.set("made", json.dumps(made))
+        return made
+    return cast("dict[str, Any]", json.loads(_from_rank(first, "made", store, program, timeout)))
+
+
+def _from_rank(rank: int, key: str, store: dist.Store, program: Program, timeout: timedelta) -> bytes:
+    try:
+        store.wait([key], timeout)
+    except (RuntimeError, ValueError) as error:
+        raise DivergenceError(
+            f"rank {dist.get_rank()} has a new program to run ({program.reason}), but rank {rank} has none after "
+            f"{timeout.total_seconds():.0f} s. All ranks must make the same sequence of calls: look for a branch "
+            f"that depends on the rank or on the data, or for an exception on rank {rank}."
+        ) from error
+    return store.get(key)
 
 
 def _is_alone(mesh: DeviceMesh) -> bool:

@@ -22,10 +22,13 @@ from graphshard.checks import (
     check_arguments,
     check_debugging,
     check_examples,
+    check_memory_limit,
     check_model,
     default_mesh,
     with_activation,
 )
+from graphshard.cost import Costs
+from graphshard.default_planner import profile_here, with_planner
 from graphshard.dump import dump_directory
 from graphshard.errors import ArgumentError
 from graphshard.loading import shard_values
@@ -34,6 +37,7 @@ from graphshard.module import Runner
 from graphshard.observe import Level
 from graphshard.pipeline import Pipeline, with_offload, with_regather
 from graphshard.precision import PolicySpec, precision_of
+from graphshard.profile import Hardware
 from graphshard.program import Program
 from graphshard.sharded_module import ShardedModule, attach, install_method, retie, sharded_class
 from graphshard.sharding import Storage, aliases, param_refs, shard_module
@@ -55,6 +59,8 @@ def compile(
     units: Sequence[UnitSpec] | None = None,
     backend: Backend = "inductor",
     activation: Literal["full"] | Sequence[OpOverload] | float | None = None,
+    memory_limit: int | None = None,
+    hardware: Hardware | None = None,
     dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -90,6 +96,10 @@ def compile(
             `[torch.ops.aten.mm.default]`, saves their results too; a number from 0 ("full") to 1 (None) is the share
             of what the partitioner would save beyond "full" that may be saved. Results do not change. Regions of
             `torch.utils.checkpoint` in the model are honoured in any case. `saved_table()` of a program shows it.
+        memory_limit: bytes that shards, optimizer state (two tensors like each parameter), gathered parameters,
+            gradients and saved values may take on a rank, as predicted. It limits what is gathered ahead.
+        hardware: the profile whose costs decide when collectives start and which travel together: a name or file as
+            for `explain`, the same on all ranks. None takes GRAPHSHARD_HARDWARE, or the profile of a known device.
         dynamic_shapes: dimensions of the inputs that vary, in torch.export's format, such as
             `({0: Dim("batch"), 1: Dim("sequence", max=4096)},)` or `{"tokens": {0: Dim.AUTO}}`: one program serves all
             their sizes from 2 on. `torch._dynamo.mark_dynamic` on the inputs of the first call does the same.
@@ -107,6 +117,8 @@ def compile(
 
     Raises:
         ArgumentError: an argument is wrong; nothing was changed.
+        InfeasibleError: no schedule fits in memory_limit; it says the least that one needs. It is an ArgumentError,
+            and comes with the capture.
         CaptureError: the module cannot be captured from the example inputs; nothing was changed.
     """
     check_model(model)
@@ -127,6 +139,10 @@ def compile(
             subgroup = subgroup_of(axis, reshard_after_forward)
             pipeline = with_regather(pipeline)
         reshard_after_forward = reshard_after_forward > 1
+    profile = profile_here(device, hardware)
+    costs = None if profile is None or replicate or subgroup else Costs(profile, mesh=(axis,))
+    check_memory_limit(memory_limit, only_axis=not (replicate or subgroup))
+    pipeline = with_planner(pipeline, costs, memory_limit=memory_limit, units_given=units is not None)
     table = checked_table(
         model,
         unit_names,

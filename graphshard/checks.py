@@ -44,6 +44,18 @@ def check_arguments(
         raise ArgumentError(f"max_captures must be a positive int, got {max_captures!r}.")
 
 
+def check_memory_limit(memory_limit: Any, *, only_axis: bool = True) -> None:
+    """Raise ArgumentError if it is no number of bytes, or there are several groups, which are planned by unit."""
+    whole = isinstance(memory_limit, int) and not isinstance(memory_limit, bool)
+    if not (memory_limit is None or (whole and memory_limit > 0)):
+        raise ArgumentError(f"memory_limit must be a positive number of bytes, got {memory_limit!r}.")
+    if memory_limit is not None and not only_axis:
+        raise ArgumentError(
+            f"memory_limit={memory_limit} cannot be kept with replicas or a smaller group to gather again in: such "
+            "programs are planned unit by unit, without costs. Shard over one axis, or leave it out."
+        )
+
+
 def check_reshard(reshard_after_forward: Any, num_shards: int) -> None:
     """Raise ArgumentError for a wrong setting of resharding."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):

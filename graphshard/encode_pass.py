@@ -9,13 +9,20 @@ class, so that reading one imports nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from graphshard.agreed_planner import AgreedPlanner
+from graphshard.cost import Costs
 from graphshard.encode import Decoder, encode
 from graphshard.errors import ArgumentError
 from graphshard.passes import ActivationCheckpointing, Pass
 from graphshard.planner import PlanByUnit
+from graphshard.profile import Profile
+from graphshard.program import Axis
+from graphshard.schedule.build import Constraints
+from graphshard.schedule.planner import PlanByCost
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ def class_name(kind: type) -> str:
 def _known() -> dict[str, type]:
     from graphshard.pipeline import DEFAULT_PASSES  # which imports this module, to dump
 
-    kinds = (*map(type, DEFAULT_PASSES), ActivationCheckpointing, PlanByUnit)
+    kinds = (*map(type, DEFAULT_PASSES), ActivationCheckpointing, PlanByUnit, PlanByCost, Constraints, Costs, Axis)
     return {class_name(kind): kind for kind in kinds}
 
 
@@ -77,8 +84,16 @@ def _encode_fields(value: Any) -> dict[str, Any]:
 
 
 def _encode_option(value: Any) -> Any:
+    if isinstance(value, AgreedPlanner):
+        return _encode_option(value.planner)
+    if isinstance(value, Profile):
+        return {"profile": value.to_json()}
     if is_dataclass(value) and not isinstance(value, type):
         return {"dataclass": _encode_fields(value)}
+    if isinstance(value, Mapping):
+        return {"mapping": {str(key): _encode_option(item) for key, item in value.items()}}
+    if isinstance(value, tuple):
+        return {"tuple": [_encode_option(item) for item in value]}
     if isinstance(value, (set, frozenset)):
         return {"frozenset": sorted(map(_encode_option, value), key=str)}
     return encode(value)
@@ -99,6 +114,12 @@ def _decode_option(name: str, data: Any) -> Any:
             return _decode_fields(content)
         if tag == "frozenset":
             return frozenset(_decode_option(name, item) for item in content)
+        if tag == "tuple":
+            return tuple(_decode_option(name, item) for item in content)
+        if tag == "mapping":
+            return {key: _decode_option(name, item) for key, item in content.items()}
+        if tag == "profile":
+            return Profile.from_json(content, f"the profile of option {name}")
         if tag == "unsupported":
             raise ArgumentError(f"its option {name} is a {content}, which a file cannot hold")
     return Decoder().value(data)

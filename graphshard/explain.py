@@ -17,16 +17,14 @@ from graphshard.errors import ArgumentError
 from graphshard.explanation import Explanation, Grid
 from graphshard.pipeline import Pipeline
 from graphshard.precision import PolicySpec
-from graphshard.profile import Profile, load_profile
+from graphshard.profile import Hardware, Profile, load_profile
 from graphshard.study import Mesh, Study
 from graphshard.units import UnitSpec
-
-Hardware = str | os.PathLike[str] | Profile
 
 # The options of `graphshard.compile` that change what is predicted.
 OPTIONS = (
     *("reshard_after_forward", "shard_placement_fn", "mp_policy", "ignored_params", "units", "passes"),
-    *("optimizer_states", "symbols"),
+    *("optimizer_states", "memory_limit", "symbols"),
 )
 
 
@@ -45,6 +43,7 @@ def explain(
     units: Sequence[UnitSpec] | None = None,
     passes: Pipeline | None = None,
     optimizer_states: int = 2,
+    memory_limit: int | None = None,
     measured: Mapping[str, float] | None = None,
     symbols: Mapping[str, int] | None = None,
 ) -> Explanation:
@@ -59,6 +58,7 @@ def explain(
         reshard_after_forward, shard_placement_fn, mp_policy, ignored_params, units, passes: as for
             `graphshard.compile`.
         optimizer_states: tensors like the parameter that the optimizer keeps: 2 for Adam, 0 for plain SGD.
+        memory_limit: bytes that the schedule may take, as for `graphshard.compile`.
         measured: seconds of regions by key, from `graphshard.measure_regions`; they replace estimates.
         symbols: names for dims of the inputs, such as `{"batch": 0, "seq": 1}`: the result has `formulas` in them and
             in the number of ranks. The model is captured at a few more sizes.
@@ -75,6 +75,7 @@ def explain(
         "units": units,
         "passes": passes,
         "optimizer_states": optimizer_states,
+        "memory_limit": memory_limit,
         "symbols": symbols,
     }
     study = Study(model, example_inputs, example_kwargs, options)
@@ -95,7 +96,7 @@ def explain_grid(
 ) -> Grid:
     """Every combination of meshes, machines, networks and settings, in one table.
 
-    The model is captured once per setting, and scheduled once per setting and mesh.
+    The model is captured once per setting, and scheduled as `compile` would on each mesh and machine.
 
     Args:
         settings: options of `explain` by a name for the table, such as `{"keep": {"reshard_after_forward": False}}`.

@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reduce-dtype", metavar="DTYPE", help="of mp_policy, such as float32")
     add("--reshard", choices=("default", "always", "never"), default="default", help="reshard_after_forward")
     add("--optimizer-states", type=int, default=2, metavar="N", help="2 for Adam (default), 0 for plain SGD")
+    add("--memory-limit", type=int, metavar="BYTES", help="that the schedule may take")
     add("--measured", metavar="FILE", help="times of regions from graphshard.save_measured")
     add("--symbols", nargs="+", default=[], metavar="NAME=DIM", help="formulas in dims of the inputs: batch=0 seq=1")
     add("--json", metavar="FILE", help="write all numbers")
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         "mp_policy": MixedPrecisionPolicy(_dtype(args.param_dtype), _dtype(args.reduce_dtype)),
         "reshard_after_forward": {"default": None, "always": True, "never": False}[args.reshard],
         "optimizer_states": args.optimizer_states,
+        "memory_limit": args.memory_limit,
         "symbols": dict(_symbol(text) for text in args.symbols),
     }
     model, given = _made(args.factory)

@@ -55,7 +55,7 @@ class Explanation:
         optimizer_s: reads and writes of the optimizer.
         communication_s: all collectives.
         exposed_comm_s: compute waits for communication.
-        lower_bound_s: no schedule of these buckets is faster.
+        lower_bound_s: no schedule of the same compute on the same link is faster.
         gap: step_time_s / lower_bound_s - 1.
         peak_memory_bytes: of values alive at once between regions, with gradients and optimizer state.
         memory: at the peak, by what it is.

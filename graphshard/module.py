@@ -22,6 +22,7 @@ from graphshard.agree import check_agreement, model_tag
 from graphshard.backends import Backend, compiler_for
 from graphshard.callchecks import check_materialized, check_no_new_parameters, warn_of_hooks
 from graphshard.capture import CaptureSpec, capture
+from graphshard.default_planner import agreeing
 from graphshard.dump import Dump
 from graphshard.dynamic import MARKS
 from graphshard.errors import CaptureLimitError, InputError
@@ -80,6 +81,7 @@ class Runner:
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
     _fits: dict[Signature, Executable] = field(default_factory=dict)
     _misfits: list[str] = field(default_factory=list)
+    _agreed: Pipeline | None = None
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
@@ -187,6 +189,7 @@ class Runner:
             _partitioned={},
             _fits={},
             _misfits=[],
+            _agreed=None,
             **changes,
         )
 
@@ -246,7 +249,18 @@ class Runner:
         program = capture(module, args, kwargs, self._current_spec(), grad=grad)
         program.model, program.reason, program.capture = self._label, reason, len(self.executables)
         observer.after(program, "capture", 0, time.perf_counter() - start)
-        return program, run_pipeline(self.pipeline, program, observer)
+        return program, run_pipeline(self._agreed_pipeline(), program, observer)
+
+    def _agreed_pipeline(self) -> Pipeline:
+        """The passes, with a planner that plans alike on all ranks."""
+        if self._agreed is None:
+            self._agreed = agreeing(self.pipeline, self.mesh, self._tag, AGREEMENT_TIMEOUT)
+        return self._agreed
+
+    def _tag(self) -> str:
+        if self.tag is None:
+            self.tag = model_tag(self.mesh)
+        return self.tag
 
     def install(self, module: nn.Module, signature: Signature, program: Program) -> Executable:
         """Check that the other ranks made the same program, and bind it to the module and the mesh."""
@@ -285,10 +299,8 @@ class Runner:
         return executable
 
     def _agree(self, program: Program) -> None:
-        if self.tag is None:
-            self.tag = model_tag(self.mesh)
         if tuple(program.communication) not in self.agreed:
-            check_agreement(program, self.mesh, f"{self.tag}/{len(self.agreed)}", AGREEMENT_TIMEOUT)
+            check_agreement(program, self.mesh, f"{self._tag()}/{len(self.agreed)}", AGREEMENT_TIMEOUT)
             self.agreed.add(tuple(program.communication))
 
     @property

@@ -31,7 +31,7 @@ Prefetch = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class PlanByUnit:
-    """The default planner.
+    """The planner that knows nothing of costs.
 
     NCCL's bandwidth falls off below some tens of kilobytes per rank, so only small tensors pay for a copy. Gloo runs
     a coalesced reduction tensor by tensor at about a millisecond each, and its summation order depends on where in a
@@ -129,7 +129,8 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]], prefetch
     end = len(layout.compute)
     needed = {b.name: first_use(members, layout) for b, members in groups if b.kind == "gather"}
     ready = {
-        names: _next(last_input(members, layout), needed.values()) for names, members in _reductions(groups).items()
+        names: next_boundary(last_input(members, layout), needed.values())
+        for names, members in _reductions(groups).items()
     }
 
     gathers: list[Event] = []
@@ -202,7 +203,7 @@ def account(
     return most
 
 
-def _next(position: int, boundaries: Iterable[int]) -> int:
+def next_boundary(position: int, boundaries: Iterable[int]) -> int:
     """The next boundary between units, if there is one.
 
     A unit's last gradient is ready a few operators before its backward ends. Starting its reduction there, as FSDP2

@@ -1,28 +1,64 @@
 """From a lowered program and costs to an `Explanation`.
 
-The timeline comes from `estimate`; whatever else simulates a program takes its place here.
+The plan and the bound are those of `graphshard.schedule`; the timeline of the regions that are left is of `estimate`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from graphshard.advice import advise, ends, limit_of
+from graphshard.advice import advise, limit_of
 from graphshard.cost import Costs
 from graphshard.estimate import Estimate, estimate, tensors
 from graphshard.explanation import Explanation, RegionCost
+from graphshard.plan import Plan
 from graphshard.program import Program
 from graphshard.report_data import memory_of
+from graphshard.schedule.bounds import lower_bound
+from graphshard.schedule.build import Settings, build
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Seconds that no schedule of a step beats, and those of the forward and backward compute it was found for."""
+
+    seconds: float
+    compute: float
+
+
+def bound_of(program: Program, costs: Costs, plan: Plan | None, *, limit: int | None, states: int) -> Bound:
+    """The bound of every schedule of a partitioned program, whatever travels together.
+
+    Args:
+        plan: the one that was made; what it keeps gathered is in its own bound.
+        limit: bytes that schedules may use.
+        states: tensors like a parameter that the optimizer keeps.
+    """
+    problem = build(program, costs, Settings(optimizer_states=states)).problem
+    seconds = lower_bound(problem, limit=math.inf if limit is None else limit)
+    if plan is not None and plan.kept and plan.prediction is not None:
+        seconds = min(seconds, plan.prediction.lower_bound)
+    return Bound(seconds, sum(sum(chain.seconds) for chain in problem.chains if chain.name in program.phases))
 
 
 def explained(
-    program: Program, costs: Costs, flop: Mapping[str, float], *, tokens: int, states: int, label: str = ""
+    program: Program,
+    costs: Costs,
+    flop: Mapping[str, float],
+    bound: Bound,
+    *,
+    tokens: int,
+    states: int,
+    label: str = "",
 ) -> Explanation:
     """Predict the step of a lowered program.
 
     Args:
         flop: of the model, by dtype.
+        bound: what no schedule beats, see `bound_of`.
         tokens: of one rank.
         states: tensors like a parameter that the optimizer keeps.
     """
@@ -37,9 +73,8 @@ def explained(
     held = dict(alive.most_common())
     compute, communication = timeline.total("compute"), timeline.total("gather", "reduce")
     step = timeline.seconds + optimizer
-    first, last = ends(timeline)
-    # LB1 and LB3: what is exposed at both ends and all compute, and a link that is never idle.
-    bound = max(compute + first + last, communication) + optimizer
+    # Schedules are no shorter than the bound less what regions save beside the items that it was found for.
+    least = max(bound.seconds - max(0.0, bound.compute - compute), compute + optimizer)
     peak = memory.peak_bytes + states * trained
     ideal = sum(count / costs.profile.rate(dtype).peak for dtype, count in flop.items())
     exposed: dict[str, float] = {}
@@ -61,8 +96,8 @@ def explained(
         optimizer_s=optimizer,
         communication_s=communication,
         exposed_comm_s=timeline.total("exposed"),
-        lower_bound_s=bound,
-        gap=step / bound - 1,
+        lower_bound_s=least,
+        gap=step / least - 1,
         peak_memory_bytes=peak,
         memory=held,
         memory_capacity_bytes=costs.profile.memory_capacity,

@@ -166,13 +166,17 @@ class Profile:
         return profile
 
 
+# What names a profile: a known machine, a file, or the profile itself.
+Hardware = str | os.PathLike[str] | Profile
+
+
 def builtin_profiles() -> list[str]:
     """Names that `hardware=` takes besides paths of profile files."""
     folder = resources.files("graphshard") / "profiles"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
-def load_profile(hardware: str | os.PathLike[str] | Profile) -> Profile:
+def load_profile(hardware: Hardware) -> Profile:
     """A profile by the name of a known machine, or by the path of a file.
 
     Raises:

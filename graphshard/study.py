@@ -1,6 +1,6 @@
 """A model under study: captured once, scheduled once per mesh, predicted for any machine.
 
-    capture (once per settings) -> passes and regions (once per mesh) -> costs and timeline (per machine)
+    capture (once per settings) -> passes (once per mesh) -> plan (per machine) -> regions (once per plan) -> timeline
 
 The graph is captured for the CPU, because autograd of fake CUDA tensors needs CUDA; the planner and the costs see the
 profile's kind of device.
@@ -22,18 +22,21 @@ from graphshard.backends import compiler_for
 from graphshard.capture import CaptureSpec, capture
 from graphshard.checks import (
     check_examples,
+    check_memory_limit,
     check_model,
 )
 from graphshard.cost import Costs
+from graphshard.default_planner import with_planner
 from graphshard.errors import ArgumentError
 from graphshard.explanation import Explanation
 from graphshard.flops import flop_of
 from graphshard.formulas import formulas_of
 from graphshard.lower import lower
 from graphshard.observe import Observer
-from graphshard.pipeline import Pipeline, run_pipeline
+from graphshard.passes import MakePlan
+from graphshard.pipeline import Pipeline, run_pass
 from graphshard.precision import precision_of
-from graphshard.predict import explained
+from graphshard.predict import bound_of, explained
 from graphshard.profile import Profile
 from graphshard.program import Axis, Program
 from graphshard.symbols import Inputs, spread_ranks, symbolize
@@ -62,7 +65,8 @@ class Study:
     _captured: Program | None = field(default=None, init=False)
     _flop: dict[str, float] = field(default_factory=dict, init=False)
     _at: dict[str, int] = field(default_factory=dict, init=False)
-    _scheduled: dict[tuple[Axis, str], Program] = field(default_factory=dict, init=False)
+    _before_plan: dict[tuple[Axis, str], Program] = field(default_factory=dict, init=False)
+    _scheduled: dict[tuple[Axis, str, str], Program] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -83,6 +87,7 @@ class Study:
         passes, states = self.options.get("passes"), self.states
         if not (passes is None or isinstance(passes, Pipeline)):
             raise ArgumentError(f"passes must be a graphshard.Pipeline, got {type(passes).__name__}.")
+        check_memory_limit(self.options.get("memory_limit"))
         if not isinstance(states, int) or states < 0:
             raise ArgumentError(f"optimizer_states must be a number of tensors such as 2 for Adam, got {states!r}.")
 
@@ -101,7 +106,8 @@ class Study:
             )
         axes = mesh_axes(mesh)
         (axis,) = axes
-        program = self._program(axis, profile)
+        planning = Costs(profile, network, axes)
+        program = self._program(axis, planning)
         unknown = sorted(set(measured) - set(program.regions))
         if unknown:
             raise ArgumentError(
@@ -109,32 +115,60 @@ class Study:
                 "inputs, mesh and settings."
             )
         costs = Costs(profile, network, axes, dict(measured))
-        found = explained(program, costs, self._flop, tokens=self._tokens(), states=self.states, label=self.label)
+        limit = self.options.get("memory_limit")
+        bound = bound_of(self._prepared(axis, profile.device), planning, program.plan, limit=limit, states=self.states)
+        found = explained(
+            program, costs, self._flop, bound, tokens=self._tokens(), states=self.states, label=self.label
+        )
         if self.options.get("symbols"):
             found = replace(found, formulas=formulas_of(program, costs, self._at, states=self.states))
         return found
 
-    def _program(self, axis: Axis, profile: Profile) -> Program:
+    def _program(self, axis: Axis, costs: Costs) -> Program:
         """The lowered program; its history is without text."""
-        key = axis, profile.device
+        planned = _copy(self._prepared(axis, costs.profile.device))
+        passes = self._pipeline(costs).passes
+        begin = next((i for i, step in enumerate(passes) if isinstance(step, MakePlan)), len(passes))
+        for step in passes[begin : begin + 1]:
+            run_pass(step, planned, Observer("off"))
+        # Machines that are given the same schedule share what follows.
+        schedule = replace(planned.plan, prediction=None).hash if planned.plan else ""
+        key = axis, costs.profile.device, schedule
         if key not in self._scheduled:
-            captured = self._capture(axis)
             self.show(f"schedule for {axis.size} ranks")
-            program = replace(
-                captured,
-                phases={name: phase.clone() for name, phase in captured.phases.items()},
-                params=captured.params.over(axis.size),
-                axis=axis,
-                device=torch.device(profile.device),
-                history=list(captured.history),
-                established=set(captured.established),
-            )
-            run_pipeline(self.options.get("passes") or Pipeline(), program, Observer("off"))
+            for step in passes[begin + 1 :]:
+                run_pass(step, planned, Observer("off"))
             if self.options.get("symbols"):
-                spread_ranks(program)
-            lower(program, compiler_for("eager"), {})
-            self._scheduled[key] = program
-        return self._scheduled[key]
+                spread_ranks(planned)
+            lower(planned, compiler_for("eager"), {})
+            self._scheduled[key] = planned
+        return replace(self._scheduled[key], plan=planned.plan)
+
+    def _pipeline(self, costs: Costs) -> Pipeline:
+        """The passes that `compile` would run on such a machine."""
+        return with_planner(
+            self.options.get("passes") or Pipeline(),
+            costs,
+            memory_limit=self.options.get("memory_limit"),
+            units_given=self.options.get("units") is not None,
+            optimizer_states=self.states,
+        )
+
+    def _prepared(self, axis: Axis, device: str) -> Program:
+        """The program as the planner gets it."""
+        key = axis, device
+        if key not in self._before_plan:
+            captured = self._capture(axis)
+            self.show(f"passes for {axis.size} ranks")
+            program = replace(
+                _copy(captured), params=captured.params.over(axis.size), axis=axis, device=torch.device(device)
+            )
+            for step in self.options.get("passes") or Pipeline():
+                if isinstance(step, MakePlan):
+                    break
+                run_pass(step, program, Observer("off"))
+            self._before_plan[key] = program
+        return self._before_plan[key]
 
     def _capture(self, axis: Axis) -> Program:
         if self._captured is None:
@@ -194,6 +228,12 @@ def mesh_axes(mesh: Mesh) -> tuple[Axis, ...]:
             "not supported yet."
         )
     return tuple(Axis(name, size) for name, size in shape.items())
+
+
+def _copy(program: Program) -> Program:
+    """A copy that passes can rewrite."""
+    phases = {name: phase.clone() for name, phase in program.phases.items()}
+    return replace(program, phases=phases, history=list(program.history), established=set(program.established))
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from graphshard.graph import Layout, collectives, with_parts
 from graphshard.liveness import last_use
 from graphshard.params import ParamRow
 from graphshard.plan import Bucket, CollectiveKind, Event
-from graphshard.planner import first_use, last_input
+from graphshard.planner import first_use, last_input, next_boundary
 from graphshard.program import Axis, Phase, Program
 from graphshard.schedule.footprint import base_bytes, item_at
 from graphshard.schedule.problem import Chain, Link, Placement, Problem, Transfer
@@ -147,12 +147,15 @@ class _Maker:
         position = {**layout.index, phase.module.graph.output_node(): len(layout.compute)}
         found = collectives(phase)
         of_row = {(c.kind, c.params[0]): c for c in found}
-        used = {c.params[0]: min(first_use([c], layout), len(layout.compute) - 1) for c in found if c.kind == "gather"}
+        final = max(len(layout.compute) - 1, 0)
+        used = {c.params[0]: min(first_use([c], layout), final) for c in found if c.kind == "gather"}
         ready = {c.params[0]: last_input([c], layout) for c in found if c.kind == "reduce"}
         gathers = list(self._atoms("gather", used))
         reductions = list(self._atoms("reduce", ready))
         needs = [min(used[row.name] for row in atom.rows) for atom in gathers]
         readies = [max(max(ready[row.name] for row in atom.rows), 1) for atom in reductions]
+        if self.settings.constraints.by_unit:  # regions as large as they can be
+            readies = [next_boundary(at, needs) for at in readies]
         end = max(len(layout.compute), 1)
         cuts = tuple(sorted({0, end, *needs, *readies}))
 

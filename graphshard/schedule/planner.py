@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from graphshard.cost import Costs
@@ -12,9 +13,34 @@ from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.plan import Bucket, Event, Plan, Prediction
 from graphshard.planner import account
 from graphshard.program import Program
+from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build import Built, Constraints, Settings, build, to_buckets
-from graphshard.schedule.problem import InfeasibleError, Schedule
-from graphshard.schedule.solve import Solver
+from graphshard.schedule.problem import InfeasibleError, Problem, Schedule
+from graphshard.schedule.solve import Solution, Solver, one_ahead
+
+# Bytes of a shard below which NCCL's bandwidth falls off, so that a copy pays.
+SMALL = 64 * 1024
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan and its prediction."""
+
+    plan: Plan
+    prediction: Prediction
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.step_seconds
+
+    @property
+    def bound(self) -> float:
+        return self.prediction.lower_bound
+
+    def above(self, bound: float) -> _Planned:
+        """With another lower bound."""
+        prediction = replace(self.prediction, lower_bound=bound)
+        return _Planned(replace(self.plan, prediction=prediction), prediction)
 
 
 @dataclass(frozen=True)
@@ -31,16 +57,22 @@ class PlanByCost:
         constraints: what the user fixes.
         exact_reductions: gradients are reduced in FSDP2's buckets and packed in its order, which keeps its bits where
             the sum depends on the place in the buffer, as on gloo. None does so on CPUs.
-        pack_below: bytes of a shard below which a tensor may be packed with others.
+        pack_below: bytes of a shard below which a tensor may be packed with others; None is 64 KiB, and on CPUs, where
+            each tensor of a coalesced collective takes long, as many as are copied in that time.
         optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam.
+        worth, worth_seconds: share of the step, and seconds for each unit, that must be gained before the plan departs
+            from FSDP2's order, one unit ahead, and again before it departs from its buckets; without a memory limit
+            what that order takes is the limit then. 0 and 0 look for the shortest step only.
     """
 
     costs: Costs
     memory_limit: int | None = None
     constraints: Constraints = field(default_factory=Constraints)
     exact_reductions: bool | None = None
-    pack_below: int = 64 * 1024
+    pack_below: int | None = None
     optimizer_states: int = 2
+    worth: float = 0.0
+    worth_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.memory_limit is not None and self.memory_limit <= 0:
@@ -52,16 +84,55 @@ class PlanByCost:
         Raises:
             InfeasibleError: no plan fits in the memory limit; the message has the least bytes that one needs.
         """
-        exact = program.device.type == "cpu" if self.exact_reductions is None else self.exact_reductions
-        settings = Settings(self.constraints, exact, self.pack_below, self.optimizer_states)
         self._check_units(program)
-        solver = Solver(math.inf if self.memory_limit is None else self.memory_limit)
+        settings = self._settings(program)
+        if not (self.worth or self.worth_seconds):
+            return self._planned(program, settings, Solver(self._limit)).plan
+        return self._worthwhile(program, settings).plan
+
+    def _settings(self, program: Program) -> Settings:
+        on_cpu = program.device.type == "cpu"
+        exact = on_cpu if self.exact_reductions is None else self.exact_reductions
+        pack_below = self.pack_below
+        if pack_below is None:
+            profile = self.costs.profile
+            copied = profile.inside["gather"].tensor_seconds * profile.memory_bandwidth / 2 / program.axis.size
+            pack_below = max(SMALL, int(copied)) if on_cpu else SMALL
+        return Settings(self.constraints, exact, pack_below, self.optimizer_states)
+
+    def _worthwhile(self, program: Program, settings: Settings) -> _Planned:
+        """FSDP2's order, or the best of its buckets, or the best of all, if that beats what comes before by enough."""
+        together = replace(settings, constraints=replace(self.constraints, units=True))
+        best = self._planned(program, together, one_ahead)
+        # Without a limit what FSDP2's order takes is the limit.
+        limit = self._limit if self.memory_limit is not None else best.prediction.peak_bytes
+        bound = min(best.bound, lower_bound(build(program, self.costs, settings).problem, limit=limit))
+        fits = best.prediction.peak_bytes <= limit
+        change = self.worth_seconds * len(program.params.units)
+        for attempt in dict.fromkeys((together, settings)):
+            if fits and best.seconds <= max(bound * (1 + self.worth), bound + change):
+                break
+            try:
+                found = self._planned(program, attempt, Solver(limit))
+            except InfeasibleError:
+                if not fits and attempt == settings:
+                    raise
+                continue
+            if not fits or best.seconds > max(found.seconds * (1 + self.worth), found.seconds + change):
+                best, fits = found, True
+        return best.above(min(bound, best.seconds))
+
+    @property
+    def _limit(self) -> float:
+        return math.inf if self.memory_limit is None else self.memory_limit
+
+    def _planned(self, program: Program, settings: Settings, solver: Callable[[Problem], Solution]) -> _Planned:
         built = build(program, self.costs, settings)
         solution = solver(built.problem)
         bound, kept = solution.lower_bound, built.kept(solution.schedule.kept)
         if kept:
             # Positions, and what is alive, are those of the graph in which they stay gathered.
-            settings = replace(settings, constraints=replace(self.constraints, keep=False))
+            settings = replace(settings, constraints=replace(settings.constraints, keep=False))
             keeping = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
             keep_gathered(keeping, kept)
             try:
@@ -74,7 +145,8 @@ class PlanByCost:
         prediction = Prediction(
             solution.step_seconds, bound, solution.peak, profile.name, profile.hash, self.costs.network
         )
-        return replace(_plan(program, built, solution.schedule, self.pack_below), kept=kept, prediction=prediction)
+        plan = _plan(program, built, solution.schedule, settings.pack_below)
+        return _Planned(replace(plan, kept=kept, prediction=prediction), prediction)
 
     def _check_units(self, program: Program) -> None:
         lists = (self.constraints.forward_prefetch, self.constraints.backward_prefetch)

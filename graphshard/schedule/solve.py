@@ -25,6 +25,7 @@ from graphshard.schedule.problem import (
     Placement,
     Problem,
     Schedule,
+    modes,
 )
 from graphshard.schedule.rates import rate_below
 from graphshard.schedule.search import best_placement
@@ -180,6 +181,25 @@ def laziest(chain: Chain) -> Placement:
         member = chain.transfers(bucket.kind)[bucket.first]
         start = member.at if member.start is None else member.start
         events += [Occurrence("start", index, start), Occurrence("wait", index, max(start, member.at))]
+    return Placement(tuple(buckets), tuple(sorted(events, key=lambda event: event.at)))
+
+
+def one_ahead(problem: Problem) -> Solution:
+    """FSDP2's order: a gather starts when the one before it has arrived; a reduction ends when the next one starts."""
+    schedule = Schedule(tuple(map(_one_ahead, problem.chains)))
+    timeline = simulate(problem, schedule)
+    return Solution(schedule, timeline.step_seconds, lower_bound(problem, kept=frozenset()), timeline.peak)
+
+
+def _one_ahead(chain: Chain) -> Placement:
+    buckets = [replace(b, packed=modes([chain.transfers(b.kind)[b.first]])[-1]) for b in singles(chain)]
+    at = [chain.transfers(bucket.kind)[bucket.first].at for bucket in buckets]
+    gathers, reductions = ([i for i, b in enumerate(buckets) if b.kind == kind] for kind in KINDS)
+    events: list[Occurrence] = []
+    for index, end in zip(reductions, [*(at[i] for i in reductions[1:]), len(chain.seconds)]):
+        events += [Occurrence("start", index, at[index]), Occurrence("wait", index, end)]
+    for index, start in zip(gathers, [0, *(at[i] for i in gathers)]):
+        events += [Occurrence("start", index, start), Occurrence("wait", index, at[index])]
     return Placement(tuple(buckets), tuple(sorted(events, key=lambda event: event.at)))
 
 

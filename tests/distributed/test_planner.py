@@ -1,0 +1,72 @@
+"""The planner by cost on real ranks: FSDP2's bits under any plan, memory limits, ranks whose inputs differ."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import graphshard
+from graphshard.cost import Costs
+from graphshard.passes import MakePlan
+from graphshard.profile import load_profile
+from graphshard.schedule import InfeasibleError
+from graphshard.schedule.planner import PlanByCost
+from tests.distributed.test_parity import assert_same, example_llama, fsdp2, grads_of, params_of, world_mesh
+from tests.ranks import Ranks
+
+VOCAB = 101
+
+
+def _train(rank: int, world_size: int, limited: bool) -> None:
+    torch.manual_seed(0)
+    model, _ = example_llama(layers=4)
+    mesh = world_mesh()
+    theirs = fsdp2(copy.deepcopy(model), mesh)
+    options = {}
+    if limited:
+        # What no plan keeps is said on all ranks, with what one could; that is kept.
+        tokens = torch.zeros(2, 8, dtype=torch.long)
+        with pytest.raises(InfeasibleError, match="memory_limit of 1,000 bytes") as error:
+            graphshard.compile(model, mesh, backend="eager", memory_limit=1000, example_inputs=(tokens, tokens))
+        options["memory_limit"] = error.value.smallest
+    else:
+        planner = PlanByCost(Costs(load_profile("cpu-gloo")))
+        options["passes"] = graphshard.Pipeline().replace("plan", MakePlan(planner))
+    ours = graphshard.compile(model, mesh, backend="eager", **options)
+    optims = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs)]
+    for step in range(3):
+        # Ranks have batches of different sizes, and in the last step one of them has another size alone.
+        rows = 1 + rank + (step == 2 and rank == 1)
+        batch = torch.randint(VOCAB, (2, rows, 8), generator=torch.Generator().manual_seed(step * world_size + rank))
+        losses = []
+        for m in (ours, theirs):
+            loss = m(*batch)
+            loss.backward()
+            losses.append(loss.detach())
+        assert_same({"loss": losses[0]}, {"loss": losses[1]}, f"step {step}")
+        assert_same(grads_of(ours), grads_of(theirs), f"gradients of step {step}")
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+        assert_same(params_of(ours), params_of(theirs), f"parameters after step {step}")
+        if limited and step == 1:
+            break  # another size alone is planned anew under a limit, and so must be met by all
+    programs = graphshard.programs(ours)
+    forward = [b for b in programs[0].plan.buckets if (b.kind, b.phase) == ("gather", "forward")]
+    if limited:
+        assert programs[0].plan.prediction.peak_bytes <= options["memory_limit"]
+    else:
+        assert len(forward) < 5, "gathers of units are joined"
+        assert len({tuple(p.communication) for p in programs}) == 1
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_plans_by_cost_have_the_bits_of_fsdp2(ranks: Ranks, world_size: int) -> None:
+    """Joined and early gathers; batches of other sizes on other ranks get the first rank's plan."""
+    ranks(world_size).run(_train, False)
+
+
+def test_the_least_memory_has_them_too(ranks: Ranks) -> None:
+    ranks(2).run(_train, True)
