@@ -27,10 +27,9 @@ _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_arguments(
-    mesh: Any, reshard_after_forward: Any, mp_policy: Any, offload_policy: Any, backend: Any, max_captures: Any
+    reshard_after_forward: Any, mp_policy: Any, offload_policy: Any, backend: Any, max_captures: Any
 ) -> None:
     """Raise ArgumentError for the first wrong argument; the message names it and the remedy."""
-    _check_mesh(mesh)
     check_policy(reshard_after_forward, mp_policy)
     if not (offload_policy is None or isinstance(offload_policy, OffloadPolicy)):
         raise ArgumentError(
@@ -56,15 +55,13 @@ def check_policy(reshard_after_forward: Any, mp_policy: Any) -> None:
         )
 
 
-def check_debugging(passes: Any, verify: Any, dump: Any) -> Level:
-    """Raise ArgumentError for wrong passes, level of verification or directory; return the level that holds."""
+def check_debugging(passes: Any, verify: Any) -> Level:
+    """Raise ArgumentError for wrong passes or level of verification; return the level that holds."""
     if not (passes is None or isinstance(passes, Pipeline)):
         raise ArgumentError(
             f"passes must be a graphshard.Pipeline, got {type(passes).__name__}. Start from graphshard.Pipeline() and "
             "use insert, replace and disable."
         )
-    if not (dump is None or isinstance(dump, (str, os.PathLike))):
-        raise ArgumentError(f"dump must be a directory, got {type(dump).__name__}.")
     where = "verify" if verify is not None else "GRAPHSHARD_VERIFY"
     level = verify if verify is not None else os.environ.get("GRAPHSHARD_VERIFY", "ends")
     if level not in get_args(Level):
@@ -148,7 +145,8 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
 
 
-def _check_mesh(mesh: Any) -> None:
+def check_mesh(mesh: Any) -> None:
+    """Raise ArgumentError if the mesh is none to compile for."""
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(
             f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}. Make one with "

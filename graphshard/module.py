@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,10 +30,13 @@ from graphshard.params import ParamTable
 from graphshard.pipeline import Partitioned, Pipeline, rerun_backward, run_pipeline
 from graphshard.program import Phase, Program
 from graphshard.progress import progress
-from graphshard.runtime import Executable
+from graphshard.runtime import BackwardFactory, Executable
 from graphshard.sharding import Alias, ParamRef, Storage, aliases, param_refs
 from graphshard.signature import Signature, leaf_key
 from graphshard.units import units_within
+
+if TYPE_CHECKING:
+    from graphshard.load import Stored
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +51,15 @@ _CONSTANTS = (int, float, bool, str, type(None))
 
 @dataclass
 class Runner:
-    """Programs of one module, by signature."""
+    """Programs of one module, by signature.
+
+    Without a mesh it captures programs and runs none. `stored` are programs that were loaded from an artifact; if they
+    are all there is to be (`sealed`), a call for which there is none is an error. Binding them asks the other ranks, so
+    a copy, which may be made on one rank only, does so when it is called (`to_install`).
+    """
 
     spec: CaptureSpec
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
     backend: Backend
     pipeline: Pipeline
     verify: Level
@@ -68,6 +76,9 @@ class Runner:
     programs: list[Program] = field(default_factory=list)
     submodules: dict[str, Runner] = field(default_factory=dict)
     materialized: bool = False
+    stored: Stored | None = None
+    sealed: bool = False
+    to_install: bool = False
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
     _fits: dict[Signature, Executable] = field(default_factory=dict)
     _misfits: list[str] = field(default_factory=list)
@@ -84,6 +95,9 @@ class Runner:
         if not self.materialized:
             check_materialized(module, self.params, self.spec.device, self.storage.device)
             self.materialized = True
+        if self.to_install and self.stored is not None:
+            self.to_install = False
+            self.stored.install(module, self)
         executable = self.executables.get(signature) or self._fitting(signature, leaves)
         if executable is None:
             args, kwargs = pytree.tree_unflatten(leaves, structure)
@@ -92,6 +106,10 @@ class Runner:
 
     def call_submodule(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of a submodule on its own, by a program of its own on the same shards."""
+        return self.submodule(name, module).call(module, args, kwargs)
+
+    def submodule(self, name: str, module: nn.Module) -> Runner:
+        """The runner of a submodule that is called on its own."""
         if name not in self.submodules:
             table = self.spec.params.within(name)
             params = tuple(param_refs(module, table))
@@ -104,11 +122,13 @@ class Runner:
             )
             own_name = ".".join(filter(None, [self.name, name]))
             self.submodules[name] = self._anew(module, spec=spec, params=params, name=own_name)
-        return self.submodules[name].call(module, args, kwargs)
+        return self.submodules[name]
 
     def for_copy(self, module: nn.Module) -> Runner:
-        """A runner for a copy of the module: nothing captured yet, compiled regions shared."""
-        return self._anew(module, params=tuple(param_refs(module, self.spec.params)), programs=[])
+        """A runner for a copy of the module: nothing captured yet, compiled regions and loaded programs shared."""
+        return self._anew(
+            module, params=tuple(param_refs(module, self.spec.params)), programs=[], to_install=self.stored is not None
+        )
 
     def _anew(self, module: nn.Module, *, params: tuple[ParamRef, ...], **changes: Any) -> Runner:
         """A runner with the same options that has captured nothing yet."""
@@ -147,6 +167,8 @@ class Runner:
 
     def build(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Program:
         """Capture, shard, schedule and lower a program; the module stays as it is."""
+        if self.stored is not None and self.sealed:
+            raise self.stored.missing(self, signature)
         reason = self._reason(signature)
         if len(self.executables) >= self.max_captures:
             raise CaptureLimitError(
@@ -183,15 +205,18 @@ class Runner:
         observer.after(program, "capture", 0, time.perf_counter() - start)
         return program, run_pipeline(self.pipeline, program, observer)
 
-    def install(self, module: nn.Module, signature: Signature, program: Program) -> Executable:
+    def install(
+        self, module: nn.Module, signature: Signature, program: Program, make_backward: BackwardFactory | None = None
+    ) -> Executable:
         """Check that the other ranks made the same program, and bind it to the module and the mesh."""
+        assert self.mesh is not None
         if self.tag is None:
             self.tag = model_tag(self.mesh)
         if tuple(program.communication) not in self.agreed:
             check_agreement(program, self.mesh, f"{self.tag}/{len(self.agreed)}", AGREEMENT_TIMEOUT)
             self.agreed.add(tuple(program.communication))
 
-        def make_backward(used: frozenset[str]) -> Phase:
+        def rerun(used: frozenset[str]) -> Phase:
             partitioned = self._partitioned[signature]
             assert partitioned is not None
             log.info("lowering backward again, for gradients through outputs %s", sorted(used))
@@ -203,7 +228,7 @@ class Runner:
             observer.lowered(variant, self.compiled)
             return variant.phases["backward"]
 
-        executable = Executable(program, module, self.params, self.mesh, make_backward)
+        executable = Executable(program, module, self.params, self.mesh, make_backward or rerun)
         self.executables[signature] = executable
         self.programs.append(program)
         return executable
