@@ -13,7 +13,7 @@ regions/9f3c....json  9f3c....pt2   a region's operators, and its AOTInductor pa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from graphshard.params import ParamTable
 from graphshard.program import Axis, Region
 from graphshard.serialize import decode_table, encode_table
 from graphshard.signature import Signature
+from graphshard.summary import summarize
 
 # What there is of a region: a package, its operators, which run as they are, or its operators, to be compiled.
 CODES = ("native", "operators", "later")
@@ -160,49 +161,66 @@ def backward_file(program: str, outputs: list[str]) -> str:
 
 
 def write_artifact(
-    path: Path,
-    fingerprint: Mapping[str, Any],
-    meshes: list[MeshPrograms],
-    regions: Mapping[str, Stored],
-    summary: str,
+    path: Path, fingerprint: Mapping[str, Any], meshes: Sequence[MeshPrograms], regions: Mapping[str, Stored]
 ) -> None:
     """Write a file that is either whole or not there.
 
     Args:
         fingerprint: "environment", "model" and "options", see `fingerprint.py`.
         regions: by key.
-        summary: for people.
     """
-    members: dict[str, bytes] = {"summary.txt": summary.encode()}
+    members: dict[str, bytes] = {}
     listed = []
     number = 0
     for index, mesh in enumerate(meshes):
         members[f"meshes/{index}.json"] = _json(encode_table(mesh.params))
         programs = []
         for captured in mesh.programs:
-            file = f"programs/{number}"
+            programs.append(_add_program(f"programs/{number}", captured, members))
             number += 1
-            members[f"{file}.json"] = _json(captured.data)
-            members[f"{file}.txt"] = captured.text.encode()
-            members[f"{file}.plan.json"] = captured.plan.encode()
-            for outputs, data in captured.backwards.items():
-                members[backward_file(file, list(outputs))] = _json(data)
-            programs.append(
-                {
-                    "file": file,
-                    "entry": captured.entry,
-                    "signature": encode_signature(captured.signature),
-                    "gradients": [sorted(outputs) for outputs in captured.backwards],
-                    "prediction": captured.prediction,
-                }
-            )
-        listed.append({"axes": {axis.name: axis.size for axis in mesh.axes}, "programs": programs})
+        listed.append(
+            {
+                "axes": {axis.name: axis.size for axis in mesh.axes},
+                "num_parameters": len(mesh.params),
+                "shard_bytes": sum(row.gathered_bytes // row.num_shards for row in mesh.params),
+                "programs": programs,
+            }
+        )
     for key, stored in regions.items():
         members[f"regions/{key}.json"] = _json(stored.region)
         if stored.code == "native":
             members[f"regions/{key}.pt2"] = stored.package.content
-    codes = {key: {"code": stored.code, "why": stored.package.problem} for key, stored in regions.items()}
-    write_archive(path, {**fingerprint, "meshes": listed, "regions": codes}, members)
+    facts = {key: region_facts(stored.code, stored.package) for key, stored in regions.items()}
+    write_facts(path, {**fingerprint, "meshes": listed, "regions": facts}, members)
+
+
+def write_facts(path: Path, facts: Mapping[str, Any], members: Mapping[str, bytes]) -> None:
+    """Write a file of these facts and members, with the summary that belongs to them."""
+    write_archive(path, facts, {**members, "summary.txt": summarize(facts).encode()})
+
+
+def region_facts(code: str, package: Package) -> dict[str, Any]:
+    """What the manifest says of a region."""
+    return {"code": code, "why": package.problem, "bytes": len(package.content)}
+
+
+def _add_program(file: str, captured: Captured, members: dict[str, bytes]) -> dict[str, Any]:
+    """Add a program's members; what the manifest says of it."""
+    members[f"{file}.json"] = _json(captured.data)
+    members[f"{file}.txt"] = captured.text.encode()
+    members[f"{file}.plan.json"] = captured.plan.encode()
+    for outputs, data in captured.backwards.items():
+        members[backward_file(file, list(outputs))] = _json(data)
+    return {
+        "file": file,
+        "entry": captured.entry,
+        "signature": encode_signature(captured.signature),
+        "gradients": [sorted(outputs) for outputs in captured.backwards],
+        "phases": list(captured.data["phases"]),
+        "region_calls": len(captured.data["region_calls"]),
+        "collectives": len(captured.data["communication"]),
+        "prediction": captured.prediction,
+    }
 
 
 def stored_region(region: Region, package: Package, *, later: bool) -> Stored:

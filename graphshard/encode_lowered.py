@@ -63,13 +63,13 @@ def encode_lowered(program: Program, module: nn.Module) -> dict[str, Any]:
 
 
 def decode_lowered(
-    data: dict[str, Any], compiled: Mapping[str, RegionCall], module: nn.Module, device: torch.device
+    data: dict[str, Any], compiled: Mapping[str, RegionCall], module: nn.Module | None, device: torch.device
 ) -> Program:
     """Inverse of `encode_lowered`, for a device.
 
     Args:
         compiled: regions by key.
-        module: the one it will run for; it gives the tensors that are its own.
+        module: the one it will run for; it gives the tensors that are its own. None is to look only.
 
     Raises:
         ArtifactError: this is no such program, or does not fit the module.
@@ -85,7 +85,7 @@ def decode_lowered(
 
 
 def _decode(
-    data: dict[str, Any], compiled: Mapping[str, RegionCall], module: nn.Module, device: torch.device
+    data: dict[str, Any], compiled: Mapping[str, RegionCall], module: nn.Module | None, device: torch.device
 ) -> Program:
     keys = strings(data["regions"])
     regions = {f"region_{index}": compiled[key] for index, key in enumerate(keys)}
@@ -97,7 +97,10 @@ def _decode(
     program = decode_program({**data, "out_spec": ""}, decoder, phase_of)
     for text in strings(data["conditions"]):
         condition(parse_size(text, {size.name: size.value for size in program.sizes}))
-    own, values = _own_tensors(module), data["values"]
+    values = data["values"]
+    if module is None:
+        return program
+    own = _own_tensors(module)
     missing = sorted(set(program.constants) - set(own) - set(values))
     if missing:
         raise ArtifactError(f"the model has no tensor {missing[0]}, which it had when it was exported.")

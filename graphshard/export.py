@@ -29,7 +29,6 @@ from graphshard.profile import Profile, load_profile
 from graphshard.program import Axis
 from graphshard.progress import progress
 from graphshard.study import Mesh, mesh_axes
-from graphshard.summary import summarize
 
 Mode = Literal["training", "inference", "both"]
 
@@ -127,7 +126,7 @@ def export(
             "model": model_facts(model),
             "options": options_of(runner),
         }
-    write_artifact(target, fingerprint, found, regions, summarize(fingerprint, found, regions))
+    write_artifact(target, fingerprint, found, regions)
     return target
 
 

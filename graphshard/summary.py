@@ -1,44 +1,54 @@
-"""What `graphshard show` prints of an artifact, written when it is exported."""
+"""What `graphshard show` prints of an artifact, from its manifest."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphshard.artifact import Captured, MeshPrograms, Stored
 from graphshard.report import format_bytes
 
+_CODES = {
+    "native": "compiled",
+    "operators": "that run as ATen operators",
+    "later": "to be compiled on the target, by `graphshard finish` or when they are loaded",
+}
 
-def summarize(fingerprint: Mapping[str, Any], meshes: Sequence[MeshPrograms], regions: Mapping[str, Stored]) -> str:
+
+def summarize(facts: Mapping[str, Any]) -> str:
     """A few lines on the model, the machine, each mesh and its programs, and the regions."""
-    environment, options = fingerprint["environment"], fingerprint["options"]
+    environment, options = facts["environment"], facts["options"]
+    model = facts["model"]
     lines = [
-        f"model      {fingerprint['model']['model']}, code {fingerprint['model']['code'][:12]}",
+        f"model      {model['model']}, code {model['code'][:12]}",
         f"made with  graphshard {environment['graphshard']}, torch {environment['torch']}, {options['backend']}",
         f"device     {_device(environment)}",
         f"passes     {options['passes']['(order)']}",
     ]
-    for mesh in meshes:
-        axes = ", ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
-        stored = sum(row.gathered_bytes // row.num_shards for row in mesh.params)
-        lines.append(f"mesh       {axes}: {len(mesh.params)} parameters, {format_bytes(stored)} of shards per rank")
-        for program in mesh.programs:
-            lines.append(f"  program  {_program(program)}")
-            lines += [f"           {line}" for line in program.prediction.splitlines()]
-    codes = Counter(stored.code for stored in regions.values())
+    for mesh in facts["meshes"]:
+        lines += _mesh(mesh)
+    regions = facts["regions"]
+    codes = Counter(region["code"] for region in regions.values())
     counts = ", ".join(f"{codes[code]} {text}" for code, text in _CODES.items() if codes[code])
-    size = sum(len(stored.package.content) for stored in regions.values())
-    lines.append(f"regions    {len(regions)} distinct: {counts}; {format_bytes(size)} of code")
-    lines += [
-        f"           {key}: {stored.package.problem}"
-        for key, stored in regions.items()
-        if stored.package.problem.startswith("AOTInductor")
-    ]
+    size = format_bytes(sum(region["bytes"] for region in regions.values()))
+    lines.append(f"regions    {len(regions)} distinct: {counts or 'none'}; {size} of code")
+    # Most that run as operators are of one operator; the others are worth a line.
+    lines += [f"  {key}: {region['why']}" for key, region in regions.items() if region["why"].startswith("AOTInductor")]
     return "\n".join(lines) + "\n"
 
 
-_CODES = {"native": "compiled", "operators": "that run as ATen operators", "later": "to be compiled on the target"}
+def _mesh(mesh: Mapping[str, Any]) -> Iterator[str]:
+    axes = ", ".join(f"{name} {size}" for name, size in mesh["axes"].items())
+    shards = format_bytes(mesh["shard_bytes"])
+    yield f"mesh       {axes}: {mesh['num_parameters']} parameters, {shards} of shards per rank"
+    for program in mesh["programs"]:
+        inputs = [item for item in program["signature"]["inputs"] if "shape" in item]
+        shapes = ", ".join(f"{item['dtype']['dtype']}{item['shape']}" for item in inputs)
+        calls = f"{program['region_calls']} region calls, {program['collectives']} collectives"
+        more = "".join(f", gradients of outputs {', '.join(outputs)}" for outputs in program["gradients"])
+        what = f"{program['entry'] or 'the model'}({shapes}): {' and '.join(program['phases'])}, {calls}{more}"
+        yield f"  {program['file']}: {what}"
+        yield from (f"    {line.strip()}" for line in program["prediction"].splitlines())
 
 
 def _device(environment: Mapping[str, Any]) -> str:
@@ -47,11 +57,3 @@ def _device(environment: Mapping[str, Any]) -> str:
     if environment["cpu"]:
         return f"cpu, {environment['cpu']['machine']} {environment['cpu']['vectors']}, {environment['threads']} threads"
     return f"{environment['device']}, any"
-
-
-def _program(program: Captured) -> str:
-    what = "forward and backward" if "backward" in program.data["phases"] else "forward"
-    calls = f"{len(program.data['region_calls'])} region calls, {len(program.data['communication'])} collectives"
-    shapes = ", ".join(str(list(key[0])) for key in program.signature.inputs if len(key) == 4)
-    more = "".join(f", gradients of outputs {', '.join(sorted(outputs))}" for outputs in program.backwards)
-    return f"{program.entry or 'the model'}, inputs {shapes or 'none'}: {what}, {calls}{more}"
