@@ -106,7 +106,12 @@ class Artifact:
 
     def params(self, index: int) -> ParamTable:
         """The parameter table on a mesh."""
-        return decode_table(self.archive.json(f"meshes/{index}.json"))
+        try:
+            return decode_table(self.archive.json(f"meshes/{index}.json"))
+        except ArtifactError:
+            raise
+        except Exception as error:  # whatever is said of odd values
+            raise ArtifactError(f"{self.path}: meshes/{index}.json is no parameter table ({error!r}).") from error
 
     def package_of(self, key: str) -> bytes:
         """The package of a native region."""

@@ -1,6 +1,7 @@
 """A lowered program as plain JSON: the code that calls regions and collectives, and what binds it to a module.
 
-What `serialize.py` describes, where nodes may be "call_module" of a region, and besides
+What `serialize.py` describes, where nodes may be "call_module" of a region, and besides (without times, so that equal
+programs make equal files)
 
  "regions": ["9f3c...", ...],             keys in the order of their names, region_0 and so on
  "region_calls": ["9f3c...", ...],        in order of execution
@@ -54,7 +55,7 @@ def encode_lowered(program: Program, module: nn.Module) -> dict[str, Any]:
         "peak_gathered": {name: list(units) for name, units in program.peak_gathered.items()},
         "saved": [asdict(row) for row in program.saved],
         "history": [
-            {field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "text"}
+            {field.name: getattr(stage, field.name) for field in fields(stage) if field.name not in ("text", "seconds")}
             for stage in program.history
         ],
         "conditions": _conditions(program.sizes),
@@ -114,7 +115,7 @@ def _decode(
         communication=strings(data["communication"]),
         peak_gathered={name: tuple(strings(units)) for name, units in data["peak_gathered"].items()},
         saved=tuple(UnitMemory(**row) for row in data["saved"]),
-        history=[Stage(text="", **stage) for stage in data["history"]],
+        history=[Stage(text="", seconds=0.0, **stage) for stage in data["history"]],
         regions={key: Region(key, "", GraphModule(nn.Module(), Graph())) for key in keys},
     )
 

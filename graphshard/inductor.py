@@ -95,9 +95,7 @@ def package(region: Region, name: str) -> Package:
             "aot_inductor.output_path": directory,
             # A GPU's kernels go into the library, so that a package is one file.
             "aot_inductor.embed_kernel_binary": True,
-            # Nobody debugs the few lines around the kernels, and they take most of the time to compile.
-            "aot_inductor.compile_wrapper_opt_level": "O0",
-            "aot_inductor.enable_line_tables": False,
+            "aot_inductor.enable_line_tables": False,  # nobody debugs the few lines around the kernels
         }
         known = {key: value for key, value in options.items() if key in config.get_config_copy()}
         try:

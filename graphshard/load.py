@@ -37,7 +37,8 @@ from graphshard.module import Runner
 from graphshard.packages import PackagedRegion
 from graphshard.params import ParamTable, build_table
 from graphshard.prepare import device_of, prepare, shard
-from graphshard.program import Axis, Phase, Region
+from graphshard.program import Axis, Phase, Program, Region
+from graphshard.runtime import BackwardFactory
 from graphshard.signature import Signature
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def load(path: str | os.PathLike[str], model: ModuleT, mesh: DeviceMesh | None =
     # Passes and dynamic dims did their work when it was exported; they need not be given again.
     given = {"passes": {"passes", "activation"}, "dynamic_shapes": {"dynamic_shapes"}}
     _check_options(artifact, runner, params, [field for field, names in given.items() if not names & set(options)])
-    runner.stored, runner.sealed = _stored(artifact, index, runner), True
+    runner.stored, runner.sealed = _stored(artifact, index, model, runner), True
     shard(model, runner)
     runner.stored.install(model, runner)
     return model
@@ -98,7 +99,7 @@ def stored_for(path: str | os.PathLike[str], model: nn.Module, runner: Runner) -
         params = artifact.params(index)
         _check_model(artifact, model, params)
         _check_options(artifact, runner, params)
-        runner.stored = _stored(artifact, index, runner)
+        runner.stored = _stored(artifact, index, model, runner)
     except ArtifactError as error:
         log.warning("compiling instead of loading: %s", error)
         return None
@@ -115,37 +116,46 @@ class Record:
     backwards: Mapping[frozenset[str], Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stored:
-    """The programs for one mesh, and the regions they call."""
+    """The programs for one mesh, read for a module that is not sharded yet; a copy of it has them read again."""
 
     path: Path
     records: tuple[Record, ...]
+    ready: list[Program] | None = None
 
     def serves(self, signature: Signature) -> bool:
         """Whether there is a program for calls of the model with this very signature."""
         return any(not record.entry and record.signature == signature for record in self.records)
 
+    def read(self, module: nn.Module, runner: Runner) -> list[Program]:
+        """All programs, for a module."""
+        device = runner.spec.device
+        return [
+            decode_lowered(record.data, runner.compiled, module.get_submodule(record.entry), device)
+            for record in self.records
+        ]
+
     def install(self, module: nn.Module, runner: Runner) -> None:
         """Bind all programs to a module, the model or a copy of it, that the runner runs."""
-        for record in self.records:
-            target, owner = runner, module
-            if record.entry:
-                owner = module.get_submodule(record.entry)
-                target = runner.submodule(record.entry, owner)
-            program = decode_lowered(record.data, runner.compiled, owner, runner.spec.device)
+        programs, self.ready = self.ready or self.read(module, runner), None
+        for record, program in zip(self.records, programs, strict=True):
+            owner = module.get_submodule(record.entry)
+            target = runner.submodule(record.entry, owner) if record.entry else runner
+            target.install(owner, record.signature, program, self._backward_factory(record, owner, runner))
 
-            def make_backward(used: frozenset[str], record: Record = record, owner: nn.Module = owner) -> Phase:
-                if used not in record.backwards:
-                    raise ArtifactError(
-                        f"{self.path} has no backward for gradients through outputs {', '.join(sorted(used))} of "
-                        f"{record.entry or 'the model'}. Export it with graphshard.Call(..., "
-                        f"gradients=[({', '.join(sorted(used))},)])."
-                    )
-                data = record.backwards[used]
-                return decode_lowered(data, runner.compiled, owner, runner.spec.device).phases["backward"]
+    def _backward_factory(self, record: Record, owner: nn.Module, runner: Runner) -> BackwardFactory:
+        def make_backward(used: frozenset[str]) -> Phase:
+            if used not in record.backwards:
+                outputs = ", ".join(sorted(used))
+                raise ArtifactError(
+                    f"{self.path} has no backward for gradients through outputs {outputs} of "
+                    f"{record.entry or 'the model'}. Export it with graphshard.Call(..., gradients=[({outputs},)])."
+                )
+            program = decode_lowered(record.backwards[used], runner.compiled, owner, runner.spec.device)
+            return program.phases["backward"]
 
-            target.install(owner, record.signature, program, make_backward)
+        return make_backward
 
     def missing(self, runner: Runner, signature: Signature) -> ArtifactError:
         """The error for a call for which there is no program."""
@@ -219,7 +229,7 @@ def _options(artifact: Artifact, model: nn.Module, params: ParamTable) -> dict[s
     }
 
 
-def _stored(artifact: Artifact, index: int, runner: Runner) -> Stored:
+def _stored(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> Stored:
     """The programs for a mesh; the regions they call are added to the runner's."""
     records = []
     for program in artifact.meshes[index]["programs"]:
@@ -232,7 +242,9 @@ def _stored(artifact: Artifact, index: int, runner: Runner) -> Stored:
             if key not in runner.compiled:
                 runner.compiled[key] = _region(artifact, key, runner)
         records.append(Record(program["entry"], decode_signature(program["signature"]), data, backwards))
-    return Stored(artifact.path, tuple(records))
+    stored = Stored(artifact.path, tuple(records))
+    stored.ready = stored.read(model, runner)
+    return stored
 
 
 def _region(artifact: Artifact, key: str, runner: Runner) -> RegionCall:

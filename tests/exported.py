@@ -118,4 +118,6 @@ if __name__ == "__main__":  # another process than those that load
     else:
         with torch.device("meta"):
             small = Small()
-        graphshard.export(small, [(1,), (2,)], sys.argv[2], example_inputs=(torch.randn(2, 8),), threads=1, device="cpu")
+        graphshard.export(
+            small, [(1,), (2,)], sys.argv[2], example_inputs=(torch.randn(2, 8),), threads=1, device="cpu"
+        )
