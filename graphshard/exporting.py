@@ -71,10 +71,10 @@ class Exporter:
         leaves = runner.on_device([_allocated(leaf) for leaf in leaves], structure)
         with torch.set_grad_enabled(grad):
             signature = runner.signature(module, leaves, structure)
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
         self.show("capture and passes")
         observer = _Watch(runner.verify, None, runner.pipeline.passes)
-        program, partitioned = runner.trace(module, args, kwargs, observer, "exported", grad=grad)
+        program, partitioned = runner.trace(module, call_args, call_kwargs, observer, "exported", grad=grad)
         program.capture = self._count
         self._count += 1
         text = program.history[-1].text

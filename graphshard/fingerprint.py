@@ -130,8 +130,9 @@ def options_of(runner: Runner) -> dict[str, Any]:
         "offload_policy": {"pin_memory": runner.storage.pinned} if offload else None,
         "backend": runner.backend,
         "passes": {
+            **{step.name: json.dumps(encode_pass(step)["options"], sort_keys=True) for step in steps},
+            "(classes)": ", ".join(encode_pass(step)["class"] for step in steps),
             "(order)": ", ".join(step.name for step in steps),
-            **{step.name: json.dumps(encode_pass(step), sort_keys=True) for step in steps},
         },
         "dynamic_shapes": shapes_text(spec.dynamic_shapes),
     }
@@ -154,7 +155,8 @@ def differences(exported: Mapping[str, Any], here: Mapping[str, Any]) -> Iterato
     for field, value in exported.items():
         other = here.get(field)
         if isinstance(value, dict) and isinstance(other, dict):
-            for part in (*value, *(part for part in other if part not in value)):
+            parts = (*value, *(part for part in other if part not in value))
+            for part in sorted(parts, key=lambda part: part.startswith("(")):  # what sums up others comes last
                 if value.get(part) != other.get(part):
                     yield Difference(field, part, _shown(value.get(part)), _shown(other.get(part)))
         elif value != other:

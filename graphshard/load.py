@@ -112,8 +112,8 @@ class Record:
 
     entry: str
     signature: Signature
-    data: Mapping[str, Any]
-    backwards: Mapping[frozenset[str], Mapping[str, Any]]
+    data: dict[str, Any]
+    backwards: Mapping[frozenset[str], dict[str, Any]]
 
 
 @dataclass
@@ -231,6 +231,15 @@ def _options(artifact: Artifact, model: nn.Module, params: ParamTable) -> dict[s
 
 def _stored(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> Stored:
     """The programs for a mesh; the regions they call are added to the runner's."""
+    try:
+        return _read(artifact, index, model, runner)
+    except ArtifactError:
+        raise
+    except Exception as error:  # contents that export did not write
+        raise ArtifactError(f"{artifact.path}: a program cannot be read ({error!r}).") from error
+
+
+def _read(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> Stored:
     records = []
     for program in artifact.meshes[index]["programs"]:
         file = program["file"]

@@ -67,9 +67,13 @@ def _source(item: Any) -> str:
 
 
 def _used_by(item: Any) -> Iterator[Any]:
-    """Bases of a class, and the functions and classes that its methods (or a function) refer to by name."""
+    """Bases of a class, and the functions and classes that its methods (or a function) refer to by name.
+
+    Methods that were put in after the class was made are not in its source, so they count as used.
+    """
     if isinstance(item, type):
         yield from item.__bases__
+        yield from (f for f in _functions(item) if not f.__qualname__.startswith(f"{item.__qualname__}."))
     for function in _functions(item):
         for code in _codes(function.__code__):
             for name in code.co_names:

@@ -53,13 +53,13 @@ _CONSTANTS = (int, float, bool, str, type(None))
 class Runner:
     """Programs of one module, by signature.
 
-    Without a mesh it captures programs and runs none. `stored` are programs that were loaded from an artifact; if they
+    `export` makes one whose mesh is None, which captures programs and runs none. `stored` are programs that were loaded from an artifact; if they
     are all there is to be (`sealed`), a call for which there is none is an error. Binding them asks the other ranks, so
     a copy, which may be made on one rank only, does so when it is called (`to_install`).
     """
 
     spec: CaptureSpec
-    mesh: DeviceMesh | None
+    mesh: DeviceMesh
     backend: Backend
     pipeline: Pipeline
     verify: Level
@@ -209,7 +209,6 @@ class Runner:
         self, module: nn.Module, signature: Signature, program: Program, make_backward: BackwardFactory | None = None
     ) -> Executable:
         """Check that the other ranks made the same program, and bind it to the module and the mesh."""
-        assert self.mesh is not None
         if self.tag is None:
             self.tag = model_tag(self.mesh)
         if tuple(program.communication) not in self.agreed:

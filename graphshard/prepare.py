@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -95,7 +95,7 @@ def prepare(
     refs = tuple(param_refs(model, table))
     return Runner(
         spec=CaptureSpec(table, unit_names, axis, device, policy, type(model), dynamic_shapes),
-        mesh=mesh,
+        mesh=cast(DeviceMesh, mesh),
         backend=backend,
         pipeline=pipeline,
         verify=level,
@@ -109,7 +109,6 @@ def prepare(
 
 def shard(model: nn.Module, runner: Runner) -> None:
     """Shard a module over the runner's mesh and let the runner run it, in place."""
-    assert runner.mesh is not None
     shard_module(model, runner.spec.params, runner.mesh, runner.spec.device, runner.storage)
     object.__setattr__(model, "__class__", sharded_class(type(model)))
     model.register_load_state_dict_pre_hook(shard_values)
