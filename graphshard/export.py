@@ -77,7 +77,8 @@ def export(
         model: any module that torch.export can trace.
         mesh: a DeviceMesh, the shape of one such as `(8,)` or `{"shard": 8}`, or a list of those: one file for all of
             them. Regions do not depend on the number of ranks, except those that pack shards.
-        path: the file, by convention with the ending `.gshard`.
+        path: the file, by convention with the ending `.gshard`. With the ending `.pt2`, for one rank and
+            mode="inference", it is PyTorch's own: the program with the model's weights, for `torch.export.load`.
         example_inputs, example_kwargs: inputs of one rank's call; only shapes, dtypes and non-tensor values matter.
         mode: what they are captured for: "training" (forward and backward, modules in the modes they are in),
             "inference" (forward alone, in eval() mode and under no_grad) or "both".
@@ -107,6 +108,8 @@ def export(
     machine = load_profile(hardware if hardware is not None else "h100" if kind.type == "cuda" else "cpu-gloo")
     if "ignored_params" in options:
         options["ignored_params"] = list(options["ignored_params"] or ())
+    if target.suffix == ".pt2":
+        return _plain(model, meshes, wanted, kind, target, options)
     regions: dict[str, Stored] = {}
     compiled: dict[str, RegionCall] = {}
     found = []
@@ -128,6 +131,28 @@ def export(
         }
     write_artifact(target, fingerprint, found, regions)
     return target
+
+
+def _plain(
+    model: nn.Module,
+    meshes: list[tuple[Axis, ...]],
+    calls: list[Call],
+    device: torch.device,
+    path: Path,
+    options: Mapping[str, Any],
+) -> Path:
+    """Export one forward of one rank in PyTorch's own format."""
+    if [[axis.size for axis in axes] for axes in meshes] != [[1]] or len(calls) != 1 or calls[0].grad or calls[0].entry:
+        raise ArgumentError(
+            f"{path.name}: a .pt2 file holds one program for one rank, without gradients. Pass mesh=(1,) and "
+            'mode="inference", or a path that ends in .gshard.'
+        )
+    from graphshard.plain_export import export_plain
+
+    ((axis,),), (call,) = meshes, calls
+    runner = prepare(model, axis, device, None, **options)
+    export_plain(runner, model, call.inputs, call.kwargs, path, options.get("dynamic_shapes"))
+    return path
 
 
 def _captured(exporter: Exporter, call: Call) -> Captured:

@@ -53,9 +53,9 @@ _CONSTANTS = (int, float, bool, str, type(None))
 class Runner:
     """Programs of one module, by signature.
 
-    `export` makes one whose mesh is None, which captures programs and runs none. `stored` are programs that were loaded from an artifact; if they
-    are all there is to be (`sealed`), a call for which there is none is an error. Binding them asks the other ranks, so
-    a copy, which may be made on one rank only, does so when it is called (`to_install`).
+    `export` makes one whose mesh is None, which captures programs and runs none. `stored` are programs that were loaded
+    from an artifact; if they are all there is to be (`sealed`), a call for which there is none is an error. Binding
+    them asks the other ranks, so a copy, which may be made on one rank only, does so when it is called (`to_install`).
     """
 
     spec: CaptureSpec
