@@ -24,6 +24,8 @@ from graphshard.errors import ArgumentError
 from graphshard.exporting import Exporter, in_mode, operators_only, with_threads
 from graphshard.fingerprint import environment, model_facts, options_of
 from graphshard.lower import Compiler, RegionCall
+from graphshard.passes import ToDevice
+from graphshard.pipeline import Pipeline
 from graphshard.prepare import prepare
 from graphshard.profile import Profile, load_profile
 from graphshard.program import Axis
@@ -73,6 +75,10 @@ def export(
 
     Nothing of the module is changed or allocated; it may be on the meta device. There need be no process group.
 
+    For GPUs on a machine without one the file holds programs, plans and graphs; their regions are compiled on the
+    target, at the first load or by `graphshard finish FILE`. Operators that only the CPU has, such as its attention,
+    cannot be moved: that is an error that names them.
+
     Args:
         model: any module that torch.export can trace.
         mesh: a DeviceMesh, the shape of one such as `(8,)` or `{"shard": 8}`, or a list of those: one file for all of
@@ -114,11 +120,15 @@ def export(
     compiled: dict[str, RegionCall] = {}
     found = []
     with progress(f"graphshard: export {type(model).__name__}") as show, with_threads(threads):
+        moved = kind.type == "cuda" and not torch.cuda.is_available()
         compiler, later = _compiler(options.get("backend", "inductor"), kind, compile_regions)
         for axes in meshes:
             (axis,) = axes
-            runner = prepare(model, axis, kind, None, **options)
+            runner = prepare(model, axis, torch.device("cpu") if moved else kind, None, **options)
+            described = options_of(runner)
             runner.compiled = compiled
+            if moved:
+                runner.pipeline = Pipeline((ToDevice(kind.type), *runner.pipeline))
             exporter = Exporter(
                 runner, model, compiler, Costs(machine, mesh=axes), later, regions, _prefixed(show, axes)
             )
@@ -127,7 +137,7 @@ def export(
         fingerprint = {
             "environment": environment(kind, native=native),
             "model": model_facts(model),
-            "options": options_of(runner),
+            "options": described,
         }
     write_artifact(target, fingerprint, found, regions)
     return target

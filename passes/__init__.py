@@ -9,6 +9,7 @@
     keep_gathered           what the plan keeps gathered is handed from forward to backward
     bucket                  collectives travel together, as the plan says
     reorder                 collectives start and are waited for where the plan says
+    to_device               a program captured on the CPU becomes one for GPUs
 
 A pass sees the program, the plan, the parameter table and the graph helpers; never capture, lowering or runtime.
 """
@@ -27,6 +28,7 @@ from graphshard.passes.mixed_precision import MixedPrecision
 from graphshard.passes.offload import Offload
 from graphshard.passes.reorder import Reorder
 from graphshard.passes.reshard_after_forward import ReshardAfterForward
+from graphshard.passes.to_device import ToDevice
 
 __all__ = [
     "ActivationCheckpointing",
@@ -40,4 +42,5 @@ __all__ = [
     "Pass",
     "Reorder",
     "ReshardAfterForward",
+    "ToDevice",
 ]
