@@ -112,7 +112,8 @@ def instruction_set() -> dict[str, str]:
 def model_facts(model: nn.Module) -> dict[str, Any]:
     """The fields of a module besides its parameters."""
     return {
-        "model": f"{type(model).__module__.replace('__main__', '')}.{type(model).__qualname__}".lstrip("."),
+        # Without its module, which is __main__ for who runs it as a script.
+        "model": type(model).__qualname__,
         "code": code_hash(model),
         "attributes": attributes(model),
         "buffers": {name: f"{short_name(buffer.dtype)}{list(buffer.shape)}" for name, buffer in model.named_buffers()},

@@ -30,11 +30,13 @@ def code_hash(model: nn.Module) -> str:
     todo: list[Any] = list(dict.fromkeys(type(module) for module in model.modules()))
     while todo:
         item = todo.pop()
-        name = f"{item.__module__}.{item.__qualname__}"
+        name = f"{item.__module__}:{item.__qualname__}"
         if name not in sources and _is_users(item):
             sources[name] = _source(item)
             todo += _used_by(item)
-    text = "\n".join(f"{name}\n{source}" for name, source in sorted(sources.items()))
+    # Without the modules' names: what a script defines is in __main__ there, and elsewhere for who imports it.
+    found = sorted((name.rpartition(":")[2], source) for name, source in sources.items())
+    text = "\n".join(f"{name}\n{source}" for name, source in found)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

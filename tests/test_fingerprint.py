@@ -123,7 +123,7 @@ def _more_buffers() -> Net:
 @pytest.mark.parametrize(
     ("make", "field", "texts"),
     [
-        (Renamed, "model", ["tests.exported.Net", "tests.test_fingerprint.Renamed"]),
+        (Renamed, "model", ["was Net when", "is Renamed here", "Load it into that class"]),
         (_untied, "parameter names", ["embed.weight = head.weight when", "is embed.weight here", "tied alike"]),
         (lambda: Net(width=8), "parameter shape", ["of embed.weight", "[10, 6]", "[10, 8]"]),
         (lambda: Net().double(), "parameter dtype", ["of embed.weight", "float32", "float64", "Convert the model"]),
