@@ -64,6 +64,7 @@ class _Plain(nn.Module):
 
     def __init__(self, program: Program, model: nn.Module) -> None:
         super().__init__()
+        program.phases["forward"].module.recompile()  # after what passes did to the graph
         self._program: list[Program] = [program]  # in a list, so that it is no submodule
         for name, param in model.named_parameters(remove_duplicate=False):
             self._owner(name).register_parameter(name.rpartition(".")[2], param)
