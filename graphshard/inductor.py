@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import tempfile
@@ -25,6 +26,7 @@ from graphshard.backends import compile_operators, num_kernels, outputs_of
 from graphshard.lower import Boxed
 from graphshard.packages import Package
 from graphshard.program import Region
+from graphshard.sizes import expression, size_inputs
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +102,7 @@ def package(region: Region, name: str) -> Package:
         known = {key: value for key, value in options.items() if key in config.get_config_copy()}
         try:
             with config.patch(known), V.set_aot_compilation(True), config.patch(get_cpp_wrapper_config()):
-                module, inputs = _decompose(region.module)
+                module, inputs = _decompose(_without_sizes(region.module))
                 compiled: Any = compile_fx_inner(module, inputs, cpp_wrapper=True)
             path = os.path.join(directory, "region.pt2")
             package_aoti(path, [file for file in compiled.filename if not str(file).endswith(".cpp")])
@@ -108,6 +110,23 @@ def package(region: Region, name: str) -> Package:
         except Exception as error:
             log.debug("%s:\n%s", name, region.text, exc_info=True)
             return Package(problem=f"AOTInductor cannot compile it. {type(error).__name__}: {error}")
+
+
+def _without_sizes(module: GraphModule) -> GraphModule:
+    """The region without dynamic sizes as inputs, which AOTInductor does not take: they are read off its tensors."""
+    graph = copy.deepcopy(module.graph)
+    sizes = size_inputs(graph)
+    tensors = [node for node in graph.find_nodes(op="placeholder") if node not in sizes.values()]
+    dims = {expression(size): (n, dim) for n in tensors for dim, size in enumerate(n.meta["val"].shape)}
+    for symbol, node in sizes.items():
+        if symbol not in dims:
+            raise NotImplementedError(f"the dynamic size {symbol} is no dimension of an input")
+        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+            read = graph.call_function(torch.ops.aten.sym_size.int, dims[symbol])
+        read.meta = dict(node.meta)
+        node.replace_all_uses_with(read)
+        graph.erase_node(node)
+    return GraphModule(module, graph)
 
 
 def _decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:

@@ -48,7 +48,7 @@ class PackagedRegion:
     def __call__(self, inputs: list[Any]) -> Any:
         if self._run is None:
             self.load()
-        values = [value if isinstance(value, torch.Tensor) else torch.tensor(value) for value in inputs]
+        values = [value for value in inputs if isinstance(value, torch.Tensor)]  # it reads dynamic sizes off them
         inputs.clear()
         return self._run(values)
 
