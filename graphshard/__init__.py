@@ -9,6 +9,7 @@ from graphshard.bisection import Bisection, bisect
 from graphshard.checkpoint import load_checkpoint, save_checkpoint
 from graphshard.errors import (
     ArgumentError,
+    ArtifactError,
     CaptureError,
     CaptureLimitError,
     CheckpointError,
@@ -22,7 +23,9 @@ from graphshard.errors import (
 )
 from graphshard.explain import explain, explain_grid
 from graphshard.explanation import Explanation, Grid
+from graphshard.export import Call, export
 from graphshard.initialize import unsharded_init
+from graphshard.load import load
 from graphshard.manifest import latest_checkpoint
 from graphshard.measure import load_measured, measure_regions, save_measured
 from graphshard.passes import Pass
@@ -36,7 +39,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "ArtifactError",
     "Bisection",
+    "Call",
     "CaptureError",
     "CaptureLimitError",
     "CheckpointError",
@@ -59,7 +64,9 @@ __all__ = [
     "compile",
     "explain",
     "explain_grid",
+    "export",
     "latest_checkpoint",
+    "load",
     "load_checkpoint",
     "load_measured",
     "load_profile",

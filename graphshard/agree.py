@@ -21,10 +21,11 @@ from graphshard.program import Program
 
 
 def model_tag(mesh: DeviceMesh) -> str:
-    """A name for a model that is the same on all ranks: how many were compiled before on this rank."""
+    """A name for a model that is the same on all ranks: how many were compiled before on this rank and this group."""
     if _is_alone(mesh):
         return ""
-    return f"model-{rendezvous_store().add(f'graphshard/models/{mesh.get_rank()}', 1)}"
+    group = mesh.get_group().group_name
+    return f"model-{group}-{rendezvous_store().add(f'graphshard/models/{group}/{mesh.get_rank()}', 1)}"
 
 
 def check_agreement(program: Program, mesh: DeviceMesh, tag: str, timeout: timedelta) -> None:

@@ -119,6 +119,11 @@ def bisect(
     if isinstance(args, torch.Tensor):
         raise ArgumentError("args must be a tuple of the call's positional inputs, got a Tensor. Pass (tensor,).")
     runner = model._graphshard
+    if runner.sealed:
+        raise ArgumentError(
+            f"{type(model).__name__} was loaded from a file, which has no stages to compare. Compile it in process, "
+            "with graphshard.compile and the options of the export."
+        )
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     leaves = runner.on_device(leaves, structure)
     snapshots = _Snapshots("off")

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.entry import Entry
 from graphshard.errors import ArgumentError
-from graphshard.meshes import num_shards
 from graphshard.observe import Level
 from graphshard.params import named_parameters
 from graphshard.passes import ActivationCheckpointing
@@ -28,11 +27,10 @@ _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_arguments(
-    mesh: Any, reshard_after_forward: Any, offload_policy: Any, backend: Any, max_captures: Any
+    reshard_after_forward: Any, num_shards: int, offload_policy: Any, backend: Any, max_captures: Any
 ) -> None:
     """Raise ArgumentError for the first wrong argument; the message names it and the remedy."""
-    _check_mesh(mesh)
-    check_reshard(reshard_after_forward, num_shards(mesh))
+    check_reshard(reshard_after_forward, num_shards)
     if not (offload_policy is None or isinstance(offload_policy, OffloadPolicy)):
         raise ArgumentError(
             "offload_policy must be a torch.distributed.fsdp.CPUOffloadPolicy or None, got "
@@ -73,15 +71,13 @@ def check_reshard(reshard_after_forward: Any, num_shards: int) -> None:
         )
 
 
-def check_debugging(passes: Any, verify: Any, dump: Any) -> Level:
-    """Raise ArgumentError for wrong passes, level of verification or directory; return the level that holds."""
+def check_debugging(passes: Any, verify: Any) -> Level:
+    """Raise ArgumentError for wrong passes or level of verification; return the level that holds."""
     if not (passes is None or isinstance(passes, Pipeline)):
         raise ArgumentError(
             f"passes must be a graphshard.Pipeline, got {type(passes).__name__}. Start from graphshard.Pipeline() and "
             "use insert, replace and disable."
         )
-    if not (dump is None or isinstance(dump, (str, os.PathLike))):
-        raise ArgumentError(f"dump must be a directory, got {type(dump).__name__}.")
     where = "verify" if verify is not None else "GRAPHSHARD_VERIFY"
     level = verify if verify is not None else os.environ.get("GRAPHSHARD_VERIFY", "ends")
     if level not in get_args(Level):
@@ -165,7 +161,8 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
 
 
-def _check_mesh(mesh: Any) -> None:
+def check_mesh(mesh: Any) -> None:
+    """Raise ArgumentError if the mesh is none to compile for."""
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(
             f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}. Make one with "

@@ -40,8 +40,10 @@ def dump_directory(dump: str | os.PathLike[str] | None, rank: int) -> Path | Non
     """Where this rank dumps: below `dump`, or GRAPHSHARD_DUMP, if GRAPHSHARD_DUMP_RANKS ("0", "0,3", "all") has it.
 
     Raises:
-        ArgumentError: GRAPHSHARD_DUMP_RANKS is no list of ranks.
+        ArgumentError: `dump` is no directory, or GRAPHSHARD_DUMP_RANKS no list of ranks.
     """
+    if not (dump is None or isinstance(dump, (str, os.PathLike))):
+        raise ArgumentError(f"dump must be a directory, got {type(dump).__name__}.")
     root = os.fspath(dump) if dump is not None else os.environ.get("GRAPHSHARD_DUMP", "")
     ranks = os.environ.get("GRAPHSHARD_DUMP_RANKS", "0")
     if not root:

@@ -41,6 +41,18 @@ class CheckpointError(GraphshardError, RuntimeError):
     """A checkpoint cannot be saved, or is incomplete or damaged, or belongs to another model."""
 
 
+class ArtifactError(GraphshardError, RuntimeError):
+    """A `.gshard` file is damaged or not one, does not fit the model, the mesh or the machine, or lacks a program.
+
+    Attributes:
+        field: what of the fingerprint differs, such as "mesh"; "" if it is something else.
+    """
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class DivergenceError(GraphshardError, RuntimeError):
     """Two ranks made different programs."""
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,11 +33,14 @@ from graphshard.params import ParamTable
 from graphshard.pipeline import Partitioned, Pipeline, rerun_backward, run_pipeline
 from graphshard.program import Phase, Program
 from graphshard.progress import progress
-from graphshard.runtime import Executable, Variant
+from graphshard.runtime import BackwardFactory, Executable, Variant
 from graphshard.sharding import Alias, ParamRef, Storage, aliases, param_refs
 from graphshard.signature import Signature, leaf_key
 from graphshard.units import units_within
 from graphshard.unsharded import Unsharded, UnshardHandle, start_gathering
+
+if TYPE_CHECKING:
+    from graphshard.load import Stored
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,12 @@ _CONSTANTS = (int, float, bool, str, type(None))
 
 @dataclass
 class Runner:
-    """Programs of one module, by signature."""
+    """Programs of one module, by signature.
+
+    `export` makes one whose mesh is None, which captures programs and runs none. `stored` are programs that were loaded
+    from an artifact; if they are all there is to be (`sealed`), a call for which there is none is an error. Binding
+    them asks the other ranks, so a copy, which may be made on one rank only, does so when it is called (`to_install`).
+    """
 
     spec: CaptureSpec
     mesh: DeviceMesh
@@ -78,6 +86,9 @@ class Runner:
     unsharded: Unsharded = field(default_factory=Unsharded)
     names: dict[str, str] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+    stored: Stored | None = None
+    sealed: bool = False
+    to_install: bool = False
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
     _fits: dict[Signature, Executable] = field(default_factory=dict)
     _misfits: list[str] = field(default_factory=list)
@@ -96,6 +107,9 @@ class Runner:
         if not self.materialized:
             check_materialized(module, self.params, self.spec.device, self.storage.device)
             self.materialized = True
+        if self.to_install and self.stored is not None:
+            self.to_install = False
+            self.stored.install(module, self)
         executable = self.executables.get(signature) or self._fitting(signature, leaves)
         if executable is None:
             args, kwargs = pytree.tree_unflatten(leaves, structure)
@@ -110,6 +124,10 @@ class Runner:
         The submodule's name is "" for the model itself.
         """
         self._follow_unsharded()
+        return self.entry(name, method, module).call(module, args, kwargs)
+
+    def entry(self, name: str, method: str, module: nn.Module) -> Runner:
+        """The runner of a submodule, or of another method, that is called on its own."""
         entry = ".".join(part for part in (name, method) if part not in ("", "forward"))
         if entry not in self.entries:
             table = self.spec.params.within(name) if name else self.spec.params
@@ -125,7 +143,7 @@ class Runner:
             )
             names = {row.name: self.spec.params[f"{name}.{row.name}" if name else row.name].name for row in table}
             self.entries[entry] = self._anew(module, spec=spec, params=params, name=entry, names=names)
-        return self.entries[entry].call(module, args, kwargs)
+        return self.entries[entry]
 
     def change(self, names: Collection[str], **choices: Any) -> None:
         """Make other choices for parameters from the next call on; the program for them is captured then."""
@@ -163,7 +181,7 @@ class Runner:
             self.change(freed, held=False)
 
     def for_copy(self, module: nn.Module) -> Runner:
-        """A runner for a copy of the module: nothing captured yet, compiled regions shared."""
+        """A runner for a copy of the module: nothing captured yet, compiled regions and loaded programs shared."""
         params = tuple(param_refs(module, self.spec.params))
         twin = self._anew(
             module,
@@ -171,6 +189,7 @@ class Runner:
             programs=[],
             accumulation=copy.deepcopy(self.accumulation),
             unsharded=Unsharded(kept=set(self.unsharded.kept)),
+            to_install=self.stored is not None,
         )
         twin.change(list(self.unsharded.full), held=False)
         return twin
@@ -213,6 +232,8 @@ class Runner:
 
     def build(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Program:
         """Capture, shard, schedule and lower a program; the module stays as it is."""
+        if self.stored is not None and self.sealed:
+            raise self.stored.missing(self, signature)
         reason = self._reason(signature)
         if len(self.executables) >= self.max_captures:
             raise CaptureLimitError(
@@ -253,6 +274,8 @@ class Runner:
 
     def _agreed_pipeline(self) -> Pipeline:
         """The passes, with a planner that plans alike on all ranks."""
+        if self.mesh is None:  # exporting: there is nobody to agree with
+            return self.pipeline
         if self._agreed is None:
             self._agreed = agreeing(self.pipeline, self.mesh, self._tag, AGREEMENT_TIMEOUT)
         return self._agreed
@@ -262,11 +285,13 @@ class Runner:
             self.tag = model_tag(self.mesh)
         return self.tag
 
-    def install(self, module: nn.Module, signature: Signature, program: Program) -> Executable:
+    def install(
+        self, module: nn.Module, signature: Signature, program: Program, make_backward: BackwardFactory | None = None
+    ) -> Executable:
         """Check that the other ranks made the same program, and bind it to the module and the mesh."""
         self._agree(program)
 
-        def make_backward(variant: Variant) -> Phase:
+        def rerun(variant: Variant) -> Phase:
             partitioned = self._partitioned[signature]
             assert partitioned is not None
             used, accumulate = variant
@@ -288,7 +313,7 @@ class Runner:
             module,
             self.params,
             self.mesh,
-            make_backward,
+            make_backward or rerun,
             self.accumulation,
             self.model_names,
             self.unsharded,

@@ -23,6 +23,7 @@ from graphshard.passes import (
     Reorder,
     ReshardAfterForward,
 )
+from graphshard.planner import PlanByUnit
 from graphshard.program import Phase, Program
 
 DEFAULT_PASSES: tuple[Pass, ...] = (
@@ -121,12 +122,19 @@ class Partitioned:
     established: frozenset[str]
 
     def passes(self, used: frozenset[str], accumulate: AccumulateGradients | None) -> Iterator[Pass]:
-        """What makes the backward for these tangents of it; gradients are dropped before others are accumulated."""
-        drop = [replace(step, used=used) for step in self.rest if isinstance(step, DropUnusedTangents)]
-        yield from drop
+        """What makes the backward for these tangents of it; gradients are dropped before others are accumulated.
+
+        A rank may need other tangents alone, so their backward is planned by unit: that plan depends on nothing but the
+        collectives, and is the same on every rank that ever makes it.
+        """
+        yield from (replace(step, used=used) for step in self.rest if isinstance(step, DropUnusedTangents))
         if accumulate is not None:
             yield accumulate
-        yield from (step for step in self.rest if not isinstance(step, DropUnusedTangents))
+        for step in self.rest:
+            if isinstance(step, MakePlan) and accumulate is None:
+                step = replace(step, planner=PlanByUnit())
+            if not isinstance(step, DropUnusedTangents):
+                yield step
 
 
 def run_pipeline(pipeline: Pipeline, program: Program, observer: Observer) -> Partitioned | None:

@@ -32,6 +32,7 @@ imported or evaluated.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -46,7 +47,7 @@ from graphshard.errors import ArgumentError
 from graphshard.params import ParamRow, ParamTable
 from graphshard.passes import Pass
 from graphshard.plan import Plan
-from graphshard.program import Axis, Program
+from graphshard.program import Axis, Phase, Program
 
 FORMAT = 1
 _PHASES = ("joint", "forward", "backward")
@@ -79,7 +80,7 @@ def program_to_json(program: Program, *, next_pass: Pass | None = None) -> str:
         "established": sorted(program.established),
         "differentiated": sorted(program.differentiated),
         "out_spec": _encode_spec(program.out_spec),
-        "params": [_encode_row(row) for row in program.params],
+        "params": encode_table(program.params),
         "constants": {name: encode(value) for name, value in program.constants.items()},
         "plan": json.loads(program.plan.to_json()) if program.plan else None,
         "next": encode_pass(next_pass) if next_pass else None,
@@ -98,7 +99,7 @@ def program_from_json(text: str) -> Program:
     """
     data = load_stage(text)
     try:
-        return _program(data)
+        return decode_program(data, Decoder())
     except ArgumentError as error:
         raise ArgumentError(f"not a stage that can be read: {error}") from error
     except KeyError as error:
@@ -132,16 +133,18 @@ def plan_of(text: str) -> Plan | None:
     return None if data is None else _decode_plan(data)
 
 
-def _program(data: dict[str, Any]) -> Program:
-    decoder = Decoder()
+def decode_program(
+    data: dict[str, Any], decoder: Decoder, phase_of: Callable[[dict[str, Any], Decoder], Phase] = decode_phase
+) -> Program:
+    """A program of the data of its file; `phase_of` reads one of its phases."""
     sizes = decode_sizes(data.get("sizes", {}), decoder.mode)
     decoder.sizes.update((size.name, size.value) for size in sizes)
     unknown = set(data["phases"]) - set(_PHASES)
     if unknown or not data["phases"]:
         raise ArgumentError(f"phases are {list(data['phases'])}, they must be of {', '.join(_PHASES)}")
     return Program(
-        {name: decode_phase(phase, decoder) for name, phase in data["phases"].items()},
-        ParamTable(tuple(map(_decode_row, data["params"]))),
+        {name: phase_of(phase, decoder) for name, phase in data["phases"].items()},
+        decode_table(data["params"]),
         _decode_axis(data["axis"]),
         torch.device(data["device"]),
         {name: decoder.value(value) for name, value in data["constants"].items()},
@@ -174,6 +177,14 @@ def _decode_plan(data: dict[str, Any]) -> Plan:
         return Plan.from_json(json.dumps(data))
     except (KeyError, TypeError, AttributeError) as error:
         raise ArgumentError(f"not a plan: {error}") from error
+
+
+def encode_table(table: ParamTable) -> list[dict[str, Any]]:
+    return [_encode_row(row) for row in table]
+
+
+def decode_table(data: list[dict[str, Any]]) -> ParamTable:
+    return ParamTable(tuple(map(_decode_row, data)))
 
 
 def _encode_row(row: ParamRow) -> dict[str, Any]:

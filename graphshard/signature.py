@@ -45,9 +45,26 @@ class Signature:
         changed = [why for name, why in reasons.items() if getattr(self, name) != getattr(other, name)]
         return ", ".join(changed)
 
+    def details(self, other: Signature) -> str:
+        """What differs from another signature, with both values where they are inputs."""
+        if self.structure == other.structure and self.inputs != other.inputs:
+            pairs = enumerate(zip(other.inputs, self.inputs))
+            index, (was, now) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+            return f"input {index} was {_shown(was)} and is {_shown(now)}"
+        return self.changes_from(other)
+
 
 def leaf_key(leaf: Any) -> tuple[Any, ...]:
     """What programs distinguish of an input: four things of a tensor, type and value of anything else."""
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
     return (type(leaf), leaf)
+
+
+def _shown(key: tuple[Any, ...]) -> str:
+    if len(key) == 4:
+        shape, stride, dtype, grad = key
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)} with strides {list(stride)}" + (
+            ", requires_grad" if grad else ""
+        )
+    return repr(key[1])

@@ -11,6 +11,7 @@
     accumulate_gradients    gradients of microbatches are added up, and reduced later
     bucket                  collectives travel together, as the plan says
     reorder                 collectives start and are waited for where the plan says
+    to_device               a program captured on the CPU becomes one for GPUs
 
 A pass sees the program, the plan, the parameter table and the graph helpers; never capture, lowering or runtime.
 """
@@ -31,6 +32,7 @@ from graphshard.passes.offload import Offload
 from graphshard.passes.regather_in_group import RegatherInGroup
 from graphshard.passes.reorder import Reorder
 from graphshard.passes.reshard_after_forward import ReshardAfterForward
+from graphshard.passes.to_device import ToDevice
 
 __all__ = [
     "AccumulateGradients",
@@ -46,4 +48,5 @@ __all__ = [
     "RegatherInGroup",
     "Reorder",
     "ReshardAfterForward",
+    "ToDevice",
 ]

@@ -45,7 +45,7 @@ class KeepGathered(Pass):
 def keep_gathered(program: Program, names: Collection[str]) -> int:
     """Hand these parameters from forward to backward; how many backward gathered again."""
     kept = [program.params[name] for name in names]
-    if not kept:
+    if not kept or "forward" not in program.phases:  # another backward, which gathers again
         return 0
     forward, backward = program.phases["forward"], program.phases["backward"]
     ours, theirs = (_gathered(phase, kept) for phase in (forward, backward))
