@@ -30,6 +30,7 @@ def encode_signature(signature: Signature) -> dict[str, Any]:
         "grad": signature.grad,
         "autocast": encode(signature.autocast),
         "params": [[trainable, encode(dtype)] for trainable, dtype in signature.params],
+        "settings": [list(row) for row in signature.settings],
     }
 
 
@@ -43,7 +44,14 @@ def decode_signature(data: dict[str, Any]) -> Signature:
         grad=typed(data["grad"], bool),
         autocast=value(data["autocast"]),
         params=tuple((typed(trainable, bool), value(dtype)) for trainable, dtype in data["params"]),
+        settings=tuple(_decode_settings(*row) for row in data["settings"]),
     )
+
+
+def _decode_settings(reshard: Any, divide_factor: Any, force_sum: Any, held: Any) -> tuple[Any, ...]:
+    """See `ParamRow.settings`."""
+    factor = None if divide_factor is None else typed(divide_factor, float)
+    return typed(reshard, bool), factor, typed(force_sum, bool), typed(held, bool)
 
 
 def encode_structure(spec: pytree.TreeSpec, what: str) -> str:
