@@ -73,8 +73,8 @@ class Study:
         reshard = self.options.get("reshard_after_forward")
         if not (reshard is None or isinstance(reshard, bool)):
             raise ArgumentError(f"reshard_after_forward must be True, False or None, got {reshard!r}.")
-        precision_of(self.options.get("mp_policy"), find_units(self.model, self.options.get("units")))
         check_examples(self.options.get("units"), self.example_inputs, self.example_kwargs)
+        precision_of(self.options.get("mp_policy"), find_units(self.model, self.options.get("units")))
         if self.example_inputs is None and self.example_kwargs is None:
             raise ArgumentError("explain needs example_inputs or example_kwargs, the inputs of one rank's call.")
         symbols = self.options.get("symbols")

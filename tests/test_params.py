@@ -171,4 +171,7 @@ def test_a_row_is_plain_data() -> None:
         "dim": 0,
         "order": [],
         "ignored": False,
+        "divide_factor": None,
+        "force_sum": False,
+        "held": False,
     }

@@ -40,7 +40,7 @@ def write_dump(directory: Path, pipeline: Pipeline) -> Path:
         {"name": s.name, "rewrites": s.rewrites, "seconds": s.seconds, "nodes": s.num_nodes, "exact": s.exact}
         for s in program.history
     ]
-    summary = {"title": "Blocks-0", "reason": "first call", "world_size": 2, "axis": "shard", "stages": stages}
+    summary = {"title": "Blocks-0", "reason": "first call", "axes": {"shard": 2}, "stages": stages}
     (directory / "summary.json").write_text(json.dumps(summary))
     return directory
 

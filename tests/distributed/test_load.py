@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
-from tests.distributed.test_parity import fsdp2
+from tests.distributed.twins import fsdp2
 from tests.exported import WIDTH, Net, Small, batch
 from tests.ranks import Ranks
 

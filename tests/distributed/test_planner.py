@@ -13,7 +13,7 @@ from graphshard.passes import MakePlan
 from graphshard.profile import load_profile
 from graphshard.schedule import InfeasibleError
 from graphshard.schedule.planner import PlanByCost
-from tests.distributed.test_parity import assert_same, example_llama, fsdp2, grads_of, params_of, world_mesh
+from tests.distributed.twins import assert_same, example_llama, fsdp2, grads_of, params_of, world_mesh
 from tests.ranks import Ranks
 
 VOCAB = 101

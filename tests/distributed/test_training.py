@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import graphshard
+from tests.distributed.test_parity import MODELS
 from tests.distributed.twins import (
-    MODELS,
     assert_same,
     example_llama,
     grads_of,
