@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from graphshard.accumulation import Accumulation
-from graphshard.agree import check_agreement, model_tag
+from graphshard.agreement import Agreement
 from graphshard.backends import Backend, compiler_for
 from graphshard.callchecks import check_materialized, check_no_new_parameters, warn_of_hooks
 from graphshard.capture import CaptureSpec, capture
-from graphshard.default_planner import agreeing
 from graphshard.dump import Dump
-from graphshard.dynamic import MARKS
-from graphshard.errors import CaptureLimitError, InputError
+from graphshard.errors import CaptureLimitError
 from graphshard.fit import misfit
+from graphshard.inputs import moved_to
 from graphshard.lower import RegionCall, lower
 from graphshard.observe import Level, Observer
 from graphshard.params import ParamTable
@@ -44,13 +42,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# How long a rank waits for the others to come as far as a new program: compilation takes different times.
-AGREEMENT_TIMEOUT = timedelta(minutes=10)
-
 # How many shapes are remembered to fit a program with dynamic sizes; finding it again costs under a millisecond.
 REMEMBERED_SHAPES = 1024
-
-_CONSTANTS = (int, float, bool, str, type(None))
 
 
 @dataclass
@@ -72,12 +65,11 @@ class Runner:
     params: tuple[ParamRef, ...]
     storage: Storage
     groups: dict[str, str]
+    agreement: Agreement
     aliases: tuple[Alias, ...] = ()
     name: str = ""
-    tag: str | None = None
     executables: dict[Signature, Executable] = field(default_factory=dict)
     compiled: dict[str, RegionCall] = field(default_factory=dict)
-    agreed: set[tuple[str, ...]] = field(default_factory=set)
     programs: list[Program] = field(default_factory=list)
     entries: dict[str, Runner] = field(default_factory=dict)
     methods: list[str] = field(default_factory=list)
@@ -92,7 +84,6 @@ class Runner:
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
     _fits: dict[Signature, Executable] = field(default_factory=dict)
     _misfits: list[str] = field(default_factory=list)
-    _agreed: Pipeline | None = None
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
@@ -200,15 +191,13 @@ class Runner:
             self,
             params=params,
             aliases=tuple(aliases(module, params)),
-            tag=None,
             executables={},
-            agreed=set(),
             entries={},
             materialized=False,
             _partitioned={},
             _fits={},
             _misfits=[],
-            _agreed=None,
+            agreement=Agreement(self.mesh),
             **changes,
         )
 
@@ -270,26 +259,13 @@ class Runner:
         program = capture(module, args, kwargs, self._current_spec(), grad=grad)
         program.model, program.reason, program.capture = self._label, reason, len(self.executables)
         observer.after(program, "capture", 0, time.perf_counter() - start)
-        return program, run_pipeline(self._agreed_pipeline(), program, observer)
-
-    def _agreed_pipeline(self) -> Pipeline:
-        """The passes, with a planner that plans alike on all ranks."""
-        if self.mesh is None:  # exporting: there is nobody to agree with
-            return self.pipeline
-        if self._agreed is None:
-            self._agreed = agreeing(self.pipeline, self.mesh, self._tag, AGREEMENT_TIMEOUT)
-        return self._agreed
-
-    def _tag(self) -> str:
-        if self.tag is None:
-            self.tag = model_tag(self.mesh)
-        return self.tag
+        return program, run_pipeline(self.agreement.pipeline(self.pipeline), program, observer)
 
     def install(
         self, module: nn.Module, signature: Signature, program: Program, make_backward: BackwardFactory | None = None
     ) -> Executable:
         """Check that the other ranks made the same program, and bind it to the module and the mesh."""
-        self._agree(program)
+        self.agreement.check(program)
 
         def rerun(variant: Variant) -> Phase:
             partitioned = self._partitioned[signature]
@@ -302,7 +278,7 @@ class Runner:
             observer = Observer(self.verify, dump, tuple(partitioned.passes(*variant)))
             other = rerun_backward(partitioned, program, used, accumulate, observer)
             if accumulate:
-                self._agree(replace(other, reason="gradients of microbatches are accumulated in another way"))
+                self.agreement.check(replace(other, reason="gradients of microbatches are accumulated in another way"))
             lower(other, compiler_for(self.backend), self.compiled)
             self._fits.clear()  # compiling may have found conditions on dynamic sizes
             observer.lowered(other, self.compiled)
@@ -322,11 +298,6 @@ class Runner:
         self.executables[signature] = executable
         self.programs.append(program)
         return executable
-
-    def _agree(self, program: Program) -> None:
-        if tuple(program.communication) not in self.agreed:
-            check_agreement(program, self.mesh, f"{self._tag()}/{len(self.agreed)}", AGREEMENT_TIMEOUT)
-            self.agreed.add(tuple(program.communication))
 
     @property
     def model_names(self) -> dict[str, str]:
@@ -350,31 +321,8 @@ class Runner:
         )
 
     def on_device(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
-        """Input leaves with CPU tensors moved to the mesh's device, as FSDP2 does.
-
-        Raises:
-            InputError: a tensor is on another device, or a leaf is of a type that cannot be captured.
-        """
-        device = self.spec.device
-        moved = []
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.device != device:
-                if leaf.device.type != "cpu":
-                    raise InputError(
-                        f"input {_path(structure, index)} is on {leaf.device}, the model's mesh is on {device}. "
-                        f"Move it there before the call."
-                    )
-                marks = {mark: getattr(leaf, mark) for mark in MARKS if hasattr(leaf, mark)}
-                leaf = leaf.to(device)
-                leaf.__dict__.update(marks)
-            elif not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
-                raise InputError(
-                    f"input {_path(structure, index)} is a {type(leaf).__name__}, which is neither a tensor nor a "
-                    "number, string or None. Pass its tensors, or register the class with "
-                    "torch.utils._pytree.register_dataclass or torch.export.register_dataclass."
-                )
-            moved.append(leaf)
-        return moved
+        """Input leaves where the model is; raises `InputError` for those that cannot be used."""
+        return moved_to(self.spec.device, leaves, structure)
 
     def _current_spec(self) -> CaptureSpec:
         """The spec with the parameters' flags and dtypes as they are now."""
@@ -394,13 +342,3 @@ class Runner:
             return "first call"
         reason = signature.changes_from(list(self.executables)[-1])
         return f"{reason} ({'; '.join(self._misfits)})" if self._misfits else reason
-
-
-def _path(structure: pytree.TreeSpec, index: int) -> str:
-    """Where a leaf is in (args, kwargs), such as `args[0]` or `labels`."""
-    marks = pytree.tree_unflatten(range(structure.num_leaves), structure)
-    path = next(p for p, leaf in pytree.tree_flatten_with_path(marks)[0] if leaf == index)
-    if str(path[0]) == "[0]":
-        return f"args{pytree.keystr(path[1:])}"
-    assert isinstance(path[1], pytree.MappingKey)
-    return f"{path[1].key}{pytree.keystr(path[2:])}"

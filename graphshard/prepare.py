@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
+from graphshard.agreement import Agreement
 from graphshard.backends import Backend
 from graphshard.capture import CaptureSpec
 from graphshard.checks import (
@@ -119,6 +120,7 @@ def prepare(
         max_captures=max_captures,
         params=refs,
         storage=storage,
+        agreement=Agreement(mesh),
         groups={} if mesh is None else make_groups(mesh, subgroup),
         aliases=tuple(aliases(model, refs)),
     )
