@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard._torch import disable_autocast
 from graphshard.copies import finish_downloads
+from graphshard.exchange import exchange_reductions
 from graphshard.graph import fake, is_collective, restride
 from graphshard.lower import Boxed
 from graphshard.program import Phase, Program, Slot
@@ -164,6 +165,7 @@ class Executable:
         for node in phase.module.graph.nodes:
             if is_collective(node):
                 node.args = (*node.args[:-1], group)
+        exchange_reductions(phase)
         phase.module.recompile()
         return phase
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from graphshard.cost import Costs
 from graphshard.errors import ArgumentError
+from graphshard.exchange import RANKS
 from graphshard.graph import collectives
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.plan import Bucket, Event, Plan, Prediction
@@ -98,7 +99,10 @@ class PlanByCost:
             profile = self.costs.profile
             copied = profile.inside["gather"].tensor_seconds * profile.memory_bandwidth / 2 / program.axis.size
             pack_below = max(SMALL, int(copied)) if on_cpu else SMALL
-        return Settings(self.constraints, exact, pack_below, self.optimizer_states)
+        # An exchange makes a second buffer, which the memory of the problem does not count, and its order of summation
+        # is the same on two ranks only.
+        exchange = on_cpu and program.axis.size == RANKS and self.memory_limit is None
+        return Settings(self.constraints, exact, exchange, pack_below, self.optimizer_states)
 
     def _worthwhile(self, program: Program, settings: Settings) -> _Planned:
         """FSDP2's order, or the best of its buckets, or the best of all, if that beats what comes before by enough."""
@@ -145,8 +149,30 @@ class PlanByCost:
         prediction = Prediction(
             solution.step_seconds, bound, solution.peak, profile.name, profile.hash, self.costs.network
         )
-        plan = _plan(program, built, solution.schedule, settings.pack_below)
+        plan = self._plan(program, built, solution.schedule, settings)
         return _Planned(replace(plan, kept=kept, prediction=prediction), prediction)
+
+    def _plan(self, program: Program, built: Built, schedule: Schedule, settings: Settings) -> Plan:
+        axis = program.axis
+
+        def exchange(num_bytes: int) -> bool:
+            cost = self.costs.collective("reduce", num_bytes, 1, axis)
+            return settings.exchange and bool(self.costs.exchange(num_bytes, axis) < cost)
+
+        buckets: list[Bucket] = []
+        events: dict[str, tuple[Event, ...]] = {}
+        gathered: dict[str, int] = {}
+        for chain, placement in zip(built.problem.chains, schedule.placements):
+            if chain.name not in program.phases:
+                continue
+            phase, mapped = program.phases[chain.name], built.maps[chain.name]
+            made, placed = to_buckets(chain.name, chain, mapped, placement, axis, settings.pack_below, exchange)
+            of_row = {(c.kind, c.params[0]): c for c in collectives(phase)}
+            groups = [(bucket, [of_row[bucket.kind, name] for name in bucket.members]) for bucket in made]
+            buckets += made
+            events[chain.name] = tuple(placed)
+            gathered[chain.name] = account(phase, groups, placed, program.params)
+        return Plan(tuple(buckets), events, gathered)
 
     def _check_units(self, program: Program) -> None:
         lists = (self.constraints.forward_prefetch, self.constraints.backward_prefetch)
@@ -157,20 +183,3 @@ class PlanByCost:
                 f"prefetch names {unknown[0]!r}, which is no unit with parameters. The units are "
                 f"{', '.join(map(repr, program.params.units[:8]))}."
             )
-
-
-def _plan(program: Program, built: Built, schedule: Schedule, pack_below: int) -> Plan:
-    buckets: list[Bucket] = []
-    events: dict[str, tuple[Event, ...]] = {}
-    gathered: dict[str, int] = {}
-    for chain, placement in zip(built.problem.chains, schedule.placements):
-        if chain.name not in program.phases:
-            continue
-        phase, mapped = program.phases[chain.name], built.maps[chain.name]
-        made, placed = to_buckets(chain.name, chain, mapped, placement, program.axis, pack_below)
-        of_row = {(c.kind, c.params[0]): c for c in collectives(phase)}
-        groups = [(bucket, [of_row[bucket.kind, name] for name in bucket.members]) for bucket in made]
-        buckets += made
-        events[chain.name] = tuple(placed)
-        gathered[chain.name] = account(phase, groups, placed, program.params)
-    return Plan(tuple(buckets), events, gathered)
