@@ -4,11 +4,12 @@ mesh = init_device_mesh("cuda", (8,))
 model = graphshard.compile(model, mesh)
 """
 
-from graphshard.api import compile, programs
+from graphshard.api import compile, programs, register_forward_method
 from graphshard.bisection import Bisection, bisect
 from graphshard.checkpoint import load_checkpoint, save_checkpoint
 from graphshard.errors import (
     ArgumentError,
+    ArtifactError,
     CaptureError,
     CaptureLimitError,
     CheckpointError,
@@ -18,15 +19,19 @@ from graphshard.errors import (
     MaterializationError,
     ParameterError,
     PassError,
+    UnsupportedError,
 )
 from graphshard.explain import explain, explain_grid
 from graphshard.explanation import Explanation, Grid
+from graphshard.export import Call, export
 from graphshard.initialize import unsharded_init
+from graphshard.load import load
 from graphshard.manifest import latest_checkpoint
 from graphshard.measure import load_measured, measure_regions, save_measured
 from graphshard.passes import Pass
 from graphshard.pipeline import Pipeline
 from graphshard.plan import Plan
+from graphshard.planner import PlanByUnit
 from graphshard.profile import Profile, load_profile
 from graphshard.program import Program
 
@@ -34,7 +39,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "ArtifactError",
     "Bisection",
+    "Call",
     "CaptureError",
     "CaptureLimitError",
     "CheckpointError",
@@ -49,18 +56,23 @@ __all__ = [
     "PassError",
     "Pipeline",
     "Plan",
+    "PlanByUnit",
     "Profile",
     "Program",
+    "UnsupportedError",
     "bisect",
     "compile",
     "explain",
     "explain_grid",
+    "export",
     "latest_checkpoint",
+    "load",
     "load_checkpoint",
     "load_measured",
     "load_profile",
     "measure_regions",
     "programs",
+    "register_forward_method",
     "save_checkpoint",
     "save_measured",
     "unsharded_init",

@@ -5,6 +5,9 @@ Besides this module only `capture.py` and `inductor.py` import torch internals; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch._dynamo.source import ConstantSource
@@ -22,11 +25,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CheckpointPolicy",
+    "condition",
     "disable_autocast",
     "dispatcher_operators",
     "fake_mode_of",
     "fake_tensor",
     "hint",
+    "load_package",
     "min_cut_partition",
     "new_fake_mode",
     "new_size",
@@ -96,6 +101,28 @@ def use_boxed_calls(graph: Graph) -> None:
 def hint(size: int | torch.SymInt) -> int:
     """The size itself, or the one that a dynamic size had in the example inputs."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else size
+
+
+def rank_in_group(group: str) -> int:
+    """This rank's place in a process group that is known by name."""
+    return int(dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(group)).rank())
+
+
+def condition(value: torch.SymBool | bool) -> None:
+    """Take a comparison of dynamic sizes for granted: it is recorded with the sizes, as capture does."""
+    if not bool(value):
+        raise ValueError("a condition does not hold at the sizes of the example inputs")
+
+
+def load_package(path: Path, device: torch.device) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Load the library of an AOTInductor package; what it returns empties its list of inputs.
+
+    Unlike `torch._inductor.aoti_load_package` this imports nothing of Inductor.
+    """
+    index = device.index if device.index is not None else -1
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)
+    run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = loader.boxed_run
+    return run
 
 
 def rendezvous_store() -> dist.Store:

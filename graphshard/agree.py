@@ -16,14 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard._torch import rendezvous_store
 from graphshard.errors import DivergenceError
+from graphshard.meshes import is_fake, ranks_of
 from graphshard.program import Program
 
 
 def model_tag(mesh: DeviceMesh) -> str:
-    """A name for a model that is the same on all ranks: how many were compiled before on this rank."""
+    """A name for a model that is the same on all ranks: how many were compiled before on this rank and this group."""
     if _is_alone(mesh):
         return ""
-    return f"model-{rendezvous_store().add(f'graphshard/models/{mesh.get_rank()}', 1)}"
+    group = mesh.get_group().group_name
+    return f"model-{group}-{rendezvous_store().add(f'graphshard/models/{group}/{mesh.get_rank()}', 1)}"
 
 
 def check_agreement(program: Program, mesh: DeviceMesh, tag: str, timeout: timedelta) -> None:
@@ -42,7 +44,7 @@ def check_agreement(program: Program, mesh: DeviceMesh, tag: str, timeout: timed
     lines = program.communication
     me = dist.get_rank()
     store.set(str(me), json.dumps(lines))
-    for rank in dist.get_process_group_ranks(mesh.get_group()):
+    for rank in ranks_of(mesh):
         theirs = json.loads(_from_rank(rank, str(rank), store, program, timeout))
         if theirs != lines:
             raise DivergenceError(_difference(me, lines, rank, theirs))
@@ -63,7 +65,7 @@ def from_first(
     if _is_alone(mesh):
         return make()
     store = dist.PrefixStore(f"graphshard/{tag}", rendezvous_store())
-    (first, *_) = dist.get_process_group_ranks(mesh.get_group())
+    (first, *_) = ranks_of(mesh)
     if dist.get_rank() == first:
         made = make()
         store.set("made", json.dumps(made))
@@ -84,7 +86,7 @@ def _from_rank(rank: int, key: str, store: dist.Store, program: Program, timeout
 
 
 def _is_alone(mesh: DeviceMesh) -> bool:
-    return mesh.size() == 1 or dist.get_backend(mesh.get_group()) == "fake"
+    return mesh.size() == 1 or is_fake(mesh)
 
 
 def _difference(me: int, mine: list[str], rank: int, theirs: list[str]) -> str:

@@ -6,41 +6,28 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
 from graphshard.backends import Backend
-from graphshard.capture import CaptureSpec
-from graphshard.checks import (
-    check_activation_units,
-    check_arguments,
-    check_debugging,
-    check_examples,
-    check_memory_limit,
-    check_model,
-    default_mesh,
-    with_activation,
-)
-from graphshard.cost import Costs
-from graphshard.default_planner import profile_here, with_planner
+from graphshard.checks import check_examples, check_mesh, check_model, default_mesh
 from graphshard.dump import dump_directory
 from graphshard.errors import ArgumentError
-from graphshard.loading import shard_values
-from graphshard.module import Runner
+from graphshard.load import stored_for
+from graphshard.meshes import axes_of
 from graphshard.observe import Level
-from graphshard.pipeline import Pipeline, with_offload
+from graphshard.pipeline import Pipeline
+from graphshard.precision import PolicySpec
+from graphshard.prepare import device_of, prepare, shard
 from graphshard.profile import Hardware
-from graphshard.program import Axis, Program
-from graphshard.sharded_module import ShardedModule, attach, retie, sharded_class
-from graphshard.sharding import Storage, aliases, param_refs, shard_module
-from graphshard.tables import checked_table
-from graphshard.units import UnitSpec, find_units
+from graphshard.program import Program
+from graphshard.sharded_module import ShardedModule, install_method
+from graphshard.units import UnitSpec
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -49,9 +36,9 @@ def compile(
     model: ModuleT,
     mesh: DeviceMesh | None = None,
     *,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
+    mp_policy: PolicySpec = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     units: Sequence[UnitSpec] | None = None,
@@ -66,6 +53,7 @@ def compile(
     passes: Pipeline | None = None,
     verify: Level | None = None,
     dump: str | os.PathLike[str] | None = None,
+    artifact: str | os.PathLike[str] | None = None,
 ) -> ModuleT:
     """Shard a module's parameters over a mesh and compile its training step, in place.
 
@@ -74,12 +62,15 @@ def compile(
 
     Args:
         model: any module that torch.export can trace; on the CPU, on the mesh's device, or on the meta device.
-        mesh: one-dimensional mesh of "cpu" or "cuda" devices; None is all ranks, on CUDA where there is any.
+        mesh: mesh of "cpu" or "cuda" devices; None is all ranks, on CUDA where there is any. Of two axes the first
+            replicates and the second shards (HSDP); size 1 of the second is plain data parallelism (DDP).
         reshard_after_forward: True gathers parameters again in backward, False keeps them gathered, None keeps
-            those of the root and gathers those of the units again, as FSDP2 does.
+            those of the root and gathers those of the units again, as FSDP2 does. A number of ranks that divides that
+            of the shards gathers again among so many neighbours, such as those of a node, and keeps what they need.
         shard_placement_fn: chooses another dim to shard a parameter along, `Shard(dim)`; None is `Shard(0)`. Sizes
             need not be multiples of the number of ranks.
-        mp_policy: FSDP2's `MixedPrecisionPolicy`.
+        mp_policy: FSDP2's `MixedPrecisionPolicy`, or a dict of policies by patterns of the names of units, "" being
+            the root.
         offload_policy: FSDP2's `CPUOffloadPolicy` keeps shards, gradients and so optimizer state on the CPU and copies
             them beside the compute; on a CPU mesh that is where they are.
         ignored_params: parameters to leave alone: not sharded, cast, moved or reduced.
@@ -106,6 +97,9 @@ def compile(
             "each" (after every pass, too). None takes GRAPHSHARD_VERIFY, or "ends".
         dump: directory to write every stage, the plan, the code that runs and an HTML report to; None takes
             GRAPHSHARD_DUMP. GRAPHSHARD_DUMP_RANKS chooses ranks: "0" (default), "0,3" or "all".
+        artifact: a file of `graphshard.export`. If it fits this model, mesh, machine and these arguments, its programs
+            run and nothing is compiled for the calls that it was exported for. Otherwise the module is compiled, and
+            the log says why.
 
     Returns:
         The same object.
@@ -118,61 +112,44 @@ def compile(
     """
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
-    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    check_arguments(mesh, reshard_after_forward, policy, offload_policy, backend, max_captures)
-    level = check_debugging(passes, verify, dump)
-    pipeline = with_activation(passes if passes is not None else Pipeline(), activation)
-    directory = dump_directory(dump, dist.get_rank())
-    axis = Axis((mesh.mesh_dim_names or ("shard",))[0], mesh.size())
+    check_mesh(mesh)
     check_examples(units, example_inputs, example_kwargs, dynamic_shapes)
-    device = _device_of(mesh)
-    profile = profile_here(device, hardware)
-    costs = None if profile is None else Costs(profile, mesh=(axis,))
-    check_memory_limit(memory_limit)
-    pipeline = with_planner(pipeline, costs, memory_limit=memory_limit, units_given=units is not None)
-    unit_names = find_units(model, units)
-    check_activation_units(model, activation, unit_names)
-    table = checked_table(
+    axis, replicate = axes_of(mesh)
+    runner = prepare(
         model,
-        unit_names,
-        device_type=mesh.device_type,
-        num_shards=mesh.size(),
-        mp_policy=policy,
+        axis,
+        device_of(mesh),
+        mesh,
+        replicate=replicate,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
         ignored_params=ignored_params,
-    )
-    storage = Storage(device)
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        storage = Storage(torch.device("cpu"), pinned=offload_policy.pin_memory and device.type != "cpu")
-        pipeline = with_offload(pipeline)
-    refs = tuple(param_refs(model, table))
-    runner = Runner(
-        spec=CaptureSpec(table, unit_names, axis, device, policy, type(model), dynamic_shapes),
-        mesh=mesh,
+        units=units,
         backend=backend,
-        pipeline=pipeline,
-        verify=level,
-        dump=directory,
+        activation=activation,
+        dynamic_shapes=dynamic_shapes,
         max_captures=max_captures,
-        params=refs,
-        storage=storage,
-        aliases=tuple(aliases(model, refs)),
+        passes=passes,
+        hardware=hardware,
+        memory_limit=memory_limit,
+        verify=verify,
+        directory=dump_directory(dump, dist.get_rank()),
     )
+    stored = None if artifact is None else stored_for(artifact, model, runner)
     prepared = None
     if example_inputs is not None or example_kwargs is not None:
-        args, kwargs = tuple(example_inputs or ()), dict(example_kwargs or {})
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = pytree.tree_flatten((tuple(example_inputs or ()), dict(example_kwargs or {})))
         leaves = runner.on_device(leaves, structure)
         signature = runner.signature(model, leaves, structure)
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
-        prepared = signature, runner.build(model, args, kwargs, signature)
+        if stored is None or not stored.serves(signature):
+            args, kwargs = pytree.tree_unflatten(leaves, structure)
+            prepared = signature, runner.build(model, args, kwargs, signature)
 
-    shard_module(model, table, mesh, device, storage)
-    object.__setattr__(model, "__class__", sharded_class(type(model)))
-    model.register_load_state_dict_pre_hook(shard_values)
-    attach(model, runner)
-    model.register_load_state_dict_post_hook(retie)
+    shard(model, runner)
+    if stored is not None:
+        stored.install(model, runner)
     if prepared is not None:
         runner.install(model, *prepared)
     return model
@@ -189,7 +166,27 @@ def programs(model: nn.Module) -> list[Program]:
     return list(model._graphshard.programs)
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+def register_forward_method(model: nn.Module, method: str) -> None:
+    """Let another method than `forward` run on the shards: captured at its first call, as a program of its own.
+
+    What FSDP2's `register_fsdp_forward_method` is for: `encode`, `embed`, `loss`, ... A method that only calls the
+    model itself, such as a loop that generates token by token, needs none of this.
+
+    Args:
+        model: a compiled module.
+        method: name of a method that torch.export can trace; of a submodule as in "encoder.encode".
+
+    Raises:
+        ArgumentError: the module was not compiled, or has no such method.
+    """
+    if not isinstance(model, ShardedModule):
+        raise ArgumentError(f"{type(model).__name__} is not compiled. Call graphshard.compile(model, mesh) first.")
+    prefix, _, name = method.rpartition(".")
+    owner = dict(model.named_modules()).get(prefix)
+    if owner is None:
+        raise ArgumentError(f"method: {model._graphshard.spec.forward_class.__name__} has no submodule {prefix!r}.")
+    if not callable(getattr(type(owner), name, None)):
+        raise ArgumentError(f"method: {type(owner).__name__.removeprefix('Sharded')} has no method {name!r}.")
+    if method not in model._graphshard.methods:
+        model._graphshard.methods.append(method)
+        install_method(model, method)

@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 
 from graphshard.backends import compile_eager, compiler_for
 from graphshard.errors import ArgumentError
-from graphshard.graph import fake, is_collective
+from graphshard.graph import fake
 from graphshard.lower import Boxed, RegionCall, lower, reshape_views
+from graphshard.meshes import bind_groups, shard_index
 from graphshard.module import Runner
 from graphshard.observe import Observer
 from graphshard.program import Phase, Program, Slot
@@ -118,6 +119,11 @@ def bisect(
     if isinstance(args, torch.Tensor):
         raise ArgumentError("args must be a tuple of the call's positional inputs, got a Tensor. Pass (tensor,).")
     runner = model._graphshard
+    if runner.sealed:
+        raise ArgumentError(
+            f"{type(model).__name__} was loaded from a file, which has no stages to compare. Compile it in process, "
+            "with graphshard.compile and the options of the export."
+        )
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     leaves = runner.on_device(leaves, structure)
     snapshots = _Snapshots("off")
@@ -192,11 +198,8 @@ class _Inputs:
         return found
 
     def _call(self, phase: Phase, inputs: list[Any], *, lowered: bool) -> Sequence[Any]:
-        group = self.runner.mesh.get_group().group_name
         graph = copy.deepcopy(phase.module.graph)
-        for node in graph.nodes:
-            if is_collective(node):
-                node.args = (*node.args[:-1], group)
+        bind_groups(graph, self.runner.groups)
         module = GraphModule(phase.module, graph)
         if lowered:
             return module.forward(inputs)
@@ -230,14 +233,15 @@ class _Inputs:
         if slot.of != "param" or slot.kind != "grad":
             return value
         row = self.program.params[slot.name]
-        start, length = row.local_range(self.runner.mesh.get_local_rank())
+        start, length = row.local_range(shard_index(self.runner.mesh))
         if row.ignored:
             return value
         if sharded:
             return value.narrow(row.dim, 0, length).to(row.dtype)
         mean = value.to(row.reduce_dtype).contiguous()
-        dist.all_reduce(mean, group=self.runner.mesh.get_group())
-        return (mean / self.program.axis.size).narrow(row.dim, start, length).to(row.dtype)
+        for group in self.runner.mesh.get_all_groups():
+            dist.all_reduce(mean, group=group)
+        return (mean / self.runner.mesh.size()).narrow(row.dim, start, length).to(row.dtype)
 
 
 def _full(ref: ParamRef) -> torch.Tensor:
@@ -250,7 +254,8 @@ def _compare(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]
     names = sorted({*before, *now})
     errors = [_error(before.get(name), now.get(name)) for name in names]
     everywhere = torch.tensor(errors, dtype=torch.float64, device=runner.spec.device)
-    dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=runner.mesh.get_group())
+    for group in runner.mesh.get_all_groups():
+        dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=group)
     worst = int(everywhere.argmax()) if names else 0
     return (float(everywhere[worst]), names[worst]) if names else (0.0, "")
 

@@ -8,7 +8,8 @@ AOTAutograd differentiates the exported graph. Operators are not decomposed here
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,6 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
@@ -42,6 +42,7 @@ from graphshard.entry import without_entries
 from graphshard.errors import CaptureError
 from graphshard.exported import flatten_signature, lift_constants, tie, unalias_outputs
 from graphshard.params import ParamTable
+from graphshard.precision import Precision
 from graphshard.program import Axis, Phase, Program, Slot, SlotKind
 from graphshard.sizes import Size, find_sizes, lift_sizes
 from graphshard.units import modules_of
@@ -49,15 +50,21 @@ from graphshard.units import modules_of
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """What a capture depends on besides the module and the inputs; `dynamic_shapes` is in torch.export's format."""
+    """What a capture depends on besides the module and the inputs; `dynamic_shapes` is in torch.export's format.
+
+    `method` is what is captured, in the place of `forward`.
+    """
 
     params: ParamTable
     units: tuple[str, ...]
     axis: Axis
     device: torch.device
-    mp_policy: MixedPrecisionPolicy
+    precision: Precision
     forward_class: type[nn.Module]
     dynamic_shapes: Any = None
+    replicate: Axis | None = None
+    method: str = "forward"
+    subgroup: Axis | None = None
 
 
 def capture(
@@ -123,6 +130,8 @@ def capture(
         model=spec.forward_class.__name__,
         sizes=sizes,
         shapes=tuple((tuple(t.shape), t.stride()) for t in tensors) if sizes else (),
+        replicate=spec.replicate,
+        subgroup=spec.subgroup,
     )
 
 
@@ -160,6 +169,7 @@ def _plain(module: nn.Module, spec: CaptureSpec, fake_mode: FakeTensorMode, *, g
     """The module as the user wrote it, with fake full parameters in the compute dtype; undone on exit.
 
     Units cast their inputs as FSDP2's do. Hooks of the root are left out: they run around the compiled forward.
+    Backward hooks of other modules are left out, too: there is no such module in the compiled backward.
     """
     with contextlib.ExitStack() as stack:
         copies: dict[int, torch.Tensor] = {}
@@ -181,12 +191,31 @@ def _plain(module: nn.Module, spec: CaptureSpec, fake_mode: FakeTensorMode, *, g
             owner.__dict__["_buffers"] = {
                 name: None if buffer is None else buffers[buffer] for name, buffer in owner._buffers.items()
             }
-        for attribute in ("_forward_hooks", "_forward_pre_hooks"):
-            module.__dict__[attribute] = type(getattr(module, attribute))()
+        for owner in module.modules():
+            both = ("_backward_hooks", "_backward_pre_hooks")
+            for attribute in (*both, "_forward_hooks", "_forward_pre_hooks") if owner is module else both:
+                owner.__dict__[attribute] = type(getattr(owner, attribute))()
         stack.callback(setattr, module, "__class__", module.__class__)
         module.__class__ = spec.forward_class
+        if spec.method != "forward":
+            module.__dict__["forward"] = _as_forward(module, spec.method)
         _register_casts(module, spec, stack)
         yield
+
+
+def _as_forward(module: nn.Module, method: str) -> Callable[..., Any]:
+    """A method of the module in the place of its forward, which it may call."""
+    run = getattr(module, method)
+
+    @functools.wraps(run)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        module.__dict__.pop("forward")
+        try:
+            return run(*args, **kwargs)
+        finally:
+            module.__dict__["forward"] = forward
+
+    return forward
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
@@ -208,23 +237,27 @@ def _fake_buffer(buffer: torch.Tensor, device: torch.device, fake_mode: FakeTens
 
 
 def _register_casts(module: nn.Module, spec: CaptureSpec, stack: contextlib.ExitStack) -> None:
-    policy = spec.mp_policy
-    owners = [module, *(module.get_submodule(name) for unit in spec.units for name in modules_of(unit))]
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-
-        def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return _cast((args, kwargs), policy.param_dtype)
-
-        for owner in owners:
-            handle = owner.register_forward_pre_hook(cast_inputs, with_kwargs=True, prepend=True)
-            stack.callback(handle.remove)
-    if policy.output_dtype is not None:
-        for owner in owners:
-            handle = owner.register_forward_hook(lambda _module, _args, output: _cast(output, policy.output_dtype))
-            stack.callback(handle.remove)
+    for unit in ("", *spec.units):
+        policy = spec.precision.of(unit)
+        for owner in [module] if not unit else map(module.get_submodule, modules_of(unit)):
+            if policy.param_dtype is not None and policy.cast_forward_inputs:
+                cast_inputs = functools.partial(_cast_inputs, policy.param_dtype)
+                handle = owner.register_forward_pre_hook(cast_inputs, with_kwargs=True, prepend=True)
+                stack.callback(handle.remove)
+            if policy.output_dtype is not None:
+                handle = owner.register_forward_hook(functools.partial(_cast_output, policy.output_dtype))
+                stack.callback(handle.remove)
 
 
-def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast((args, kwargs), dtype)
+
+
+def _cast_output(dtype: torch.dtype, _: nn.Module, args: Any, output: Any) -> Any:
+    return _cast(output, dtype)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 

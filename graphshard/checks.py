@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.entry import Entry
@@ -27,11 +27,10 @@ _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_arguments(
-    mesh: Any, reshard_after_forward: Any, mp_policy: Any, offload_policy: Any, backend: Any, max_captures: Any
+    reshard_after_forward: Any, num_shards: int, offload_policy: Any, backend: Any, max_captures: Any
 ) -> None:
     """Raise ArgumentError for the first wrong argument; the message names it and the remedy."""
-    _check_mesh(mesh)
-    check_policy(reshard_after_forward, mp_policy)
+    check_reshard(reshard_after_forward, num_shards)
     if not (offload_policy is None or isinstance(offload_policy, OffloadPolicy)):
         raise ArgumentError(
             "offload_policy must be a torch.distributed.fsdp.CPUOffloadPolicy or None, got "
@@ -43,35 +42,42 @@ def check_arguments(
         raise ArgumentError(f"max_captures must be a positive int, got {max_captures!r}.")
 
 
-def check_memory_limit(memory_limit: Any) -> None:
-    """Raise ArgumentError if it is no number of bytes."""
+def check_memory_limit(memory_limit: Any, *, only_axis: bool = True) -> None:
+    """Raise ArgumentError if it is no number of bytes, or there are several groups, which are planned by unit."""
     whole = isinstance(memory_limit, int) and not isinstance(memory_limit, bool)
     if not (memory_limit is None or (whole and memory_limit > 0)):
         raise ArgumentError(f"memory_limit must be a positive number of bytes, got {memory_limit!r}.")
-
-
-def check_policy(reshard_after_forward: Any, mp_policy: Any) -> None:
-    """Raise ArgumentError for wrong settings of resharding or precision."""
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
+    if memory_limit is not None and not only_axis:
         raise ArgumentError(
-            f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}. Gathering again "
-            "over a smaller group (an int in FSDP2) is not supported yet."
-        )
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ArgumentError(
-            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(mp_policy).__name__}."
+            f"memory_limit={memory_limit} cannot be kept with replicas or a smaller group to gather again in: such "
+            "programs are planned unit by unit, without costs. Shard over one axis, or leave it out."
         )
 
 
-def check_debugging(passes: Any, verify: Any, dump: Any) -> Level:
-    """Raise ArgumentError for wrong passes, level of verification or directory; return the level that holds."""
+def check_reshard(reshard_after_forward: Any, num_shards: int) -> None:
+    """Raise ArgumentError for a wrong setting of resharding."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return
+    if not isinstance(reshard_after_forward, int):
+        raise ArgumentError(
+            "reshard_after_forward must be True, False, None, or a number of ranks that gather again in backward, "
+            f"got {reshard_after_forward!r}."
+        )
+    if reshard_after_forward < 1 or num_shards % reshard_after_forward:
+        divisors = ", ".join(str(n) for n in range(1, num_shards + 1) if num_shards % n == 0)
+        raise ArgumentError(
+            f"reshard_after_forward={reshard_after_forward} must divide the number of ranks that parameters are "
+            f"sharded over, {num_shards}. Give one of {divisors}; 1 is False, {num_shards} is True."
+        )
+
+
+def check_debugging(passes: Any, verify: Any) -> Level:
+    """Raise ArgumentError for wrong passes or level of verification; return the level that holds."""
     if not (passes is None or isinstance(passes, Pipeline)):
         raise ArgumentError(
             f"passes must be a graphshard.Pipeline, got {type(passes).__name__}. Start from graphshard.Pipeline() and "
             "use insert, replace and disable."
         )
-    if not (dump is None or isinstance(dump, (str, os.PathLike))):
-        raise ArgumentError(f"dump must be a directory, got {type(dump).__name__}.")
     where = "verify" if verify is not None else "GRAPHSHARD_VERIFY"
     level = verify if verify is not None else os.environ.get("GRAPHSHARD_VERIFY", "ends")
     if level not in get_args(Level):
@@ -155,22 +161,24 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
 
 
-def _check_mesh(mesh: Any) -> None:
+def check_mesh(mesh: Any) -> None:
+    """Raise ArgumentError if the mesh is none to compile for."""
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(
             f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}. Make one with "
             "torch.distributed.device_mesh.init_device_mesh('cuda', (world_size,))."
         )
-    if mesh.ndim != 1:
-        named = mesh.mesh_dim_names or "no axis names"
-        advice = (
-            f"Pass the axis to shard over, such as mesh[{mesh.mesh_dim_names[-1]!r}]."
-            if mesh.mesh_dim_names
-            else "Name its axes with mesh_dim_names and pass the one to shard over."
-        )
+    if mesh.ndim > 2:
+        named = mesh.mesh_dim_names
+        advice = f"such as mesh[{named[-2]!r}, {named[-1]!r}]" if named else "after naming them with mesh_dim_names"
         raise ArgumentError(
-            f"mesh must have one axis, got {mesh.ndim} ({named}): replication over a second axis (HSDP) is not "
-            f"supported yet. {advice}"
+            f"mesh must have one axis (to shard over) or two (to replicate and to shard over), got {mesh.ndim} "
+            f"({named or 'no axis names'}). Pass those axes of it, {advice}."
+        )
+    if mesh.ndim == 2 and not mesh.mesh_dim_names:
+        raise ArgumentError(
+            "mesh has two axes without names. Name them, as in init_device_mesh('cuda', (2, 4), mesh_dim_names=("
+            "'replicate', 'shard')): parameters are replicated over the first and sharded over the second."
         )
     if mesh.device_type not in ("cpu", "cuda"):
         raise ArgumentError(f"mesh must be of 'cpu' or 'cuda' devices, got {mesh.device_type!r}.")

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from graphshard import calibrate, explain_command, repro
-from graphshard.errors import ArgumentError
+from graphshard import artifact_command, calibrate, explain_command, repro
+from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.show import show_path
 from graphshard.stagefile import StageFile, print_diff
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(args.run(args))
         sys.stdout.flush()
         return status
-    except ArgumentError as error:
+    except (ArgumentError, ArtifactError) as error:
         print(f"graphshard {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as head, has seen enough
@@ -59,10 +59,12 @@ Commands = argparse._SubParsersAction  # argparse gives no other name to what ad
 def _add_show(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "show",
-        help="print a stage, or the summary of a dump",
-        description="Print a stage of a dump, the summary of a dump, or a list of the dumps below a directory.",
+        help="print a stage, the summary of a dump, or what an exported file holds",
+        description="Print a stage of a dump, the summary of a dump, a list of the dumps below a directory, or what a "
+        "file of graphshard.export holds.",
     )
-    parser.add_argument("path", metavar="PATH", help=f"{_PATH_HELP}, or a directory")
+    parser.add_argument("path", metavar="PATH", help=f"{_PATH_HELP}, a directory, or a .gshard file")
+    parser.add_argument("--graph", action="store_true", help="the scheduled graphs of a .gshard file")
     parser.add_argument("--full", action="store_true", help=_FULL_HELP)
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE", help=repro.IMPORT_HELP
@@ -72,7 +74,12 @@ def _add_show(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _show(args: argparse.Namespace) -> int:
     repro.import_all(args.imports)
-    show_path(Path(args.path), full=args.full)
+    if args.path.endswith(artifact_command.ENDING):
+        artifact_command.show(Path(args.path), graph=args.graph, full=args.full)
+    elif args.graph:
+        raise ArgumentError("--graph is for files of graphshard.export, which end in .gshard")
+    else:
+        show_path(Path(args.path), full=args.full)
     return 0
 
 
@@ -136,7 +143,24 @@ def _add_calibrate(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=calibrate.run)
 
 
+def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "verify", help="check a .gshard file without executing it", description=artifact_command.VERIFY
+    )
+    artifact_command.add_file(parser)
+    parser.set_defaults(run=artifact_command.verify)
+
+
+def _add_finish(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "finish", help="compile the regions of a .gshard file", description=artifact_command.FINISH
+    )
+    artifact_command.add_finish(parser)
+    parser.set_defaults(run=artifact_command.finish)
+
+
 _COMMANDS: tuple[Callable[[Commands[argparse.ArgumentParser]], None], ...] = (
     *(_add_show, _add_diff, _add_repro),
     *(_add_explain, _add_calibrate),
+    *(_add_verify, _add_finish),
 )

@@ -40,8 +40,10 @@ def dump_directory(dump: str | os.PathLike[str] | None, rank: int) -> Path | Non
     """Where this rank dumps: below `dump`, or GRAPHSHARD_DUMP, if GRAPHSHARD_DUMP_RANKS ("0", "0,3", "all") has it.
 
     Raises:
-        ArgumentError: GRAPHSHARD_DUMP_RANKS is no list of ranks.
+        ArgumentError: `dump` is no directory, or GRAPHSHARD_DUMP_RANKS no list of ranks.
     """
+    if not (dump is None or isinstance(dump, (str, os.PathLike))):
+        raise ArgumentError(f"dump must be a directory, got {type(dump).__name__}.")
     root = os.fspath(dump) if dump is not None else os.environ.get("GRAPHSHARD_DUMP", "")
     ranks = os.environ.get("GRAPHSHARD_DUMP_RANKS", "0")
     if not root:
@@ -122,8 +124,7 @@ class Dump:
             "pid": os.getpid(),
             "reason": program.reason,
             "torch": str(torch.__version__),
-            "world_size": program.axis.size,
-            "axis": program.axis.name,
+            "axes": {axis.name: axis.size for axis in program.axes},
             "stages": [
                 {
                     "name": stage.name,

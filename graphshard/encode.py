@@ -102,11 +102,15 @@ class Decoder:
         nodes: nodes by name, those that references may name.
         sizes: dynamic sizes by name.
         mode: the mode of the fake tensors.
+        regions: names of the regions that a lowered graph may call.
+        device: takes the place of devices of its kind; None leaves them as they are written.
     """
 
     nodes: dict[str, Node] = field(default_factory=dict)
     sizes: dict[str, Any] = field(default_factory=dict)
     mode: Any = field(default_factory=new_fake_mode)
+    regions: frozenset[str] = frozenset()
+    device: torch.device | None = None
     _operators: frozenset[str] = field(default_factory=dispatcher_operators)
 
     def value(self, data: Any) -> Any:
@@ -138,7 +142,7 @@ class Decoder:
             case "float" if content in ("inf", "-inf", "nan"):
                 return float(content)
             case "device":
-                return torch.device(content)
+                return self._device(content)
             case "size":
                 return parse_size(content, self.sizes)
             case "operator":
@@ -170,7 +174,11 @@ class Decoder:
         wrong = [n for n in (*shape, *stride) if not isinstance(n, torch.SymInt) and (type(n) is not int or n < 0)]
         if wrong or len(shape) != len(stride):
             raise ArgumentError(f"a tensor of shape {shape} and strides {stride} cannot be made")
-        return fake_tensor(self.mode, shape, stride, named("dtype", dtype), torch.device(device))
+        return fake_tensor(self.mode, shape, stride, named("dtype", dtype), self._device(device))
+
+    def _device(self, name: str) -> torch.device:
+        device = torch.device(name)
+        return self.device if self.device is not None and self.device.type == device.type else device
 
 
 def named(tag: str, name: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -24,17 +24,29 @@ def encode_phase(phase: Phase, names: Mapping[Any, str] = MappingProxyType({})) 
     return {
         "inputs": [_encode_slot(slot) for slot in phase.inputs],
         "outputs": [_encode_slot(slot) for slot in phase.outputs],
-        "nodes": [_encode_node(node, names) for node in phase.module.graph.nodes],
+        "nodes": encode_graph(phase.module.graph, names),
     }
 
 
-def decode_phase(data: dict[str, Any], decoder: Decoder) -> Phase:
+def encode_graph(graph: Graph, names: Mapping[Any, str] = MappingProxyType({})) -> list[dict[str, Any]]:
+    return [_encode_node(node, names) for node in graph.nodes]
+
+
+def decode_graph(nodes: list[dict[str, Any]], decoder: Decoder) -> Graph:
     graph = Graph()
     decoder.nodes.clear()
-    for item in data["nodes"]:
+    for item in nodes:
         _decode_node(item, graph, decoder)
+    return graph
+
+
+def decode_phase(
+    data: dict[str, Any], decoder: Decoder, module_of: Callable[[Graph], GraphModule] | None = None
+) -> Phase:
+    """A phase; `module_of` makes its module of the graph."""
+    graph = decode_graph(data["nodes"], decoder)
     phase = Phase(
-        GraphModule(nn.Module(), graph),
+        module_of(graph) if module_of else GraphModule(nn.Module(), graph),
         tuple(map(_decode_slot, data["inputs"])),
         tuple(map(_decode_slot, data["outputs"])),
     )
@@ -65,7 +77,7 @@ def _encode_node(node: Node, names: Mapping[Any, str]) -> dict[str, Any]:
 
 def _decode_node(data: dict[str, Any], graph: Graph, decoder: Decoder) -> None:
     name, op, target = identifier(data["name"]), data["op"], typed(data["target"], str)
-    if op not in ("placeholder", "call_function", "output"):
+    if op not in ("placeholder", "call_function", "output") and not (op == "call_module" and target in decoder.regions):
         lowered = ": it is lowered, take a stage before" if op == "call_module" else ""
         raise ArgumentError(f"{name} is a {op}{lowered}")
     if name in decoder.nodes:

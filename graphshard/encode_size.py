@@ -2,7 +2,8 @@
 
     {"s0": {"source": [0, 1], "hint": 128, "range": [2, 4096]}}    input 0, dimension 1; an open end is null
 
-What was taken for granted of the sizes beyond their ranges is not stored: it concerns calls, which need the program.
+What was taken for granted of the sizes beyond their ranges concerns calls: only lowered programs have it stored, as
+conditions such as "Eq(Mod(s0*s1, 8), 0)".
 """
 
 from __future__ import annotations
@@ -28,7 +29,20 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 }
 # What graphs compute sizes with.
 SIZE_OPERATORS: tuple[Callable[..., Any], ...] = (*_OPERATORS.values(), operator.neg, torch.sym_max, torch.sym_min)
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"Max": torch.sym_max, "Min": torch.sym_min}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Eq": operator.eq,
+    "Ne": operator.ne,
+}
+_COMPARISONS: dict[type, Callable[..., Any]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 
 
 def encode_sizes(sizes: tuple[Size, ...]) -> dict[str, Any]:
@@ -54,7 +68,7 @@ def decode_sizes(data: Mapping[str, Any], mode: Any) -> tuple[Size, ...]:
 
 
 def parse_size(text: str, sizes: Mapping[str, Any]) -> Any:
-    """The value of an expression in sizes. Nothing but arithmetic is evaluated.
+    """The value of an expression in sizes, or of a comparison. Nothing but arithmetic is evaluated.
 
     Raises:
         ArgumentError: it is something else.
@@ -70,6 +84,8 @@ def parse_size(text: str, sizes: Mapping[str, Any]) -> Any:
                 return -value(operand)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 return _OPERATORS[type(op)](value(left), value(right))
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
+                return _COMPARISONS[type(op)](value(left), value(right))
             case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS and len(args) == 2:
                 return _FUNCTIONS[name](value(args[0]), value(args[1]))
         raise ArgumentError(f"{text[:60]!r} is no size")

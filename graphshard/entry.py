@@ -1,4 +1,4 @@
-"""The forward of a submodule of a compiled model, for whoever calls the submodule on its own."""
+"""Other entries into a compiled model: a submodule that is called on its own, a method that is no forward."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 
 
 class Entry:
-    """Stands in for a submodule's `forward`: runs a program captured for that submodule.
+    """Stands in for a method of a module: runs a program captured for that method.
 
     The compiled forward of the whole model never calls it, and it is taken away while a module is captured.
     """
 
-    def __init__(self, module: nn.Module, name: str, run: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, type(module).forward.__get__(module))
-        self._module, self._name, self._run = module, name, run
+    def __init__(self, module: nn.Module, name: str, run: Callable[..., Any], method: str = "forward") -> None:
+        functools.update_wrapper(self, getattr(type(module), method).__get__(module))
+        self._module, self._name, self._run, self._method = module, name, run, method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._name, self._module, args, kwargs)
+        return self._run(self._name, self._method, self._module, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise copy.Error(
@@ -31,7 +31,7 @@ class Entry:
 
 
 def install_entries(root: nn.Module, run: Callable[..., Any]) -> None:
-    """Let every submodule that has parameters be called on its own; `run` gets name, module, args and kwargs."""
+    """Let every submodule that has parameters be called on its own; `run` gets name, method, module and inputs."""
     for name, module in root.named_modules():
         implements_forward = type(module).forward is not nn.Module.forward
         replaced = module.__dict__.get("forward") is not None  # by somebody else

@@ -13,6 +13,10 @@ class ArgumentError(GraphshardError, ValueError):
     """An argument of a public function is wrong."""
 
 
+class UnsupportedError(GraphshardError, NotImplementedError):
+    """A setting of FSDP2 that graphshard does not have; the message says what to do instead."""
+
+
 class CaptureError(GraphshardError, RuntimeError):
     """torch.export could not turn the module's forward into a graph."""
 
@@ -35,6 +39,18 @@ class InputError(GraphshardError, ValueError):
 
 class CheckpointError(GraphshardError, RuntimeError):
     """A checkpoint cannot be saved, or is incomplete or damaged, or belongs to another model."""
+
+
+class ArtifactError(GraphshardError, RuntimeError):
+    """A `.gshard` file is damaged or not one, does not fit the model, the mesh or the machine, or lacks a program.
+
+    Attributes:
+        field: what of the fingerprint differs, such as "mesh"; "" if it is something else.
+    """
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class DivergenceError(GraphshardError, RuntimeError):

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from graphshard.cost import Costs
-from graphshard.graph import GATHERS, WAIT, is_collective, is_view, module_of
-from graphshard.program import Phase, Program
+from graphshard.graph import WAIT, is_collective, is_view, kind_of, module_of
+from graphshard.program import Axis, Phase, Program
 from graphshard.work import num_bytes
 
 
@@ -22,7 +22,7 @@ class Step:
     """One call of a region, one collective, or one wait that holds compute up.
 
     Attributes:
-        kind: "compute", "gather", "reduce" or "exposed".
+        kind: "compute", "gather", "reduce", "all_reduce" or "exposed".
         name: of the region or bucket.
         where: the modules a region computes.
         phase: "forward" or "backward".
@@ -77,13 +77,13 @@ def estimate(program: Program, costs: Costs) -> Estimate:
         for node in phase.module.graph.nodes:
             bucket = node.meta.get("bucket", "")
             if is_collective(node):
-                kind = "gather" if node.target in GATHERS else "reduce"
+                kind = kind_of(node)
                 size = num_bytes(node) if kind == "gather" else sum(map(num_bytes, node.all_input_nodes))
                 start = max(compute, channel)
                 if node.meta.get("exchanged"):
                     seconds_of = costs.exchange(size, program.axis)
                 else:
-                    seconds_of = costs.collective(kind, size, len(node.all_input_nodes), program.axis)
+                    seconds_of = costs.collective(kind, size, len(node.all_input_nodes), _axis(program, bucket))
                 channel = arrives[bucket] = start + seconds_of
                 found.steps.append(Step(kind, bucket, "", phase_name, start, channel, size, order))
             elif node.target is WAIT:
@@ -100,6 +100,11 @@ def estimate(program: Program, costs: Costs) -> Estimate:
             found.node_times[node] = compute
         found.phases[phase_name] = began, compute
     return found
+
+
+def _axis(program: Program, bucket: str) -> Axis:
+    assert program.plan is not None
+    return program.axis_named(program.plan.bucket(bucket).axis)
 
 
 @dataclass(frozen=True)

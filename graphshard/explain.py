@@ -11,12 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from graphshard.errors import ArgumentError
 from graphshard.explanation import Explanation, Grid
 from graphshard.pipeline import Pipeline
+from graphshard.precision import PolicySpec
 from graphshard.profile import Hardware, Profile, load_profile
 from graphshard.study import Mesh, Study
 from graphshard.units import UnitSpec
@@ -38,7 +38,7 @@ def explain(
     network: str = "isolated",
     reshard_after_forward: bool | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
+    mp_policy: PolicySpec = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     units: Sequence[UnitSpec] | None = None,
     passes: Pipeline | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from graphshard.chunks import OWN_CHUNK
 from graphshard.copies import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.plan import CollectiveKind
 from graphshard.program import Phase
@@ -20,8 +22,10 @@ c10d = torch.ops._c10d_functional
 
 GATHERS = frozenset({c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default})
 REDUCES = frozenset({c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_tensor_coalesced.default})
+ALL_REDUCES = frozenset({c10d.all_reduce.default, c10d.all_reduce_coalesced.default})
 WAIT = c10d.wait_tensor.default
-COPIES = frozenset({UPLOAD, ARRIVED, DOWNLOAD})
+# Operators of our own, which stay outside of regions.
+OWN = frozenset({UPLOAD, ARRIVED, DOWNLOAD, OWN_CHUNK})
 
 # What carries a tensor to a reduce-scatter or from an all-gather without computing anything new.
 _MOVEMENT = frozenset(
@@ -32,6 +36,7 @@ _MOVEMENT = frozenset(
         aten.constant_pad_nd.default,
         aten.split.Tensor,
         aten.split_with_sizes.default,
+        OWN_CHUNK,
     }
 )
 _TAKEOFF = _MOVEMENT | {aten._to_copy.default, aten.div.Tensor}
@@ -48,6 +53,13 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None
     if like is not None:
         node.meta.update({k: like.meta[k] for k in ("nn_module_stack", "partitioner_tag") if k in like.meta})
     return node
+
+
+def behind(node: Node) -> AbstractContextManager[Any]:
+    """Insert behind a node, or behind all placeholders if it is one of them."""
+    if node.op == "placeholder":
+        node = node.graph.find_nodes(op="placeholder")[-1]
+    return node.graph.inserting_after(node)
 
 
 def calls_of(phase: Phase, target: Callable[..., Any]) -> list[Node]:
@@ -87,8 +99,25 @@ def erase_dead(graph: Graph) -> None:
 
 
 def is_collective(node: Node) -> bool:
-    """An all-gather or reduce-scatter, single or coalesced; not its wait."""
-    return node.target in GATHERS or node.target in REDUCES
+    """An all-gather, reduce-scatter or all-reduce, single or coalesced; not its wait."""
+    return node.target in GATHERS or is_reduction(node)
+
+
+def is_reduction(node: Node) -> bool:
+    """A reduce-scatter or all-reduce."""
+    return node.target in REDUCES or node.target in ALL_REDUCES
+
+
+def is_reduced(node: Node) -> bool:
+    """The wait for a reduce-scatter or all-reduce."""
+    return node.target is WAIT and is_reduction(launch_of(node))
+
+
+def kind_of(launch: Node) -> CollectiveKind:
+    """What a collective does."""
+    if launch.target in GATHERS:
+        return "gather"
+    return "reduce" if launch.target in REDUCES else "all_reduce"
 
 
 def is_communication(node: Node) -> bool:
@@ -153,7 +182,7 @@ class Collective:
     """One launch: a single collective, or several coalesced into one.
 
     Attributes:
-        kind: all-gather of parameters or reduce-scatter of gradients.
+        kind: all-gather of parameters, reduce-scatter of gradients, or all-reduce of their shards.
         node: the launch.
         waits: one wait per tensor that travels.
         params: names of the parameters that travel.
@@ -180,10 +209,9 @@ def collectives(phase: Phase) -> list[Collective]:
         waits = tuple(w for user in node.users for w in ([user] if user.target is WAIT else user.users))
         if node.target in GATHERS:
             params = _reach(node, lambda n: n.all_input_nodes, names)
-            found.append(Collective("gather", node, waits, params))
         else:
             params = _reach(node, lambda n: list(n.users), grads)
-            found.append(Collective("reduce", node, waits, params))
+        found.append(Collective(kind_of(node), node, waits, params))
     return found
 
 
@@ -281,12 +309,14 @@ def _landings(nodes: list[Node]) -> dict[Node, Node]:
     reduced: set[Node] = set()
     for node in nodes:
         if node.target is WAIT:
-            if launch_of(node).target in REDUCES:
+            if is_reduced(node):
                 reduced.add(node)
             continue
         if is_communication(node):
             continue
-        sources = {n if n.target is WAIT else follows.get(n) for n in node.all_input_nodes}
+        # What a reduction made may be added to what an earlier one left.
+        inputs = [n for n in node.all_input_nodes if n.op != "placeholder"]
+        sources = {n if n.target is WAIT else follows.get(n) for n in inputs}
         source = sources.pop() if len(sources) == 1 else None
         if source is not None and (source in reduced or is_view(node) or node.target in _MOVEMENT):
             follows[node] = source

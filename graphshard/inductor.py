@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
 from torch._inductor import config
-from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.package import package_aoti
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._subclasses import FakeTensor
+from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphshard.backends import compile_eager
-from graphshard.graph import is_part, is_view, restride
+from graphshard.backends import compile_operators, num_kernels, outputs_of
 from graphshard.lower import Boxed
+from graphshard.packages import Package
 from graphshard.program import Region
-from graphshard.sizes import evaluate, expression, is_size, size_inputs
+from graphshard.sizes import expression, size_inputs
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +57,7 @@ def compile_inductor(region: Region, name: str) -> Boxed:
     A region of one operator, such as the copy into a packed buffer, has nothing to fuse and runs as it is.
     """
     if num_kernels(region.module) == 1:
-        return _with_strides(compile_eager(region), region.module)
+        return compile_operators(region)
     try:
         # Random numbers come from torch's generators, in program order, as in eager mode.
         with config.patch(fallback_random=True):
@@ -67,41 +71,71 @@ def compile_inductor(region: Region, name: str) -> Boxed:
             stacklevel=2,
         )
         log.debug("%s:\n%s", name, region.text, exc_info=True)
-        return _with_strides(compile_eager(region), region.module)
+        return compile_operators(region)
 
 
-def num_kernels(module: GraphModule) -> int:
-    """Operators of a region that compute or copy."""
-    calls = (node for node in module.graph.nodes if node.op == "call_function" and not is_size(node))
-    return sum(not is_view(node) and not is_part(node) for node in calls)
+def package_all(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
+    """Compile each region with AOTInductor into a `Package`; it cannot be called."""
+    for done, (name, region) in enumerate(regions.items()):
+        show(f"compile {name}, {done} of {len(regions)} done")
+        yield name, package(region, name)
 
 
-def _with_strides(fn: Boxed, module: GraphModule) -> Boxed:
-    """Give each result the strides that compiled regions rely on; some operators return others."""
-    placeholders = module.graph.find_nodes(op="placeholder")
-    sizes = {symbol: placeholders.index(node) for symbol, node in size_inputs(module.graph).items()}
-    strides = [[expression(size) for size in value.stride()] for value in _outputs(module)]
+def package(region: Region, name: str) -> Package:
+    """The region's AOTInductor package: the code of `compile_inductor`, called from C++ instead of Python.
 
-    def call(inputs: list[Any]) -> list[torch.Tensor]:
-        env = {symbol: inputs[index] for symbol, index in sizes.items()}
-        values = zip(fn(inputs), strides, strict=True)
-        return [restride(value, tuple(evaluate(size, env) for size in stride)) for value, stride in values]
+    Both come from the same operators and options, so the kernels, and the bits they compute, are the same. A region
+    that runs as ATen operators, or that AOTInductor cannot compile, has no package.
+    """
+    if num_kernels(region.module) == 1:
+        return Package(problem="one operator, which nothing can be fused with")
+    with tempfile.TemporaryDirectory(prefix="graphshard-") as directory:
+        options: dict[str, Any] = {
+            "fallback_random": True,
+            "cpp_wrapper": True,
+            "aot_inductor.package": True,
+            "aot_inductor.output_path": directory,
+            # A GPU's kernels go into the library, so that a package is one file.
+            "aot_inductor.embed_kernel_binary": True,
+            "aot_inductor.enable_line_tables": False,  # nobody debugs the few lines around the kernels
+        }
+        known = {key: value for key, value in options.items() if key in config.get_config_copy()}
+        try:
+            with config.patch(known), V.set_aot_compilation(True), config.patch(get_cpp_wrapper_config()):
+                module, inputs = _decompose(_without_sizes(region.module))
+                compiled: Any = compile_fx_inner(module, inputs, cpp_wrapper=True)
+            path = os.path.join(directory, "region.pt2")
+            package_aoti(path, [file for file in compiled.filename if not str(file).endswith(".cpp")])
+            return Package(Path(path).read_bytes())
+        except Exception as error:
+            log.debug("%s:\n%s", name, region.text, exc_info=True)
+            return Package(problem=f"AOTInductor cannot compile it. {type(error).__name__}: {error}")
 
-    return call
+
+def _without_sizes(module: GraphModule) -> GraphModule:
+    """The region without dynamic sizes as inputs, which AOTInductor does not take: they are read off its tensors."""
+    graph = copy.deepcopy(module.graph)
+    sizes = size_inputs(graph)
+    tensors = [node for node in graph.find_nodes(op="placeholder") if node not in sizes.values()]
+    dims = {expression(size): (n, dim) for n in tensors for dim, size in enumerate(n.meta["val"].shape)}
+    for symbol, node in sizes.items():
+        if symbol not in dims:
+            raise NotImplementedError(f"the dynamic size {symbol} is no dimension of an input")
+        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+            read = graph.call_function(torch.ops.aten.sym_size.int, dims[symbol])
+        read.meta = dict(node.meta)
+        node.replace_all_uses_with(read)
+        graph.erase_node(node)
+    return GraphModule(module, graph)
 
 
 def _decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
     """Inductor's decompositions, with the strides of the outputs pinned: the next region relies on them."""
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    outputs = _outputs(module)
+    outputs = outputs_of(module)
     with torch.no_grad(), outputs[0].fake_mode:
         decomposed = make_fx(module, select_decomp_table(), tracing_mode="real")(*inputs)
     (output,) = decomposed.graph.find_nodes(op="output")
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
     output.meta["original_output_strides"] = [value.stride() for value in outputs]
     return decomposed, inputs
-
-
-def _outputs(module: GraphModule) -> list[FakeTensor]:
-    (output,) = module.graph.find_nodes(op="output")
-    return [node.meta["val"] for node in output.args[0]]

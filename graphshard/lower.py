@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphshard._torch import use_boxed_calls
 from graphshard.flops import SYMBOLS
-from graphshard.graph import COPIES, aten, fake, is_communication, is_view, module_of
+from graphshard.graph import OWN, aten, fake, is_communication, is_view, module_of
 from graphshard.printer import describe, print_graph
 from graphshard.program import Phase, Program, Region
 from graphshard.sizes import is_size, rename, size_inputs, symbols_of
@@ -127,7 +127,7 @@ def _executor(
     phase: Phase, calls: list[Call], names: dict[str, str], compiled: dict[str, RegionCall], units: Sequence[str]
 ) -> GraphModule:
     """The graph of region calls and collectives that runs."""
-    graph, root = Graph(), nn.Module()
+    graph = Graph()
     env: dict[Node, Node] = {}
     call_at = {call.run[0]: call for call in calls}
 
@@ -142,7 +142,6 @@ def _executor(
         if node in call_at:
             call = call_at[node]
             name = names[call.region.key]
-            setattr(root, name, compiled[call.region.key])
             result = graph.call_module(name, ([env[n] for n in call.inputs],))
             result.meta["val"] = tuple(n.meta["val"] for n in call.outputs)
             result.meta["where"] = _where(call.run, units)
@@ -151,6 +150,14 @@ def _executor(
                 env[output].meta = dict(output.meta)
         if node.op != "call_function" or not (_is_compute(node) or is_size(node)):
             copy(node)
+    return executor(graph, {name: compiled[key] for key, name in names.items()})
+
+
+def executor(graph: Graph, regions: Mapping[str, RegionCall]) -> GraphModule:
+    """The module of a graph of region calls and collectives; `regions` by the names that it calls them."""
+    root = nn.Module()
+    for name, region in regions.items():
+        setattr(root, name, region)
     reshape_views(graph)
     use_boxed_calls(graph)
     graph.on_generate_code(lambda _: _free_before_call)
@@ -167,7 +174,7 @@ def _where(run: list[Node], units: Sequence[str]) -> str:
 def _is_compute(node: Node) -> bool:
     if node.op != "call_function" or is_communication(node) or is_size(node):
         return False
-    return node.target not in COPIES
+    return node.target not in OWN
 
 
 def _runs(nodes: list[Node]) -> list[list[Node]]:

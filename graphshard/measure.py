@@ -42,6 +42,11 @@ def measure_regions(
             f"{type(model).__name__} has no program to measure. Call graphshard.compile(model, mesh, "
             "example_inputs=...) first, or the compiled model once."
         )
+    if model._graphshard.stored is not None:
+        raise ArgumentError(
+            f"{type(model).__name__} runs programs of a file. Measure a model that graphshard.compile compiled: its "
+            "regions are the same."
+        )
     compiled = model._graphshard.compiled
     regions = {key: region for program in model._graphshard.programs for key, region in program.regions.items()}
     found = {}

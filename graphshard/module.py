@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import itertools
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from graphshard.accumulation import Accumulation
 from graphshard.agree import check_agreement, model_tag
 from graphshard.backends import Backend, compiler_for
-from graphshard.callchecks import check_materialized, check_no_new_parameters
+from graphshard.callchecks import check_materialized, check_no_new_parameters, warn_of_hooks
 from graphshard.capture import CaptureSpec, capture
 from graphshard.default_planner import agreeing
 from graphshard.dump import Dump
@@ -31,10 +33,14 @@ from graphshard.params import ParamTable
 from graphshard.pipeline import Partitioned, Pipeline, rerun_backward, run_pipeline
 from graphshard.program import Phase, Program
 from graphshard.progress import progress
-from graphshard.runtime import Executable
+from graphshard.runtime import BackwardFactory, Executable, Variant
 from graphshard.sharding import Alias, ParamRef, Storage, aliases, param_refs
 from graphshard.signature import Signature, leaf_key
 from graphshard.units import units_within
+from graphshard.unsharded import Unsharded, UnshardHandle, start_gathering
+
+if TYPE_CHECKING:
+    from graphshard.load import Stored
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +55,12 @@ _CONSTANTS = (int, float, bool, str, type(None))
 
 @dataclass
 class Runner:
-    """Programs of one module, by signature."""
+    """Programs of one module, by signature.
+
+    `export` makes one whose mesh is None, which captures programs and runs none. `stored` are programs that were loaded
+    from an artifact; if they are all there is to be (`sealed`), a call for which there is none is an error. Binding
+    them asks the other ranks, so a copy, which may be made on one rank only, does so when it is called (`to_install`).
+    """
 
     spec: CaptureSpec
     mesh: DeviceMesh
@@ -60,6 +71,7 @@ class Runner:
     max_captures: int
     params: tuple[ParamRef, ...]
     storage: Storage
+    groups: dict[str, str]
     aliases: tuple[Alias, ...] = ()
     name: str = ""
     tag: str | None = None
@@ -67,8 +79,16 @@ class Runner:
     compiled: dict[str, RegionCall] = field(default_factory=dict)
     agreed: set[tuple[str, ...]] = field(default_factory=set)
     programs: list[Program] = field(default_factory=list)
-    submodules: dict[str, Runner] = field(default_factory=dict)
+    entries: dict[str, Runner] = field(default_factory=dict)
+    methods: list[str] = field(default_factory=list)
     materialized: bool = False
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    unsharded: Unsharded = field(default_factory=Unsharded)
+    names: dict[str, str] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    stored: Stored | None = None
+    sealed: bool = False
+    to_install: bool = False
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
     _fits: dict[Signature, Executable] = field(default_factory=dict)
     _misfits: list[str] = field(default_factory=list)
@@ -76,6 +96,7 @@ class Runner:
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
+        self._follow_unsharded()
         for ref in self.params:
             ref.check()
         for alias in self.aliases:
@@ -86,42 +107,103 @@ class Runner:
         if not self.materialized:
             check_materialized(module, self.params, self.spec.device, self.storage.device)
             self.materialized = True
+        if self.to_install and self.stored is not None:
+            self.to_install = False
+            self.stored.install(module, self)
         executable = self.executables.get(signature) or self._fitting(signature, leaves)
         if executable is None:
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             executable = self.install(module, signature, self.build(module, args, kwargs, signature))
         return executable([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
-    def call_submodule(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call of a submodule on its own, by a program of its own on the same shards."""
-        if name not in self.submodules:
-            table = self.spec.params.within(name)
+    def call_entry(
+        self, name: str, method: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run one call of a submodule's method, or another of the model's, by a program of its own on the same shards.
+
+        The submodule's name is "" for the model itself.
+        """
+        self._follow_unsharded()
+        return self.entry(name, method, module).call(module, args, kwargs)
+
+    def entry(self, name: str, method: str, module: nn.Module) -> Runner:
+        """The runner of a submodule, or of another method, that is called on its own."""
+        entry = ".".join(part for part in (name, method) if part not in ("", "forward"))
+        if entry not in self.entries:
+            table = self.spec.params.within(name) if name else self.spec.params
             params = tuple(param_refs(module, table))
-            spec = dataclasses.replace(
+            spec = replace(
                 self.spec,
                 params=table,
-                units=units_within(name, self.spec.units),
-                forward_class=type(module),
+                units=units_within(name, self.spec.units) if name else self.spec.units,
+                precision=self.spec.precision.within(name, self.spec.units) if name else self.spec.precision,
+                forward_class=type(module) if name else self.spec.forward_class,
+                method=method,
                 dynamic_shapes=None,
             )
-            own_name = ".".join(filter(None, [self.name, name]))
-            self.submodules[name] = self._anew(module, spec=spec, params=params, name=own_name)
-        return self.submodules[name].call(module, args, kwargs)
+            names = {row.name: self.spec.params[f"{name}.{row.name}" if name else row.name].name for row in table}
+            self.entries[entry] = self._anew(module, spec=spec, params=params, name=entry, names=names)
+        return self.entries[entry]
+
+    def change(self, names: Collection[str], **choices: Any) -> None:
+        """Make other choices for parameters from the next call on; the program for them is captured then."""
+        rows = {ref.row.name: replace(ref.row, **choices) if ref.row.name in names else ref.row for ref in self.params}
+        self.params = tuple(replace(ref, row=rows[ref.row.name]) for ref in self.params)
+        self.spec = replace(self.spec, params=ParamTable(tuple(rows.values())))
+        self.entries.clear()
+
+    def unshard(self, names: Collection[str]) -> UnshardHandle:
+        """Start to gather parameters that are not; the programs of the next calls read them."""
+        chosen = [ref for ref in self.params if ref.row.name in names and ref.row.num_shards > 1]
+        missing = [ref for ref in chosen if ref.row.name not in self.unsharded.full]
+        if missing:
+            current = {row.name: row for row in self._current_spec().params}
+            pairs = [(current[ref.row.name], ref.param) for ref in missing]
+            self.unsharded.full.update(start_gathering(pairs, self.mesh))
+            self.change({ref.row.name for ref in missing}, held=True)
+        return UnshardHandle(self.unsharded, [ref.row.name for ref in chosen])
+
+    def reshard(self, names: Collection[str]) -> None:
+        """Free parameters that were gathered by hand."""
+        held = [name for name in names if name in self.unsharded.full]
+        if held:
+            self.unsharded.free(held)
+            self.change(held, held=False)
+
+    def _follow_unsharded(self) -> None:
+        """Gather what is to stay gathered; programs read what is there from now on."""
+        if self.name:  # the model's own runner has done it
+            return
+        if self.unsharded.kept:
+            self.unshard(self.unsharded.kept)
+        freed = [ref.row.name for ref in self.params if ref.row.held and ref.row.name not in self.unsharded.full]
+        if freed:
+            self.change(freed, held=False)
 
     def for_copy(self, module: nn.Module) -> Runner:
-        """A runner for a copy of the module: nothing captured yet, compiled regions shared."""
-        return self._anew(module, params=tuple(param_refs(module, self.spec.params)), programs=[])
+        """A runner for a copy of the module: nothing captured yet, compiled regions and loaded programs shared."""
+        params = tuple(param_refs(module, self.spec.params))
+        twin = self._anew(
+            module,
+            params=params,
+            programs=[],
+            accumulation=copy.deepcopy(self.accumulation),
+            unsharded=Unsharded(kept=set(self.unsharded.kept)),
+            to_install=self.stored is not None,
+        )
+        twin.change(list(self.unsharded.full), held=False)
+        return twin
 
     def _anew(self, module: nn.Module, *, params: tuple[ParamRef, ...], **changes: Any) -> Runner:
         """A runner with the same options that has captured nothing yet."""
-        return dataclasses.replace(
+        return replace(
             self,
             params=params,
             aliases=tuple(aliases(module, params)),
             tag=None,
             executables={},
             agreed=set(),
-            submodules={},
+            entries={},
             materialized=False,
             _partitioned={},
             _fits={},
@@ -150,6 +232,8 @@ class Runner:
 
     def build(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Program:
         """Capture, shard, schedule and lower a program; the module stays as it is."""
+        if self.stored is not None and self.sealed:
+            raise self.stored.missing(self, signature)
         reason = self._reason(signature)
         if len(self.executables) >= self.max_captures:
             raise CaptureLimitError(
@@ -158,6 +242,8 @@ class Runner:
                 "numbers that change as tensors, or raise max_captures in graphshard.compile."
             )
         check_no_new_parameters(module, self.spec.params)
+        if not self.executables:
+            warn_of_hooks(module)
         log.info("capture %d of %s: %s", len(self.executables), self._label, reason)
         with progress(f"graphshard: {self._label}") as show:
             show("capture and passes")
@@ -188,6 +274,8 @@ class Runner:
 
     def _agreed_pipeline(self) -> Pipeline:
         """The passes, with a planner that plans alike on all ranks."""
+        if self.mesh is None:  # exporting: there is nobody to agree with
+            return self.pipeline
         if self._agreed is None:
             self._agreed = agreeing(self.pipeline, self.mesh, self._tag, AGREEMENT_TIMEOUT)
         return self._agreed
@@ -197,28 +285,53 @@ class Runner:
             self.tag = model_tag(self.mesh)
         return self.tag
 
-    def install(self, module: nn.Module, signature: Signature, program: Program) -> Executable:
+    def install(
+        self, module: nn.Module, signature: Signature, program: Program, make_backward: BackwardFactory | None = None
+    ) -> Executable:
         """Check that the other ranks made the same program, and bind it to the module and the mesh."""
+        self._agree(program)
+
+        def rerun(variant: Variant) -> Phase:
+            partitioned = self._partitioned[signature]
+            assert partitioned is not None
+            used, accumulate = variant
+            why = " and microbatches" if accumulate else ""
+            log.info("lowering backward again, for gradients through outputs %s%s", sorted(used), why)
+            number = next(self._numbers) if accumulate else ""
+            dump = self._dump(f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}{number}")
+            observer = Observer(self.verify, dump, tuple(partitioned.passes(*variant)))
+            other = rerun_backward(partitioned, program, used, accumulate, observer)
+            if accumulate:
+                self._agree(replace(other, reason="gradients of microbatches are accumulated in another way"))
+            lower(other, compiler_for(self.backend), self.compiled)
+            self._fits.clear()  # compiling may have found conditions on dynamic sizes
+            observer.lowered(other, self.compiled)
+            return other.phases["backward"]
+
+        executable = Executable(
+            program,
+            module,
+            self.params,
+            self.mesh,
+            make_backward or rerun,
+            self.accumulation,
+            self.model_names,
+            self.unsharded,
+            self.groups,
+        )
+        self.executables[signature] = executable
+        self.programs.append(program)
+        return executable
+
+    def _agree(self, program: Program) -> None:
         if tuple(program.communication) not in self.agreed:
             check_agreement(program, self.mesh, f"{self._tag()}/{len(self.agreed)}", AGREEMENT_TIMEOUT)
             self.agreed.add(tuple(program.communication))
 
-        def make_backward(used: frozenset[str]) -> Phase:
-            partitioned = self._partitioned[signature]
-            assert partitioned is not None
-            log.info("lowering backward again, for gradients through outputs %s", sorted(used))
-            dump = self._dump(f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}")
-            observer = Observer(self.verify, dump, partitioned.rest)
-            variant = rerun_backward(partitioned, program, used, observer)
-            lower(variant, compiler_for(self.backend), self.compiled)
-            self._fits.clear()  # compiling may have found conditions on dynamic sizes
-            observer.lowered(variant, self.compiled)
-            return variant.phases["backward"]
-
-        executable = Executable(program, module, self.params, self.mesh, make_backward)
-        self.executables[signature] = executable
-        self.programs.append(program)
-        return executable
+    @property
+    def model_names(self) -> dict[str, str]:
+        """Names of the parameters in the whole model by their names here."""
+        return self.names or {ref.row.name: ref.row.name for ref in self.params}
 
     def signature(self, module: nn.Module, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Signature:
         """The signature of a call with these input leaves."""
@@ -233,6 +346,7 @@ class Runner:
             grad=torch.is_grad_enabled(),
             autocast=autocast,
             params=tuple((param.requires_grad, param.dtype) for param in params),
+            settings=tuple(ref.row.settings for ref in self.params),
         )
 
     def on_device(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
@@ -264,9 +378,8 @@ class Runner:
 
     def _current_spec(self) -> CaptureSpec:
         """The spec with the parameters' flags and dtypes as they are now."""
-        policy = self.spec.mp_policy
-        rows = tuple(ref.row.as_now(ref.param, policy.param_dtype, policy.reduce_dtype) for ref in self.params)
-        return dataclasses.replace(self.spec, params=ParamTable(rows))
+        rows = tuple(ref.row.as_now(ref.param, self.spec.precision.of(ref.row.unit)) for ref in self.params)
+        return replace(self.spec, params=ParamTable(rows))
 
     def _dump(self, name: str) -> Dump | None:
         return None if self.dump is None else Dump(self.dump / name)

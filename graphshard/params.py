@@ -7,6 +7,7 @@ arithmetic of its shards; nothing else in graphshard does it again.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import itertools
 import math
 import operator
@@ -18,8 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from graphshard.errors import ArgumentError
 from graphshard.plan import CollectiveKind
+from graphshard.precision import Precision
 from graphshard.units import unit_of, units_within
 
 
@@ -40,6 +44,9 @@ class ParamRow:
         dim: the dim it is sharded along.
         order: its dims from the outermost to the innermost in memory; 0, 1, ... is contiguous.
         ignored: left alone: neither sharded, nor moved, nor reduced.
+        divide_factor: what its gradient is divided by; None is the number of ranks.
+        force_sum: gradients are added up and then divided, where the collective could average.
+        held: gathered by hand; it is an input of the program.
     """
 
     names: tuple[str, ...]
@@ -54,11 +61,13 @@ class ParamRow:
     dim: int = 0
     order: tuple[int, ...] = ()
     ignored: bool = False
+    divide_factor: float | None = None
+    force_sum: bool = False
+    held: bool = False
 
-    def as_now(
-        self, param: nn.Parameter, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
-    ) -> ParamRow:
+    def as_now(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> ParamRow:
         """The row of the parameter as it is now: it may have been frozen or converted since."""
+        param_dtype, reduce_dtype = policy.param_dtype, policy.reduce_dtype
         cast = param_dtype is not None and param.is_floating_point() and not self.ignored
         compute_dtype = param_dtype if cast and param_dtype is not None else param.dtype
         return dataclasses.replace(
@@ -68,6 +77,11 @@ class ParamRow:
             reduce_dtype=compute_dtype if self.ignored else reduce_dtype or compute_dtype,
             trainable=param.requires_grad,
         )
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What can be changed from call to call."""
+        return self.reshard, self.divide_factor, self.force_sum, self.held
 
     @property
     def name(self) -> str:
@@ -112,8 +126,8 @@ class ParamRow:
         return math.prod(self.padded_shape) * dtype.itemsize
 
     def sent_bytes(self, kind: CollectiveKind) -> int:
-        """Bytes of the full tensor that a collective makes or takes, padding included."""
-        return self.num_shards * self.shard_bytes(self.sent_dtype(kind))
+        """Bytes of the tensor that a collective makes or takes: all padded shards, or for an all-reduce one of them."""
+        return (1 if kind == "all_reduce" else self.num_shards) * self.shard_bytes(self.sent_dtype(kind))
 
     @property
     def is_even(self) -> bool:
@@ -155,6 +169,22 @@ class ParamTable:
     def __getitem__(self, name: str) -> ParamRow:
         """The row of a parameter, by any of its names."""
         return self._by_name[name]
+
+    def of_units(self, patterns: Sequence[str] | None) -> set[str]:
+        """Names of the parameters of the units that patterns name, "" being the root; of all units for None.
+
+        Raises:
+            ArgumentError: a pattern names no unit.
+        """
+        units = dict.fromkeys(["", *(row.unit for row in self)])
+        chosen = set(units) if patterns is None else set()
+        for pattern in patterns or ():
+            found = fnmatch.filter(units, pattern)
+            if not found:
+                known = ", ".join(map(repr, units))
+                raise ArgumentError(f"units: {pattern!r} names no unit; there are {known}.")
+            chosen.update(found)
+        return {row.name for row in self if row.unit in chosen}
 
     def over(self, num_shards: int) -> ParamTable:
         """The same parameters in another number of shards."""
@@ -209,8 +239,7 @@ def build_table(
     *,
     num_shards: int,
     units: Sequence[str],
-    param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
+    precision: Precision,
     reshard_after_forward: bool | None,
     dims: Mapping[str, int] = MappingProxyType({}),
     ignored: Collection[nn.Parameter] = (),
@@ -240,5 +269,5 @@ def build_table(
             order=memory_order(param),
             ignored=param in leave,
         )
-        rows.append(row.as_now(param, param_dtype, reduce_dtype))
+        rows.append(row.as_now(param, precision.of(unit)))
     return ParamTable(tuple(rows))

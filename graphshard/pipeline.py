@@ -11,6 +11,7 @@ from graphshard.errors import ArgumentError, GraphshardError, PassError
 from graphshard.observe import Observer
 from graphshard.partition import Partition
 from graphshard.passes import (
+    AccumulateGradients,
     Bucketing,
     DropUnusedTangents,
     InsertCollectives,
@@ -18,9 +19,11 @@ from graphshard.passes import (
     MixedPrecision,
     Offload,
     Pass,
+    RegatherInGroup,
     Reorder,
     ReshardAfterForward,
 )
+from graphshard.planner import PlanByUnit
 from graphshard.program import Phase, Program
 
 DEFAULT_PASSES: tuple[Pass, ...] = (
@@ -97,8 +100,17 @@ class Pipeline:
 
 def with_offload(pipeline: Pipeline) -> Pipeline:
     """With `offload` before the plan is made, unless the user put it somewhere."""
+    return _before_plan(pipeline, Offload())
+
+
+def with_regather(pipeline: Pipeline) -> Pipeline:
+    """With `regather-in-group` before the plan is made, unless the user put it somewhere."""
+    return _before_plan(pipeline, RegatherInGroup())
+
+
+def _before_plan(pipeline: Pipeline, new: Pass) -> Pipeline:
     names = [step.name for step in pipeline]
-    return pipeline if "offload" in names or "plan" not in names else pipeline.insert(Offload(), before="plan")
+    return pipeline if new.name in names or "plan" not in names else pipeline.insert(new, before="plan")
 
 
 @dataclass(frozen=True)
@@ -108,6 +120,21 @@ class Partitioned:
     backward: Phase
     rest: tuple[Pass, ...]
     established: frozenset[str]
+
+    def passes(self, used: frozenset[str], accumulate: AccumulateGradients | None) -> Iterator[Pass]:
+        """What makes the backward for these tangents of it; gradients are dropped before others are accumulated.
+
+        A rank may need other tangents alone, so their backward is planned by unit: that plan depends on nothing but the
+        collectives, and is the same on every rank that ever makes it.
+        """
+        yield from (replace(step, used=used) for step in self.rest if isinstance(step, DropUnusedTangents))
+        if accumulate is not None:
+            yield accumulate
+        for step in self.rest:
+            if isinstance(step, MakePlan) and accumulate is None:
+                step = replace(step, planner=PlanByUnit())
+            if not isinstance(step, DropUnusedTangents):
+                yield step
 
 
 def run_pipeline(pipeline: Pipeline, program: Program, observer: Observer) -> Partitioned | None:
@@ -122,8 +149,14 @@ def run_pipeline(pipeline: Pipeline, program: Program, observer: Observer) -> Pa
     return partitioned
 
 
-def rerun_backward(partitioned: Partitioned, program: Program, used: frozenset[str], observer: Observer) -> Program:
-    """The program's backward for gradients through other outputs than were thought likely."""
+def rerun_backward(
+    partitioned: Partitioned,
+    program: Program,
+    used: frozenset[str],
+    accumulate: AccumulateGradients | None,
+    observer: Observer,
+) -> Program:
+    """The program's backward for gradients through other outputs than were thought likely, or for microbatches."""
     phase = partitioned.backward.clone()
     variant = replace(
         program,
@@ -133,8 +166,8 @@ def rerun_backward(partitioned: Partitioned, program: Program, used: frozenset[s
         established=set(partitioned.established),
         differentiated=phase.differentiated,
     )
-    for step in partitioned.rest:
-        run_pass(replace(step, used=used) if isinstance(step, DropUnusedTangents) else step, variant, observer)
+    for step in partitioned.passes(used, accumulate):
+        run_pass(step, variant, observer)
     observer.end(variant)
     return variant
 

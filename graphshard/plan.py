@@ -15,7 +15,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-CollectiveKind = Literal["gather", "reduce"]
+CollectiveKind = Literal["gather", "reduce", "all_reduce"]
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Bucket:
 
     Attributes:
         name: unique within a plan, such as "gather layers.0 (forward)".
-        kind: all-gather of parameters or reduce-scatter of gradients.
+        kind: all-gather of parameters, reduce-scatter of gradients, or all-reduce of their shards over replicas.
         phase: "forward" or "backward".
         params: parameter names that travel as they are (coalesced, no copy).
         packed: parameter names that travel in one flat buffer (one copy in, one out).
         axis: name of the mesh axis.
-        num_bytes: bytes of the full (unsharded) tensors.
+        num_bytes: bytes of the full (unsharded) tensors; of the shards for an all-reduce.
         exchanged: a reduction of one tensor that is sent as all-to-all and summed by each rank.
     """
 

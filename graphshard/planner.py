@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from graphshard.errors import ArgumentError
 from graphshard.graph import Collective, Layout, collectives
 from graphshard.liveness import last_use
 from graphshard.params import ParamRow, ParamTable
@@ -23,6 +24,9 @@ from graphshard.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.program import Phase, Program
 
 Planner = Callable[[Program], Plan]
+
+# Buckets whose gathers start when that of another has arrived.
+Prefetch = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,15 @@ class PlanByUnit:
     Attributes:
         pack_gathers_below: bytes of a shard below which it is packed with others of its bucket.
         pack_reductions_below: the same for gradients; None packs what suits the device.
+        forward_prefetch: by a unit's name, the units whose gathers start when its own has arrived; the next one of
+            those that are not named here. "" is the root.
+        backward_prefetch: the same for backward.
     """
 
     pack_gathers_below: float = 64 * 1024
     pack_reductions_below: float | None = None
+    forward_prefetch: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    backward_prefetch: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __call__(self, program: Program) -> Plan:
         """Bucket every collective of the program and place its start and wait."""
@@ -49,23 +58,40 @@ class PlanByUnit:
         for name, phase in program.phases.items():
             groups = self._group(program, name, phase)
             buckets += [bucket for bucket, _ in groups]
-            events[name] = tuple(_place(phase, groups))
+            events[name] = tuple(_place(phase, groups, self._prefetch(program, name, groups)))
             gathered_bytes[name] = account(phase, groups, events[name], program.params)
         return Plan(tuple(buckets), events, gathered_bytes)
+
+    def _prefetch(self, program: Program, phase: str, groups: list[tuple[Bucket, list[Collective]]]) -> Prefetch:
+        """The lists for a phase, by the names of buckets."""
+        buckets: dict[str, list[str]] = {}
+        for bucket, _ in groups:
+            if bucket.kind == "gather":
+                buckets.setdefault(program.params[bucket.members[0]].unit, []).append(bucket.name)
+        given = {"forward": self.forward_prefetch, "backward": self.backward_prefetch}.get(phase, {})
+        for unit in [unit for first, following in given.items() for unit in (first, *following)]:
+            if unit not in program.params.units:
+                known = ", ".join(map(repr, program.params.units))
+                raise ArgumentError(f"{phase}_prefetch: {unit!r} is no unit that has parameters; there are {known}.")
+        return {
+            name: [other for unit in following for other in buckets.get(unit, [])]
+            for first, following in given.items()
+            for name in buckets.get(first, [])
+        }
 
     def _group(self, program: Program, phase_name: str, phase: Phase) -> list[tuple[Bucket, list[Collective]]]:
         """Collectives of one kind, unit and dtype travel together, in the order of the parameter table."""
         groups: dict[tuple[str, ...], list[Collective]] = {}
         for collective in collectives(phase):
             row = program.params[collective.params[0]]
-            key = collective.kind, row.unit, str(row.sent_dtype(collective.kind))
+            key = collective.kind, row.unit, str(collective.node.args[-1]), str(row.sent_dtype(collective.kind))
             groups.setdefault(key, []).append(collective)
         found: list[tuple[Bucket, list[Collective]]] = []
-        for (kind, unit, _), members in groups.items():
+        for (kind, unit, axis, _), members in groups.items():
             rows = {c.params[0]: program.params[c.params[0]] for c in members}
             ordered = [row for row in program.params if row.name in rows]
             name = self._name(kind, unit, phase_name, [bucket.name for bucket, _ in found])
-            bucket = self._bucket(program, members[0].kind, name, phase_name, ordered)
+            bucket = self._bucket(program, members[0].kind, name, phase_name, ordered, axis)
             found.append((bucket, members))
         return found
 
@@ -80,7 +106,7 @@ class PlanByUnit:
         return self.pack_gathers_below if program.device.type == "cuda" else math.inf
 
     def _bucket(
-        self, program: Program, kind: CollectiveKind, name: str, phase_name: str, rows: list[ParamRow]
+        self, program: Program, kind: CollectiveKind, name: str, phase_name: str, rows: list[ParamRow], axis: str
     ) -> Bucket:
         limit = self.pack_gathers_below if kind == "gather" else self._reduction_limit(program)
         packed = tuple(row.name for row in rows if row.shard_bytes(row.sent_dtype(kind)) < limit)
@@ -92,35 +118,65 @@ class PlanByUnit:
             phase=phase_name,
             params=tuple(row.name for row in rows if row.name not in packed),
             packed=packed,
-            axis=program.axis.name,
+            axis=axis,
             num_bytes=sum(row.sent_bytes(kind) for row in rows),
         )
 
 
-def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]]) -> list[Event]:
+def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]], prefetch: Prefetch) -> list[Event]:
     """Starts and waits of a phase in order of execution."""
     layout = Layout.of(phase)
     end = len(layout.compute)
     needed = {b.name: first_use(members, layout) for b, members in groups if b.kind == "gather"}
     ready = {
-        b.name: next_boundary(last_input(members, layout), needed.values())
-        for b, members in groups
-        if b.kind == "reduce"
+        names: next_boundary(last_input(members, layout), needed.values())
+        for names, members in _reductions(groups).items()
     }
 
     gathers: list[Event] = []
-    start = 0
-    for name in sorted(needed, key=needed.__getitem__):
-        gathers += [Event("start", name, start), Event("wait", name, needed[name])]
-        start = needed[name]
+    order = sorted(needed, key=needed.__getitem__)
+    waiting = dict.fromkeys(order)
+
+    def start(names: Iterable[str], at: int) -> None:
+        for name in names:
+            if name in waiting:  # not started yet
+                gathers.append(Event("start", name, at))
+                del waiting[name]
+
+    start(order[:1], 0)
+    for index, name in enumerate(order):
+        start([name], needed[name])
+        gathers.append(Event("wait", name, needed[name]))
+        start(prefetch.get(name, order[index + 1 : index + 2]), needed[name])
     reductions: list[Event] = []
-    for name in sorted(ready, key=ready.__getitem__):
-        if reductions:
-            reductions.append(Event("wait", reductions[-1].bucket, ready[name]))
-        reductions.append(Event("start", name, ready[name]))
-    if reductions:
-        reductions.append(Event("wait", reductions[-1].bucket, end))
+    under_way: list[list[str]] = []
+    for names in sorted(ready, key=ready.__getitem__):
+        reductions += _continue(under_way, ready[names])
+        reductions.append(Event("start", names[0], ready[names]))
+        under_way.append(list(names))
+    while any(under_way):
+        reductions += _continue(under_way, end)
     return list(heapq.merge(reductions, gathers, key=lambda event: event.at))
+
+
+def _reductions(groups: list[tuple[Bucket, list[Collective]]]) -> dict[tuple[str, ...], list[Collective]]:
+    """What reduces the same gradients one after another: names of the buckets, and members of the first of them."""
+    found: dict[str, tuple[list[str], list[Collective]]] = {}
+    for kind in ("reduce", "all_reduce"):
+        for bucket, members in groups:
+            if bucket.kind == kind:
+                found.setdefault(bucket.members[0], ([], members))[0].append(bucket.name)
+    return {tuple(names): members for names, members in found.values()}
+
+
+def _continue(under_way: list[list[str]], at: int) -> list[Event]:
+    """Wait for the reductions under way, the oldest first, and start what follows each; what is done is dropped."""
+    events = []
+    for names in under_way:
+        events.append(Event("wait", names.pop(0), at))
+        events += [Event("start", name, at) for name in names[:1]]
+    under_way[:] = [names for names in under_way if names]
+    return events
 
 
 def account(

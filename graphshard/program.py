@@ -18,16 +18,32 @@ from graphshard.fold import fold
 from graphshard.params import ParamTable
 from graphshard.plan import Plan
 
-SlotKind = Literal["param", "buffer", "input", "tangent", "output", "mutation", "grad", "saved", "size"]
+SlotKind = Literal[
+    "param",
+    "gathered",
+    "buffer",
+    "input",
+    "size",
+    "tangent",
+    "output",
+    "mutation",
+    "saved",
+    "piece",
+    "grad",
+    "accumulated",
+    "partial",
+]
 
 
 @dataclass(frozen=True)
 class Slot:
     """What one input or output of a graph means.
 
-    `name` is the parameter or buffer name, the index of a user input or output as text, or for "saved" the
-    name of the forward value, for "size" that of a dynamic size. A "mutation" or "grad" carries the kind it belongs
-    to in `of`.
+    `name` is the parameter or buffer name, the index of a user input or output as text, or for "saved" the name of the
+    forward value, for "size" that of a dynamic size. Of a parameter, "gathered" is what was gathered by hand, "piece"
+    what forward keeps for backward to gather again; "accumulated" and "partial" are what backward adds up over several
+    microbatches: its full gradient, or that of the shard before it is all-reduced.
+    A "mutation" or "grad" carries the kind it belongs to in `of`.
     """
 
     kind: SlotKind
@@ -68,6 +84,15 @@ class Phase:
     def slot_of(self) -> dict[Node, Slot]:
         """Slots by placeholder node."""
         return dict(zip(self.placeholders, self.inputs, strict=True))
+
+    def add_input(self, name: str, slot: Slot, like: torch.Tensor) -> Node:
+        """A new last input; `like` is its fake value."""
+        graph = self.module.graph
+        with graph.inserting_after(self.placeholders[-1]):
+            node = graph.placeholder(name)
+        node.meta["val"] = like
+        self.inputs = (*self.inputs, slot)
+        return node
 
     @property
     def differentiated(self) -> frozenset[str]:
@@ -174,6 +199,8 @@ class Program:
         phases: {"joint"} until partition, then {"forward", "backward"}; {"forward"} for inference.
         params: the parameter table.
         axis: the mesh axis parameters are sharded over.
+        replicate: the mesh axis they are replicated over, if there is one: gradients are then reduced over both.
+        subgroup: neighbours on the sharding axis, among which backward gathers again; None is the whole axis.
         device: the kind of device it runs on, without an index.
         constants: tensors the module holds outside parameters and buffers, by name.
         out_spec: pytree structure of the module's output.
@@ -219,6 +246,17 @@ class Program:
     capture: int = 0
     reason: str = ""
     next_number: int = 0
+    replicate: Axis | None = None
+    subgroup: Axis | None = None
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes that something is communicated over."""
+        return tuple(axis for axis in (self.replicate, self.axis, self.subgroup) if axis is not None)
+
+    def axis_named(self, name: str) -> Axis:
+        """One of the axes."""
+        return next(axis for axis in self.axes if axis.name == name)
 
     @property
     def title(self) -> str:

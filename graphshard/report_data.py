@@ -14,7 +14,7 @@ from graphshard.profile import load_profile
 from graphshard.program import Program
 from graphshard.report import Alive, BucketView, Memory, MemoryPoint, RegionView, Report, Span, StageView, Timeline
 
-_KINDS = {"compute": "compute", "gather": "gather", "reduce": "reduce", "exposed": "exposed"}
+_KINDS = {"compute": "compute", "gather": "gather", "reduce": "reduce", "all_reduce": "reduce", "exposed": "exposed"}
 
 
 def report_of(
@@ -34,7 +34,7 @@ def report_of(
     )
     facts = (
         ("captured because", program.reason),
-        ("mesh", f"{program.axis.size} ranks, axis {program.axis.name}"),
+        ("mesh", ", ".join(f"{axis.size} ranks, axis {axis.name}" for axis in program.axes)),
         ("device", program.device.type),
         ("torch", str(torch.__version__)),
         ("times and memory", f"estimated for {costs.profile.title}"),
@@ -64,7 +64,7 @@ def _buckets(program: Program, found: Estimate) -> tuple[BucketView, ...]:
     compute = [step for step in found.steps if step.kind == "compute"]
     views = []
     for step in found.steps:
-        if step.kind not in ("gather", "reduce"):
+        if step.kind not in ("gather", "reduce", "all_reduce"):
             continue
         bucket = program.plan.bucket(step.name)
         calls = [s for s in compute if s.phase == step.phase]
@@ -101,9 +101,10 @@ def _place(calls: list[Step], order: int) -> str:
 
 
 def _timeline(program: Program, found: Estimate, costs: Costs) -> Timeline:
+    lanes = {bucket.name: bucket.axis for bucket in program.plan.buckets} if program.plan else {}
     spans = tuple(
         Span(
-            lane="compute" if step.kind in ("compute", "exposed") else program.axis.name,
+            lane="compute" if step.kind in ("compute", "exposed") else lanes[step.name],
             kind=_KINDS[step.kind],
             name=f"{step.name} {step.where}".strip(),
             start=step.start,
@@ -117,7 +118,7 @@ def _timeline(program: Program, found: Estimate, costs: Costs) -> Timeline:
         phases=tuple((name, start, end) for name, (start, end) in found.phases.items()),
         seconds=found.seconds,
         compute_seconds=found.total("compute"),
-        communication_seconds=found.total("gather", "reduce"),
+        communication_seconds=found.total("gather", "reduce", "all_reduce"),
         exposed_seconds=found.total("exposed"),
         assumptions=f"Estimated for {costs.profile.title} (profile {costs.profile.hash[:12]}, network "
         f"{costs.network}), whatever this program ran on: a roofline of each kernel, latency and bandwidth of each "

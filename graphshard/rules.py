@@ -17,8 +17,18 @@ from torch.utils import _pytree as pytree
 
 from graphshard._torch import fake_mode_of
 from graphshard.frees import faults
-from graphshard.graph import REDUCES, WAIT, collectives, fake, is_collective, is_communication, launch_of
+from graphshard.graph import (
+    ALL_REDUCES,
+    WAIT,
+    collectives,
+    fake,
+    is_collective,
+    is_communication,
+    is_reduced,
+    launch_of,
+)
 from graphshard.liveness import peak_gathered_bytes
+from graphshard.passes.insert_collectives import reduced_over
 from graphshard.printer import describe, dtype_name
 from graphshard.program import Program
 
@@ -62,13 +72,13 @@ def slots_match(program: Program, phase_name: str) -> Iterator[Violation]:
 
 
 def saved_is_returned(program: Program, phase_name: str) -> Iterator[Violation]:
-    """Backward reads only what forward was given, what it returns, and tangents."""
+    """Backward reads only what forward was given, what it returns, tangents, and what earlier backwards left."""
     if phase_name != "backward" or "forward" not in program.phases:
         return
     forward, backward = program.phases["forward"], program.phases["backward"]
     given = {*forward.outputs, *forward.inputs}
     for node, slot in backward.slot_of().items():
-        if slot.kind != "tangent" and slot not in given:
+        if slot.kind not in ("tangent", "accumulated", "partial") and slot not in given:
             yield Violation(f"backward reads {slot}, which forward does not return", node)
 
 
@@ -99,14 +109,21 @@ def read_after_wait(program: Program, phase_name: str) -> Iterator[Violation]:
 def no_rank(program: Program, phase_name: str) -> Iterator[Violation]:
     """No value of the graph depends on the rank: constants are plain, collectives name a mesh axis and its size."""
     for node in program.phases[phase_name].module.graph.nodes:
-        if is_collective(node) and node.args[-2:] != (program.axis.size, program.axis.name):
-            wanted = f"{program.axis.size} ranks of axis {program.axis.name!r}"
-            yield Violation(f"the collective runs over {node.args[-2]} ranks of {node.args[-1]!r}, not {wanted}", node)
+        if is_collective(node) and not _runs_over_an_axis(node, program):
+            wanted = " or ".join(f"{axis.size} ranks of axis {axis.name!r}" for axis in program.axes)
+            size = "" if node.target in ALL_REDUCES else f"{node.args[-2]} ranks of "
+            yield Violation(f"the collective runs over {size}{node.args[-1]!r}, not {wanted}", node)
         for leaf in pytree.tree_leaves((node.args, node.kwargs)):
             if not isinstance(leaf, (*_CONSTANTS, Node)):
                 yield Violation(f"a {type(leaf).__name__} is written into the graph", node)
         if node.op == "get_attr":
             yield Violation(f"{node.target} is read from the module instead of passed as an input", node)
+
+
+def _runs_over_an_axis(node: Node, program: Program) -> bool:
+    if node.target in ALL_REDUCES:  # these are not told how many ranks there are
+        return node.args[-1] in [axis.name for axis in program.axes]
+    return node.args[-2:] in [(axis.size, axis.name) for axis in program.axes]
 
 
 def consistent_values(program: Program, phase_name: str) -> Iterator[Violation]:
@@ -158,48 +175,71 @@ def stored_dtypes(program: Program, phase_name: str) -> Iterator[Violation]:
 
 
 def reduced_once(program: Program, phase_name: str) -> Iterator[Violation]:
-    """The gradient of every trainable parameter comes out of exactly one reduction, and every reduction is one's."""
+    """The gradient of every trainable parameter is reduced once over each axis, and every reduction is one's."""
     phase = program.phases[phase_name]
     owners: dict[Reduced, str] = {}
+    partial = {node for node, slot in phase.slot_of().items() if slot.kind == "partial"}
     for value, slot in zip(phase.results, phase.outputs, strict=True):
-        if slot.kind != "grad" or slot.of != "param" or program.params[slot.name].num_shards == 1:
+        is_grad = slot.kind == "grad" and slot.of == "param"
+        axes = [axis.name for axis in reduced_over(program.params[slot.name], program)] if is_grad else []
+        if not axes:
             continue
         if not isinstance(value, Node):
             if slot.name in program.differentiated:
                 yield Violation(f"{slot} is None, though its parameter takes part in the result")
             continue
-        sources = _reductions_behind(value)
-        if len(sources) != 1 or None in sources:
-            how = "is not reduced" if None in sources else f"comes out of {len(sources)} reductions"
-            yield Violation(f"{slot} {how}, it must be reduced once", value)
+        ways = _reductions_behind(value, len(axes), partial)
+        (way, *others) = ways
+        found = [str(launch_of(wait).args[-1]) for wait, _ in reversed(way)]
+        if others:
+            how = f"comes out of {len(ways)} reductions"
+        elif found != axes:
+            how = f"is reduced over {' and '.join(found)} alone" if found else "is not reduced"
+        else:
+            if way[0] in owners:
+                yield Violation(f"{slot} and grad:{owners[way[0]]} come out of the same reduction", value)
+            owners[way[0]] = slot.name
             continue
-        (source,) = sources
-        if source in owners:
-            yield Violation(f"{slot} and grad:{owners[source]} come out of the same reduction", value)
-        owners[source] = slot.name
+        over = f" over each of {', '.join(axes)}" if len(axes) > 1 else ""
+        yield Violation(f"{slot} {how}, it must be reduced once{over}", value)
     for node in phase.module.graph.nodes:
-        if node.target is WAIT and launch_of(node).target in REDUCES and not _reaches(node, set(phase.results)):
+        if is_reduced(node) and not _reaches(node, set(phase.results)):
             yield Violation("the reduction belongs to no gradient that is returned", node)
 
 
 # A reduction's wait, and the part of its buffer if several tensors were packed.
-Reduced = tuple[Node, Node | None] | None
+Reduced = tuple[Node, Node | None]
 
 
-def _reductions_behind(value: Node) -> set[Reduced]:
-    """What a gradient comes out of; None stands for something that was not reduced."""
-    found: set[Reduced] = set()
-    stack: list[tuple[Node, Node | None]] = [(value, None)]
+def _reductions_behind(value: Node, most: int, partial: set[Node]) -> set[tuple[Reduced, ...]]:
+    """The ways on which a gradient comes about: the reductions on each, the last first, and no more than `most`.
+
+    What was reduced over shards in earlier microbatches is no way of its own.
+    """
+    found: set[tuple[Reduced, ...]] = set()
+    stack: list[tuple[Node, Node | None, tuple[Reduced, ...]]] = [(value, None, ())]
     while stack:
-        node, part = stack.pop()
-        if node.target is WAIT and launch_of(node).target in REDUCES:
-            found.add((node, part))
-        elif not node.all_input_nodes:
-            found.add(None)
-        else:
-            part = node if node.target is operator.getitem else part
-            stack.extend((source, part) for source in node.all_input_nodes)
+        node, part, way = stack.pop()
+        sources = node.all_input_nodes
+        if is_reduced(node):
+            way = (*way, (node, part))
+            sources = [_sent(node)]
+        elif way and part is not None and node.target is torch.ops.aten.cat.default:
+            index: Any = part.args[1]  # of what was packed for this reduction
+            sources, part = [sources[index]], None
+        if len(way) == most or not sources:
+            found.add(way)
+            continue
+        part = node if node.target is operator.getitem else part
+        stack.extend((source, part, way) for source in sources if source not in partial)
     return found
+
+
+def _sent(wait: Node) -> Node:
+    """What the reduction that a wait completes was given."""
+    source, launch = wait.all_input_nodes[0], launch_of(wait)
+    index: Any = source.args[1] if source is not launch else 0
+    return launch.all_input_nodes[index]
 
 
 def _reaches(node: Node, ends: set[Any]) -> bool:

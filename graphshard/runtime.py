@@ -6,7 +6,7 @@ Step.backward   saved values and tangents -> gradients, as DTensors like their p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +17,22 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from graphshard._torch import disable_autocast
+from graphshard.accumulation import Accumulation
 from graphshard.copies import finish_downloads
 from graphshard.exchange import exchange_reductions
-from graphshard.graph import fake, is_collective, restride
+from graphshard.graph import fake, restride
 from graphshard.lower import Boxed
+from graphshard.meshes import bind_groups, shard_index
+from graphshard.passes import AccumulateGradients
 from graphshard.program import Phase, Program, Slot
 from graphshard.ranges import profiling, with_ranges
 from graphshard.sharding import ParamRef, as_dtensor, dense, padded_shard
 from graphshard.sizes import evaluate, expression, given_sizes
+from graphshard.unsharded import Unsharded
 
-BackwardFactory = Callable[[frozenset[str]], Phase]
+# Which tangents arrive, and what is done about microbatches.
+Variant = tuple[frozenset[str], AccumulateGradients | None]
+BackwardFactory = Callable[[Variant], Phase]
 
 
 class Executable:
@@ -37,7 +43,11 @@ class Executable:
         module: the module that owns the buffers.
         params: where the parameters live.
         mesh: the mesh the parameters are sharded over.
-        make_backward: makes the backward phase for another set of tangents than the likely one.
+        make_backward: makes the backward phase for another variant than the likely one.
+        accumulation: what is shared with the other programs of the model.
+        names: names of the parameters in the model by their names in the program.
+        unsharded: parameters that were gathered by hand.
+        groups: names of the process groups by the names of the axes.
     """
 
     def __init__(
@@ -47,13 +57,21 @@ class Executable:
         params: Sequence[ParamRef],
         mesh: DeviceMesh,
         make_backward: BackwardFactory,
+        accumulation: Accumulation,
+        names: Mapping[str, str],
+        unsharded: Unsharded,
+        groups: Mapping[str, str],
     ) -> None:
         self.program = program
         self.mesh = mesh
-        self._rank = mesh.get_local_rank()
+        self._rank = shard_index(mesh)
         self._module = module
         self._params = {ref.row.name: ref for ref in params}
         self._make_backward = make_backward
+        self._accumulation = accumulation
+        self._names = names
+        self._unsharded = unsharded
+        self._groups = groups
         self._forward = self._bind(program.phases["forward"])
         outputs = zip(self._forward.results, self._forward.outputs)
         self._results = [(value, slot.name) for value, slot in outputs if slot.kind == "output"]
@@ -62,11 +80,11 @@ class Executable:
         self._grads: tuple[Slot, ...] = ()
         self._downloads = any(stage.name == "offload" and stage.rewrites for stage in program.history)
         self._ranged: dict[GraphModule, GraphModule] = {}
-        self._backwards: dict[frozenset[str], Phase] = {}
+        self._backwards: dict[Variant, Phase] = {}
         if "backward" in program.phases:
             phase = self._bind(program.phases["backward"])
             self._grads = phase.outputs
-            self._backwards[frozenset(s.name for s in phase.inputs if s.kind == "tangent")] = phase
+            self._backwards[frozenset(s.name for s in phase.inputs if s.kind == "tangent"), None] = phase
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Run the program on the tensors among a call's inputs; return what the module returns."""
@@ -103,20 +121,30 @@ class Executable:
 
     def backward(self, saved: dict[Slot, Any], tangents: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
         """Run the backward executor for the tangents at hand; `saved` is emptied."""
-        phase = self._backwards.get(frozenset(tangents))
+        variant = frozenset(tangents), self._accumulation.step(self._names)
+        phase = self._backwards.get(variant)
         if phase is None:
-            phase = self._bind(self._make_backward(frozenset(tangents)))
-            self._backwards[frozenset(tangents)] = phase
-        inputs = [
-            restride(tangents.pop(slot.name), self._stride(node, saved)) if slot.kind == "tangent" else saved[slot]
-            for slot, node in zip(phase.inputs, phase.placeholders, strict=True)
-        ]
+            phase = self._backwards[variant] = self._bind(self._make_backward(variant))
+
+        def read(slot: Slot, node: Node) -> Any:
+            if slot.kind == "tangent":
+                return restride(tangents.pop(slot.name), self._stride(node, saved))
+            if slot.kind in ("accumulated", "partial"):
+                return restride(self._accumulation.take(slot, self._names), fake(node).stride())
+            return saved[slot]
+
+        inputs = [read(slot, node) for slot, node in zip(phase.inputs, phase.placeholders, strict=True)]
         saved.clear()
         with disable_autocast():
             values = self._code(phase)(inputs)
+        self._unsharded.free(set(self._unsharded.full) - self._unsharded.kept)
         if self._downloads:
             finish_downloads(self.program.device)
-        return [self._as_gradient(value, slot) for value, slot in zip(values, phase.outputs, strict=True)]
+        results = dict(zip(phase.outputs, values, strict=True))
+        for slot, value in results.items():
+            if slot.kind in ("accumulated", "partial"):
+                self._accumulation.put(slot, self._names, value)
+        return [self._as_gradient(results.get(slot), slot) for slot in self._grads]
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
         """The dynamic sizes of a call."""
@@ -141,6 +169,8 @@ class Executable:
         if slot.kind == "param":
             ref = self._params[slot.name]
             return ref.param.detach() if ref.row.ignored else padded_shard(ref.param, ref.row)
+        if slot.kind == "gathered":
+            return self._unsharded.read(self._names[slot.name])
         if slot.kind == "input":
             return tensors[int(slot.name)].detach()
         if slot.kind == "size":
@@ -160,11 +190,8 @@ class Executable:
         return as_dtensor(local, row, self.mesh)
 
     def _bind(self, phase: Phase) -> Phase:
-        """Put the process group's name in the place of the axis name."""
-        group = self.mesh.get_group().group_name
-        for node in phase.module.graph.nodes:
-            if is_collective(node):
-                node.args = (*node.args[:-1], group)
+        """Put the process groups' names in the place of the axis names."""
+        bind_groups(phase.module.graph, self._groups)
         exchange_reductions(phase)
         phase.module.recompile()
         return phase

@@ -32,6 +32,7 @@ imported or evaluated.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -46,7 +47,7 @@ from graphshard.errors import ArgumentError
 from graphshard.params import ParamRow, ParamTable
 from graphshard.passes import Pass
 from graphshard.plan import Plan
-from graphshard.program import Axis, Program
+from graphshard.program import Axis, Phase, Program
 
 FORMAT = 1
 _PHASES = ("joint", "forward", "backward")
@@ -71,14 +72,15 @@ def program_to_json(program: Program, *, next_pass: Pass | None = None) -> str:
         "model": program.model,
         "capture": program.capture,
         "reason": program.reason,
-        "axis": [program.axis.name, program.axis.size],
+        "axis": _encode_axis(program.axis),
+        "replicate": program.replicate and _encode_axis(program.replicate),
         "device": str(program.device),
         "next_number": program.next_number,
         "tangents": list(program.tangents),
         "established": sorted(program.established),
         "differentiated": sorted(program.differentiated),
         "out_spec": _encode_spec(program.out_spec),
-        "params": [_encode_row(row) for row in program.params],
+        "params": encode_table(program.params),
         "constants": {name: encode(value) for name, value in program.constants.items()},
         "plan": json.loads(program.plan.to_json()) if program.plan else None,
         "next": encode_pass(next_pass) if next_pass else None,
@@ -97,7 +99,7 @@ def program_from_json(text: str) -> Program:
     """
     data = load_stage(text)
     try:
-        return _program(data)
+        return decode_program(data, Decoder())
     except ArgumentError as error:
         raise ArgumentError(f"not a stage that can be read: {error}") from error
     except KeyError as error:
@@ -131,18 +133,19 @@ def plan_of(text: str) -> Plan | None:
     return None if data is None else _decode_plan(data)
 
 
-def _program(data: dict[str, Any]) -> Program:
-    decoder = Decoder()
+def decode_program(
+    data: dict[str, Any], decoder: Decoder, phase_of: Callable[[dict[str, Any], Decoder], Phase] = decode_phase
+) -> Program:
+    """A program of the data of its file; `phase_of` reads one of its phases."""
     sizes = decode_sizes(data.get("sizes", {}), decoder.mode)
     decoder.sizes.update((size.name, size.value) for size in sizes)
     unknown = set(data["phases"]) - set(_PHASES)
     if unknown or not data["phases"]:
         raise ArgumentError(f"phases are {list(data['phases'])}, they must be of {', '.join(_PHASES)}")
-    axis_name, axis_size = data["axis"]
     return Program(
-        {name: decode_phase(phase, decoder) for name, phase in data["phases"].items()},
-        ParamTable(tuple(map(_decode_row, data["params"]))),
-        Axis(typed(axis_name, str), typed(axis_size, int)),
+        {name: phase_of(phase, decoder) for name, phase in data["phases"].items()},
+        decode_table(data["params"]),
+        _decode_axis(data["axis"]),
         torch.device(data["device"]),
         {name: decoder.value(value) for name, value in data["constants"].items()},
         _decode_spec(data["out_spec"]),
@@ -156,7 +159,17 @@ def _program(data: dict[str, Any]) -> Program:
         next_number=typed(data["next_number"], int),
         sizes=sizes,
         shapes=tuple((tuple(shape), tuple(stride)) for shape, stride in decoder.value(data.get("shapes", []))),
+        replicate=_decode_axis(data["replicate"]) if data.get("replicate") else None,
     )
+
+
+def _encode_axis(axis: Axis) -> list[Any]:
+    return [axis.name, axis.size]
+
+
+def _decode_axis(data: Any) -> Axis:
+    name, size = data
+    return Axis(typed(name, str), typed(size, int))
 
 
 def _decode_plan(data: dict[str, Any]) -> Plan:
@@ -164,6 +177,14 @@ def _decode_plan(data: dict[str, Any]) -> Plan:
         return Plan.from_json(json.dumps(data))
     except (KeyError, TypeError, AttributeError) as error:
         raise ArgumentError(f"not a plan: {error}") from error
+
+
+def encode_table(table: ParamTable) -> list[dict[str, Any]]:
+    return [_encode_row(row) for row in table]
+
+
+def decode_table(data: list[dict[str, Any]]) -> ParamTable:
+    return ParamTable(tuple(map(_decode_row, data)))
 
 
 def _encode_row(row: ParamRow) -> dict[str, Any]:

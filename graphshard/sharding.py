@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from graphshard.errors import ParameterError
+from graphshard.meshes import placements, shard_index
 from graphshard.params import ParamRow, ParamTable
 
 
@@ -34,7 +35,7 @@ def shard_module(
 
     All shards are made before the first parameter is replaced. Meta tensors stay on the meta device.
     """
-    rank = mesh.get_local_rank()
+    rank = shard_index(mesh)
     shards = {
         row.name: _shard(module.get_parameter(row.name), row, mesh, rank, storage) for row in table if not row.ignored
     }
@@ -86,7 +87,7 @@ def dense(piece: torch.Tensor, row: ParamRow, device: torch.device) -> torch.Ten
 def as_dtensor(local: torch.Tensor, row: ParamRow, mesh: DeviceMesh) -> DTensor:
     """A shard (of a parameter or its gradient) as the DTensor that FSDP2 would make."""
     shape, stride = torch.Size(row.shape), row.stride_of(row.shape)
-    return DTensor.from_local(local, mesh, (Shard(row.dim),), run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, mesh, placements(mesh, row.dim), run_check=False, shape=shape, stride=stride)
 
 
 @torch.no_grad()

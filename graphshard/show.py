@@ -45,9 +45,9 @@ def _show_dump(directory: Path, console: Console) -> None:
     summary = _summary(directory / SUMMARY)
     title = ": ".join(filter(None, [summary.get("title", directory.name), summary.get("reason")]))
     console.print(Text(title, "bold"))
-    axis, size = summary.get("axis", "?"), summary.get("world_size", "?")
+    axes = summary.get("axes", {"?": "?"}).items()
     versions = [f"{name} {summary[name]}" for name in ("torch", "graphshard") if name in summary]
-    console.print(Text(", ".join([f"{size} ranks on axis {axis!r}", *versions])))
+    console.print(Text(", ".join([*(f"{size} ranks on axis {axis!r}" for axis, size in axes), *versions])))
     console.print(_stage_table(summary))
     plan = _plan(directory)
     if plan is not None:

@@ -21,6 +21,7 @@ class Signature:
     grad: bool
     autocast: Hashable
     params: tuple[tuple[bool, torch.dtype], ...]
+    settings: tuple[Any, ...] = ()
 
     def loose(self) -> Signature:
         """The signature without shapes and strides."""
@@ -28,7 +29,7 @@ class Signature:
         return dataclasses.replace(self, inputs=inputs)
 
     def __hash__(self) -> int:
-        return hash((self.inputs, self.training, self.grad, self.autocast, self.params))
+        return hash((self.inputs, self.training, self.grad, self.autocast, self.params, self.settings))
 
     def changes_from(self, other: Signature) -> str:
         """What differs from another signature, in words."""
@@ -39,9 +40,18 @@ class Signature:
             "grad": "gradients are " + ("on" if self.grad else "off"),
             "autocast": "autocast changed",
             "params": "dtype or requires_grad of a parameter changed",
+            "settings": "resharding, the divisor of gradients, or what is gathered by hand was changed",
         }
         changed = [why for name, why in reasons.items() if getattr(self, name) != getattr(other, name)]
         return ", ".join(changed)
+
+    def details(self, other: Signature) -> str:
+        """What differs from another signature, with both values where they are inputs."""
+        if self.structure == other.structure and self.inputs != other.inputs:
+            pairs = enumerate(zip(other.inputs, self.inputs))
+            index, (was, now) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+            return f"input {index} was {_shown(was)} and is {_shown(now)}"
+        return self.changes_from(other)
 
 
 def leaf_key(leaf: Any) -> tuple[Any, ...]:
@@ -49,3 +59,12 @@ def leaf_key(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
     return (type(leaf), leaf)
+
+
+def _shown(key: tuple[Any, ...]) -> str:
+    if len(key) == 4:
+        shape, stride, dtype, grad = key
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)} with strides {list(stride)}" + (
+            ", requires_grad" if grad else ""
+        )
+    return repr(key[1])

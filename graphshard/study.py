@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
 from graphshard.backends import compiler_for
@@ -25,7 +24,6 @@ from graphshard.checks import (
     check_examples,
     check_memory_limit,
     check_model,
-    check_policy,
 )
 from graphshard.cost import Costs
 from graphshard.default_planner import with_planner
@@ -37,6 +35,7 @@ from graphshard.lower import lower
 from graphshard.observe import Observer
 from graphshard.passes import MakePlan
 from graphshard.pipeline import Pipeline, run_pass
+from graphshard.precision import precision_of
 from graphshard.predict import bound_of, explained
 from graphshard.profile import Profile
 from graphshard.program import Axis, Program
@@ -71,7 +70,10 @@ class Study:
 
     def __post_init__(self) -> None:
         check_model(self.model)
-        check_policy(self.options.get("reshard_after_forward"), self.policy)
+        reshard = self.options.get("reshard_after_forward")
+        if not (reshard is None or isinstance(reshard, bool)):
+            raise ArgumentError(f"reshard_after_forward must be True, False or None, got {reshard!r}.")
+        precision_of(self.options.get("mp_policy"), find_units(self.model, self.options.get("units")))
         check_examples(self.options.get("units"), self.example_inputs, self.example_kwargs)
         if self.example_inputs is None and self.example_kwargs is None:
             raise ArgumentError("explain needs example_inputs or example_kwargs, the inputs of one rank's call.")
@@ -88,11 +90,6 @@ class Study:
         check_memory_limit(self.options.get("memory_limit"))
         if not isinstance(states, int) or states < 0:
             raise ArgumentError(f"optimizer_states must be a number of tensors such as 2 for Adam, got {states!r}.")
-
-    @property
-    def policy(self) -> MixedPrecisionPolicy:
-        """The precision."""
-        return self.options.get("mp_policy") or MixedPrecisionPolicy()
 
     @property
     def states(self) -> int:
@@ -183,10 +180,11 @@ class Study:
                 name: self.options.get(name)
                 for name in ("reshard_after_forward", "shard_placement_fn", "ignored_params")
             }
+            precision = precision_of(self.options.get("mp_policy"), units)
             table = checked_table(
-                self.model, units, device_type="cpu", num_shards=axis.size, mp_policy=self.policy, **options
+                self.model, units, device_type="cpu", num_shards=axis.size, precision=precision, **options
             )
-            spec = CaptureSpec(table, units, axis, torch.device("cpu"), self.policy, type(self.model))
+            spec = CaptureSpec(table, units, axis, torch.device("cpu"), precision, type(self.model))
 
             def trace(inputs: Inputs) -> Program:
                 return capture(self.model, *inputs, spec, grad=True)

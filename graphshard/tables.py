@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from graphshard.checks import check_ignored, check_params, check_placements
 from graphshard.params import ParamTable, build_table
+from graphshard.precision import Precision
 
 
 def checked_table(
@@ -18,7 +18,7 @@ def checked_table(
     *,
     device_type: str,
     num_shards: int,
-    mp_policy: MixedPrecisionPolicy,
+    precision: Precision,
     reshard_after_forward: bool | None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None,
     ignored_params: Iterable[nn.Parameter] | None,
@@ -28,6 +28,7 @@ def checked_table(
     Args:
         unit_names: modules whose parameters are gathered together, as `find_units` found them.
         device_type: kind of devices that the model will be on.
+        precision: the policies of the units.
 
     Raises:
         ArgumentError: an option does not fit the model, or a parameter cannot be sharded.
@@ -38,8 +39,7 @@ def checked_table(
         model,
         num_shards=num_shards,
         units=unit_names,
-        param_dtype=mp_policy.param_dtype,
-        reduce_dtype=mp_policy.reduce_dtype,
+        precision=precision,
         reshard_after_forward=reshard_after_forward,
         dims=check_placements(model, shard_placement_fn, ignored),
         ignored=ignored,

@@ -7,6 +7,7 @@ parameter belongs to the innermost unit above it, and what lies in no unit belon
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
@@ -57,13 +58,18 @@ def modules_of(unit: str) -> list[str]:
 
 def unit_of(name: str, units: Sequence[str]) -> str:
     """The innermost unit that contains the parameter or module `name`, or "" for the root."""
-    known = {module: unit for unit in units for module in modules_of(unit)}
+    known = _unit_by_module(tuple(units))
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         prefix = ".".join(parts[:end])
         if prefix in known:
             return known[prefix]
     return ""
+
+
+@functools.cache
+def _unit_by_module(units: tuple[str, ...]) -> dict[str, str]:
+    return {module: unit for unit in units for module in modules_of(unit)}
 
 
 def units_within(name: str, units: Sequence[str]) -> tuple[str, ...]:

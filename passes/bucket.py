@@ -22,7 +22,7 @@ from torch._ops import OpOverloadPacket
 from torch.fx import Graph, Node
 
 from graphshard.errors import PassError
-from graphshard.graph import WAIT, Collective, Layout, aten, c10d, collectives, emit, fake
+from graphshard.graph import WAIT, Collective, Layout, aten, base_of, c10d, collectives, emit, erase_dead, fake
 from graphshard.passes.base import Pass
 from graphshard.plan import Bucket
 from graphshard.program import Phase, Program
@@ -52,12 +52,12 @@ class Bucketing(Pass):
         for phase_name, phase in program.phases.items():
             single = {(c.kind, p): c for c in collectives(phase) if len(c.params) == 1 for p in c.params}
             layout = Layout.of(phase)
-            for bucket in program.plan.buckets:
+            # What is reduced over replicas is what was reduced over shards: those buckets come first.
+            for bucket in sorted(program.plan.buckets, key=lambda bucket: bucket.kind == "all_reduce"):
                 members = [single.get((bucket.kind, name)) for name in bucket.members]
                 if bucket.phase != phase_name or len(members) < 2 or None in members:
                     continue
-                merge = _merge_gathers if bucket.kind == "gather" else _merge_reductions
-                merge(phase.module.graph, bucket, [m for m in members if m is not None], layout)
+                _MERGE[bucket.kind](phase.module.graph, bucket, [m for m in members if m is not None], layout)
             count += _tag(phase, [b for b in program.plan.buckets if b.phase == phase_name])
         return count
 
@@ -127,12 +127,45 @@ def _merge_reductions(graph: Graph, bucket: Bucket, members: list[Collective], l
         shards = _launch(graph, c10d.reduce_scatter_tensor, tensors, op, size, axis, like=last)
         if num_packed:
             shards = _unpack_reduced(graph, shards[0], grads[:num_packed], size) + shards[1:]
-    anchor = last
-    for member, shard in zip(members, shards, strict=True):
+    _land(graph, members, shards, last, layout)
+
+
+def _merge_all_reduces(graph: Graph, bucket: Bucket, members: list[Collective], layout: Layout) -> None:
+    last = max(m.node for m in members)
+    shards = [m.node.all_input_nodes[0] for m in members]
+    launch: Any = members[0].node.args
+    _, op, axis = launch
+    num_packed = len(bucket.packed)
+    with graph.inserting_before(last):
+        tensors = shards[num_packed:]
+        if num_packed:
+            tensors = [_one_buffer(graph, shards[:num_packed], last), *tensors]
+        reduced = _launch(graph, c10d.all_reduce, tensors, op, axis, like=last)
+        if num_packed:
+            reduced = _unpack_reduced(graph, reduced[0], shards[:num_packed], 1) + reduced[1:]
+    _land(graph, members, reduced, last, layout)
+    erase_dead(graph)
+
+
+def _one_buffer(graph: Graph, shards: list[Node], like: Node) -> Node:
+    """The buffer that the shards are the pieces of, if they came out of one reduction; else a copy of them all."""
+    pieces = [shard.all_input_nodes[0] for shard in shards]
+    if len({base_of(shard) for shard in shards}) == 1 and all(piece.target is operator.getitem for piece in pieces):
+        buffer = base_of(shards[0])
+        whole = fake(buffer).numel() == sum(fake(shard).numel() for shard in shards)
+        if whole and [piece.args[1] for piece in pieces] == list(range(len(pieces))):
+            return buffer
+    flats = [emit(graph, aten.view.default, shard, [-1], like=like) for shard in shards]
+    return emit(graph, aten.cat.default, flats, like=like)
+
+
+def _land(graph: Graph, members: list[Collective], values: list[Node], anchor: Node, layout: Layout) -> None:
+    """Let what was reduced be what its bucket brings; what follows from it stands behind the launch."""
+    for member, value in zip(members, values, strict=True):
         for node in layout.after[member.waits[0]]:
             anchor.append(node)
             anchor = node
-        _replace(graph, member, shard)
+        _replace(graph, member, value)
 
 
 def _unpack_reduced(graph: Graph, buffer: Node, grads: list[Node], size: int) -> list[Node]:
@@ -161,3 +194,6 @@ def _replace(graph: Graph, member: Collective, value: Node) -> None:
     wait.replace_all_uses_with(value)
     graph.erase_node(wait)
     graph.erase_node(member.node)
+
+
+_MERGE = {"gather": _merge_gathers, "reduce": _merge_reductions, "all_reduce": _merge_all_reduces}

@@ -37,6 +37,7 @@ _ZERO_IF_ANY = frozenset(
         aten.neg.default,
         aten.sum.dim_IntList,
         aten.sum.default,
+        c10d.all_reduce.default,
         c10d.reduce_scatter_tensor.default,
         WAIT,
     }

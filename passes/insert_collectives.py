@@ -9,13 +9,15 @@
                                              return %ds as grad:w
 
 The reduction is in the parameter's reduce dtype. Shards are padded to equal size, so the graph is the same on every
-rank: rows beyond the parameter's are cut off after the gather and filled with zeros before the reduction. A collective
+rank: rows beyond the parameter's are cut off after the gather and filled with zeros before the reduction. Where
+parameters are replicated over a second mesh axis, an all-reduce of the shard over that axis follows. A collective
 joins shards along the outermost dim in memory; where a parameter is sharded along another, its landing brings them side
 by side. A parameter that is not sharded, and a world of one rank, gets no collectives at all.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,10 +25,13 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.errors import PassError
-from graphshard.graph import aten, c10d, emit, fake, is_communication, rewrite_gradients
+from graphshard.graph import aten, behind, c10d, emit, fake, is_communication, rewrite_gradients
 from graphshard.params import ParamRow
 from graphshard.passes.base import Pass
-from graphshard.program import Axis, Phase, Program
+from graphshard.program import Axis, Phase, Program, Slot
+
+# Mark of the operators between a full gradient and what the graph returns of it.
+OF_A_REDUCTION = "of_a_reduction"
 
 # What both gloo and NCCL send as it is; other dtypes travel as these, bit by bit.
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
@@ -48,12 +53,18 @@ class InsertCollectives(Pass):
     def rewrite(self, program: Program) -> int:
         count = 0
         for phase in program.phases.values():
+            phase.inputs = tuple(_as_held(slot, program) for slot in phase.inputs)
             for node, slot in phase.slot_of().items():
                 if slot.kind == "param" and program.params[slot.name].num_shards > 1:
                     gather(phase.module.graph, node, program.params[slot.name], program.axis)
                     count += 1
             count += _reduce_gradients(phase, program)
         return count
+
+
+def _as_held(slot: Slot, program: Program) -> Slot:
+    """A parameter that was gathered by hand comes in as it is."""
+    return Slot("gathered", slot.name) if slot.kind == "param" and program.params[slot.name].held else slot
 
 
 def gather(graph: Graph, shard: Node, row: ParamRow, axis: Axis) -> None:
@@ -113,56 +124,116 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
 def _reduce_gradients(phase: Phase, program: Program) -> int:
     def reduced(grad: Node, name: str) -> Node:
         row = program.params[name]
-        return reduce(phase.module.graph, grad, row, program.axis) if row.num_shards > 1 else grad
+        return reduce(phase.module.graph, grad, row, reduced_over(row, program))
 
     return rewrite_gradients(phase, reduced)
 
 
-def reduce(graph: Graph, grad: Node, row: ParamRow, axis: Axis) -> Node:
+def reduced_over(row: ParamRow, program: Program) -> tuple[Axis, ...]:
+    """The axes that a parameter's gradient is reduced over: the sharding one first."""
+    axes = (program.axis, program.replicate)
+    return () if row.ignored else tuple(axis for axis in axes if axis is not None and axis.size > 1)
+
+
+def reduce(graph: Graph, grad: Node, row: ParamRow, axes: tuple[Axis, ...]) -> Node:
     """Mean of a full gradient over the ranks in the reduce dtype, as this rank's padded shard."""
-    pre, post = divide_factors(row.reduce_dtype, axis.size)
-    node = grad
+    if not axes and row.divide_factor is None:
+        return grad
+    return over_replicas(graph, over_shards(graph, grad, row, axes), row, axes)
 
-    def then(target: torch._ops.OpOverload, *args: object, **kwargs: object) -> Node:
-        with graph.inserting_after(node):
-            return emit(graph, target, node, *args, like=grad, **kwargs)
 
+def over_shards(graph: Graph, grad: Node, row: ParamRow, axes: tuple[Axis, ...]) -> Node:
+    """The first half of `reduce`: this rank's padded shard of the sum over the ranks that share a parameter."""
+    then = _Chain(graph, grad)
+    how = division(row, axes)
     if fake(grad).dtype != row.reduce_dtype:
-        node = then(aten._to_copy.default, dtype=row.reduce_dtype)
+        then(aten._to_copy.default, dtype=row.reduce_dtype)
     if row.order:
-        node = then(aten.permute.default, list(row.order))
-    dim, rank = row.memory_dim, len(row.shape)
+        then(aten.permute.default, list(row.order))
+    dim, rank = row.memory_dim if row.num_shards > 1 else 0, len(row.shape)
     if not row.is_even:
         padding = row.shard_len * row.num_shards - row.shape[row.dim]
-        node = then(aten.constant_pad_nd.default, [0, 0] * (rank - 1 - dim) + [0, padding])
-    if pre != 1:
-        node = then(aten.div.Tensor, pre)
+        then(aten.constant_pad_nd.default, [0, 0] * (rank - 1 - dim) + [0, padding])
+    if how.scale is not None:
+        then(aten.mul.Tensor, how.scale)
+    if how.before != 1:
+        then(aten.div.Tensor, how.before)
     shape = list(row.in_memory(row.padded_shape))
     if dim > 0:
         # One shard behind another, as the reduction deals them out.
-        node = then(aten.reshape.default, [*shape[:dim], row.num_shards, *shape[dim:]])
-        node = then(aten.permute.default, [dim, *(d for d in range(rank + 1) if d != dim)])
-    if not fake(node).is_contiguous():
-        node = then(aten.clone.default, memory_format=torch.contiguous_format)
+        then(aten.reshape.default, [*shape[:dim], row.num_shards, *shape[dim:]])
+        then(aten.permute.default, [dim, *(d for d in range(rank + 1) if d != dim)])
+    if not fake(then.node).is_contiguous():
+        then(aten.clone.default, memory_format=torch.contiguous_format)
     if dim > 0:
-        node = then(aten.view.default, [row.num_shards * shape[0], *shape[1:]])
-    op = "avg" if post is None else "sum"
-    node = then(c10d.reduce_scatter_tensor.default, op, axis.size, axis.name)
-    node = then(c10d.wait_tensor.default)
-    if post is not None:
-        node = then(aten.div.Tensor, post)
-    return then(aten.permute.default, list(row.inverse_order)) if row.order else node
+        then(aten.view.default, [row.num_shards * shape[0], *shape[1:]])
+    if row.num_shards > 1:
+        then(c10d.reduce_scatter_tensor.default, how.over_shards, axes[0].size, axes[0].name)
+        then(c10d.wait_tensor.default)
+    return then.node
 
 
-def divide_factors(reduce_dtype: torch.dtype, world_size: int) -> tuple[float, float | None]:
-    """Divisors of a gradient before and after its reduction; no divisor after means the collective averages.
+def over_replicas(graph: Graph, shard: Node, row: ParamRow, axes: tuple[Axis, ...]) -> Node:
+    """The second half of `reduce`: the mean over all ranks of what the first half made."""
+    then = _Chain(graph, shard)
+    how = division(row, axes)
+    for axis in axes[1:] if row.num_shards > 1 else axes:
+        then(c10d.all_reduce.default, how.over_replicas, axis.name)
+        then(c10d.wait_tensor.default)
+    if how.after != 1:
+        then(aten.div.Tensor, how.after)
+    if row.order:
+        then(aten.permute.default, list(row.inverse_order))
+    return then.node
 
-    FSDP2's rule: float32 and bfloat16 have the exponent range for a sum, so the collective averages. Others are
-    summed, with about sqrt(world size) divided away before and the rest after, to keep float16 in range.
+
+@dataclass
+class _Chain:
+    """A row of operators, each on the result of the one before; marked, so that its beginning is found again."""
+
+    graph: Graph
+    node: Node
+
+    def __call__(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> None:
+        with behind(self.node):
+            self.node = emit(self.graph, target, self.node, *args, like=self.node, **kwargs)
+        self.node.meta[OF_A_REDUCTION] = True
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a sum over ranks becomes a mean.
+
+    Attributes:
+        scale: the gradient is multiplied by it first; None leaves it.
+        before, after: it is divided by these before the first and after the last reduction; 1 leaves it.
+        over_shards, over_replicas: "avg" or "sum".
     """
-    if reduce_dtype in (torch.float32, torch.bfloat16):
-        return 1, None
-    pre = 1
-    while world_size % pre == 0 and world_size / pre > pre:
-        pre *= 2
-    return pre, world_size / pre
+
+    scale: float | None = None
+    before: float = 1
+    after: float = 1
+    over_shards: str = "sum"
+    over_replicas: str = "sum"
+
+
+def division(row: ParamRow, axes: tuple[Axis, ...]) -> Division:
+    """FSDP2's rule: float32 and bfloat16 have the exponent range for a sum, so the collective averages.
+
+    Others are summed, with about sqrt(divisor) divided away before and the rest after, to keep float16 in range. A
+    divisor that is not the number of ranks is multiplied in first, unless the gradient is sharded over that many.
+    """
+    num_ranks = math.prod(axis.size for axis in axes)
+    divisor = num_ranks if row.divide_factor is None else row.divide_factor
+    if row.reduce_dtype not in (torch.float32, torch.bfloat16):
+        before = 1
+        while divisor % before == 0 and divisor / before > before:
+            before *= 2
+        return Division(before=before, after=divisor / before)
+    if row.force_sum:
+        return Division(after=divisor)
+    if row.divide_factor is None:
+        return Division(over_shards="avg", over_replicas="avg")
+    if row.num_shards == 1:
+        return Division(before=divisor)
+    return Division(over_shards="avg") if divisor == row.num_shards else Division(scale=1 / divisor)

@@ -19,7 +19,7 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.errors import PassError
-from graphshard.graph import collectives, erase_dead
+from graphshard.graph import collectives, erase_dead, fake
 from graphshard.params import ParamRow
 from graphshard.passes.base import Pass
 from graphshard.passes.insert_collectives import landing
@@ -45,7 +45,7 @@ class KeepGathered(Pass):
 def keep_gathered(program: Program, names: Collection[str]) -> int:
     """Hand these parameters from forward to backward; how many backward gathered again."""
     kept = [program.params[name] for name in names]
-    if not kept:
+    if not kept or "forward" not in program.phases:  # another backward, which gathers again
         return 0
     forward, backward = program.phases["forward"], program.phases["backward"]
     ours, theirs = (_gathered(phase, kept) for phase in (forward, backward))
@@ -72,8 +72,6 @@ def _hand_over(forward: Phase, backward: Phase, full: Node, again: Node) -> None
     slot = Slot("saved", full.name)
     forward.set_results([*forward.results, full])
     forward.outputs = (*forward.outputs, slot)
-    with again.graph.inserting_after(backward.placeholders[-1]):
-        given = again.graph.placeholder(full.name)
-    given.meta.update({key: again.meta[key] for key in ("val", "nn_module_stack") if key in again.meta})
-    backward.inputs = (*backward.inputs, slot)
+    given = backward.add_input(full.name, slot, fake(again))
+    given.meta.update({key: again.meta[key] for key in ("nn_module_stack",) if key in again.meta})
     again.replace_all_uses_with(given)

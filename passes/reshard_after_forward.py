@@ -55,6 +55,8 @@ def _gathered(shard: Node, row: ParamRow) -> list[Node]:
         return []
     chain = [shard]
     while chain[-1].target is not WAIT:
+        if len(chain[-1].users) != 1:  # nobody gathers it
+            return []
         chain += chain[-1].users
     for _ in landing(row):
         chain += chain[-1].users

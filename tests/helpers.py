@@ -25,6 +25,7 @@ from graphshard.params import ParamRow, build_table
 from graphshard.passes import MakePlan
 from graphshard.pipeline import Pipeline, run_pass
 from graphshard.planner import PlanByUnit
+from graphshard.precision import precision_of
 from graphshard.program import Axis, Phase, Program, Slot
 from graphshard.units import find_units
 
@@ -119,18 +120,17 @@ def captured(
     dynamic_shapes: Any = None,
 ) -> Program:
     """What `graphshard.compile(model, mesh, ...)` captures for `model(*args, **kwargs)` on the CPU."""
-    policy = mp_policy or MixedPrecisionPolicy()
     names = find_units(model, units)
+    precision = precision_of(mp_policy, names)
     table = build_table(
         model,
         num_shards=world_size,
         units=names,
-        param_dtype=policy.param_dtype,
-        reduce_dtype=policy.reduce_dtype,
+        precision=precision,
         reshard_after_forward=reshard_after_forward,
     )
     axis = Axis("shard", world_size)
-    spec = CaptureSpec(table, names, axis, torch.device("cpu"), policy, type(model), dynamic_shapes)
+    spec = CaptureSpec(table, names, axis, torch.device("cpu"), precision, type(model), dynamic_shapes)
     return capture(model, tuple(args), dict(kwargs or {}), spec, grad=grad)
 
 

@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.params import ParamRow, ParamTable, build_table, memory_order, named_parameters
+from graphshard.precision import Precision
 from graphshard.units import find_units
 from tests.helpers import Blocks, Tied
 
@@ -34,8 +36,7 @@ def _table(
         model,
         num_shards=num_shards,
         units=find_units(model),
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
+        precision=Precision(MixedPrecisionPolicy(param_dtype, reduce_dtype)),
         reshard_after_forward=reshard,
     )
 

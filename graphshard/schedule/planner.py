@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,12 +13,14 @@ from graphshard.exchange import RANKS
 from graphshard.graph import collectives
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.plan import Bucket, Event, Plan, Prediction
-from graphshard.planner import account
+from graphshard.planner import PlanByUnit, account
 from graphshard.program import Program
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build import Built, Constraints, Settings, build, to_buckets
 from graphshard.schedule.problem import InfeasibleError, Problem, Schedule
 from graphshard.schedule.solve import Solution, Solver, one_ahead
+
+log = logging.getLogger(__name__)
 
 # Bytes of a shard below which NCCL's bandwidth falls off, so that a copy pays.
 SMALL = 64 * 1024
@@ -86,10 +89,26 @@ class PlanByCost:
             InfeasibleError: no plan fits in the memory limit; the message has the least bytes that one needs.
         """
         self._check_units(program)
+        if program.replicate is not None or program.subgroup is not None:
+            return self._unplanned(program)
         settings = self._settings(program)
         if not (self.worth or self.worth_seconds):
             return self._planned(program, settings, Solver(self._limit)).plan
         return self._worthwhile(program, settings).plan
+
+    def _unplanned(self, program: Program) -> Plan:
+        """The plan by units, where there are links that the problem does not have.
+
+        Raises:
+            ArgumentError: a memory limit was given.
+        """
+        why = "gradients are reduced over two axes" if program.replicate else "backward gathers within a subgroup"
+        if self.memory_limit is not None:
+            raise ArgumentError(
+                f"memory_limit={self.memory_limit} cannot be kept: {why}, which is not planned by cost."
+            )
+        log.info("%s: planned by unit, not by cost", why)
+        return PlanByUnit()(program)
 
     def _settings(self, program: Program) -> Settings:
         on_cpu = program.device.type == "cpu"

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import graphshard
 from graphshard.program import Program
-from tests.distributed.test_parity import assert_same, fsdp2, grads_of, params_of, twins, world_mesh
+from tests.distributed.twins import assert_same, fsdp2, grads_of, params_of, twins, world_mesh
 from tests.ranks import Ranks
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ import graphshard
 from graphshard import Pass, PassError, Pipeline, Program
 from graphshard.graph import Layout, aten, calls_of, collectives, replace_after
 from graphshard.lower import RegionCall
-from tests.distributed.test_parity import world_mesh
+from tests.distributed.twins import world_mesh
 from tests.ranks import Ranks
 
 

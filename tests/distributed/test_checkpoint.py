@@ -21,7 +21,7 @@ import graphshard
 from graphshard.errors import CheckpointError
 from graphshard.manifest import latest_checkpoint, measure, read_manifest, write_manifest
 from graphshard.unpickling import SafeReader, load_plain, serialize_plain
-from tests.distributed.test_parity import assert_same, fsdp2, world_mesh
+from tests.distributed.twins import assert_same, fsdp2, world_mesh
 from tests.ranks import RankError, Ranks
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
-from tests.distributed.test_parity import assert_same, grads_of, twins, world_mesh
+from tests.distributed.twins import CountLaunches, assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks
 
 BLOCKS = 3
@@ -51,23 +50,6 @@ class _Net(nn.Module):
         return self.head(x).square().mean()
 
 
-class _Count(TorchDispatchMode):
-    """Counts launches, functional (graphshard's) or not (FSDP2's); a coalesced one is one launch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
-            self.launches[func._opname] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def counts(self) -> Counts:
-        return _counts(self.launches)
-
-
 def _counts(launches: Mapping[str, int]) -> Counts:
     gathers = sum(number for name, number in launches.items() if "gather" in name)
     reductions = sum(number for name, number in launches.items() if "reduce" in name)
@@ -76,9 +58,9 @@ def _counts(launches: Mapping[str, int]) -> Counts:
 
 
 def _count(call: Callable[[], Any]) -> tuple[Counts, Any]:
-    with _Count() as mode:
+    with CountLaunches() as mode:
         result = call()
-    return mode.counts, result
+    return _counts(mode.launches), result
 
 
 def _count_step(model: nn.Module, x: Tensor) -> tuple[Counts, Counts]:
@@ -106,7 +88,7 @@ def _both_counts(rank: int, world_size: int, frozen: list[str], options: dict[st
     [(True, BLOCKS + 1), (None, BLOCKS), (False, 0)],
     ids=lambda value: str(value),
 )
-def test_counts_equal_fsdp2(ranks: Ranks, reshard: bool | None, backward_gathers: int) -> None:
+def test_rows_29_to_32_counts_equal_fsdp2(ranks: Ranks, reshard: bool | None, backward_gathers: int) -> None:
     """One launch per unit and direction. By default the root stays gathered between forward and backward."""
     expected = (BLOCKS + 1, 0), (backward_gathers, BLOCKS + 1)
     for ours, theirs in ranks(2).run(_both_counts, [], {"reshard_after_forward": reshard}):
@@ -186,7 +168,7 @@ def _alone(rank: int, world_size: int) -> tuple[tuple[Counts, Counts], tuple[Cou
     return counts
 
 
-def test_world_of_one_communicates_nothing(ranks: Ranks) -> None:
+def test_row_60_world_of_one_communicates_nothing(ranks: Ranks) -> None:
     for ours, plain in ranks(2).run(_alone):
         assert ours == plain == ((0, 0), (0, 0))
 
@@ -202,7 +184,7 @@ def _inference(rank: int, world_size: int) -> list[Counts]:
     return counts
 
 
-def test_inference_reduces_nothing(ranks: Ranks) -> None:
+def test_row_59_inference_reduces_nothing(ranks: Ranks) -> None:
     for ours, theirs in ranks(2).run(_inference):
         assert ours == theirs == (BLOCKS + 1, 0)
 
@@ -267,7 +249,7 @@ def _gathered_blocks(
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_two_blocks_are_gathered_at_a_time(ranks: Ranks, backend: str) -> None:
+def test_rows_38_106_and_107_two_blocks_are_gathered_at_a_time(ranks: Ranks, backend: str) -> None:
     """The one that computes and the next, whose gather runs at the same time."""
     assert ranks(2).run(_gathered_blocks, backend, None) == [(2, 0, 2, 0)] * 2
 

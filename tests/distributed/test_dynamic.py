@@ -14,7 +14,7 @@ from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
-from tests.distributed.test_parity import assert_same, fsdp2, grads_of, params_of, world_mesh
+from tests.distributed.twins import assert_same, fsdp2, grads_of, params_of, world_mesh
 from tests.ranks import Ranks
 
 VOCAB = 11

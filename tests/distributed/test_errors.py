@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from tests.distributed.test_parity import world_mesh
+from tests.distributed.twins import world_mesh
 from tests.ranks import Ranks
 
 
@@ -106,10 +106,6 @@ def _fully_sharded() -> nn.Module:
     return fully_shard(_Net(), mesh=world_mesh())
 
 
-def _square_mesh(names: tuple[str, str] | None) -> DeviceMesh:
-    return init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
-
-
 # What compile is given, and what it says about it.
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = {
     "not a module": (
@@ -152,17 +148,17 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = 
         lambda: {"mesh": "cpu"},
         r"mesh must be a torch\.distributed DeviceMesh, got str\. Make one with",
     ),
-    "two axes": (
+    "two axes without names": (
         _hooked,
-        lambda: {"mesh": _square_mesh(None)},
-        r"mesh must have one axis, got 2 \(no axis names\): .*HSDP.* not supported yet\. Name its axes with "
-        r"mesh_dim_names and pass the one to shard over\.",
+        lambda: {"mesh": init_device_mesh("cpu", (1, 2))},
+        r"mesh has two axes without names\. Name them, as in init_device_mesh\('cuda', \(2, 4\), mesh_dim_names=\("
+        r"'replicate', 'shard'\)\)",
     ),
-    "two named axes": (
+    "three named axes": (
         _hooked,
-        lambda: {"mesh": _square_mesh(("replicate", "shard"))},
-        r"mesh must have one axis, got 2 \(\('replicate', 'shard'\)\): .* Pass the axis to shard over, such as "
-        r"mesh\['shard'\]\.",
+        lambda: {"mesh": init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pipeline", "replicate", "shard"))},
+        r"mesh must have one axis \(to shard over\) or two \(to replicate and to shard over\), got 3 \(\('pipeline', "
+        r"'replicate', 'shard'\)\)\. Pass those axes of it, such as mesh\['replicate', 'shard'\]\.",
     ),
     "mesh of meta devices": (
         _hooked,

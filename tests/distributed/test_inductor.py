@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graphshard
 import graphshard.inductor
-from tests.distributed.test_parity import fsdp2, grads_of, local, world_mesh
+from tests.distributed.twins import fsdp2, grads_of, local, world_mesh
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.slow

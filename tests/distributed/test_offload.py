@@ -10,8 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
 from graphshard.passes import Offload
-from tests.distributed.test_parity import assert_same, fsdp2, world_mesh
 from tests.distributed.test_sharding import Net, rows, train
+from tests.distributed.twins import assert_same, fsdp2, world_mesh
 from tests.ranks import Ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphshard
 from tests.distributed.test_checkpoint import Net
-from tests.distributed.test_parity import assert_same, fsdp2, grads_of, params_of, twins, world_mesh
+from tests.distributed.twins import assert_same, fsdp2, grads_of, params_of, twins, world_mesh
 from tests.ranks import RankError, Ranks
 
 

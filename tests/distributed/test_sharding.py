@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import graphshard
 from graphshard.plan import Plan
-from tests.distributed.test_parity import assert_same, fsdp2, grads_of, local, params_of, world_mesh
+from tests.distributed.twins import assert_same, fsdp2, grads_of, local, params_of, world_mesh
 from tests.ranks import RankError, Ranks
 
 Placement = Callable[[nn.Parameter], Shard | None]

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 import graphshard
 from tests.distributed.test_checkpoint import Net, steps, trainer
-from tests.distributed.test_parity import assert_same, fsdp2, twins, world_mesh
+from tests.distributed.twins import assert_same, fsdp2, twins, world_mesh
 from tests.ranks import Ranks
 
 

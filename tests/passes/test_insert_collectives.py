@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.errors import PassError
+from graphshard.params import ParamRow
 from graphshard.passes import InsertCollectives
-from graphshard.passes.insert_collectives import divide_factors
+from graphshard.passes.insert_collectives import division
 from graphshard.pipeline import run_pass
 from graphshard.printer import print_program
+from graphshard.program import Axis
 from graphshard.verify import verify
 from tests.helpers import (
     Scale,
@@ -112,15 +117,30 @@ def test_reduction_in_half_precision() -> None:
     ]
 
 
+@pytest.mark.parametrize("force_sum", [False, True])
+@pytest.mark.parametrize("factor", [None, 4.0, 3.0])
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_divide_factors_are_those_of_fsdp2(fake_world: FakeWorld, reduce_dtype: torch.dtype) -> None:
+def test_rows_63_64_and_65_divisors_are_those_of_fsdp2(
+    fake_world: FakeWorld, reduce_dtype: torch.dtype, factor: float | None, force_sum: bool
+) -> None:
+    """On one axis, and on two where the first replicates."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
-    for size in (2, 3, 4, 6, 8, 12, 16, 64):
-        fake_world(size)
-        pre, post, op, _ = _get_gradient_divide_factors(dist.group.WORLD, None, reduce_dtype)
-        averages = op == dist.ReduceOp.AVG
-        assert divide_factors(reduce_dtype, size) == (pre or 1, None if averages else post)
+    for size, replicas in itertools.product((2, 3, 4, 8, 64), (1, 2, 4)):
+        fake_world(size * replicas)
+        mesh = init_device_mesh("cpu", (replicas, size), mesh_dim_names=("replicate", "shard"))
+        groups = mesh.get_group("shard"), mesh.get_group("replicate") if replicas > 1 else None
+        before, after, *ops = _get_gradient_divide_factors(*groups, reduce_dtype, "cpu", factor, force_sum)
+        axes = (Axis("shard", size), Axis("replicate", replicas))[: 1 + (replicas > 1)]
+        row = ParamRow(
+            ("w",), (4,), *[reduce_dtype] * 3, True, size, "", False, divide_factor=factor, force_sum=force_sum
+        )
+        ours = division(row, axes)
+        assert (ours.before, ours.after) == (before or 1, after or 1)
+        names = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
+        scaled = ours.scale is not None
+        assert (scaled or ours.over_shards, ours.over_replicas) == (names.get(ops[0], True), names[ops[1]])
+        assert not scaled or ours.scale == 1 / factor
 
 
 def test_one_rank_has_no_collectives() -> None:

@@ -1,0 +1,196 @@
+"""One call of a module into a program for a file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphshard.artifact import Captured, Stored, stored_region
+from graphshard.backends import num_kernels
+from graphshard.cost import Costs
+from graphshard.encode_lowered import encode_lowered
+from graphshard.errors import ArgumentError
+from graphshard.flops import flop_of
+from graphshard.lower import Boxed, Compiler, lower
+from graphshard.module import Runner
+from graphshard.observe import Observer
+from graphshard.packages import Package
+from graphshard.pipeline import rerun_backward
+from graphshard.predict import Bound, bound_of, explained
+from graphshard.program import Program, Region
+
+
+@dataclass
+class Exporter:
+    """Captures the calls of a module for one mesh.
+
+    Attributes:
+        runner: without a mesh.
+        model: the module.
+        compiler: of regions.
+        costs: of the machine that predictions are for.
+        later: whether regions without a package are to be compiled on the target.
+        regions: those captured so far, of all meshes, by their names in the file.
+        show: told what is being done.
+    """
+
+    runner: Runner
+    model: nn.Module
+    compiler: Compiler
+    costs: Costs
+    later: bool
+    regions: dict[str, Stored]
+    show: Callable[[str], None]
+    _count: int = field(default=0, init=False)
+
+    def capture(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        entry: str,
+        grad: bool,
+        gradients: Sequence[Sequence[int]],
+    ) -> Captured:
+        """The program of one call, and its backwards for gradients through other outputs than the likely ones.
+
+        Raises:
+            ArgumentError: `entry` is no submodule, or `gradients` are no outputs.
+        """
+        runner, module = self.runner, self.model
+        if entry:
+            module = self._submodule(entry)
+            runner = runner.entry(entry, "forward", module)
+        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        leaves = runner.on_device([_allocated(leaf) for leaf in leaves], structure)
+        with torch.set_grad_enabled(grad):
+            signature = runner.signature(module, leaves, structure)
+        call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
+        self.show("capture and passes")
+        observer = _Watch(runner.verify, None, runner.pipeline.passes, costs=self.costs)
+        program, partitioned = runner.trace(module, call_args, call_kwargs, observer, "exported", grad=grad)
+        program.capture = self._count
+        self._count += 1
+        text = program.history[-1].text
+        self._lower(program, observer)
+        plan = program.plan.to_json() if program.plan else "null"
+        data = self._encoded(program, module)
+        backwards = {}
+        for outputs in gradients:
+            used = frozenset(map(str, outputs))
+            unknown = sorted(used - set(program.tangents))
+            if partitioned is None or unknown:
+                raise ArgumentError(
+                    f"gradients={list(outputs)}: the program is differentiable through outputs "
+                    f"{', '.join(program.tangents) or '(none)'} only."
+                )
+            variant = rerun_backward(partitioned, program, used, None, Observer(runner.verify, None, partitioned.rest))
+            self._lower(variant, observer)
+            backwards[used] = self._encoded(variant, module)
+        prediction = "" if "backward" not in program.phases else self._prediction(program, observer, leaves)
+        return Captured(entry, signature, data, backwards, text, plan, prediction)
+
+    def _lower(self, program: Program, observer: Observer) -> None:
+        lower(program, self.compiler, self.runner.compiled, self.show)
+        observer.lowered(program, self.runner.compiled)
+
+    def _encoded(self, program: Program, module: nn.Module) -> dict[str, Any]:
+        """The program as data; its regions are kept. One compiled under conditions on dynamic sizes is its own."""
+        compiled = self.runner.compiled
+        names = {key: key if compiled[key].within is None else f"{key}-{program.capture}" for key in program.regions}
+        for key, name in names.items():
+            if name not in self.regions:
+                package = compiled[key].fn
+                assert isinstance(package, Package)
+                self.regions[name] = stored_region(
+                    program.regions[key], package, later=self.later and _fuses(program.regions[key])
+                )
+        data = encode_lowered(program, module)
+        return {
+            **data,
+            "regions": [names[key] for key in data["regions"]],
+            "region_calls": [names[key] for key in data["region_calls"]],
+        }
+
+    def _prediction(self, program: Program, seen: _Watch, leaves: Sequence[Any]) -> str:
+        if seen.bound is None:  # the passes make no plan
+            return ""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tokens = next((t.numel() for t in tensors if not t.is_floating_point() and t.dim()), 0)
+        tokens = tokens or next((t.shape[0] for t in tensors if t.dim()), 1)
+        return str(explained(program, self.costs, seen.flop, seen.bound, tokens=tokens, states=2))
+
+    def _submodule(self, entry: str) -> nn.Module:
+        try:
+            return self.model.get_submodule(entry)
+        except AttributeError:
+            names = [name for name, _ in self.model.named_modules() if name][:5]
+            raise ArgumentError(
+                f"entry={entry!r} is no submodule of {type(self.model).__name__}; such are {', '.join(names)}."
+            ) from None
+
+
+@dataclass
+class _Watch(Observer):
+    """Counts the multiplications of the captured graph, before passes, and bounds the step before it is scheduled."""
+
+    costs: Costs = field(kw_only=True)
+    flop: Mapping[str, float] = field(default_factory=dict, init=False)
+    bound: Bound | None = field(default=None, init=False)
+
+    def after(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True) -> None:
+        if name == "capture":
+            (phase,) = program.phases.values()
+            self.flop = flop_of(phase.module.graph.nodes)
+        if self.bound is None and program.plan is not None and "backward" in program.phases:
+            self.bound = bound_of(program, self.costs, program.plan, limit=None, states=2)
+        super().after(program, name, rewrites, seconds, exact=exact)
+
+
+def operators_only(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
+    """Compiles nothing: regions run as their operators, or are compiled on the target."""
+    for name in regions:
+        yield name, Package()
+
+
+def _fuses(region: Region) -> bool:
+    """Whether Inductor has something to do: a region of one operator runs as it is."""
+    return num_kernels(region.module) > 1
+
+
+def _allocated(leaf: Any) -> Any:
+    """An input that capture can look at: one on the meta device gets memory, but no values."""
+    if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, requires_grad=leaf.requires_grad)
+    return leaf
+
+
+@contextlib.contextmanager
+def in_mode(model: nn.Module, training: bool | None) -> Iterator[None]:
+    """All modules in train() or eval() mode within the block; None leaves them."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        if training is not None:
+            model.train(training)
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def with_threads(threads: int | None) -> Iterator[None]:
+    """Compile for a number of threads; None is this process's."""
+    before = torch.get_num_threads()
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        yield
+    finally:
+        torch.set_num_threads(before)

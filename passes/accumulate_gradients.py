@@ -1,0 +1,144 @@
+"""Backward for one of several microbatches: gradients are added to those of earlier ones, and reduced later or now.
+
+    %r = reduce_scatter_tensor(%dw, avg, 2, shard)        %a: f32[8, 4] = accumulated:w
+    %ds: f32[4, 4] = wait_tensor(%r)                    * %s = add(%a, %dw)
+    return %ds as grad:w                                  return %s as accumulated:w
+
+Without communication what is added up is the full gradient, in the reduce dtype. Over two mesh axes it can also be what
+the reduce-scatter made, which only the all-reduce follows; that is `partial:w`. What is reduced now has first what is
+there of earlier microbatches added to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Node
+
+from graphshard._torch import fake_mode_of
+from graphshard.graph import aten, behind, emit, erase_dead, fake
+from graphshard.params import ParamRow
+from graphshard.passes.base import Pass
+from graphshard.passes.insert_collectives import OF_A_REDUCTION, over_replicas, over_shards, reduced_over
+from graphshard.program import Axis, Phase, Program, Slot, SlotKind
+
+
+@dataclass(frozen=True)
+class AccumulateGradients(Pass):
+    """Requires: a partitioned program that reduces every gradient.
+    Preserves: the sum of the gradients over all microbatches.
+
+    Attributes:
+        unsynced: parameters whose gradients are added up in full, without communication.
+        unreplicated: those whose gradients are reduced over shards only.
+        accumulated: those of which there are full gradients of earlier microbatches.
+        partial: those of which there are gradients that were reduced over shards.
+    """
+
+    name: ClassVar[str] = "accumulate-gradients"
+    unsynced: frozenset[str] = frozenset()
+    unreplicated: frozenset[str] = frozenset()
+    accumulated: frozenset[str] = frozenset()
+    partial: frozenset[str] = frozenset()
+
+    def rewrite(self, program: Program) -> int:
+        phase = program.phases["backward"]
+        concerned = self.unsynced | self.unreplicated | self.accumulated | self.partial
+        outputs, results = list(phase.outputs), phase.results
+        count = 0
+        for index, slot in enumerate(outputs):
+            if slot.kind == "grad" and slot.of == "param" and slot.name in concerned:
+                row = program.params[slot.name]
+                grad = _Gradient(phase, row, reduced_over(row, program), _full_gradient(results[index]))
+                if grad.axes and self._apply(grad):
+                    results[index], outputs[index] = grad.value, grad.slot
+                    count += 1
+        phase.set_results(results)
+        phase.outputs = tuple(outputs)
+        erase_dead(phase.module.graph)
+        program.differentiated = phase.differentiated
+        return count
+
+    def _apply(self, grad: _Gradient) -> bool:
+        """Compute what backward returns for a parameter; False if this microbatch has nothing to do for it."""
+        name = grad.row.name
+        if grad.value is None and (name in self.unsynced or not {name} & (self.accumulated | self.partial)):
+            return False
+        if name in self.accumulated:
+            grad.add("accumulated", grad.row.shape)
+        if name in self.unsynced:
+            grad.keep("accumulated")
+            return True
+        grad.reduce_over_shards()
+        if name in self.partial:
+            grad.add("partial", grad.row.in_memory(grad.row.padded_shape))
+        if name in self.unreplicated:
+            grad.keep("partial")
+        else:
+            grad.reduce_over_replicas()
+        return True
+
+
+@dataclass
+class _Gradient:
+    """A gradient on its way from the operator that makes it to what backward returns."""
+
+    phase: Phase
+    row: ParamRow
+    axes: tuple[Axis, ...]
+    value: Node | None
+
+    def __post_init__(self) -> None:
+        self.slot = Slot("grad", self.row.name, "param")
+
+    def add(self, kind: SlotKind, shape: tuple[int, ...]) -> None:
+        """Add what earlier microbatches left."""
+        like = self._like(shape)
+        earlier = self.phase.add_input(f"{kind}_{self.row.name.replace('.', '_')}", Slot(kind, self.row.name), like)
+        if self.value is None:
+            self.value = earlier
+        else:
+            self._then(aten.add.Tensor, earlier)
+
+    def _like(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if self.value is not None:
+            return fake(self.value).to(self.row.reduce_dtype)
+        other = next(fake(node) for node in self.phase.placeholders if isinstance(node.meta["val"], torch.Tensor))
+        with fake_mode_of(other):
+            return torch.empty(shape, dtype=self.row.reduce_dtype, device=other.device)
+
+    def keep(self, kind: SlotKind) -> None:
+        """Return it for later microbatches."""
+        assert self.value is not None
+        if fake(self.value).dtype != self.row.reduce_dtype:
+            self._then(aten._to_copy.default, dtype=self.row.reduce_dtype)
+        elif self.value.op == "placeholder":  # whose memory is somebody else's
+            self._then(aten.clone.default)
+        self.slot = Slot(kind, self.row.name)
+
+    def reduce_over_shards(self) -> None:
+        if self.value is not None:
+            self.value = over_shards(self.phase.module.graph, self.value, self.row, self.axes)
+
+    def reduce_over_replicas(self) -> None:
+        """The rest of the reduction, and the cast to the dtype of the shard."""
+        assert self.value is not None
+        self.value = over_replicas(self.phase.module.graph, self.value, self.row, self.axes)
+        if self.row.dtype != self.row.reduce_dtype:
+            self._then(aten._to_copy.default, dtype=self.row.dtype)
+
+    def _then(self, target: torch._ops.OpOverload, *args: Node, **kwargs: object) -> None:
+        assert self.value is not None
+        with behind(self.value):
+            self.value = emit(self.value.graph, target, self.value, *args, like=self.value, **kwargs)
+
+
+def _full_gradient(value: Node | None) -> Node | None:
+    """Where the way begins that ends at a reduced gradient: the casts at its end, then the reduction itself."""
+    while isinstance(value, Node) and OF_A_REDUCTION not in value.meta:
+        value = value.all_input_nodes[0] if value.all_input_nodes else None
+    while isinstance(value, Node) and OF_A_REDUCTION in value.meta:
+        value = value.all_input_nodes[0]
+    return value

@@ -1,0 +1,209 @@
+"""Several backwards for one step: what is sent when, and the bits of FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+import graphshard
+from tests.distributed.twins import (
+    BF16,
+    FP32,
+    CountLaunches,
+    assert_same,
+    example_llama,
+    grads_of,
+    params_of,
+    twins,
+    world_mesh,
+)
+from tests.helpers import Blocks
+from tests.ranks import RankError, Ranks
+
+POLICIES = {"fp32": FP32, "bf16": BF16, "bf16 reductions": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+
+# What is told to a model before a microbatch: ours, and FSDP2's.
+Setting = Callable[[Any, bool], None]
+
+
+def _square() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def _no_sync(model: Any, last: bool) -> None:
+    model.set_requires_gradient_sync(last)
+
+
+def _no_all_reduce(model: Any, last: bool) -> None:
+    model.set_requires_all_reduce(last)
+
+
+def _one_block(model: Any, last: bool) -> None:
+    """The first block accumulates, the rest reduces every time."""
+    if isinstance(model, FSDPModule):
+        model.layers[0].set_requires_gradient_sync(last)
+    else:
+        model.set_requires_gradient_sync(last, units=["layers.0"])
+
+
+def _root_only(model: Any, last: bool) -> None:
+    model.set_requires_gradient_sync(last, recurse=False)
+
+
+def _both(model: Any, last: bool) -> None:
+    """The first microbatch stays on the rank, the second on the shards."""
+    if last:
+        model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(True)
+    elif getattr(model, "second", False):
+        model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(False)
+    else:
+        model.set_requires_gradient_sync(False)
+    model.second = not last
+
+
+SETTINGS = {"no sync": _no_sync, "one block": _one_block, "root only": _root_only}
+REPLICATED = {"no sync": _no_sync, "no all-reduce": _no_all_reduce, "both": _both}
+
+
+def _train(rank: int, world_size: int, setting: Setting, policy: MixedPrecisionPolicy) -> None:
+    model, batch = example_llama()
+    pair = twins(model, _square() if world_size == 4 else world_mesh(), mp_policy=policy)
+    optims = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in pair]
+    for step in range(2):
+        for microbatch in range(3):
+            last = microbatch == 2
+            losses = []
+            for compiled in pair:
+                setting(compiled, last)
+                torch.manual_seed(100 * step + 10 * microbatch + rank)
+                loss = compiled(**batch())
+                loss.backward()
+                losses.append({"loss": loss.detach()})
+            assert_same(*losses, f"microbatch {microbatch} of step {step}")
+            assert_same(*map(grads_of, pair), f"gradients after microbatch {microbatch} of step {step}")
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    assert_same(*map(params_of, pair), "after training")
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_rows_66_and_69_without_sync(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
+    """Gradients are added up in the dtype they are reduced in."""
+    ranks(2).run(_train, _no_sync, policy)
+
+
+@pytest.mark.parametrize("setting", [_one_block, _root_only])
+def test_row_68_some_units_accumulate(ranks: Ranks, setting: Setting) -> None:
+    ranks(2).run(_train, setting, BF16)
+
+
+@pytest.mark.parametrize("setting", REPLICATED.values(), ids=REPLICATED)
+def test_row_67_over_replicas(ranks: Ranks, setting: Setting) -> None:
+    ranks(4).run(_train, setting, FP32)
+
+
+def _counts(rank: int, world_size: int) -> list[dict[str, int]]:
+    model = graphshard.compile(Blocks(3, 8), _square(), backend="eager")
+    counted = []
+    for warm in (False, True):
+        for setting in (_no_sync, _no_all_reduce):
+            with CountLaunches() as mode:
+                for last in (False, False, True):
+                    setting(model, last)
+                    model(torch.randn(2, 8)).backward()
+            if warm:
+                counted.append({kind: mode.of(kind) for kind in ("scatter", "all_reduce")})
+    return counted
+
+
+def test_rows_66_67_and_122_collective_counts(ranks: Ranks) -> None:
+    """Three microbatches: three units are reduced once, or over shards every time and over replicas once."""
+    for no_sync, no_all_reduce in ranks(4).run(_counts):
+        assert no_sync == {"scatter": 3, "all_reduce": 3}
+        assert no_all_reduce == {"scatter": 9, "all_reduce": 3}
+
+
+class Choice(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        return self.layers[index](x).square().sum()
+
+
+def _unused_in_the_last(rank: int, world_size: int) -> None:
+    """What the last microbatch does not use is reduced with it."""
+    pair = twins(Choice(), world_mesh())
+    for model in pair:
+        torch.manual_seed(rank)
+        for index, last in ((0, False), (1, False), (1, True)):
+            model.set_requires_gradient_sync(last)
+            model(torch.randn(2, 3), index).backward()
+    assert_same(*map(grads_of, pair), "gradients")
+    assert all(grad is not None for grad in grads_of(pair[0]).values())
+
+
+def test_a_layer_that_the_last_microbatch_does_not_use(ranks: Ranks) -> None:
+    ranks(2).run(_unused_in_the_last)
+
+
+def _pipelined(rank: int, world_size: int) -> None:
+    """One forward, one backward: two microbatches are under way at once, as in a pipeline stage."""
+    model, batch = example_llama(layers=1)
+    pair = twins(model, world_mesh(), reshard_after_forward=False)
+    for compiled in pair:
+        torch.manual_seed(rank)
+        losses: list[Tensor] = []
+        compiled.set_requires_gradient_sync(False)
+        compiled.set_is_last_backward(False)
+        for _ in range(4):
+            losses.append(compiled(**batch()))
+            if len(losses) == 2:
+                losses.pop(0).backward()
+        compiled.set_requires_gradient_sync(True)
+        compiled.set_is_last_backward(True)
+        losses.pop().backward()
+    assert_same(*map(grads_of, pair), "gradients")
+
+
+def test_row_54_interleaved_microbatches(ranks: Ranks) -> None:
+    ranks(2).run(_pipelined)
+
+
+def _given_up(rank: int, world_size: int) -> None:
+    model, reference = (graphshard.compile(Blocks(2, 4), world_mesh(), backend="eager") for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    x = torch.full((2, 4), rank + 1.0)
+    model.set_requires_gradient_sync(False)
+    model(x).backward()
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    model(x).backward()
+    reference(x).backward()
+    assert_same(grads_of(model), grads_of(reference), "gradients")
+
+
+def test_row_53_a_step_that_was_given_up(ranks: Ranks) -> None:
+    ranks(2).run(_given_up)
+
+
+def _typing_error(rank: int, world_size: int) -> None:
+    model = graphshard.compile(Blocks(2, 4), world_mesh(), backend="eager")
+    model.set_requires_gradient_sync(False, units=["layer.*"])
+
+
+def test_units_that_do_not_exist(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"units: 'layer\.\*' names no unit; there are '', 'layers\.0', 'layers\.1'\."):
+        ranks(2).run(_typing_error)

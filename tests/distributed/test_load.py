@@ -1,0 +1,208 @@
+"""Loading on real ranks what another process exported: the bits of compiling in process, and nothing is compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import graphshard
+from tests.distributed.test_parity import fsdp2
+from tests.exported import WIDTH, Net, Small, batch
+from tests.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def net_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with everything, exported for 1, 2 and 4 ranks by a process without process group or weights."""
+    return exported_elsewhere("net", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of few regions, compiled."""
+    return exported_elsewhere("small", tmp_path_factory)
+
+
+def exported_elsewhere(what: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(what) / f"{what}.gshard"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "tests.exported", what, str(path)], cwd=ROOT, env=environment, check=True)
+    return path
+
+
+@contextlib.contextmanager
+def nothing_is_compiled() -> Iterator[None]:
+    """Whatever traces or compiles fails, and there is no program to run, C++ compilers included."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("something is traced or compiled")
+
+    tracing = (
+        "torch.export.export",
+        "torch._functorch.aot_autograd.aot_export_joint_with_descriptors",
+        "torch._functorch.aot_autograd.aot_module_simplified",
+        "torch.fx.experimental.proxy_tensor.make_fx",
+        "torch._functorch.partitioners.min_cut_rematerialization_partition",
+        "graphshard.capture.capture",
+        "graphshard.module.capture",
+        "graphshard.module.lower",
+        "graphshard._torch.min_cut_rematerialization_partition",
+        "subprocess.Popen",
+        "os.system",
+    )
+    loaded = "torch._inductor.compile_fx" in sys.modules
+    with contextlib.ExitStack() as stack:
+        for name in tracing:
+            stack.enter_context(mock.patch(name, refuse))
+        stack.enter_context(mock.patch.dict(os.environ, {"PATH": "/nowhere", "CXX": "", "CC": ""}))
+        yield
+    # Other tests of this process may have imported it before.
+    assert loaded or "torch._inductor.compile_fx" not in sys.modules
+
+
+def first_ranks(count: int) -> DeviceMesh | None:
+    """A mesh of the first ranks; None on the others, which take part in making it."""
+    mesh = DeviceMesh("cpu", list(range(count)))
+    return mesh if dist.get_rank() < count else None
+
+
+def bits(model: nn.Module) -> list[Tensor]:
+    """Shards, gradients and buffers."""
+    found: list[Tensor] = [buffer.clone() for buffer in model.buffers()]
+    for param in model.parameters():
+        found.append(param.detach().to_local().clone())
+        if param.grad is not None:
+            found.append(param.grad.to_local().clone())
+    return found
+
+
+def train(model: nn.Module, rank: int, steps: int = 3) -> list[Tensor]:
+    """Losses of some steps, with momentum and dropout."""
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        optim.zero_grad()
+        loss = model(*batch(10 * step + rank))["loss"]
+        loss.backward()
+        optim.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def _train_loaded(rank: int, world_size: int, path: Path) -> list[int]:
+    """Train on the first 1, 2 and 4 ranks; FSDP2's bits are those of `compile(backend="eager")`."""
+    sizes = []
+    for size in (1, 2, 4):
+        mesh = first_ranks(size)
+        if mesh is None:
+            continue
+        torch.manual_seed(1)
+        model = Net()
+        twin = fsdp2(copy.deepcopy(model), mesh)
+        with nothing_is_compiled():
+            graphshard.load(path, model, mesh)
+            assert isinstance(model, Net)
+            found = train(model, rank)
+        assert all(map(torch.equal, found, train(twin, rank)))
+        assert all(map(torch.equal, bits(model), bits(twin)))
+        sizes.append(size)
+    return sizes
+
+
+def _use_all_programs(rank: int, world_size: int, path: Path) -> None:
+    mesh = first_ranks(world_size)
+    torch.manual_seed(1)
+    model = Net()
+    twin = graphshard.compile(copy.deepcopy(model), mesh, backend="eager")
+    graphshard.load(path, model, mesh)
+    assert all(map(torch.equal, train(model, rank), train(twin, rank)))
+    assert all(map(torch.equal, bits(model), bits(twin)))
+    _other_programs(model, twin, rank)
+
+
+def _other_programs(model: nn.Module, twin: nn.Module, rank: int) -> None:
+    """Inference, a submodule, gradients of other outputs, and a copy: all from the file, all with the same bits."""
+    with nothing_is_compiled():
+        loaded = _use(model, rank)
+        torch.manual_seed(5)
+        again = copy.deepcopy(model)(*batch(7))["loss"]
+    compiled = _use(twin, rank)
+    torch.manual_seed(5)
+    assert torch.equal(again, copy.deepcopy(twin)(*batch(7))["loss"])
+    assert len(loaded) == len(compiled)
+    assert all(map(torch.equal, loaded, compiled))
+    with pytest.raises(graphshard.ArtifactError, match=r"no program for this call of the model: .*\[3, 2\]"):
+        model(*(tensor.T.contiguous() for tensor in batch(7)))
+
+
+def _use(model: nn.Module, rank: int) -> list[Tensor]:
+    found = []
+    for outputs in (("logits",), ("loss", "logits")):
+        torch.manual_seed(2)
+        model.zero_grad()
+        result = model(*batch(rank))
+        sum(result[name].square().sum() for name in outputs).backward()
+        found += bits(model)
+    torch.manual_seed(3)
+    part = model.layers[1](torch.ones(2, 3, WIDTH))
+    part.sum().backward()
+    model.eval()
+    with torch.no_grad():
+        logits = model(batch(rank)[0])
+    model.train()
+    return [*found, part.detach(), logits, *bits(model)]
+
+
+def test_one_file_trains_on_1_2_and_4_ranks(ranks: Ranks, net_file: Path) -> None:
+    assert ranks(4).run(_train_loaded, net_file) == [[1, 2, 4], [2, 4], [4], [4]]
+
+
+def test_every_program_has_the_bits_of_compile(ranks: Ranks, net_file: Path) -> None:
+    """Training, inference, a submodule, other gradients, and a copy, on two ranks."""
+    ranks(2).run(_use_all_programs, net_file)
+
+
+def _train_native(rank: int, world_size: int, path: Path) -> list[str]:
+    mesh = first_ranks(world_size)
+    torch.manual_seed(1)
+    model = Small()
+    twin = copy.deepcopy(model)
+    with nothing_is_compiled():
+        graphshard.load(path, model, mesh)
+        _train_small(model, rank)
+    codes = [type(call.fn).__name__ for call in model._graphshard.compiled.values()]
+    graphshard.compile(twin, mesh)
+    _train_small(twin, rank)
+    assert all(map(torch.equal, bits(model), bits(twin)))
+    return codes
+
+
+def _train_small(model: nn.Module, rank: int) -> None:
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optim.zero_grad()
+        model(torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + rank))).backward()
+        optim.step()
+
+
+@pytest.mark.slow
+def test_compiled_regions_run_without_compiler_with_the_bits_of_compile(ranks: Ranks, small_file: Path) -> None:
+    for world_size in (1, 2):
+        codes, *_ = ranks(world_size).run(_train_native, small_file)
+        assert "PackagedRegion" in codes

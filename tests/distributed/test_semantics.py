@@ -1,0 +1,398 @@
+"""What a training loop may do with a compiled module, as FSDP2 allows it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import graphshard
+from graphshard.planner import PlanByUnit
+from tests.distributed.twins import CountLaunches, assert_same, example_llama, grads_of, params_of, twins, world_mesh
+from tests.helpers import Blocks
+from tests.ranks import RankError, Ranks
+
+X = torch.linspace(-1, 1, 16).view(2, 8)
+
+
+def _same_after(pair: tuple[nn.Module, nn.Module], step: Any, when: str) -> None:
+    """Run a step on both and compare what it returns, and the gradients."""
+    found = []
+    for model in pair:
+        torch.manual_seed(torch.distributed.get_rank())
+        found.append({"result": step(model).detach()})
+    assert_same(*found, when)
+    assert_same(*map(grads_of, pair), when)
+
+
+def _types(rank: int, world_size: int) -> None:
+    for reshard in (True, False):
+        model = graphshard.compile(Blocks(2, 8), world_mesh(), reshard_after_forward=reshard, backend="eager")
+        loss = model(X)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        loss.backward()
+        assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in model.parameters())
+
+
+def test_row_34_parameters_are_always_dtensors(ranks: Ranks) -> None:
+    """FSDP2 swaps in plain tensors where parameters stay gathered."""
+    ranks(2).run(_types)
+
+
+def _misprefetched(rank: int, world_size: int) -> None:
+    """Lists that fetch too late, too early, or what is there."""
+    lists = {"layers.0": ["layers.2"], "layers.1": ["layers.0"], "layers.2": ["layers.1", "layers.0"]}
+    planner = PlanByUnit(forward_prefetch=lists, backward_prefetch=lists)
+    passes = graphshard.Pipeline().replace("plan", graphshard.passes.MakePlan(planner))
+    model = Blocks(3, 8)
+    twin = copy.deepcopy(model)
+    for module in (*twin.layers, twin):
+        fully_shard(module, mesh=world_mesh())
+    ours = graphshard.compile(model, world_mesh(), passes=passes, backend="eager")
+
+    def step(model: nn.Module) -> Tensor:
+        loss = model(X)
+        loss.backward()
+        return loss
+
+    _same_after((ours, twin), step, "with lists")
+
+
+def test_row_42_wrong_prefetch_lists_do_not_hang(ranks: Ranks) -> None:
+    ranks(2).run(_misprefetched)
+
+
+class Repeated(nn.Module):
+    """Calls the same layers several times, and has no inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self) -> Tensor:
+        x = self.start
+        for _ in range(3):
+            for layer in self.layers:
+                x = layer(x).tanh()
+        return x.square().sum()
+
+
+def _repeated(rank: int, world_size: int) -> tuple[int, int]:
+    pair = twins(Repeated(), world_mesh())
+
+    def step(model: nn.Module) -> Tensor:
+        loss = model()
+        loss.backward()
+        return loss
+
+    _same_after(pair, step, "first step")
+    with CountLaunches() as counted:
+        pair[0]().backward()
+    return counted.of("gather"), counted.of("scatter")
+
+
+def test_rows_43_and_47_layers_called_again_and_no_inputs(ranks: Ranks) -> None:
+    """A layer is gathered once in forward, once in backward (the root is kept), and reduced once."""
+    assert ranks(2).run(_repeated) == [(5, 3)] * 2
+
+
+class Views(nn.Module):
+    """Returns a view of what it computes, and of its input; changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layers[0](x)
+        y.mul_(2)
+        return y.view(-1), y[0]
+
+
+def _views(rank: int, world_size: int) -> None:
+    pair = twins(Views(), world_mesh())
+
+    def step(model: nn.Module) -> Tensor:
+        whole, part = model(X)
+        (whole.sum() + (part * 3).square().sum()).backward()
+        return whole
+
+    _same_after(pair, step, "views")
+
+
+def test_row_50_views_and_in_place_operators(ranks: Ranks) -> None:
+    ranks(2).run(_views)
+
+
+class Chunked(nn.Module):
+    """A head that is called for one chunk of the hidden states after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.norm(x)
+
+
+def _chunked(rank: int, world_size: int) -> None:
+    """The head's chunks accumulate; the trunk's backward follows."""
+    model = Chunked()
+    reference = copy.deepcopy(model)
+    ours = graphshard.compile(model, world_mesh(), units=["layers.*", "head"], backend="eager")
+    x = torch.randn(4, 8)
+    hidden = ours(x)
+    leaf = hidden.detach().requires_grad_()
+    ours.set_requires_gradient_sync(False)
+    for index, chunk in enumerate(leaf.chunk(2)):
+        ours.set_requires_gradient_sync(index == 1)
+        ours.head(chunk).square().sum().backward()
+    hidden.backward(leaf.grad)
+    reference.head(reference(x)).square().sum().backward()
+    for name, param in reference.named_parameters():
+        torch.distributed.all_reduce(param.grad, torch.distributed.ReduceOp.AVG)
+        torch.testing.assert_close(ours.get_parameter(name).grad.full_tensor(), param.grad, msg=name)
+
+
+def test_row_52_a_head_called_in_chunks(ranks: Ranks) -> None:
+    ranks(2).run(_chunked)
+
+
+def _no_need(rank: int, world_size: int) -> int:
+    model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 8))
+    ours = graphshard.compile(model, world_mesh(), units=["0", "1"], backend="eager")
+    ours(torch.tensor([1, 2])).sum().backward()
+    with CountLaunches() as counted:
+        loss = ours(torch.tensor([1, 2])).sum()
+    with CountLaunches() as counted:
+        loss.backward()
+    return counted.of("gather")
+
+
+def test_row_55_backward_gathers_only_what_it_reads(ranks: Ranks) -> None:
+    """The linear layer's weight; not the embedding, which FSDP2 gathers, too."""
+    assert ranks(2).run(_no_need) == [1, 1]
+
+
+def _jvp(rank: int, world_size: int) -> None:
+    model = graphshard.compile(Blocks(2, 8), world_mesh(), backend="eager")
+    torch.func.jvp(lambda x: model(x), (X,), (X,))
+
+
+def test_row_61_functorch_is_a_clear_error(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"torch\.func"):
+        ranks(2).run(_jvp)
+
+
+class Branch(nn.Module):
+    """Uses one of two layers, chosen by a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return sum(w * layer(x).sum() for w, layer in zip(weights, self.layers))
+
+
+def _branched(rank: int, world_size: int) -> None:
+    """Each rank uses another layer, by weights; every rank runs the same reductions."""
+    ours = graphshard.compile(Branch(), world_mesh(), backend="eager")
+    ours(X, torch.eye(2)[rank]).backward()
+    for grad in grads_of(ours).values():
+        assert grad.full_tensor().abs().sum() > 0
+
+
+def test_row_70_ranks_that_use_different_layers(ranks: Ranks) -> None:
+    ranks(2).run(_branched)
+
+
+def _compiled_blocks(rank: int, world_size: int) -> None:
+    """`block.compile()` before, as FSDP2 users have it: the whole is captured and the blocks' own is left out."""
+    model, batch = example_llama(layers=1)
+    twin = copy.deepcopy(model)
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    ours = graphshard.compile(model, world_mesh(), backend="eager")
+    theirs = fully_shard(twin, mesh=world_mesh())
+    for compiled in (ours, theirs):
+        torch.manual_seed(rank)
+        compiled(**batch()).backward()
+    assert_same(grads_of(ours), grads_of(theirs), "gradients")
+
+
+def test_rows_108_and_109_blocks_that_were_compiled(ranks: Ranks) -> None:
+    ranks(2).run(_compiled_blocks)
+
+
+@torch.library.custom_op("graphshard_tests::fragile", mutates_args=())
+def fragile(x: Tensor, where: str) -> Tensor:
+    if where in FAILING:
+        raise torch.OutOfMemoryError(f"out of memory in {where}")
+    return x.clone()
+
+
+@fragile.register_fake
+def _(x: Tensor, where: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _fragile_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return fragile(grad, "backward"), None
+
+
+fragile.register_autograd(_fragile_backward)
+FAILING: set[str] = set()
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            x = fragile(x, "forward") if index == 1 else x
+        return x.square().sum()
+
+
+def _after_an_exception(rank: int, world_size: int, where: str, accumulate: bool) -> None:
+    model = Fragile()
+    reference = copy.deepcopy(model)
+    ours, theirs = (graphshard.compile(m, world_mesh(), backend="eager") for m in (model, reference))
+    x = X + rank
+    for _ in range(2):
+        ours(x).backward()  # whole steps before and after
+        ours.zero_grad()
+        FAILING.add(where)
+        ours.set_requires_gradient_sync(not accumulate)
+        with pytest.raises(torch.OutOfMemoryError, match=where):
+            ours(x).backward()
+        FAILING.clear()
+        ours.zero_grad()
+        ours.reset_iter_state()
+        ours.set_requires_gradient_sync(True)
+    ours(x).backward()
+    theirs(x).backward()
+    assert_same(grads_of(ours), grads_of(theirs), "the step after")
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_row_53_the_step_after_an_exception(ranks: Ranks, where: str, accumulate: bool) -> None:
+    """Out of memory inside a region, in forward or backward, on all ranks."""
+    ranks(2).run(_after_an_exception, where, accumulate)
+
+
+def _soak(rank: int, world_size: int) -> None:
+    """Random numbers of microbatches, random shapes and random evaluations."""
+    import gc
+    import random
+
+    model, _ = example_llama(layers=1)
+    batch = torch.export.Dim("batch", max=64)
+    shapes = {"tokens": {0: batch}, "targets": {0: batch}}
+    twin = copy.deepcopy(model)
+    for layer in twin.layers:
+        fully_shard(layer, mesh=world_mesh())
+    fully_shard(twin, mesh=world_mesh())
+    pair = graphshard.compile(model, world_mesh(), backend="eager", dynamic_shapes=shapes), twin
+    optims = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in pair]
+    chance = random.Random(0)  # the same on all ranks
+    objects = []
+    for step in range(500):
+        microbatches = chance.choice((1, 1, 1, 2, 3))
+        rows = [chance.randint(2, 6) for _ in range(microbatches)]
+        evaluate = chance.random() < 0.1
+        losses: list[list[Tensor]] = []
+        for compiled, optim in zip(pair, optims):
+            torch.manual_seed(step * world_size + rank)
+            losses.append([])
+            for index, size in enumerate(rows):
+                compiled.set_requires_gradient_sync(index == microbatches - 1)
+                tokens = torch.randint(0, 101, (size, 8))
+                loss = compiled(tokens=tokens, targets=tokens)
+                loss.backward()
+                losses[-1].append(loss.detach())
+            optim.step()
+            optim.zero_grad()
+            if evaluate:
+                compiled.eval()
+                with torch.no_grad():
+                    losses[-1].append(compiled(tokens=tokens, targets=tokens))
+                compiled.train()
+                for module in compiled.modules():
+                    if isinstance(module, torch.distributed.fsdp.FSDPModule):
+                        module.reshard()
+        assert all(map(torch.equal, *losses)), f"step {step}"
+        if step % 100 == 99:
+            gc.collect()
+            objects.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
+    assert_same(*map(params_of, pair), "after 500 steps")
+    assert len(graphshard.programs(pair[0])) == 2  # training and evaluation
+    assert max(objects[1:]) <= objects[1] + 5, f"tensors alive after every 100 steps: {objects}"
+
+
+@pytest.mark.slow
+def test_500_steps_of_everything(ranks: Ranks) -> None:
+    """Bit for bit FSDP2, from two programs, and memory does not grow."""
+    ranks(2).run(_soak, timeout=900)
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def _hooks(rank: int, world_size: int) -> None:
+    """Those of the root run at every call; one inside that doubles is captured; one of backward is announced."""
+    seen: list[str] = []
+    model = Hooked()
+    model.register_forward_pre_hook(lambda module, args: seen.append("before"))
+    model.register_forward_hook(lambda module, args, out: seen.append("after"))
+    model.register_full_backward_hook(lambda module, grads, outs: seen.append("backward"))
+
+    def double(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        seen.append("inside")
+        return 2 * out
+
+    def spy(module: nn.Module, grads: Any, outs: Any) -> None:
+        seen.append("never")
+
+    model.layers[0].register_forward_hook(double)
+    model.layers[1].register_full_backward_hook(spy)
+    ours = graphshard.compile(model, world_mesh(), backend="eager")
+    x = X.clone().requires_grad_()
+    with pytest.warns(UserWarning, match="has hooks, such as") as warned:
+        ours(x).backward()
+    messages = [str(w.message) for w in warned]
+    assert any("layers.0 has hooks, such as double: its forward hooks run once" in m for m in messages), messages
+    assert any("layers.1 has hooks, such as spy: its backward hooks do not run" in m for m in messages), messages
+    first = seen.count("inside")
+    ours(x).backward()
+    assert seen.count("inside") == first
+    assert [seen.count(name) for name in ("before", "after", "backward", "never")] == [2, 2, 2, 0]
+    weights = [p.full_tensor() for p in ours.parameters()]
+    y = 2 * nn.functional.linear(X, *weights[:2])
+    torch.testing.assert_close(ours(X), nn.functional.linear(y, *weights[2:]).square().sum())
+
+
+def test_hooks_of_the_root_and_of_inner_modules(ranks: Ranks) -> None:
+    ranks(2).run(_hooks)

@@ -1,0 +1,131 @@
+"""A model compiled by graphshard beside one sharded by the real FSDP2, and what compares them bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphshard
+from graphshard.units import find_units
+
+VOCAB = 101  # no multiple of any world size here: shards are uneven
+FP32 = MixedPrecisionPolicy()
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+POLICIES = {"fp32": FP32, "bf16": BF16}
+
+Batch: TypeAlias = Callable[[], dict[str, Any]]
+
+
+def fsdp2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Shard with FSDP2, by graphshard's units."""
+    for unit in find_units(model):
+        fully_shard(model.get_submodule(unit), mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def twins(model: nn.Module, mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """The model compiled by graphshard, with operators run one by one, and a copy sharded by FSDP2."""
+    twin = fsdp2(copy.deepcopy(model), mesh, **options)
+    return graphshard.compile(model, mesh, backend="eager", **options), twin
+
+
+def world_mesh() -> DeviceMesh:
+    """All ranks on one axis."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def local(tensor: Tensor | None) -> Tensor | None:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any], when: str) -> None:
+    """The same names, and the same bits behind them."""
+    assert list(ours) == list(theirs), f"{when}: {list(ours)} != {list(theirs)}"
+    differing = []
+    for name, a in ours.items():
+        a, b = local(a), local(theirs[name])
+        equal = torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) and b is not None else a == b
+        if not equal:
+            differing.append(name)
+    assert not differing, f"{when}: {differing} differ"
+
+
+def params_of(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def example_llama(layers: int = 2) -> tuple[nn.Module, Batch]:
+    """The model of examples/, with grouped-query attention, and its batches."""
+    folder = str(Path(__file__).parents[2] / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    llama = importlib.import_module("llama")
+    config = llama.LlamaConfig(layers=layers, dim=16, heads=4, kv_heads=2, hidden=24, seq=8, vocab=VOCAB)
+    return llama.Llama(config), lambda: {"tokens": tokens(), "targets": tokens()}
+
+
+def tokens() -> Tensor:
+    """A batch of the example's inputs or targets."""
+    return torch.randint(0, VOCAB, (2, 8))
+
+
+class CountLaunches(TorchDispatchMode):
+    """Counts launches, functional (graphshard's) or not (FSDP2's); a coalesced one is one launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
+            self.launches[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, kind: str) -> int:
+        """How many have this in their name: "gather", "scatter", "all_reduce"."""
+        return sum(n for name, n in self.launches.items() if kind in name.replace("allreduce", "all_reduce"))
+
+
+def train_side_by_side(pair: tuple[nn.Module, nn.Module], batch: Batch, steps: int = 20) -> None:
+    """Steps of AdamW with clipped gradients, equal bit for bit."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    optims = [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) for model in pair]
+    losses = []
+    for step in range(20):
+        seen = []
+        for model, optim in zip(pair, optims):
+            torch.manual_seed(step * world_size + rank)  # the batch's, and dropout's
+            output = model(**batch())
+            loss = output if isinstance(output, Tensor) else output.loss
+            loss.backward()
+            grads = {name: grad.to_local().clone() for name, grad in grads_of(model).items()}
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optim.step()
+            optim.zero_grad()
+            seen.append((loss.detach(), grads, norm.full_tensor()))
+        (loss, grads, norm), (their_loss, their_grads, their_norm) = seen
+        assert_same({"loss": loss}, {"loss": their_loss}, f"step {step}")
+        assert_same(grads, their_grads, f"gradients of step {step}")
+        assert_same({"norm": norm}, {"norm": their_norm}, f"step {step}")
+        assert_same(params_of(pair[0]), params_of(pair[1]), f"parameters after step {step}")
+        assert_same(*(dict(model.named_buffers()) for model in pair), f"buffers after step {step}")
+        losses.append(loss.item())
+    assert len(set(losses)) > len(losses) // 2, f"the model does not train: {losses}"

@@ -1,0 +1,123 @@
+"""A model with everything that an artifact has to carry, and ways to export it and to spoil the file."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import graphshard
+from graphshard.archive import Archive, read_archive, write_archive
+
+TOKENS, WIDTH = 10, 6
+
+
+class Layer(nn.Module):
+    """A residual layer with dropout, and a buffer that counts its calls."""
+
+    calls: Tensor
+
+    def __init__(self, width: int, p: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+        self.p = p
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + F.dropout(torch.tanh(self.linear(self.norm(x))), self.p, self.training)
+
+
+class Net(nn.Module):
+    """A language model in small: tied embeddings, a loss and logits as outputs, a constant made in forward."""
+
+    def __init__(self, width: int = WIDTH, p: float = 0.2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, width)
+        self.layers = nn.ModuleList(Layer(width, p) for _ in range(2))
+        self.head = nn.Linear(width, TOKENS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        x = self.embed(tokens) * torch.tensor([1.0, 0.5, 0.25])[:, None]
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        if targets is None:
+            return logits
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
+
+
+class Small(nn.Module):
+    """As few regions as can be: for tests that compile them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh().square().mean()
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of one rank."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(TOKENS, (2, 2, 3), generator=generator)
+    return tokens, targets
+
+
+def export_net(path: Path, mesh: Any = ((1,), (2,), (4,)), **options: Any) -> Path:
+    """The model on the meta device, for training and inference, for its last layer, and for gradients of the logits."""
+    with torch.device("meta"):
+        model = Net()
+    calls = [
+        graphshard.Call(batch(), gradients=[(1,), (0, 1)]),
+        graphshard.Call(batch()[:1], training=False, grad=False),
+        graphshard.Call((torch.zeros(2, 3, WIDTH),), entry="layers.1"),
+    ]
+    return graphshard.export(model, mesh, path, calls=calls, backend="eager", **options)
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, bytes]], None]) -> Path:
+    """A copy of a file with other facts or members, and the checksums that belong to them."""
+    archive = read_archive(path)
+    facts = json.loads(json.dumps({k: v for k, v in archive.facts.items() if k not in ("format", "members")}))
+    members = dict(archive.members)
+    change(facts, members)
+    copy = path.with_name(f"changed-{path.name}")
+    write_archive(copy, facts, members)
+    return copy
+
+
+def zipped(members: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    """A zip of these members."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", compression) as archive:
+        for name, data in members.items():
+            archive.writestr(zipfile.ZipInfo(name), data, compression)
+    return buffer.getvalue()
+
+
+def contents(archive: Archive) -> dict[str, bytes]:
+    """All members of a file, as a zip that is written by hand needs them."""
+    return {"manifest.json": json.dumps(archive.facts).encode(), **archive.members}
+
+
+if __name__ == "__main__":  # another process than those that load
+    if sys.argv[1] == "net":
+        export_net(Path(sys.argv[2]))
+    else:
+        with torch.device("meta"):
+            small = Small()
+        graphshard.export(
+            small, [(1,), (2,)], sys.argv[2], example_inputs=(torch.randn(2, 8),), threads=1, device="cpu"
+        )

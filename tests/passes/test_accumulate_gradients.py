@@ -1,0 +1,124 @@
+"""Backward for microbatches: what it takes, what it sends, what it returns."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from graphshard.passes import AccumulateGradients
+from graphshard.pipeline import run_pass
+from graphshard.program import Axis, Program
+from tests.helpers import COALESCED, PACKED, Affine, Blocks, ParallelBiases, calls, captured, copied, through
+
+BATCH = (torch.ones(3, 4),)
+WEIGHTS = frozenset({"layers.0.weight", "layers.1.weight"})
+
+
+def _partitioned(**options: object) -> Program:
+    return through(captured(Blocks(2), BATCH, **options), "partition")
+
+
+def _accumulated(step: AccumulateGradients, program: Program | None = None) -> Program:
+    program = copied(program or _partitioned())
+    run_pass(step, program)
+    return program
+
+
+def _slots(program: Program) -> tuple[list[str], list[str]]:
+    phase = program.phases["backward"]
+    given = [str(slot) for slot in phase.inputs if slot.kind in ("accumulated", "partial")]
+    return given, list(map(str, phase.outputs))
+
+
+def test_first_microbatch() -> None:
+    program = _accumulated(AccumulateGradients(unsynced=WEIGHTS))
+    assert _slots(program) == ([], ["accumulated:layers.0.weight", "accumulated:layers.1.weight"])
+    assert calls(program.phases["backward"], "reduce_scatter_tensor") == []
+
+
+def test_microbatch_in_the_middle() -> None:
+    program = _accumulated(AccumulateGradients(unsynced=WEIGHTS, accumulated=WEIGHTS))
+    names = ["accumulated:layers.0.weight", "accumulated:layers.1.weight"]
+    assert _slots(program) == (names, names)
+    assert len(calls(program.phases["backward"], "add")) == 2
+
+
+def test_last_microbatch() -> None:
+    program = _accumulated(AccumulateGradients(accumulated=WEIGHTS))
+    given = ["accumulated:layers.0.weight", "accumulated:layers.1.weight"]
+    assert _slots(program) == (given, ["grad:layers.0.weight", "grad:layers.1.weight"])
+    for launch in calls(program.phases["backward"], "reduce_scatter_tensor"):
+        (source,) = launch.all_input_nodes
+        assert source.target is torch.ops.aten.add.Tensor
+
+
+def test_one_unit() -> None:
+    program = _accumulated(AccumulateGradients(unsynced=frozenset({"layers.1.weight"})))
+    assert _slots(program) == ([], ["grad:layers.0.weight", "accumulated:layers.1.weight"])
+    assert len(calls(program.phases["backward"], "reduce_scatter_tensor")) == 1
+
+
+def test_sums_are_in_the_reduce_dtype() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    step = AccumulateGradients(unsynced=WEIGHTS, accumulated=WEIGHTS)
+    program = _accumulated(step, _partitioned(mp_policy=policy))
+    assert {value.meta["val"].dtype for value in program.phases["backward"].results} == {torch.float32}
+
+
+def test_nothing_to_do() -> None:
+    program = _partitioned()
+    run_pass(AccumulateGradients(), program)
+    assert program.history[-1].rewrites == 0
+
+
+def _replicated() -> Program:
+    program = captured(Blocks(2), BATCH)
+    return through(replace(program, replicate=Axis("replicate", 2)), "partition")
+
+
+def test_over_shards_only() -> None:
+    program = _accumulated(AccumulateGradients(unreplicated=WEIGHTS), _replicated())
+    assert _slots(program) == ([], ["partial:layers.0.weight", "partial:layers.1.weight"])
+    backward = program.phases["backward"]
+    assert len(calls(backward, "reduce_scatter_tensor")) == 2
+    assert calls(backward, "all_reduce") == []
+
+
+def test_over_replicas_with_what_is_there() -> None:
+    program = _accumulated(AccumulateGradients(partial=WEIGHTS), _replicated())
+    assert _slots(program)[1] == ["grad:layers.0.weight", "grad:layers.1.weight"]
+    for launch in calls(program.phases["backward"], "all_reduce"):
+        (source,) = launch.all_input_nodes
+        assert source.target is torch.ops.aten.add.Tensor
+
+
+@pytest.mark.parametrize("model", [ParallelBiases(), Affine(4)], ids=["equal gradients", "two shapes"])
+def test_gradients_that_share_their_beginning(model: torch.nn.Module) -> None:
+    """Common subexpressions of reductions come apart again."""
+    batch = (torch.ones(2, 4),) if isinstance(model, ParallelBiases) else (torch.ones(4, 2),)
+    program = captured(model, batch)
+    names = frozenset(name for name, _ in model.named_parameters())
+    program = _accumulated(AccumulateGradients(unsynced=names), through(program, "partition"))
+    assert calls(program.phases["backward"], "reduce_scatter_tensor") == []
+    assert set(_slots(program)[1]) == {f"accumulated:{name}" for name in names}
+
+
+def test_what_is_planned_and_scheduled() -> None:
+    """The passes behind it take the variants as any backward, several parameters of a unit packed or not."""
+    model = Blocks(2, bias=True)
+    names = frozenset(name for name, _ in model.named_parameters())
+    for planner, step in itertools.product(
+        (COALESCED, PACKED),
+        (
+            AccumulateGradients(unsynced=names, accumulated=names),
+            AccumulateGradients(accumulated=names),
+            AccumulateGradients(unreplicated=names, partial=names),
+            AccumulateGradients(partial=names),
+        ),
+    ):
+        program = through(replace(captured(model, BATCH), replicate=Axis("replicate", 2)), "partition")
+        through(_accumulated(step, program), "reorder", planner=planner)

@@ -1,0 +1,87 @@
+"""to-device: a program captured on the CPU becomes one for GPUs, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphshard.errors import ArtifactError
+from graphshard.graph import calls_of
+from graphshard.passes import ToDevice
+from graphshard.pipeline import Pipeline, run_pass
+from graphshard.printer import print_program
+from tests.helpers import Blocks, captured, copied, step, through
+
+
+class Positions(nn.Module):
+    """A factory function is told the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.w + torch.arange(4, device=x.device)
+
+
+def devices(program) -> set[str]:
+    values = (n.meta["val"] for phase in program.phases.values() for n in phase.module.graph.nodes if "val" in n.meta)
+    return {value.device.type for value in values if isinstance(value, torch.Tensor)}
+
+
+def test_before_and_after() -> None:
+    program = captured(Positions(), (torch.ones(2, 4),))
+    before = print_program(program)
+    (arange,) = calls_of(program.phases["joint"], torch.ops.aten.arange.start_step) or calls_of(
+        program.phases["joint"], torch.ops.aten.arange.default
+    )
+    assert (devices(program), str(arange.kwargs["device"])) == ({"cpu"}, "cpu")
+    run_pass(ToDevice("cuda"), program)
+    assert (devices(program), str(arange.kwargs["device"]), str(program.device)) == ({"cuda"}, "cuda", "cuda")
+    assert print_program(program).replace("device=cuda", "device=cpu") == before
+
+
+def test_leaves_a_program_of_that_device_alone() -> None:
+    program = captured(Blocks(1), (torch.ones(2, 4),))
+    run_pass(ToDevice("cpu"), program)
+    assert program.history[-1].rewrites == 0
+
+
+def test_idempotent() -> None:
+    program = captured(Positions(), (torch.ones(2, 4),))
+    run_pass(ToDevice("cuda"), program)
+    run_pass(ToDevice("cuda"), program)
+    assert [stage.rewrites for stage in program.history] == [1, 0]
+
+
+def test_the_other_passes_run_on_it_and_the_numbers_stay() -> None:
+    """Devices of fake values are not looked at when the graph runs on real ones."""
+    model = Blocks(2)
+    program = captured(model, (torch.ones(2, 4),))
+    plain = copied(program)
+    run_pass(ToDevice("cuda"), program)
+    for passes in (program, plain):
+        through(passes, Pipeline().passes[-1].name)
+    batches = [(torch.randn(2, 4),), (torch.randn(2, 4),)]
+    torch.testing.assert_close(step(program, model, batches), step(plain, model, batches), rtol=0, atol=0)
+    assert devices(program) == {"cuda"}
+
+
+class Attention(nn.Module):
+    """The CPU has an attention of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.w
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_requires_operators_that_other_devices_have() -> None:
+    program = captured(Attention(), (torch.ones(1, 2, 4, 8),))
+    with pytest.raises(ArtifactError, match=r"_scaled_dot_product_flash_attention_for_cpu.* only the CPU has"):
+        run_pass(ToDevice("cuda"), program)
