@@ -6,6 +6,7 @@ checks: each rank puts what its program communicates into the rendezvous store a
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,7 +25,8 @@ def model_tag(mesh: DeviceMesh) -> str:
     """A name for a model that is the same on all ranks: how many were compiled before on this rank and this group."""
     if _is_alone(mesh):
         return ""
-    group = mesh.get_group().group_name
+    # By its ranks: a mesh of two axes has no group of all of them, and its groups have other names on other ranks.
+    group = hashlib.sha256(str(ranks_of(mesh)).encode()).hexdigest()[:16]
     return f"model-{group}-{rendezvous_store().add(f'graphshard/models/{group}/{mesh.get_rank()}', 1)}"
 
 

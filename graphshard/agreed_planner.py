@@ -70,7 +70,7 @@ def outline(program: Program) -> str:
     found = {}
     for name, phase in program.phases.items():
         layout = Layout.of(phase)
-        place = {"gather": first_use, "reduce": last_input}
+        place = {"gather": first_use, "reduce": last_input, "all_reduce": last_input}
         sent = [
             (c.kind, c.params[0], str(program.params[c.params[0]].sent_dtype(c.kind)), place[c.kind]([c], layout))
             for c in collectives(phase)

@@ -108,6 +108,10 @@ class Costs:
             )
         )
 
+    def exchange(self, num_bytes: Scalar, axis: Axis) -> Scalar:
+        """A reduce-scatter as all-to-all and a local sum, which reads everything and writes this rank's part."""
+        return self.collective("all_to_all", num_bytes, 1, axis) + self.copy(num_bytes)
+
     def copy(self, num_bytes: Scalar) -> Scalar:
         """A copy within device memory, as packed buckets need: read once, written once."""
         return self.profile.kernel_seconds + 2 * num_bytes / self.profile.memory_bandwidth

@@ -80,7 +80,10 @@ def estimate(program: Program, costs: Costs) -> Estimate:
                 kind = kind_of(node)
                 size = num_bytes(node) if kind == "gather" else sum(map(num_bytes, node.all_input_nodes))
                 start = max(compute, channel)
-                seconds_of = costs.collective(kind, size, len(node.all_input_nodes), _axis(program, bucket))
+                if node.meta.get("exchanged"):
+                    seconds_of = costs.exchange(size, program.axis)
+                else:
+                    seconds_of = costs.collective(kind, size, len(node.all_input_nodes), _axis(program, bucket))
                 channel = arrives[bucket] = start + seconds_of
                 found.steps.append(Step(kind, bucket, "", phase_name, start, channel, size, order))
             elif node.target is WAIT:

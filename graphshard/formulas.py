@@ -241,7 +241,11 @@ def _clock(
             if is_collective(node):
                 kind = "gather" if node.target in GATHERS else "reduce"
                 size = _sent(program, bucket)
-                seconds = define(f"seconds_{bucket}", costs.collective(kind, size, len(node.all_input_nodes), axis))
+                if node.meta.get("exchanged"):
+                    cost = costs.exchange(size, axis)
+                else:
+                    cost = costs.collective(kind, size, len(node.all_input_nodes), axis)
+                seconds = define(f"seconds_{bucket}", cost)
                 total.append(seconds)
                 num_sent.append(size)
                 channel = arrives[bucket] = define(f"end_{bucket}", maximum(compute, channel) + seconds)

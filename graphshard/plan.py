@@ -30,6 +30,7 @@ class Bucket:
         packed: parameter names that travel in one flat buffer (one copy in, one out).
         axis: name of the mesh axis.
         num_bytes: bytes of the full (unsharded) tensors; of the shards for an all-reduce.
+        exchanged: a reduction of one tensor that is sent as all-to-all and summed by each rank.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Bucket:
     packed: tuple[str, ...]
     axis: str
     num_bytes: int
+    exchanged: bool = False
 
     @property
     def members(self) -> tuple[str, ...]:

@@ -105,7 +105,8 @@ def print_communication(program: Program) -> list[str]:
     for name, phase in program.phases.items():
         for collective in collectives(phase):
             sent = ", ".join(describe(node.meta["val"]) for node in collective.node.all_input_nodes)
-            lines.append(f"{name}: {collective.kind} {', '.join(collective.params)} as {sent}")
+            how = ", by all-to-all" if collective.node.meta.get("exchanged") else ""
+            lines.append(f"{name}: {collective.kind} {', '.join(collective.params)} as {sent}{how}")
     return lines
 
 
@@ -137,6 +138,8 @@ def _mark(node: Node) -> str:
 
 def _comment(node: Node) -> str:
     bucket = node.meta.get("bucket")
+    if node.meta.get("exchanged"):
+        bucket = f"{bucket}, by all-to-all"
     mark = _MARKS.get(node.meta["recompute"], "") if "recompute" in node.meta else ""
     direction = "(backward)" if node.meta.get("partitioner_tag") == "is_backward" else ""
     return " ".join(filter(None, [module_of(node), direction, bucket and f"[{bucket}]", mark]))

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from graphshard._torch import disable_autocast
 from graphshard.accumulation import Accumulation
 from graphshard.copies import finish_downloads
+from graphshard.exchange import exchange_reductions
 from graphshard.graph import fake, restride
 from graphshard.lower import Boxed
 from graphshard.meshes import bind_groups, shard_index
@@ -191,6 +192,7 @@ class Executable:
     def _bind(self, phase: Phase) -> Phase:
         """Put the process groups' names in the place of the axis names."""
         bind_groups(phase.module.graph, self._groups)
+        exchange_reductions(phase)
         phase.module.recompile()
         return phase
 

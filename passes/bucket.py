@@ -64,13 +64,16 @@ class Bucketing(Pass):
 
 def _tag(phase: Phase, buckets: list[Bucket]) -> int:
     """Write its bucket's name on every launch and wait; how many launches had another or none."""
-    names = {(bucket.kind, param): bucket.name for bucket in buckets for param in bucket.members}
+    found = {(bucket.kind, param): bucket for bucket in buckets for param in bucket.members}
     count = 0
     for collective in collectives(phase):
-        name = names[collective.kind, collective.params[0]]
+        bucket = found[collective.kind, collective.params[0]]
+        name = bucket.name
         count += collective.node.meta.get("bucket") != name
         for node in (collective.node, *collective.waits):
             node.meta["bucket"] = name
+            if bucket.exchanged:
+                node.meta["exchanged"] = True
     return count
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from graphshard.errors import PassError
@@ -16,11 +16,11 @@ class MakePlan(Pass):
     """Requires: a partitioned program without a plan.  Preserves: the graph.
 
     Attributes:
-        planner: a function from a program to its plan.
+        planner: a function from a program to its plan. None is for `compile` to choose, and unit by unit elsewhere.
     """
 
     name: ClassVar[str] = "plan"
-    planner: Planner = field(default_factory=PlanByUnit)
+    planner: Planner | None = None
 
     def requires(self, program: Program) -> None:
         if "joint" in program.phases:
@@ -28,5 +28,5 @@ class MakePlan(Pass):
 
     def rewrite(self, program: Program) -> int:
         before = program.plan
-        program.plan = self.planner(program)
+        program.plan = (self.planner or PlanByUnit())(program)
         return 0 if program.plan == before else max(1, len(program.plan.buckets))

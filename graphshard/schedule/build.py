@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
@@ -56,6 +56,7 @@ class Settings:
 
     Attributes:
         constraints: what the user fixes.
+        exchange: reductions of one tensor may be sent as all-to-all.
         exact_reductions: reductions are packed by unit and dtype, so that they have the bits of FSDP2's on gloo.
         pack_below: bytes of a shard below which a tensor may be packed.
         optimizer_states: tensors that the optimizer keeps for each parameter.
@@ -63,6 +64,7 @@ class Settings:
 
     constraints: Constraints = field(default_factory=Constraints)
     exact_reductions: bool = False
+    exchange: bool = False
     pack_below: int = 64 * 1024
     optimizer_states: int = 2
 
@@ -99,7 +101,7 @@ class Built:
 
 def build(program: Program, costs: Costs, settings: Settings) -> Built:
     """The scheduling problem of a program."""
-    link = make_link(costs, program.axis)
+    link = make_link(costs, program.axis, exchange=settings.exchange)
     maker = _Maker(program, costs, settings, link)
     chains = [maker.chain(name, phase) for name, phase in program.phases.items()]
     trained = [row for row in program.params if row.trainable]
@@ -122,7 +124,7 @@ def optimizer_chain(program: Program, costs: Costs, states: int, trained: Iterab
     return Chain("optimizer", (seconds,), (held + moved,))
 
 
-def make_link(costs: Costs, axis: Axis) -> Link:
+def make_link(costs: Costs, axis: Axis, *, exchange: bool = False) -> Link:
     """What collectives over an axis cost; equal questions are answered once."""
 
     def rate(kind: str) -> functools._lru_cache_wrapper[float]:
@@ -132,7 +134,14 @@ def make_link(costs: Costs, axis: Axis) -> Link:
 
         return seconds
 
-    return Link(rate("gather"), rate("reduce"), functools.cache(lambda n: float(costs.copy(n))), axis.size)
+    reduced = rate("reduce")
+
+    @functools.cache
+    def reduce(num_bytes: int, num_tensors: int) -> float:
+        seconds = reduced(num_bytes, num_tensors)
+        return min(seconds, float(costs.exchange(num_bytes, axis))) if exchange and num_tensors == 1 else seconds
+
+    return Link(rate("gather"), reduce, functools.cache(lambda n: float(costs.copy(n))), axis.size)
 
 
 class _Maker:
@@ -251,9 +260,19 @@ class _Maker:
 
 
 def to_buckets(
-    phase_name: str, chain: Chain, mapped: PhaseMap, placement: Placement, axis: Axis, pack_below: float
+    phase_name: str,
+    chain: Chain,
+    mapped: PhaseMap,
+    placement: Placement,
+    axis: Axis,
+    pack_below: float,
+    exchange: Callable[[int], bool],
 ) -> tuple[list[Bucket], list[Event]]:
-    """A placement as the plan's buckets and events."""
+    """A placement as the plan's buckets and events.
+
+    Args:
+        exchange: whether a reduction of one tensor of so many bytes is cheaper as all-to-all.
+    """
     buckets: list[Bucket] = []
     taken: Counter[str] = Counter()
     for bucket in placement.buckets:
@@ -266,6 +285,8 @@ def to_buckets(
         units = list(dict.fromkeys(atom.unit or "(root)" for atom in atoms))
         name = f"{bucket.kind} {' to '.join(dict.fromkeys((units[0], units[-1])))} in {phase_name}"
         taken[name] += 1
+        num_bytes = sum(t.num_bytes for t in transfers)
+        alone = len(rows) - len(packed) + bool(packed) == 1
         buckets.append(
             Bucket(
                 name=f"{name} {taken[name]}" if taken[name] > 1 else name,
@@ -274,7 +295,8 @@ def to_buckets(
                 params=tuple(row.name for row in rows if row.name not in packed),
                 packed=packed,
                 axis=axis.name,
-                num_bytes=sum(t.num_bytes for t in transfers),
+                num_bytes=num_bytes,
+                exchanged=bucket.kind == "reduce" and alone and exchange(num_bytes),
             )
         )
     events = [Event(e.action, buckets[e.bucket].name, mapped.cuts[e.at]) for e in placement.events]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from graphshard.cost import Costs
 from graphshard.errors import ArgumentError
+from graphshard.exchange import RANKS
 from graphshard.graph import collectives
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.plan import Bucket, Event, Plan, Prediction
-from graphshard.planner import account
+from graphshard.planner import PlanByUnit, account
 from graphshard.program import Program
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build import Built, Constraints, Settings, build, to_buckets
 from graphshard.schedule.problem import InfeasibleError, Problem, Schedule
 from graphshard.schedule.solve import Solution, Solver, one_ahead
+
+log = logging.getLogger(__name__)
 
 # Bytes of a shard below which NCCL's bandwidth falls off, so that a copy pays.
 SMALL = 64 * 1024
@@ -85,10 +89,26 @@ class PlanByCost:
             InfeasibleError: no plan fits in the memory limit; the message has the least bytes that one needs.
         """
         self._check_units(program)
+        if program.replicate is not None or program.subgroup is not None:
+            return self._unplanned(program)
         settings = self._settings(program)
         if not (self.worth or self.worth_seconds):
             return self._planned(program, settings, Solver(self._limit)).plan
         return self._worthwhile(program, settings).plan
+
+    def _unplanned(self, program: Program) -> Plan:
+        """The plan by units, where there are links that the problem does not have.
+
+        Raises:
+            ArgumentError: a memory limit was given.
+        """
+        why = "gradients are reduced over two axes" if program.replicate else "backward gathers within a subgroup"
+        if self.memory_limit is not None:
+            raise ArgumentError(
+                f"memory_limit={self.memory_limit} cannot be kept: {why}, which is not planned by cost."
+            )
+        log.info("%s: planned by unit, not by cost", why)
+        return PlanByUnit()(program)
 
     def _settings(self, program: Program) -> Settings:
         on_cpu = program.device.type == "cpu"
@@ -98,7 +118,10 @@ class PlanByCost:
             profile = self.costs.profile
             copied = profile.inside["gather"].tensor_seconds * profile.memory_bandwidth / 2 / program.axis.size
             pack_below = max(SMALL, int(copied)) if on_cpu else SMALL
-        return Settings(self.constraints, exact, pack_below, self.optimizer_states)
+        # An exchange makes a second buffer, which the memory of the problem does not count, and its order of summation
+        # is the same on two ranks only.
+        exchange = on_cpu and program.axis.size == RANKS and self.memory_limit is None
+        return Settings(self.constraints, exact, exchange, pack_below, self.optimizer_states)
 
     def _worthwhile(self, program: Program, settings: Settings) -> _Planned:
         """FSDP2's order, or the best of its buckets, or the best of all, if that beats what comes before by enough."""
@@ -145,8 +168,30 @@ class PlanByCost:
         prediction = Prediction(
             solution.step_seconds, bound, solution.peak, profile.name, profile.hash, self.costs.network
         )
-        plan = _plan(program, built, solution.schedule, settings.pack_below)
+        plan = self._plan(program, built, solution.schedule, settings)
         return _Planned(replace(plan, kept=kept, prediction=prediction), prediction)
+
+    def _plan(self, program: Program, built: Built, schedule: Schedule, settings: Settings) -> Plan:
+        axis = program.axis
+
+        def exchange(num_bytes: int) -> bool:
+            cost = self.costs.collective("reduce", num_bytes, 1, axis)
+            return settings.exchange and bool(self.costs.exchange(num_bytes, axis) < cost)
+
+        buckets: list[Bucket] = []
+        events: dict[str, tuple[Event, ...]] = {}
+        gathered: dict[str, int] = {}
+        for chain, placement in zip(built.problem.chains, schedule.placements):
+            if chain.name not in program.phases:
+                continue
+            phase, mapped = program.phases[chain.name], built.maps[chain.name]
+            made, placed = to_buckets(chain.name, chain, mapped, placement, axis, settings.pack_below, exchange)
+            of_row = {(c.kind, c.params[0]): c for c in collectives(phase)}
+            groups = [(bucket, [of_row[bucket.kind, name] for name in bucket.members]) for bucket in made]
+            buckets += made
+            events[chain.name] = tuple(placed)
+            gathered[chain.name] = account(phase, groups, placed, program.params)
+        return Plan(tuple(buckets), events, gathered)
 
     def _check_units(self, program: Program) -> None:
         lists = (self.constraints.forward_prefetch, self.constraints.backward_prefetch)
@@ -157,20 +202,3 @@ class PlanByCost:
                 f"prefetch names {unknown[0]!r}, which is no unit with parameters. The units are "
                 f"{', '.join(map(repr, program.params.units[:8]))}."
             )
-
-
-def _plan(program: Program, built: Built, schedule: Schedule, pack_below: int) -> Plan:
-    buckets: list[Bucket] = []
-    events: dict[str, tuple[Event, ...]] = {}
-    gathered: dict[str, int] = {}
-    for chain, placement in zip(built.problem.chains, schedule.placements):
-        if chain.name not in program.phases:
-            continue
-        phase, mapped = program.phases[chain.name], built.maps[chain.name]
-        made, placed = to_buckets(chain.name, chain, mapped, placement, program.axis, pack_below)
-        of_row = {(c.kind, c.params[0]): c for c in collectives(phase)}
-        groups = [(bucket, [of_row[bucket.kind, name] for name in bucket.members]) for bucket in made]
-        buckets += made
-        events[chain.name] = tuple(placed)
-        gathered[chain.name] = account(phase, groups, placed, program.params)
-    return Plan(tuple(buckets), events, gathered)

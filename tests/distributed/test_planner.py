@@ -9,6 +9,7 @@ import torch
 
 import graphshard
 from graphshard.cost import Costs
+from graphshard.exchange import EXCHANGE
 from graphshard.passes import MakePlan
 from graphshard.profile import load_profile
 from graphshard.schedule import InfeasibleError
@@ -60,6 +61,9 @@ def _train(rank: int, world_size: int, limited: bool) -> None:
     else:
         assert len(forward) < 5, "gathers of units are joined"
         assert len({tuple(p.communication) for p in programs}) == 1
+        exchanged = [node for node in programs[0].backward.graph.nodes if node.target is EXCHANGE]
+        reductions = [b for b in programs[0].plan.buckets if b.kind == "reduce"]
+        assert len(exchanged) == sum(b.exchanged for b in reductions) == (len(reductions) if world_size == 2 else 0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -28,7 +28,7 @@ def one(chain: Chain, link: Link, placement: Placement) -> tuple[Problem, Schedu
     return Problem((chain,), link), Schedule((placement,))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_equal_to_a_clock_that_ticks(data: st.DataObject) -> None:
     """Time and peak memory of random schedules, packed and coalesced, on one channel and on two."""

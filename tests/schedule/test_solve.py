@@ -72,7 +72,7 @@ def test_six_layers_backward_equal_exhaustive_search(chain: Chain, link: Link, l
     assert (found.step_seconds if found else math.inf) == best
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(chains(reductions=False, small=False), links())
 def test_the_dynamic_program_is_exact_for_gathers(chain: Chain, link: Link) -> None:
     """Without copies and without a limit the search has nothing left to find."""
@@ -85,7 +85,7 @@ def test_the_dynamic_program_is_exact_on_a_shared_link(chain: Chain, link: Link)
     assert HEURISTIC(Problem((chain,), link)).step_seconds == Solver()(Problem((chain,), link)).step_seconds
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(chains(layers=12, reductions=True), links(), LIMITS)
 def test_deep_chains_keep_to_memory_and_bound(chain: Chain, link: Link, limit: float) -> None:
     """What is not searched exactly is feasible whenever something is."""

@@ -1,0 +1,98 @@
+"""Predicted against measured: step time and peak memory of the example's model on gloo ranks, three sizes.
+
+    torchrun --nproc-per-node 2 -m graphshard calibrate --out machine.json
+    python tests/bench/predicted.py --hardware machine.json [--steps 15] [--backend inductor] [--ranks 2]
+
+Predicted is what the plan says of itself. Measured is the median step of the slowest rank, with AdamW, and the peak
+of a rank's resident memory over what it has before the model is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import llama
+
+SIZES = (
+    {"layers": 4, "dim": 256, "batch": 4, "seq": 128},
+    {"layers": 4, "dim": 512, "batch": 4, "seq": 128},
+    {"layers": 8, "dim": 512, "batch": 8, "seq": 256},
+)
+
+
+def resident(name: str) -> int:
+    """VmRSS or VmHWM (the peak) of this process in bytes."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text("ascii"))
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -> None:
+    """One rank: train one model, print on rank 0."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+    mesh = init_device_mesh("cpu", (args.ranks,))
+    torch.manual_seed(0)
+    before = resident("VmRSS")
+    model = llama.Llama(llama.LlamaConfig(layers=size["layers"], dim=size["dim"], seq=size["seq"]))
+    model = graphshard.compile(model, mesh, backend=args.backend, hardware=args.hardware)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(256, (2, size["batch"], size["seq"]))
+    times = []
+    for number in range(3 + args.steps):
+        if number == 3:  # from here on the peak is of training, not of compilation
+            Path("/proc/self/clear_refs").write_text("5", "ascii")
+        dist.barrier()
+        began = time.perf_counter()
+        model(tokens[0], tokens[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        taken = torch.tensor(time.perf_counter() - began)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        times.append(taken.item())
+    if rank == 0:
+        (program,) = graphshard.programs(model)
+        assert program.plan is not None
+        predicted = program.plan.prediction
+        assert predicted is not None
+        seconds, peak = statistics.median(times[3:]), resident("VmHWM") - before
+        print(
+            f"{', '.join(f'{name} {value}' for name, value in size.items()):40}"
+            f"{predicted.step_seconds * 1e3:10.1f}{seconds * 1e3:10.1f}{predicted.step_seconds / seconds - 1:+9.0%}"
+            f"{predicted.peak_bytes / 2**20:10.1f}{peak / 2**20:10.1f}{predicted.peak_bytes / peak - 1:+9.0%}",
+            flush=True,
+        )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Each size in processes of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hardware", help="profile of this machine; None is what compile takes")
+    parser.add_argument("--backend", choices=("inductor", "eager"), default="inductor")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
+    print(f"{'':40}{'step, ms':>29}{'peak, MiB':>29}")
+    print(f"{'':40}{'predicted':>10}{'measured':>10}{'error':>9}{'predicted':>10}{'measured':>10}{'error':>9}")
+    for size in SIZES:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(run, (args, size, f"{folder}/store"), args.ranks)
+
+
+if __name__ == "__main__":
+    main()
