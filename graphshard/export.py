@@ -213,7 +213,9 @@ def _device(device: Any, mesh: Any) -> torch.device:
         raise ArgumentError(f"device must be 'cpu', 'cuda' or None, got {device!r}.")
     if device is None and isinstance(mesh, DeviceMesh):
         device = mesh.device_type
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    here = torch.cuda.is_available()
+    kind = device or ("cuda" if here else "cpu")
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" and here else torch.device(kind)
 
 
 def _compiler(backend: str, device: torch.device, compile_regions: bool | None) -> tuple[Compiler, bool]:

@@ -170,6 +170,7 @@ class Stored:
         """The error for a call for which there is no program."""
         known = list(runner.executables)
         why = min((signature.details(other) for other in known), key=len, default="it has none at all")
+        why = "; ".join(runner.misfits) or why
         return ArtifactError(
             f"{self.path} has no program for this call of {runner.name or 'the model'}: {why}. Export it with "
             "calls=[graphshard.Call(...)] for such calls too, or use graphshard.compile(..., artifact=...), which "

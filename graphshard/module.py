@@ -83,7 +83,7 @@ class Runner:
     to_install: bool = False
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
     _fits: dict[Signature, Executable] = field(default_factory=dict)
-    _misfits: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
@@ -196,8 +196,8 @@ class Runner:
             materialized=False,
             _partitioned={},
             _fits={},
-            _misfits=[],
             agreement=Agreement(self.mesh),
+            misfits=[],
             **changes,
         )
 
@@ -206,12 +206,12 @@ class Runner:
         if signature not in self._fits:
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             found = None
-            self._misfits = []
+            self.misfits = []
             for known, executable in self.executables.items():
                 if executable.program.sizes and known.loose() == signature.loose():
                     why = misfit(executable.program, tensors)
                     found = executable if not why else found
-                    self._misfits += [why] if why else []
+                    self.misfits += [why] if why else []
             if found is None:
                 return None
             if len(self._fits) >= REMEMBERED_SHAPES:
@@ -341,4 +341,4 @@ class Runner:
         if not self.executables:
             return "first call"
         reason = signature.changes_from(list(self.executables)[-1])
-        return f"{reason} ({'; '.join(self._misfits)})" if self._misfits else reason
+        return f"{reason} ({'; '.join(self.misfits)})" if self.misfits else reason

@@ -37,13 +37,13 @@ def export_plain(
         )
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     leaves = runner.on_device(leaves, structure)
-    given: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, structure)
+    call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
     with in_mode(model, False), torch.no_grad():
         observer = Observer(runner.verify, None, runner.pipeline.passes)
-        program, _ = runner.trace(model, *given, observer, "exported", grad=False)
+        program, _ = runner.trace(model, call_args, call_kwargs, observer, "exported", grad=False)
         plain = _Plain(program, model)
-        dynamic = _for_plain(model, *given, dynamic_shapes)
-        exported = torch.export.export(plain, *given, dynamic_shapes=dynamic, strict=False)
+        dynamic = _for_plain(model, args, kwargs, dynamic_shapes)
+        exported = torch.export.export(plain, call_args, call_kwargs, dynamic_shapes=dynamic, strict=False)
     with replacing(path) as temporary, temporary.open("wb") as file:
         torch.export.save(exported, file)
 

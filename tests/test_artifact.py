@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.export import Dim
 
 import graphshard
 from graphshard import ArtifactError
@@ -118,6 +119,34 @@ def test_meshes_share_the_regions_that_pack_nothing(tmp_path: Path) -> None:
         for meshes, name in (((2,), "one.gshard"), ([(2,), (4,), (8,)], "several.gshard"))
     )
     assert set(one) == set(several)
+
+
+class Pairs(nn.Module):
+    """Does something else with an even number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.w).sum() if x.shape[0] % 2 == 0 else self.w.sum()
+
+
+def test_dynamic_sizes_and_what_holds_of_them(tmp_path: Path, mesh: DeviceMesh) -> None:
+    dims = ({0: Dim.AUTO},)
+    given = {"example_inputs": (torch.zeros(4, 4),), "dynamic_shapes": dims, "backend": "eager"}
+    path = graphshard.export(Pairs(), (2,), tmp_path / "p.gshard", **given)
+    (condition,) = json.loads(read_archive(path).members["programs/0.json"])["conditions"]
+    assert condition == "Eq(Mod(s0, 2), 0)"
+    model = graphshard.load(path, Pairs(), mesh, dynamic_shapes=dims)
+    for rows in (2, 6, 10):
+        model.zero_grad()
+        model(torch.ones(rows, 4)).backward()
+        assert model.w.grad is not None
+    with pytest.raises(ArtifactError, match=r"the program holds where Eq\(Mod\(s0, 2\), 0\)"):
+        model(torch.ones(5, 4))
+    with pytest.raises(ArtifactError, match="s0 is 1; sizes of 0 and 1 broadcast"):
+        model(torch.ones(1, 4))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------

@@ -1,0 +1,76 @@
+"""Exporting where there is a GPU: regions become CUDA code in the file, and a loaded model has the bits of `compile`.
+
+Run with `pytest -m gpu`; skipped without a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import graphshard
+from graphshard.artifact import read_artifact
+from graphshard.cli import main
+from tests.helpers import Blocks
+
+pytestmark = pytest.mark.gpu
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A world of one rank on NCCL."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("nccl", rank=0, world_size=1, store=store)
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+def exported(path: Path, **options: object) -> Path:
+    with torch.device("meta"):
+        model = Blocks(2, 64, bias=True)
+    inputs = (torch.zeros(8, 64),)
+    return graphshard.export(model, [(1,), (8,)], path, example_inputs=inputs, mp_policy=POLICY, **options)
+
+
+def trained(model: nn.Module) -> list[torch.Tensor]:
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        torch.manual_seed(step)
+        model(torch.randn(8, 64, device="cuda")).backward()
+        optim.step()
+        optim.zero_grad()
+    return [param.to_local().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_loaded_has_the_bits_of_compile(tmp_path: Path, mesh: DeviceMesh, backend: str) -> None:
+    path = exported(tmp_path / "blocks.gshard", backend=backend)
+    model = Blocks(2, 64, bias=True)
+    twin = graphshard.compile(copy.deepcopy(model), mesh, mp_policy=POLICY, backend=backend)
+    graphshard.load(path, model, mesh)
+    assert all(map(torch.equal, trained(model), trained(twin)))
+
+
+def test_file_names_the_gpu(tmp_path: Path) -> None:
+    environment = read_artifact(exported(tmp_path / "blocks.gshard")).facts["environment"]
+    assert environment["device"] == "cuda"
+    assert tuple(environment["capability"]) == torch.cuda.get_device_capability()
+    assert environment["cpu"] is None
+
+
+def test_finish_adds_the_code(tmp_path: Path, mesh: DeviceMesh) -> None:
+    path = exported(tmp_path / "blocks.gshard", compile_regions=False)
+    assert read_artifact(path).later
+    assert main(["finish", str(path)]) == 0
+    assert read_artifact(path).native
+    trained(graphshard.load(path, Blocks(2, 64, bias=True), mesh))
