@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from graphshard.errors import ArtifactError
 from graphshard.model_code import attributes, code_hash
 from graphshard.module import Runner
 from graphshard.params import ParamTable
+from graphshard.passes import MakePlan, Pass
+from graphshard.schedule.planner import PlanByCost
 
 # Fields of a parameter's row that the model decides, in the order in which they are compared, and what they are called.
 MODEL_FIELDS = {
@@ -133,12 +135,25 @@ def options_of(runner: Runner) -> dict[str, Any]:
         "offload_policy": {"pin_memory": runner.storage.pinned} if offload else None,
         "backend": runner.backend,
         "passes": {
-            **{step.name: json.dumps(encode_pass(step)["options"], sort_keys=True) for step in steps},
+            **{step.name: _settings(step) for step in steps},
             "(classes)": ", ".join(encode_pass(step)["class"] for step in steps),
             "(order)": ", ".join(step.name for step in steps),
         },
         "dynamic_shapes": shapes_text(spec.dynamic_shapes),
     }
+
+
+def _settings(step: Pass) -> str:
+    """A pass's options as text; of a planner by cost the machine's hash.
+
+    The mesh and the units are fields of their own, and `load` names the units, which `export` may have found.
+    """
+    planner = step.planner if isinstance(step, MakePlan) else None
+    if isinstance(planner, PlanByCost):
+        plain = replace(planner, constraints=replace(planner.constraints, units=False))
+        options = {field.name: str(getattr(plain, field.name)) for field in fields(plain) if field.name != "costs"}
+        return json.dumps({**options, "profile": planner.costs.profile.hash}, sort_keys=True)
+    return json.dumps(encode_pass(step)["options"], sort_keys=True)
 
 
 def _policy(policy: MixedPrecisionPolicy) -> dict[str, Any]:

@@ -177,8 +177,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = 
     ),
     "reshard over some ranks": (
         _hooked,
-        lambda: {"reshard_after_forward": 2},
-        r"reshard_after_forward must be True, False or None, got 2\. .*\(an int in FSDP2\) is not supported yet\.",
+        lambda: {"reshard_after_forward": 3},
+        r"reshard_after_forward=3 must divide the number of ranks that parameters are sharded over, 2\. Give one of 1",
     ),
     "policy": (
         _hooked,
