@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphshard.agreed_planner import AgreedPlanner
 from graphshard.cost import Costs
 from graphshard.errors import ArgumentError
-from graphshard.passes import MakePlan
+from graphshard.passes import GatherInFloat8, MakePlan
 from graphshard.pipeline import Pipeline
 from graphshard.profile import Hardware, Profile, builtin_profiles, load_profile
 from graphshard.schedule.build import Constraints
@@ -72,6 +72,8 @@ def with_planner(
     Raises:
         ArgumentError: there is a memory limit, and the passes' own planner or no costs to keep it with.
     """
+    if any(isinstance(step, GatherInFloat8) for step in pipeline):  # its gathers are not of the sizes that costs know
+        costs = None
     index = next((i for i, step in enumerate(pipeline) if type(step) is MakePlan and step.planner is None), None)
     if index is None or costs is None:
         if memory_limit is not None:

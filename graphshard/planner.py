@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphshard.errors import ArgumentError
-from graphshard.graph import Collective, Layout, collectives
+from graphshard.graph import Collective, Layout, collectives, fake
 from graphshard.liveness import last_use
 from graphshard.params import ParamRow, ParamTable
 from graphshard.plan import Bucket, CollectiveKind, Event, Plan
@@ -84,7 +84,8 @@ class PlanByUnit:
         groups: dict[tuple[str, ...], list[Collective]] = {}
         for collective in collectives(phase):
             row = program.params[collective.params[0]]
-            key = collective.kind, row.unit, str(collective.node.args[-1]), str(row.sent_dtype(collective.kind))
+            dtypes = f"{row.sent_dtype(collective.kind)} as {fake(collective.node.all_input_nodes[0]).dtype}"
+            key = collective.kind, row.unit, str(collective.node.args[-1]), dtypes
             groups.setdefault(key, []).append(collective)
         found: list[tuple[Bucket, list[Collective]]] = []
         for (kind, unit, axis, _), members in groups.items():

@@ -6,6 +6,7 @@
     reshard_after_forward   what backward gathers again, and what it keeps
     drop_unused_tangents    outputs that never receive a gradient cost nothing in backward
     regather_in_group       backward gathers again among fewer ranks
+    gather_in_float8        parameters travel in eight bits (opt-in, inexact)
     make_plan               which collectives travel together, and when
     keep_gathered           what the plan keeps gathered is handed from forward to backward
     accumulate_gradients    gradients of microbatches are added up, and reduced later
@@ -24,6 +25,7 @@ from graphshard.passes.activation_checkpointing import ActivationCheckpointing
 from graphshard.passes.base import Pass
 from graphshard.passes.bucket import Bucketing
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
+from graphshard.passes.gather_in_float8 import GatherInFloat8
 from graphshard.passes.insert_collectives import InsertCollectives
 from graphshard.passes.keep_gathered import KeepGathered
 from graphshard.passes.make_plan import MakePlan
@@ -39,6 +41,7 @@ __all__ = [
     "ActivationCheckpointing",
     "Bucketing",
     "DropUnusedTangents",
+    "GatherInFloat8",
     "InsertCollectives",
     "KeepGathered",
     "MakePlan",
