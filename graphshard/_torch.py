@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _register_work as register_work
 from torch._dynamo.source import ConstantSource
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -17,6 +19,7 @@ from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
@@ -30,11 +33,13 @@ __all__ = [
     "dispatcher_operators",
     "fake_mode_of",
     "fake_tensor",
+    "group_named",
     "hint",
     "load_package",
     "min_cut_partition",
     "new_fake_mode",
     "new_size",
+    "register_work",
     "rendezvous_store",
     "run_and_save_rng_state",
     "run_with_rng_state",
@@ -134,3 +139,8 @@ def rendezvous_store() -> dist.Store:
 def disable_autocast() -> torch._C._DisableAutocast:
     """Run operators as they stand in the graph: autocast was captured with them."""
     return torch._C._DisableAutocast()
+
+
+def group_named(name: Any) -> dist.ProcessGroup:
+    """The process group that a functional collective names."""
+    return _resolve_process_group(name)

@@ -31,7 +31,7 @@ def ends(timeline: Estimate) -> tuple[float, float]:
 
 def limit_of(timeline: Estimate) -> str:
     """ "compute", "link", "head" or "tail"."""
-    exposed, communication = timeline.total("exposed"), timeline.total("gather", "reduce")
+    exposed, communication = timeline.total("exposed"), timeline.communication
     head, tail = ends(timeline)
     compute = timeline.total("compute")
     if communication > compute + head + tail:
@@ -59,7 +59,7 @@ def advise(
         flop: of the model, by dtype.
         memory: at the peak, by what it is.
     """
-    compute, communication = timeline.total("compute"), timeline.total("gather", "reduce")
+    compute, communication = timeline.total("compute"), timeline.communication
     if limit == "memory":
         yield _memory(program, costs, tokens, memory)
     if communication > compute:
@@ -72,7 +72,7 @@ def advise(
             "where the multiplications alone take as long"
         )
     elif limit == "link":
-        worst = max((step for step in timeline.steps if step.kind == "exposed"), key=lambda step: step.seconds)
+        worst = timeline.waits_for[0]
         yield (
             f"communication ({format_seconds(communication)}) is shorter than compute ({format_seconds(compute)}), but "
             f"not where it is needed: {worst.name} is waited for {format_seconds(worst.seconds)}; other units= or more "

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from graphshard.calibrate_timing import seconds_together
+from graphshard.gloo import all_gather_coalesced
 from graphshard.graph import c10d
 from graphshard.profile import KINDS, Link
 
@@ -82,8 +83,9 @@ def _call(kind: str, num_bytes: int, num_tensors: int, device: str, group: dist.
     full = [torch.zeros(num_bytes // 4 // ranks * ranks, device=device) for _ in range(num_tensors)]
     shards = [tensor[: tensor.numel() // ranks].clone() for tensor in full]
     split = [shards[0].numel()] * ranks
+    gather = all_gather_coalesced if device == "cpu" else c10d.all_gather_into_tensor_coalesced  # as the runtime does
     start: dict[str, Callable[[], Any]] = {
-        "gather": lambda: c10d.all_gather_into_tensor_coalesced(shards, ranks, name),
+        "gather": lambda: gather(shards, ranks, name),
         "reduce": lambda: c10d.reduce_scatter_tensor_coalesced(full, "sum", ranks, name),
         "all_reduce": lambda: c10d.all_reduce_coalesced(full, "sum", name),
         "all_to_all": lambda: [c10d.all_to_all_single(tensor, split, split, name) for tensor in full],

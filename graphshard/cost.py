@@ -108,6 +108,10 @@ class Costs:
             )
         )
 
+    def link(self, axis: Axis) -> str:
+        """What carries an axis, "node" or "network": collectives on the same link queue."""
+        return "node" if self._spread(axis)[1] == 1 else "network"
+
     def exchange(self, num_bytes: Scalar, axis: Axis) -> Scalar:
         """A reduce-scatter as all-to-all and a local sum, which reads everything and writes this rank's part."""
         return self.collective("all_to_all", num_bytes, 1, axis) + self.copy(num_bytes)
@@ -132,7 +136,7 @@ class Costs:
         names = [other.name for other in self.mesh]
         behind = self.mesh[names.index(axis.name) + 1 :] if axis.name in names else ()
         apart = math.prod(other.size for other in behind)
-        room = max(self.profile.ranks_per_node // apart, 1)
+        room = maximum(self.profile.ranks_per_node // apart, 1)
         local = minimum(axis.size, room)
         return local, ceiling(axis.size / local)
 

@@ -1,7 +1,7 @@
 """Estimate when the regions and collectives of a lowered program run, and what memory they hold.
 
-One compute stream, one channel for collectives. A collective starts when it is launched and the channel is free;
-compute waits where the program waits. What it waits is exposed communication.
+One compute stream, one channel for each link, in the node and beyond it. A collective starts when it is launched and
+its link is free; compute waits where the program waits. What it waits is exposed communication.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from torch.fx import Node
 from graphshard.cost import Costs
 from graphshard.graph import WAIT, is_collective, is_view, kind_of, module_of
 from graphshard.program import Axis, Phase, Program
+from graphshard.schedule.simulate import Why, why_waits
 from graphshard.work import num_bytes
+
+# Why compute waits, in words.
+WHY: dict[Why, str] = {
+    "head": "the phase's first collective",
+    "tail": "the phase's last collective",
+    "link": "it had to queue for the link",
+    "late": "launched too late, or longer than what it could hide behind",
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,9 @@ class Step:
         num_bytes: of the full tensors of a collective.
         order: regions that were called before, in the phase; for a collective when it is launched, for a wait when
             it waits.
+        link: "node" or "network", of a collective.
+        why: compute waits, see `graphshard.schedule.simulate.Exposed`.
+        behind: the bucket that a collective had to queue behind, or "".
     """
 
     kind: str
@@ -40,6 +52,9 @@ class Step:
     end: float
     num_bytes: int = 0
     order: int = 0
+    link: str = ""
+    why: Why | None = None
+    behind: str = ""
 
     @property
     def seconds(self) -> float:
@@ -60,6 +75,24 @@ class Estimate:
         return sum(step.seconds for step in self.steps if step.kind in kinds)
 
     @property
+    def communication(self) -> float:
+        """Seconds of all collectives."""
+        return self.total("gather", "reduce", "all_reduce")
+
+    def by_link(self) -> dict[str, float]:
+        """Seconds of the collectives on each link."""
+        found: dict[str, float] = {}
+        for step in self.steps:
+            if step.link:
+                found[step.link] = found.get(step.link, 0.0) + step.seconds
+        return found
+
+    @property
+    def waits_for(self) -> list[Step]:
+        """What compute waits for, longest first."""
+        return sorted((step for step in self.steps if step.kind == "exposed"), key=lambda step: -step.seconds)
+
+    @property
     def seconds(self) -> float:
         return max((end for _, end in self.phases.values()), default=0.0)
 
@@ -69,28 +102,41 @@ def estimate(program: Program, costs: Costs) -> Estimate:
     seconds = {key: costs.region(region) for key, region in program.regions.items()}
     regions = {name: seconds[key] for name, key in program.region_names.items()}
     found = Estimate()
-    compute = channel = 0.0
+    compute = 0.0
+    links: dict[str, tuple[float, str]] = {}  # when each is free, and what was on it last
     for phase_name, phase in program.phases.items():
         began = compute
         order = 0
-        arrives: dict[str, float] = {}
+        launched: dict[str, Step] = {}
+        names = [node.meta["bucket"] for node in phase.module.graph.nodes if is_collective(node)]
         for node in phase.module.graph.nodes:
             bucket = node.meta.get("bucket", "")
             if is_collective(node):
                 kind = kind_of(node)
                 size = num_bytes(node) if kind == "gather" else sum(map(num_bytes, node.all_input_nodes))
-                start = max(compute, channel)
+                axis = _axis(program, bucket)
                 if node.meta.get("exchanged"):
-                    seconds_of = costs.exchange(size, program.axis)
+                    seconds_of = costs.exchange(size, axis)
                 else:
-                    seconds_of = costs.collective(kind, size, len(node.all_input_nodes), _axis(program, bucket))
-                channel = arrives[bucket] = start + seconds_of
-                found.steps.append(Step(kind, bucket, "", phase_name, start, channel, size, order))
+                    seconds_of = costs.collective(kind, size, len(node.all_input_nodes), axis)
+                link = costs.link(axis)
+                free, before = links.get(link, (0.0, ""))
+                start = max(compute, free)
+                behind = before if free > compute else ""
+                end = start + seconds_of
+                launched[bucket] = Step(kind, bucket, "", phase_name, start, end, size, order, link, behind=behind)
+                links[link] = end, bucket
+                found.steps.append(launched[bucket])
             elif node.target is WAIT:
                 found.waits.setdefault(bucket, (compute, order))
-                if arrives[bucket] > compute:
-                    found.steps.append(Step("exposed", bucket, "", phase_name, compute, arrives[bucket], 0, order))
-                    compute = arrives[bucket]
+                sent = launched[bucket]
+                if sent.end > compute:
+                    ends = {"first": bucket == names[0], "last": bucket == names[-1]}
+                    why = why_waits(sent.kind, sent.behind, **ends)
+                    found.steps.append(
+                        Step("exposed", bucket, "", phase_name, compute, sent.end, 0, order, "", why, sent.behind)
+                    )
+                    compute = sent.end
             elif node.op == "call_module":
                 name = str(node.target)
                 end = compute + regions[name]

@@ -51,7 +51,8 @@ def explain(
 
     Args:
         model: any module that torch.export can trace, on the CPU or on the meta device.
-        mesh: a DeviceMesh, or the shape of one that need not exist: `(64,)` or `{"shard": 64}`.
+        mesh: a DeviceMesh, or the shape of one that need not exist: `(64,)` or `{"shard": 64}`; with two axes the first
+            replicates: `(8, 64)`.
         example_inputs, example_kwargs: inputs of one rank's call; only shapes, dtypes and non-tensor values matter.
         hardware: "a100", "h100", "h200", "b200", a file that `graphshard calibrate` wrote, or a `Profile`.
         network: the profile's model of the network between nodes, "isolated" or "in-training".

@@ -41,7 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the subcommand."""
     add = parser.add_argument
     add("factory", metavar="MODULE:FACTORY", help="what makes the model")
-    add("--mesh", nargs="+", required=True, metavar="SIZE", help="ranks, such as 8 or shard=8; several for a table")
+    add(
+        "--mesh",
+        nargs="+",
+        required=True,
+        metavar="SIZE",
+        help="ranks, such as 8, shard=8, or 4,8 (replicate, shard); several for a table",
+    )
     add("--batch", nargs="+", default=[], metavar="B,S", help="shape of the inputs of one rank, such as 1,4096")
     add("--inputs", type=int, default=1, metavar="N", help="how many inputs of that shape (default 1)")
     add("--hardware", nargs="+", default=["h100"], metavar="NAME", help=f"{', '.join(builtin_profiles())}, or a file")
@@ -163,7 +169,7 @@ def _mesh(text: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.rpartition("=")
-        axes[name or ("shard" if "," not in text else f"axis{len(axes)}")] = _int(size, "--mesh", text)
+        axes[name or ("replicate" if "," in text and not axes else "shard")] = _int(size, "--mesh", text)
     return axes
 
 

@@ -25,6 +25,10 @@ from graphshard.report import Memory, format_bytes, format_seconds, render
 from graphshard.report_data import report_of
 from graphshard.traceevents import trace_events
 
+# How many waits the table names, and what it calls the links.
+_WAITS = 3
+_LINKS = {"node": "link in the node", "network": "link between nodes"}
+
 
 @dataclass(frozen=True)
 class RegionCost:
@@ -36,6 +40,30 @@ class RegionCost:
     calls: int
     seconds: float
     measured: bool
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Exposed communication: compute waits for a bucket.
+
+    Attributes:
+        bucket: what it waits for.
+        phase: "forward" or "backward".
+        seconds: how long.
+        why: "head" (the phase's first collective), "tail" (its last), "link" (the bucket queued for the link) or
+            "late" (it was launched too late, or is longer than what it could hide behind).
+        behind: the bucket that it queued behind, or "".
+    """
+
+    bucket: str
+    phase: str
+    seconds: float
+    why: str
+    behind: str
+
+    def __str__(self) -> str:
+        behind = f", behind {self.behind}" if self.behind else ""
+        return f"{format_seconds(self.seconds)} for {self.bucket} ({self.why}{behind})"
 
 
 @dataclass(frozen=True)
@@ -64,7 +92,8 @@ class Explanation:
         mfu: time that `flop` takes at the data sheet's peak, over step_time_s.
         limit: "compute", "link", "head", "tail" or "memory".
         advice: what would help, from formulas.
-        exposed: seconds that compute waits, by bucket, longest first.
+        waits: what compute waits for, longest first.
+        busy: share of the step in which compute, and each link ("node", "network"), is busy.
         regions: distinct regions, the most expensive first.
         formulas: of the step, if symbols were asked for.
     """
@@ -91,7 +120,8 @@ class Explanation:
     mfu: float
     limit: str
     advice: tuple[str, ...]
-    exposed: dict[str, float]
+    waits: tuple[Wait, ...]
+    busy: dict[str, float]
     regions: tuple[RegionCost, ...]
     _program: Program = field(repr=False, compare=False)
     _costs: Costs = field(repr=False, compare=False)
@@ -141,6 +171,8 @@ class Explanation:
             ("step", f"{format_seconds(self.step_time_s)}, {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}"),
             ("compute", f"{format_seconds(self.compute_s)}, optimizer {format_seconds(self.optimizer_s)}"),
             ("communication", f"{format_seconds(self.communication_s)}, exposed {_exposed(self)} ({share})"),
+            ("longest waits", ", ".join(map(str, self.waits[:_WAITS])) or "none"),
+            ("busy", ", ".join(f"{_LINKS.get(name, name)} {share:.1%}" for name, share in self.busy.items())),
             ("lower bound", f"{format_seconds(self.lower_bound_s)}, gap {self.gap:.1%}"),
             (
                 "memory",
@@ -164,7 +196,9 @@ class Explanation:
         data = {name: getattr(self, name) for name in names}
         data["formulas"] = str(self.formulas) if self.formulas else None
         regions = [dataclasses.asdict(region) for region in self.regions]
-        return {**data, "advice": list(self.advice), "regions": regions, "tokens_per_second": self.tokens_per_second}
+        waits = [dataclasses.asdict(wait) for wait in self.waits]
+        lists = {"advice": list(self.advice), "regions": regions, "waits": waits}
+        return {**data, **lists, "tokens_per_second": self.tokens_per_second}
 
     def to_json(self) -> str:
         """All numbers as JSON."""

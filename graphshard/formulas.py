@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphshard.cost import Costs, maximum
 from graphshard.errors import ArgumentError
-from graphshard.graph import GATHERS, WAIT, is_collective
+from graphshard.graph import WAIT, is_collective, kind_of
 from graphshard.params import ParamRow
 from graphshard.program import Axis, Phase, Program, Region
 from graphshard.symbols import RANKS, symbolic
@@ -228,27 +228,33 @@ def _clock(
     program: Program, costs: Costs, regions: Mapping[str, Any], define: Callable[[str, Any], Any]
 ) -> tuple[Any, Any, Any]:
     """Step, communication and bytes sent: the clock of `estimate`, with expressions."""
+    assert program.plan is not None
     axis = Axis(program.axis.name, RANKS)
     mesh = tuple(axis if other.name == axis.name else other for other in costs.mesh)
-    costs = Costs(costs.profile, costs.network, mesh)
+    here, costs = costs, Costs(costs.profile, costs.network, mesh)
     compute: Any = sympy.Integer(0)
-    channel, total, num_sent = compute, [], []
+    free: dict[str, Any] = {}  # by link
+    total, num_sent = [], []
     count = 0
     for phase in program.phases.values():
         arrives: dict[str, Any] = {}
         for node in phase.module.graph.nodes:
             bucket = node.meta.get("bucket", "")
             if is_collective(node):
-                kind = "gather" if node.target in GATHERS else "reduce"
-                size = _sent(program, bucket)
+                over = program.axis_named(program.plan.bucket(bucket).axis)
+                link = here.link(over)
+                if over == program.axis:
+                    over = axis
+                kind, size = kind_of(node), _sent(program, bucket)
                 if node.meta.get("exchanged"):
-                    cost = costs.exchange(size, axis)
+                    cost = costs.exchange(size, over)
                 else:
-                    cost = costs.collective(kind, size, len(node.all_input_nodes), axis)
+                    cost = costs.collective(kind, size, len(node.all_input_nodes), over)
                 seconds = define(f"seconds_{bucket}", cost)
                 total.append(seconds)
                 num_sent.append(size)
-                channel = arrives[bucket] = define(f"end_{bucket}", maximum(compute, channel) + seconds)
+                start = maximum(compute, free.get(link, compute))
+                free[link] = arrives[bucket] = define(f"end_{bucket}", start + seconds)
             elif node.target is WAIT:
                 count += 1
                 compute = define(f"after_wait_{count}", maximum(arrives[bucket], compute))
@@ -268,11 +274,12 @@ def _symbolic_region(region: Region) -> Region:
 
 
 def _sent(program: Program, bucket: str) -> Any:
-    """Bytes of the full tensors of a bucket, padding included."""
+    """Bytes of the full tensors of a bucket, padding included; an all-reduce has shards."""
     assert program.plan is not None
     planned = program.plan.bucket(bucket)
     rows = [program.params[name] for name in planned.members]
-    return sympy.Add(*(RANKS * _shard_numel(row) * row.sent_dtype(planned.kind).itemsize for row in rows))
+    parts = 1 if planned.kind == "all_reduce" else RANKS
+    return sympy.Add(*(parts * _shard_numel(row) * row.sent_dtype(planned.kind).itemsize for row in rows))
 
 
 def _shard_numel(row: ParamRow) -> Any:

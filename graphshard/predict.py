@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from graphshard.advice import advise, limit_of
 from graphshard.cost import Costs
 from graphshard.estimate import Estimate, estimate, tensors
-from graphshard.explanation import Explanation, RegionCost
+from graphshard.explanation import Explanation, RegionCost, Wait
 from graphshard.plan import Plan
 from graphshard.program import Program
 from graphshard.report_data import memory_of
@@ -71,21 +71,17 @@ def explained(
         alive[value.what] += value.num_bytes
     alive["optimizer state"] = states * trained
     held = dict(alive.most_common())
-    compute, communication = timeline.total("compute"), timeline.total("gather", "reduce")
+    compute, communication = timeline.total("compute"), timeline.communication
     step = timeline.seconds + optimizer
     # Schedules are no shorter than the bound less what regions save beside the items that it was found for.
     least = max(bound.seconds - max(0.0, bound.compute - compute), compute + optimizer)
     peak = memory.peak_bytes + states * trained
     ideal = sum(count / costs.profile.rate(dtype).peak for dtype, count in flop.items())
-    exposed: dict[str, float] = {}
-    for wait in timeline.steps:
-        if wait.kind == "exposed":
-            exposed[wait.name] = exposed.get(wait.name, 0.0) + wait.seconds
     limit = "memory" if peak > costs.profile.memory_capacity else limit_of(timeline)
     return Explanation(
         model=program.model,
         label=label,
-        mesh={axis.name: axis.size for axis in costs.mesh or (program.axis,)},
+        mesh={axis.name: axis.size for axis in program.mesh},
         hardware=costs.profile.name,
         profile_hash=costs.profile.hash,
         network=costs.network,
@@ -105,7 +101,8 @@ def explained(
         mfu=ideal / step,
         limit=limit,
         advice=tuple(advise(program, costs, timeline, limit=limit, tokens=tokens, flop=flop, memory=held)),
-        exposed=dict(sorted(exposed.items(), key=lambda item: -item[1])),
+        waits=tuple(Wait(w.name, w.phase, w.seconds, str(w.why), w.behind) for w in timeline.waits_for),
+        busy={"compute": compute / step, **{link: seconds / step for link, seconds in timeline.by_link().items()}},
         regions=_regions(program, costs, timeline),
         _program=program,
         _costs=costs,

@@ -250,6 +250,11 @@ class Program:
     subgroup: Axis | None = None
 
     @property
+    def mesh(self) -> tuple[Axis, ...]:
+        """The axes of the mesh, outermost first."""
+        return (self.axis,) if self.replicate is None else (self.replicate, self.axis)
+
+    @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes that something is communicated over."""
         return tuple(axis for axis in (self.replicate, self.axis, self.subgroup) if axis is not None)

@@ -13,6 +13,7 @@ from torch.autograd import profiler
 from torch.fx import GraphModule, Node
 
 from graphshard.exchange import EXCHANGE
+from graphshard.gloo import LAUNCHES
 from graphshard.graph import WAIT, is_collective, module_of
 
 _ASSIGNMENT = re.compile(r"^(?P<indent>\s*)(?P<statement>(?P<name>\w+)(?: : [^=]*)? = .*)$")
@@ -39,7 +40,7 @@ def with_ranges(module: GraphModule) -> GraphModule:
 def _label(node: Node) -> str:
     if node.op == "call_module":
         return f"{node.target} {module_of(node)}".strip()
-    if is_collective(node) or node.target is EXCHANGE:
+    if is_collective(node) or node.target in (EXCHANGE, *LAUNCHES.values()):
         return f"start {node.meta['bucket']}"
     return f"wait {node.meta['bucket']}" if node.target is WAIT else ""
 

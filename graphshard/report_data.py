@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 
 from graphshard.cost import Costs
-from graphshard.estimate import Estimate, Step, Tensor, estimate, tensors
+from graphshard.estimate import WHY, Estimate, Step, Tensor, estimate, tensors
 from graphshard.plan import Bucket
 from graphshard.printer import dtype_name
 from graphshard.profile import load_profile
@@ -27,7 +27,7 @@ def report_of(
         kernels: names of the regions that have a file of generated kernels.
         costs: what the timeline is estimated with; None is an H100 node.
     """
-    costs = costs or Costs(load_profile("h100"))
+    costs = costs or Costs(load_profile("h100"), mesh=program.mesh)
     stages = tuple(
         StageView(s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, s.folded, s.text, f"{i:02d}-{s.name}.txt")
         for i, s in enumerate(program.history)
@@ -109,7 +109,7 @@ def _timeline(program: Program, found: Estimate, costs: Costs) -> Timeline:
             name=f"{step.name} {step.where}".strip(),
             start=step.start,
             end=step.end,
-            detail=f"{step.num_bytes} bytes" if step.num_bytes else "",
+            detail=_detail(step),
         )
         for step in found.steps
     )
@@ -118,12 +118,19 @@ def _timeline(program: Program, found: Estimate, costs: Costs) -> Timeline:
         phases=tuple((name, start, end) for name, (start, end) in found.phases.items()),
         seconds=found.seconds,
         compute_seconds=found.total("compute"),
-        communication_seconds=found.total("gather", "reduce", "all_reduce"),
+        communication_seconds=found.communication,
         exposed_seconds=found.total("exposed"),
         assumptions=f"Estimated for {costs.profile.title} (profile {costs.profile.hash[:12]}, network "
         f"{costs.network}), whatever this program ran on: a roofline of each kernel, latency and bandwidth of each "
         "collective. Optimizer not included.",
     )
+
+
+def _detail(step: Step) -> str:
+    """What is said of a span beside its name and its time."""
+    if step.why:
+        return f"{WHY[step.why]}{f', behind {step.behind}' if step.behind else ''}"
+    return f"{step.num_bytes} bytes" if step.num_bytes else ""
 
 
 def memory_of(held: list[Tensor], seconds: float) -> Memory:

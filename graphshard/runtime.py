@@ -20,9 +20,10 @@ from graphshard._torch import disable_autocast
 from graphshard.accumulation import Accumulation
 from graphshard.copies import finish_downloads
 from graphshard.exchange import exchange_reductions
+from graphshard.gloo import gather_into_buffers
 from graphshard.graph import fake, restride
 from graphshard.lower import Boxed
-from graphshard.meshes import bind_groups, shard_index
+from graphshard.meshes import bind_groups, is_fake, shard_index
 from graphshard.passes import AccumulateGradients
 from graphshard.program import Phase, Program, Slot
 from graphshard.ranges import profiling, with_ranges
@@ -193,6 +194,8 @@ class Executable:
         """Put the process groups' names in the place of the axis names."""
         bind_groups(phase.module.graph, self._groups)
         exchange_reductions(phase)
+        if self.mesh.device_type == "cpu" and not is_fake(self.mesh):
+            gather_into_buffers(phase)
         phase.module.recompile()
         return phase
 

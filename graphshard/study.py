@@ -8,6 +8,7 @@ profile's kind of device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -45,6 +46,9 @@ from graphshard.units import find_units
 
 Mesh = DeviceMesh | Sequence[int] | Mapping[str, int]
 
+# Of the axes of a shape.
+_NAMES = ("replicate", "shard")
+
 
 @dataclass
 class Study:
@@ -65,8 +69,8 @@ class Study:
     _captured: Program | None = field(default=None, init=False)
     _flop: dict[str, float] = field(default_factory=dict, init=False)
     _at: dict[str, int] = field(default_factory=dict, init=False)
-    _before_plan: dict[tuple[Axis, str], Program] = field(default_factory=dict, init=False)
-    _scheduled: dict[tuple[Axis, str, str], Program] = field(default_factory=dict, init=False)
+    _before_plan: dict[tuple[tuple[Axis, ...], str], Program] = field(default_factory=dict, init=False)
+    _scheduled: dict[tuple[tuple[Axis, ...], str, str], Program] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -105,9 +109,8 @@ class Study:
                 f"network must be one of {', '.join(map(repr, profile.outside))} for {profile.name}, got {network!r}."
             )
         axes = mesh_axes(mesh)
-        (axis,) = axes
         planning = Costs(profile, network, axes)
-        program = self._program(axis, planning)
+        program = self._program(axes, planning)
         unknown = sorted(set(measured) - set(program.regions))
         if unknown:
             raise ArgumentError(
@@ -116,7 +119,7 @@ class Study:
             )
         costs = Costs(profile, network, axes, dict(measured))
         limit = self.options.get("memory_limit")
-        bound = bound_of(self._prepared(axis, profile.device), planning, program.plan, limit=limit, states=self.states)
+        bound = bound_of(self._prepared(axes, profile.device), planning, program.plan, limit=limit, states=self.states)
         found = explained(
             program, costs, self._flop, bound, tokens=self._tokens(), states=self.states, label=self.label
         )
@@ -124,18 +127,18 @@ class Study:
             found = replace(found, formulas=formulas_of(program, costs, self._at, states=self.states))
         return found
 
-    def _program(self, axis: Axis, costs: Costs) -> Program:
+    def _program(self, axes: tuple[Axis, ...], costs: Costs) -> Program:
         """The lowered program; its history is without text."""
-        planned = _copy(self._prepared(axis, costs.profile.device))
+        planned = _copy(self._prepared(axes, costs.profile.device))
         passes = self._pipeline(costs).passes
         begin = next((i for i, step in enumerate(passes) if isinstance(step, MakePlan)), len(passes))
         for step in passes[begin : begin + 1]:
             run_pass(step, planned, Observer("off"))
         # Machines that are given the same schedule share what follows.
         schedule = replace(planned.plan, prediction=None).hash if planned.plan else ""
-        key = axis, costs.profile.device, schedule
+        key = axes, costs.profile.device, schedule
         if key not in self._scheduled:
-            self.show(f"schedule for {axis.size} ranks")
+            self.show(f"schedule for {math.prod(axis.size for axis in axes)} ranks")
             for step in passes[begin + 1 :]:
                 run_pass(step, planned, Observer("off"))
             if self.options.get("symbols"):
@@ -154,14 +157,19 @@ class Study:
             optimizer_states=self.states,
         )
 
-    def _prepared(self, axis: Axis, device: str) -> Program:
+    def _prepared(self, axes: tuple[Axis, ...], device: str) -> Program:
         """The program as the planner gets it."""
-        key = axis, device
+        key = axes, device
         if key not in self._before_plan:
+            *first, axis = axes
             captured = self._capture(axis)
-            self.show(f"passes for {axis.size} ranks")
+            self.show(f"passes for {math.prod(axis.size for axis in axes)} ranks")
             program = replace(
-                _copy(captured), params=captured.params.over(axis.size), axis=axis, device=torch.device(device)
+                _copy(captured),
+                params=captured.params.over(axis.size),
+                axis=axis,
+                replicate=first[0] if first else None,
+                device=torch.device(device),
             )
             for step in self.options.get("passes") or Pipeline():
                 if isinstance(step, MakePlan):
@@ -209,23 +217,23 @@ def mesh_axes(mesh: Mesh) -> tuple[Axis, ...]:
     """The axes of a mesh, or of the shape of one that need not exist.
 
     Raises:
-        ArgumentError: it is no mesh and no shape, or has several axes.
+        ArgumentError: it is no mesh and no shape, or has more than two axes.
     """
     if isinstance(mesh, DeviceMesh):
-        names = mesh.mesh_dim_names or tuple("shard" if mesh.ndim == 1 else f"axis{i}" for i in range(mesh.ndim))
-        shape = dict(zip(names, mesh.shape))
+        shape = dict(zip(mesh.mesh_dim_names or _NAMES[-mesh.ndim :], mesh.shape))
     elif isinstance(mesh, Mapping):
         shape = dict(mesh)
     elif isinstance(mesh, Sequence) and not isinstance(mesh, str):
-        shape = {"shard" if len(mesh) == 1 else f"axis{i}": size for i, size in enumerate(mesh)}
+        names = _NAMES[-len(mesh) :] if len(mesh) <= len(_NAMES) else map(str, range(len(mesh)))
+        shape = dict(zip(names, mesh))
     else:
         raise ArgumentError(f"mesh must be a DeviceMesh or a shape such as (8,) or {{'shard': 8}}, got {mesh!r}.")
     if not shape or not all(isinstance(size, int) and size > 0 for size in shape.values()):
         raise ArgumentError(f"mesh must have positive sizes, got {mesh!r}.")
-    if len(shape) != 1:
+    if len(shape) > len(_NAMES):
         raise ArgumentError(
-            f"mesh must have one axis, got {len(shape)} ({', '.join(shape)}): replication over a second axis (HSDP) is "
-            "not supported yet."
+            f"mesh must have one axis (to shard over) or two (to replicate and to shard over), got {len(shape)}: "
+            f"{mesh!r}."
         )
     return tuple(Axis(name, size) for name, size in shape.items())
 

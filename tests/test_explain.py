@@ -84,7 +84,9 @@ def test_numbers_fit_together(found):
     assert 0 < found.lower_bound_s <= found.step_time_s * (1 + 1e-9)
     assert found.gap == pytest.approx(found.step_time_s / found.lower_bound_s - 1)
     assert found.tokens_per_second == pytest.approx(256 * RANKS / found.step_time_s)
-    assert found.exposed_comm_s == pytest.approx(sum(found.exposed.values()))
+    assert found.exposed_comm_s == pytest.approx(sum(wait.seconds for wait in found.waits))
+    assert found.busy["compute"] == pytest.approx(found.compute_s / found.step_time_s)
+    assert found.busy["node"] == pytest.approx(found.communication_s / found.step_time_s)
     assert found.compute_s == pytest.approx(sum(r.calls * r.seconds for r in found.regions))
     assert found.peak_memory_bytes == sum(found.memory.values())
     assert found.communication_s >= found.exposed_comm_s
@@ -116,6 +118,58 @@ def test_table(found):
         assert part in text
     assert f"limited by     {found.limit}" in text
     assert all(f"* {line}" in text for line in found.advice)
+
+
+def test_waits_have_reasons(study, found):
+    """The first gather has nothing to hide behind, the last reduction neither; on a slow network buckets queue."""
+    of_bucket = {wait.bucket: wait for wait in found.waits}
+    gathers, reductions = ([s.name for s in found._timeline.steps if s.kind == kind] for kind in ("gather", "reduce"))
+    assert of_bucket[gathers[0]].why == "head"
+    assert of_bucket[reductions[-1]].why == "tail"
+    assert [wait.seconds for wait in found.waits] == sorted((w.seconds for w in found.waits), reverse=True)
+    slow = study.explain((64,), graphshard.load_profile("a100"), "in-training")
+    queued = [wait for wait in slow.waits if wait.why == "link"]
+    assert queued
+    assert all(wait.behind and wait.behind != wait.bucket for wait in queued)
+    assert slow.busy.keys() == {"compute", "network"}
+    assert f"longest waits  {slow.waits[0]}" in str(slow)
+    assert f"link between nodes {slow.busy['network']:.1%}" in str(slow)
+
+
+def test_two_axes(study, tmp_path):
+    """Gathers stay in the node while all-reduces cross nodes: two links, which run at the same time."""
+    found = study.explain((8, 8), graphshard.load_profile("h100"), "isolated")
+    assert (found.mesh, found.num_ranks) == ({"replicate": 8, "shard": 8}, 64)
+    links = {(s.kind, s.link) for s in found._timeline.steps if s.link}
+    assert links == {("gather", "node"), ("reduce", "node"), ("all_reduce", "network")}
+    assert found.busy.keys() == {"compute", "node", "network"}
+    assert found.communication_s == pytest.approx(sum(s.seconds for s in found._timeline.steps if s.link))
+    assert found.compute_s + found.exposed_comm_s + found.optimizer_s == pytest.approx(found.step_time_s)
+    assert found.lower_bound_s <= found.step_time_s
+    together = [
+        (a, b)
+        for a, b in itertools.product(found._timeline.steps, repeat=2)
+        if (a.link, b.link) == ("node", "network") and max(a.start, b.start) < min(a.end, b.end)
+    ]
+    assert together
+    found.save_trace(tmp_path / "x.json")
+    events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+    assert {e["tid"] for e in events if e["ph"] == "X"} == {1, 2, 3}
+    found.save_html(tmp_path / "x.html")
+    assert "all_reduce" in (tmp_path / "x.html").read_text()
+
+
+def test_two_axes_are_planned_as_compile_plans_them(fake_world):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    predicted = graphshard.explain(meta_net(), (2, 2), example_inputs=(TOKENS,), hardware="cpu-gloo")
+    fake_world(4)
+    model = Net()
+    graphshard.compile(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), backend="eager")
+    model(TOKENS)
+    (program,) = graphshard.programs(model)
+    assert program.plan.hash == predicted.plan_hash
+    assert program.regions.keys() == {region.key for region in predicted.regions}
 
 
 def test_json(found):
@@ -306,7 +360,8 @@ def test_grid(study):
         ("8", "mesh must be a DeviceMesh or a shape such as"),
         ((0,), "mesh must have positive sizes"),
         ({}, "mesh must have positive sizes"),
-        ((2, 4), "mesh must have one axis, got 2"),
+        ((), "mesh must have positive sizes"),
+        ((2, 2, 2), r"mesh must have one axis \(to shard over\) or two .*, got 3: \(2, 2, 2\)"),
     ],
 )
 def test_wrong_meshes(mesh, message):
@@ -319,6 +374,7 @@ def test_meshes():
     """Names are the mesh's, or "shard"."""
     assert mesh_axes((8,)) == mesh_axes({"shard": 8}) == (Axis("shard", 8),)
     assert mesh_axes({"dp": 3}) == (Axis("dp", 3),)
+    assert mesh_axes((2, 8)) == mesh_axes({"replicate": 2, "shard": 8}) == (Axis("replicate", 2), Axis("shard", 8))
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 
 from torch.fx import Node
 
-from graphshard.estimate import num_bytes
 from graphshard.graph import Collective, Layout, is_part, is_view
 from graphshard.program import Phase
+from graphshard.work import num_bytes
 
 
 def base_bytes(

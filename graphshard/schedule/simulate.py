@@ -9,7 +9,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Literal
 
-from graphshard.plan import CollectiveKind
 from graphshard.schedule.problem import Chain, Link, Load, Occurrence, Placement, Problem, Schedule, load
 
 Why = Literal["head", "tail", "link", "late"]
@@ -110,6 +109,20 @@ def simulate(problem: Problem, schedule: Schedule, *, steps: int = 1) -> Timelin
     return found
 
 
+def why_waits(kind: str, behind: str, *, first: bool, last: bool) -> Why:
+    """Why compute waits for a collective, as in `Exposed`.
+
+    Args:
+        behind: what it queued behind, or "".
+        first, last: nothing of its phase comes before it, or behind it.
+    """
+    if kind == "gather" and first:
+        return "head"
+    if kind != "gather" and last:
+        return "tail"
+    return "link" if behind else "late"
+
+
 def bucket_name(chain: Chain, placement: Placement, index: int) -> str:
     """A bucket as it is shown."""
     bucket = placement.buckets[index]
@@ -181,7 +194,8 @@ class _Run:
         bucket = self.placement.buckets[index]
         _, _, end, behind = self.starts[index]
         if end > self.compute:
-            why = self._why(bucket.kind, position, behind)
+            end_of_chain = position == len(self.chain.seconds)
+            why = why_waits(bucket.kind, behind, first=position == 0, last=end_of_chain)
             seconds = end - self.compute
             self.found.exposed.append(
                 Exposed(self.names[index], self.chain.name, position, self.compute, seconds, why, behind)
@@ -195,13 +209,6 @@ class _Run:
             for member in self.chain.reductions[bucket.first : bucket.end]:
                 self._free(f"gradient {member.name}")
             self._observe(self.chain.boundary[position])
-
-    def _why(self, kind: CollectiveKind, position: int, behind: str) -> Why:
-        if kind == "gather" and position == 0:
-            return "head"
-        if kind == "reduce" and position == len(self.chain.seconds):
-            return "tail"
-        return "link" if behind else "late"
 
     def _busy(self, kind: str, name: str, seconds: float, index: int) -> None:
         if seconds > 0 or kind == "compute":

@@ -221,11 +221,10 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._opname in ("all_gather_into_tensor", "all_gather_into_tensor_coalesced"):
-            for tensor in [result] if isinstance(result, Tensor) else result:
-                storage = tensor.untyped_storage()
-                if storage.nbytes() == WEIGHT_BYTES:
-                    self.gathered[storage._cdata] = StorageWeakRef(storage)
+        if func._opname == "_allgather_base_":
+            storage = args[0].untyped_storage()
+            if storage.nbytes() == WEIGHT_BYTES:
+                self.gathered[storage._cdata] = StorageWeakRef(storage)
         self.most = max(self.most, self.alive())
         return result
 
