@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_work as register_work
+from torch._C._distributed_c10d import _register_work
 from torch._dynamo.source import ConstantSource
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -28,18 +28,17 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CheckpointPolicy",
+    "all_gather_into",
     "condition",
     "disable_autocast",
     "dispatcher_operators",
     "fake_mode_of",
     "fake_tensor",
-    "group_named",
     "hint",
     "load_package",
     "min_cut_partition",
     "new_fake_mode",
     "new_size",
-    "register_work",
     "rendezvous_store",
     "run_and_save_rng_state",
     "run_with_rng_state",
@@ -141,6 +140,10 @@ def disable_autocast() -> torch._C._DisableAutocast:
     return torch._C._DisableAutocast()
 
 
-def group_named(name: Any) -> dist.ProcessGroup:
-    """The process group that a functional collective names."""
-    return _resolve_process_group(name)
+def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
+    """Launch an all-gather as `torch.distributed` does, to be waited for as a functional one.
+
+    Args:
+        group: name of the process group.
+    """
+    _register_work(full, _resolve_process_group(group)._allgather_base(full, shard))

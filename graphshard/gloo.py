@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from graphshard._torch import group_named, register_work
+from graphshard._torch import all_gather_into
 from graphshard.graph import c10d
 from graphshard.program import Phase
 
@@ -28,8 +27,7 @@ def gather_into_buffers(phase: Phase) -> None:
 def all_gather(shard: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     """The shards of all ranks along dim 0, to be waited for."""
     full = shard.new_empty([num_ranks * shard.shape[0], *shard.shape[1:]])
-    work = dist.all_gather_into_tensor(full, shard, group=group_named(group), async_op=True)
-    register_work(full, work)
+    all_gather_into(full, shard, group)
     return full
 
 
