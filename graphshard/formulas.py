@@ -172,8 +172,8 @@ def _branch(
     if isinstance(expression, (sympy.Max, sympy.Min)):
         choose = max if isinstance(expression, sympy.Max) else min
         return choose(pairs, key=lambda pair: pair[1])
-    if isinstance(expression, sympy.ceiling):
-        return pairs[0][0], math.ceil(values[0])
+    if isinstance(expression, (sympy.ceiling, sympy.floor)):
+        return pairs[0][0], (math.ceil if isinstance(expression, sympy.ceiling) else math.floor)(values[0])
     if isinstance(expression, sympy.Add):
         value = math.fsum(values)
     elif isinstance(expression, sympy.Mul):

@@ -159,6 +159,17 @@ def test_two_axes(study, tmp_path):
     assert "all_reduce" in (tmp_path / "x.html").read_text()
 
 
+def test_formulas_on_two_axes():
+    """They say what explain says, also for another number of shards, while the number of replicas stays."""
+    study = Study(meta_net(width=64), (TOKENS,), None, {"mp_policy": BF16, "symbols": {"batch": 0}})
+    h100 = graphshard.load_profile("h100")
+    found, more = (study.explain((4, ranks), h100, "isolated") for ranks in (4, 8))
+    for name, value in (("step_time_s", more.step_time_s), ("communication_s", more.communication_s)):
+        assert found.formulas.evaluate(batch=2)[name] == pytest.approx(getattr(found, name))
+        assert found.formulas.evaluate(batch=2, ranks=8)[name] == pytest.approx(value, rel=0.05)
+    assert "formulas around" in str(found)
+
+
 def test_two_axes_are_planned_as_compile_plans_them(fake_world):
     from torch.distributed.device_mesh import init_device_mesh
 
