@@ -105,6 +105,11 @@ class Study:
                 f"network must be one of {', '.join(map(repr, profile.outside))} for {profile.name}, got {network!r}."
             )
         axes = mesh_axes(mesh)
+        if len(axes) != 1:
+            raise ArgumentError(
+                f"mesh must have one axis, got {len(axes)} ({', '.join(axis.name for axis in axes)}): replication over "
+                "a second axis (HSDP) is not predicted yet."
+            )
         (axis,) = axes
         planning = Costs(profile, network, axes)
         program = self._program(axis, planning)
@@ -206,28 +211,37 @@ class Study:
 
 
 def mesh_axes(mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes of a mesh, or of the shape of one that need not exist.
+    """The axes of a mesh, or of the shape of one that need not exist: the last shards, a first of two replicates.
+
+    Axes without names are called "shard", and "replicate" and "shard".
 
     Raises:
-        ArgumentError: it is no mesh and no shape, or has several axes.
+        ArgumentError: it is no mesh and no shape, or has more than two axes.
     """
     if isinstance(mesh, DeviceMesh):
-        names = mesh.mesh_dim_names or tuple("shard" if mesh.ndim == 1 else f"axis{i}" for i in range(mesh.ndim))
-        shape = dict(zip(names, mesh.shape))
+        shape = dict(zip(mesh.mesh_dim_names or _names(mesh.ndim), mesh.shape))
     elif isinstance(mesh, Mapping):
         shape = dict(mesh)
     elif isinstance(mesh, Sequence) and not isinstance(mesh, str):
-        shape = {"shard" if len(mesh) == 1 else f"axis{i}": size for i, size in enumerate(mesh)}
+        shape = dict(zip(_names(len(mesh)), mesh))
     else:
-        raise ArgumentError(f"mesh must be a DeviceMesh or a shape such as (8,) or {{'shard': 8}}, got {mesh!r}.")
+        raise ArgumentError(
+            "mesh must be a DeviceMesh or a shape such as (8,), (2, 4) or {'replicate': 2, 'shard': 4}, got "
+            f"{mesh!r}."
+        )
     if not shape or not all(isinstance(size, int) and size > 0 for size in shape.values()):
         raise ArgumentError(f"mesh must have positive sizes, got {mesh!r}.")
-    if len(shape) != 1:
+    if len(shape) > 2:
         raise ArgumentError(
-            f"mesh must have one axis, got {len(shape)} ({', '.join(shape)}): replication over a second axis (HSDP) is "
-            "not supported yet."
+            f"mesh must have one axis (to shard over) or two (to replicate and to shard over), got {len(shape)} "
+            f"({', '.join(shape)})."
         )
     return tuple(Axis(name, size) for name, size in shape.items())
+
+
+def _names(count: int) -> tuple[str, ...]:
+    """Of axes that have none."""
+    return ("replicate", "shard")[-count:] if count <= 2 else tuple(f"axis{i}" for i in range(count))
 
 
 def _copy(program: Program) -> Program:

@@ -113,11 +113,15 @@ def contents(archive: Archive) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":  # another process than those that load
-    if sys.argv[1] == "net":
-        export_net(Path(sys.argv[2]))
+    what, path = sys.argv[1], Path(sys.argv[2])
+    if what == "net":
+        export_net(path)
+    elif what == "microbatches":
+        export_net(path, [(1,), (2,), (2, 2), (4, 1)], accumulate=True)
+    elif what == "two axes":
+        export_net(path, [(2, 2), (2, 1), (1, 2), (2,)])
     else:
         with torch.device("meta"):
             small = Small()
-        graphshard.export(
-            small, [(1,), (2,)], sys.argv[2], example_inputs=(torch.randn(2, 8),), threads=1, device="cpu"
-        )
+        given = {"example_inputs": (torch.randn(2, 8),), "threads": 1, "device": "cpu", "accumulate": True}
+        graphshard.export(small, [(1,), (2,)], path, **given)

@@ -306,7 +306,7 @@ def test_grid(study):
         ("8", "mesh must be a DeviceMesh or a shape such as"),
         ((0,), "mesh must have positive sizes"),
         ({}, "mesh must have positive sizes"),
-        ((2, 4), "mesh must have one axis, got 2"),
+        ((2, 4, 2), "mesh must have one axis .* or two .*, got 3"),
     ],
 )
 def test_wrong_meshes(mesh, message):
@@ -316,9 +316,17 @@ def test_wrong_meshes(mesh, message):
 
 
 def test_meshes():
-    """Names are the mesh's, or "shard"."""
+    """Names are the mesh's, or "replicate" and "shard"."""
     assert mesh_axes((8,)) == mesh_axes({"shard": 8}) == (Axis("shard", 8),)
     assert mesh_axes({"dp": 3}) == (Axis("dp", 3),)
+    assert mesh_axes((2, 4)) == mesh_axes({"replicate": 2, "shard": 4}) == (Axis("replicate", 2), Axis("shard", 4))
+
+
+def test_two_axes_are_not_predicted():
+    """Before anything is captured."""
+    study = Study(nn.Linear(4, 4), (torch.zeros(2, 4),), None, {})
+    with pytest.raises(graphshard.ArgumentError, match=r"mesh must have one axis, got 2 \(replicate, shard\)"):
+        study.explain((2, 4), graphshard.load_profile("a100"), "isolated")
 
 
 @pytest.mark.parametrize(
