@@ -40,12 +40,6 @@ def microbatches_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_axes_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with everything, for shapes of two axes, and for one."""
-    return exported_elsewhere("two axes", tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
 def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of few regions, compiled."""
     return exported_elsewhere("small", tmp_path_factory)
@@ -194,30 +188,27 @@ def test_every_program_has_the_bits_of_compile(ranks: Ranks, net_file: Path) -> 
 
 
 def _train_on_two_axes(rank: int, world_size: int, path: Path) -> list[tuple[int, ...]]:
-    """All programs of the file on each of its shapes, the bits of `compile`, and for training those of FSDP2."""
     shapes = []
-    for shape in ((2, 2), (2, 1), (1, 2), (2,)):
+    for shape in ((2, 2), (2, 1), (1, 2)):
         mesh = first_ranks(*shape)
         if mesh is None:
             continue
         torch.manual_seed(1)
         model = Net()
         twin = graphshard.compile(copy.deepcopy(model), mesh, backend="eager")
-        reference = fsdp2(copy.deepcopy(model), mesh)
         with nothing_is_compiled():
             graphshard.load(path, model, mesh)
             found = train(model, rank)
-        assert all(map(torch.equal, found, train(reference, rank)))
-        assert all(map(torch.equal, bits(model), bits(reference)))
         assert all(map(torch.equal, found, train(twin, rank)))
-        _other_programs(model, twin, rank)
+        assert all(map(torch.equal, bits(model), bits(twin)))
         shapes.append(shape)
     return shapes
 
 
-def test_one_file_trains_on_one_and_two_axes(ranks: Ranks, two_axes_file: Path) -> None:
-    shapes = [(2, 2), (2, 1), (1, 2), (2,)]
-    assert ranks(4).run(_train_on_two_axes, two_axes_file) == [shapes, shapes, shapes[:1], shapes[:1]]
+def test_one_file_trains_on_shapes_of_two_axes(ranks: Ranks, microbatches_file: Path) -> None:
+    """Both, replicated only, and sharded only."""
+    shapes = [(2, 2), (2, 1), (1, 2)]
+    assert ranks(4).run(_train_on_two_axes, microbatches_file) == [shapes, shapes, shapes[:1], shapes[:1]]
 
 
 # What is told to a model before a microbatch that is not the last one, and before the last.
@@ -226,18 +217,29 @@ SETTINGS = ("set_requires_gradient_sync", "set_requires_all_reduce")
 
 def _accumulate(model: nn.Module, rank: int, setting: str, output: str) -> list[Tensor]:
     """What is there after each step of 3, 2, 1 and 4 microbatches; gradients are there after the last one only."""
-    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     found = []
     for count in (3, 2, 1, 4):
         optim.zero_grad()
         for microbatch in range(count):
             getattr(model, setting)(microbatch == count - 1)
             torch.manual_seed(10 * count + microbatch)
-            model(*batch(10 * count + microbatch + 100 * rank))[output].square().sum().backward()
+            model(*batch(10 * count + microbatch + 100 * rank))[output].square().mean().backward()
             found.append(torch.tensor([param.grad is not None for param in model.parameters()]))
         found += bits(model)
         optim.step()
+    assert all(tensor.isfinite().all() for tensor in found)
     return found
+
+
+def _accumulate_part(model: nn.Module, rank: int, setting: str) -> list[Tensor]:
+    """Two microbatches of a submodule."""
+    model.zero_grad()
+    for last in (False, True):
+        getattr(model, setting)(last)
+        torch.manual_seed(rank)
+        model.layers[1](torch.randn(2, 3, WIDTH)).square().sum().backward()
+    return bits(model)
 
 
 def _train_microbatches(rank: int, world_size: int, path: Path, shapes: list[tuple[int, ...]]) -> list[list[bool]]:
@@ -250,11 +252,14 @@ def _train_microbatches(rank: int, world_size: int, path: Path, shapes: list[tup
             torch.manual_seed(1)
             model = Net()
             twin = graphshard.compile(copy.deepcopy(model), mesh, backend="eager")
-            outputs = ("loss", "logits")  # the likely gradient, and one that the export was asked for
+            # The likely gradient, and one that the export was asked for.
+            outputs = ("loss", "logits") if shape == (2,) else ("loss",)
             with nothing_is_compiled():
                 graphshard.load(path, model, mesh)
                 loaded = [_accumulate(model, rank, setting, output) for output in outputs]
+                loaded.append(_accumulate_part(model, rank, setting))
             compiled = [_accumulate(twin, rank, setting, output) for output in outputs]
+            compiled.append(_accumulate_part(twin, rank, setting))
             for ours, theirs in zip(loaded, compiled, strict=True):
                 assert len(ours) == len(theirs)
                 assert all(map(torch.equal, ours, theirs)), (shape, setting)
@@ -270,9 +275,9 @@ def test_microbatches_have_the_bits_of_compile(ranks: Ranks, microbatches_file: 
 
 
 def test_microbatches_on_two_axes_have_the_bits_of_compile(ranks: Ranks, microbatches_file: Path) -> None:
-    """Without sync, and reduced over shards only; also where there is nothing to shard."""
-    found = ranks(4).run(_train_microbatches, microbatches_file, [(2, 2), (4, 1)])
-    assert found == [[[False, False, True]] * 4] * 4
+    """Without sync, and reduced over shards only."""
+    found = ranks(4).run(_train_microbatches, microbatches_file, [(2, 2)])
+    assert found == [[[False, False, True]] * 2] * 4
 
 
 def _sync_on_one_rank(rank: int, world_size: int, path: Path) -> None:
