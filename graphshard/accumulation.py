@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from graphshard.passes.accumulate_gradients import AccumulateGradients
-from graphshard.program import Slot
+from graphshard.program import Phase, Slot
+
+# What backwards leave to each other.
+LEFT = ("accumulated", "partial")
 
 
 @dataclass
@@ -35,7 +38,7 @@ class Accumulation:
 
         if not (self.unsynced or self.unreplicated or self.sums):
             return None
-        left = {kind: {slot.name for slot in self.sums if slot.kind == kind} for kind in ("accumulated", "partial")}
+        left = {kind: {slot.name for slot in self.sums if slot.kind == kind} for kind in LEFT}
         step = AccumulateGradients(
             those(self.unsynced), those(self.unreplicated), those(left["accumulated"]), those(left["partial"])
         )
@@ -48,3 +51,12 @@ class Accumulation:
     def put(self, slot: Slot, names: Mapping[str, str], value: torch.Tensor) -> None:
         """Leave something for later backwards."""
         self.sums[Slot(slot.kind, names[slot.name])] = value
+
+    def follow(self, phase: Phase, names: Mapping[str, str]) -> None:
+        """Take and leave what a backward would, without values."""
+        for slot in phase.inputs:
+            if slot.kind in LEFT:
+                self.take(slot, names)
+        for slot in phase.outputs:
+            if slot.kind in LEFT:
+                self.put(slot, names, torch.empty(0))

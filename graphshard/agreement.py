@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +36,10 @@ class Agreement:
             assert self.mesh is not None
             check_agreement(program, self.mesh, f"{self.tag()}/{len(self._communication)}", TIMEOUT)
             self._communication.add(lines)
+
+    def check_accumulation(self, program: Program) -> None:
+        """As `check`, for a program of another backward that accumulates gradients over microbatches."""
+        self.check(replace(program, reason="gradients of microbatches are accumulated in another way"))
 
     def pipeline(self, passes: Pipeline) -> Pipeline:
         """The passes, with a planner that plans alike on all ranks."""

@@ -5,6 +5,7 @@ summary.txt                         for people
 meshes/0.json                       the parameter table on that mesh
 programs/0.json  0.txt  0.plan.json   the code that calls regions and collectives, its scheduled graph as text, its plan
 programs/0.backward-1.json          its backward for gradients through output 1
+programs/0.backward-0-no-sync-first.json   its backward for the first of several microbatches
 regions/9f3c....json  9f3c....pt2   a region's operators, and its AOTInductor package if it was compiled
 
 `archive.py` reads and writes the file, `fingerprint.py` compares, `export.py` fills it and `load.py` uses it.
@@ -35,6 +36,26 @@ CODES = ("native", "operators", "later")
 
 
 @dataclass(frozen=True)
+class StoredBackward:
+    """Another backward of a program on its way into a file.
+
+    Attributes:
+        outputs: those that gradients come through.
+        microbatch: which of a step of several, such as "no-sync-first"; "" is a step of one.
+        data: the lowered program, and under "accumulate" the pass that made it one of several, or None.
+    """
+
+    outputs: frozenset[str]
+    microbatch: str
+    data: Mapping[str, Any]
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        return {"outputs": sorted(self.outputs), "microbatch": self.microbatch}
+
+
+@dataclass(frozen=True)
 class Captured:
     """A program on its way into a file.
 
@@ -42,7 +63,7 @@ class Captured:
         entry: name of the submodule that is called; "" is the model.
         signature: the calls it serves.
         data: the lowered program, see `encode_lowered.py`.
-        backwards: further backwards by the outputs they are for.
+        backwards: further backwards.
         text: the scheduled graphs, as they print.
         plan: JSON.
         prediction: what a step is expected to take, as text; "" for inference.
@@ -51,7 +72,7 @@ class Captured:
     entry: str
     signature: Signature
     data: Mapping[str, Any]
-    backwards: Mapping[frozenset[str], Mapping[str, Any]]
+    backwards: Sequence[StoredBackward]
     text: str
     plan: str
     prediction: str = ""
@@ -59,9 +80,10 @@ class Captured:
 
 @dataclass(frozen=True)
 class MeshPrograms:
-    """What there is for one mesh."""
+    """What there is for one mesh; `options` are those of `compile` there, see `fingerprint.py`."""
 
     axes: tuple[Axis, ...]
+    options: Mapping[str, Any]
     params: ParamTable
     programs: tuple[Captured, ...]
 
@@ -153,16 +175,17 @@ def _members(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"meshes/{index}.json"
         for program in mesh["programs"]:
             yield from (f"{program['file']}{ending}" for ending in (".json", ".txt", ".plan.json"))
-            yield from (backward_file(program["file"], outputs) for outputs in program["gradients"])
+            yield from (backward_file(program["file"], row) for row in program["backwards"])
     for key, region in facts["regions"].items():
         yield f"regions/{key}.json"
         if region["code"] == "native":
             yield f"regions/{key}.pt2"
 
 
-def backward_file(program: str, outputs: list[str]) -> str:
-    """The member with a program's backward for gradients through some outputs."""
-    return f"{program}.backward-{'-'.join(sorted(outputs)) or 'none'}.json"
+def backward_file(program: str, row: Mapping[str, Any]) -> str:
+    """The member with a further backward of a program; `row` is what the manifest says of it."""
+    outputs = "-".join(sorted(row["outputs"])) or "none"
+    return f"{program}.backward-{outputs}{'-' if row['microbatch'] else ''}{row['microbatch']}.json"
 
 
 def write_artifact(
@@ -171,7 +194,7 @@ def write_artifact(
     """Write a file that is either whole or not there.
 
     Args:
-        fingerprint: "environment", "model" and "options", see `fingerprint.py`.
+        fingerprint: "environment" and "model", see `fingerprint.py`.
         regions: by key.
     """
     members: dict[str, bytes] = {}
@@ -186,6 +209,7 @@ def write_artifact(
         listed.append(
             {
                 "axes": {axis.name: axis.size for axis in mesh.axes},
+                "options": mesh.options,
                 "num_parameters": len(mesh.params),
                 "shard_bytes": sum(row.shard_bytes(row.compute_dtype) for row in mesh.params),
                 "programs": programs,
@@ -214,13 +238,13 @@ def _add_program(file: str, captured: Captured, members: dict[str, bytes]) -> di
     members[f"{file}.json"] = _json(captured.data)
     members[f"{file}.txt"] = captured.text.encode()
     members[f"{file}.plan.json"] = captured.plan.encode()
-    for outputs, data in captured.backwards.items():
-        members[backward_file(file, list(outputs))] = _json(data)
+    for backward in captured.backwards:
+        members[backward_file(file, backward.row)] = _json(backward.data)
     return {
         "file": file,
         "entry": captured.entry,
         "signature": encode_signature(captured.signature),
-        "gradients": [sorted(outputs) for outputs in captured.backwards],
+        "backwards": [backward.row for backward in captured.backwards],
         "phases": list(captured.data["phases"]),
         "region_calls": len(captured.data["region_calls"]),
         "collectives": len(captured.data["communication"]),

@@ -95,7 +95,7 @@ def _check(artifact: Artifact) -> Iterator[str]:
         artifact.params(index)
         for program in mesh["programs"]:
             file = program["file"]
-            for name in (f"{file}.json", *(backward_file(file, outputs) for outputs in program["gradients"])):
+            for name in (f"{file}.json", *(backward_file(file, row) for row in program["backwards"])):
                 decode_lowered(artifact.archive.json(name), compiled, None, device)
                 count += 1
             plan = artifact.archive.text(f"{file}.plan.json")

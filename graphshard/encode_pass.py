@@ -17,7 +17,7 @@ from graphshard.agreed_planner import AgreedPlanner
 from graphshard.cost import Costs
 from graphshard.encode import Decoder, encode
 from graphshard.errors import ArgumentError
-from graphshard.passes import ActivationCheckpointing, Pass
+from graphshard.passes import AccumulateGradients, ActivationCheckpointing, Pass
 from graphshard.planner import PlanByUnit
 from graphshard.profile import Profile
 from graphshard.program import Axis
@@ -74,7 +74,8 @@ def class_name(kind: type) -> str:
 def _known() -> dict[str, type]:
     from graphshard.pipeline import DEFAULT_PASSES  # which imports this module, to dump
 
-    kinds = (*map(type, DEFAULT_PASSES), ActivationCheckpointing, PlanByUnit, PlanByCost, Constraints, Costs, Axis)
+    passes = (*map(type, DEFAULT_PASSES), ActivationCheckpointing, AccumulateGradients)
+    kinds = (*passes, PlanByUnit, PlanByCost, Constraints, Costs, Axis)
     return {class_name(kind): kind for kind in kinds}
 
 

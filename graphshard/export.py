@@ -24,6 +24,7 @@ from graphshard.errors import ArgumentError
 from graphshard.exporting import Exporter, in_mode, operators_only, with_threads
 from graphshard.fingerprint import environment, model_facts, options_of
 from graphshard.lower import Compiler, RegionCall
+from graphshard.meshes import replicated_over
 from graphshard.passes import ToDevice
 from graphshard.pipeline import Pipeline
 from graphshard.prepare import prepare
@@ -65,6 +66,7 @@ def export(
     example_kwargs: Mapping[str, Any] | None = None,
     mode: Mode = "training",
     calls: Sequence[Call] = (),
+    accumulate: bool = False,
     device: Literal["cpu", "cuda"] | None = None,
     threads: int | None = None,
     compile_regions: bool | None = None,
@@ -81,7 +83,8 @@ def export(
 
     Args:
         model: any module that torch.export can trace.
-        mesh: a DeviceMesh, the shape of one such as `(8,)` or `{"shard": 8}`, or a list of those: one file for all of
+        mesh: a DeviceMesh, the shape of one such as `(8,)`, `{"shard": 8}` or, to replicate over the first axis and to
+            shard over the second, `(2, 4)` or `{"replicate": 2, "shard": 4}`; or a list of those: one file for all of
             them. Regions do not depend on the number of ranks, except those that pack shards.
         path: the file, by convention with the ending `.gshard`. With the ending `.pt2`, for one rank and
             mode="inference", it is PyTorch's own: the program with the model's weights, for `torch.export.load`.
@@ -89,6 +92,10 @@ def export(
         mode: what they are captured for: "training" (forward and backward, modules in the modes they are in),
             "inference" (forward alone, in eval() mode and under no_grad) or "both".
         calls: further calls that the file is to have programs for: other inputs, submodules, modes, gradients.
+        accumulate: True has the file hold what gradient accumulation takes, too: the backwards of steps of any number
+            of microbatches, for `set_requires_gradient_sync(False)` of the whole model until the last one and, on two
+            axes, for `set_requires_all_reduce(False)`. They are up to 3 and 6 further backwards for each set of
+            outputs that there is a backward for.
         device: what kind of device it is for; None is that of a DeviceMesh, or CUDA where there is a GPU here.
         threads: threads of each rank that CPU code is compiled for; None is torch.get_num_threads() here.
         compile_regions: False leaves regions to the first load, or to `graphshard finish FILE` on the target machine;
@@ -110,6 +117,8 @@ def export(
     meshes = [mesh_axes(item) for item in _meshes(mesh)]
     wanted = _calls(example_inputs, example_kwargs, mode, calls)
     kind = _device(device, mesh)
+    if not isinstance(accumulate, bool):
+        raise ArgumentError(f"accumulate must be True or False, got {accumulate!r}.")
     _check_options(options)
     machine = load_profile(hardware if hardware is not None else "h100" if kind.type == "cuda" else "cpu-gloo")
     if "ignored_params" in options:
@@ -123,21 +132,20 @@ def export(
         moved = kind.type == "cuda" and not torch.cuda.is_available()
         compiler, later = _compiler(options.get("backend", "inductor"), kind, compile_regions)
         for axes in meshes:
-            (axis,) = axes
-            runner = prepare(model, axis, torch.device("cpu") if moved else kind, None, **options)
+            device_here = torch.device("cpu") if moved else kind
+            runner = prepare(model, axes[-1], device_here, None, replicate=replicated_over(axes), **options)
             described = options_of(runner)
             runner.compiled = compiled
             if moved:
                 runner.pipeline = Pipeline((ToDevice(kind.type), *runner.pipeline))
-            exporter = Exporter(
-                runner, model, compiler, Costs(machine, mesh=axes), later, regions, _prefixed(show, axes)
-            )
-            found.append(MeshPrograms(axes, runner.spec.params, tuple(_captured(exporter, call) for call in wanted)))
+            costs = Costs(machine, mesh=axes)
+            exporter = Exporter(runner, model, compiler, costs, later, accumulate, regions, _prefixed(show, axes))
+            programs = tuple(_captured(exporter, call) for call in wanted)
+            found.append(MeshPrograms(axes, described, runner.spec.params, programs))
         native = any(stored.code == "native" for stored in regions.values())
         fingerprint = {
             "environment": environment(kind, native=native),
             "model": model_facts(model),
-            "options": described,
         }
     write_artifact(target, fingerprint, found, regions)
     return target

@@ -11,19 +11,22 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphshard.artifact import Captured, Stored, stored_region
+from graphshard.accumulation import Accumulation
+from graphshard.artifact import Captured, Stored, StoredBackward, stored_region
 from graphshard.backends import num_kernels
 from graphshard.cost import Costs
 from graphshard.encode_lowered import encode_lowered
+from graphshard.encode_pass import encode_pass
 from graphshard.errors import ArgumentError
 from graphshard.flops import flop_of
 from graphshard.lower import Boxed, Compiler, lower
 from graphshard.module import Runner
 from graphshard.observe import Observer
 from graphshard.packages import Package
-from graphshard.pipeline import rerun_backward
+from graphshard.passes import AccumulateGradients
+from graphshard.pipeline import Partitioned, rerun_backward
 from graphshard.predict import Bound, bound_of, explained
-from graphshard.program import Program, Region
+from graphshard.program import Phase, Program, Region
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Exporter:
         compiler: of regions.
         costs: of the machine that predictions are for.
         later: whether regions without a package are to be compiled on the target.
+        accumulate: whether there are to be backwards for steps of several microbatches.
         regions: those captured so far, of all meshes, by their names in the file.
         show: told what is being done.
     """
@@ -45,6 +49,7 @@ class Exporter:
     compiler: Compiler
     costs: Costs
     later: bool
+    accumulate: bool
     regions: dict[str, Stored]
     show: Callable[[str], None]
     _count: int = field(default=0, init=False)
@@ -78,29 +83,24 @@ class Exporter:
         program.capture = self._count
         self._count += 1
         text = program.history[-1].text
-        self._lower(program, observer)
+        self.lower(program, observer)
         plan = program.plan.to_json() if program.plan else "null"
-        data = self._encoded(program, module)
-        backwards = {}
-        for outputs in gradients:
-            used = frozenset(map(str, outputs))
-            unknown = sorted(used - set(program.tangents))
-            if partitioned is None or unknown:
-                raise ArgumentError(
-                    f"gradients={list(outputs)}: the program is differentiable through outputs "
-                    f"{', '.join(program.tangents) or '(none)'} only."
-                )
-            variant = rerun_backward(partitioned, program, used, None, Observer(runner.verify, None, partitioned.rest))
-            self._lower(variant, observer)
-            backwards[used] = self._encoded(variant, module)
-        prediction = "" if "backward" not in program.phases else self._prediction(program, observer, leaves)
+        data = self.encoded(program, module)
+        wanted = [_outputs(program, outputs) for outputs in gradients]
+        backwards: list[StoredBackward] = []
+        prediction = ""
+        if partitioned is not None:
+            again = _Again(self, program, partitioned, runner, module)
+            backwards = list(again.backwards(wanted))
+            prediction = self._prediction(program, observer, leaves)
         return Captured(entry, signature, data, backwards, text, plan, prediction)
 
-    def _lower(self, program: Program, observer: Observer) -> None:
+    def lower(self, program: Program, observer: Observer) -> None:
+        """Compile its regions and write its executors."""
         lower(program, self.compiler, self.runner.compiled, self.show)
         observer.lowered(program, self.runner.compiled)
 
-    def _encoded(self, program: Program, module: nn.Module) -> dict[str, Any]:
+    def encoded(self, program: Program, module: nn.Module) -> dict[str, Any]:
         """The program as data; its regions are kept. One compiled under conditions on dynamic sizes is its own."""
         compiled = self.runner.compiled
         names = {key: key if compiled[key].within is None else f"{key}-{program.capture}" for key in program.regions}
@@ -136,6 +136,57 @@ class Exporter:
             ) from None
 
 
+@dataclass(frozen=True)
+class _Again:
+    """Makes a program's other backwards."""
+
+    exporter: Exporter
+    program: Program
+    partitioned: Partitioned
+    runner: Runner
+    module: nn.Module
+
+    def backwards(self, gradients: Sequence[frozenset[str]]) -> Iterator[StoredBackward]:
+        """Those for gradients through other outputs, and for all of them those for steps of several microbatches."""
+        likely = frozenset(slot.name for slot in self.program.phases["backward"].inputs if slot.kind == "tangent")
+        for used in dict.fromkeys((likely, *gradients)):
+            if used != likely:
+                yield self._backward(used, None)[1]
+            if self.exporter.accumulate:
+                yield from self._microbatches(used)
+
+    def _microbatches(self, used: frozenset[str]) -> Iterator[StoredBackward]:
+        """Those that a step of three microbatches needs, and so one of any number.
+
+        Until the last one gradients are not reduced at all, or over shards only.
+        """
+        names = self.runner.model_names
+        settings = {"no-sync": "unsynced", "no-all-reduce": "unreplicated"}
+        if self.program.replicate is None:
+            del settings["no-all-reduce"]
+        made = set()
+        for setting, attribute in settings.items():
+            state = Accumulation()
+            for microbatch in ("first", "middle", "last"):
+                setattr(state, attribute, set(names.values()) if microbatch != "last" else set())
+                step = state.step(names)
+                if step is not None and step not in made:
+                    made.add(step)
+                    phase, stored = self._backward(used, step, f"{setting}-{microbatch}")
+                    state.follow(phase, names)
+                    yield stored
+
+    def _backward(
+        self, used: frozenset[str], step: AccumulateGradients | None, microbatch: str = ""
+    ) -> tuple[Phase, StoredBackward]:
+        observer = Observer(self.runner.verify, None, tuple(self.partitioned.passes(used, step)))
+        variant = rerun_backward(self.partitioned, self.program, used, step, observer)
+        self.exporter.lower(variant, observer)
+        data = self.exporter.encoded(variant, self.module)
+        accumulate = encode_pass(step) if step is not None else None
+        return variant.phases["backward"], StoredBackward(used, microbatch, {**data, "accumulate": accumulate})
+
+
 @dataclass
 class _Watch(Observer):
     """Counts the multiplications of the captured graph, before passes, and bounds the step before it is scheduled."""
@@ -151,6 +202,21 @@ class _Watch(Observer):
         if self.bound is None and program.plan is not None and "backward" in program.phases:
             self.bound = bound_of(program, self.costs, program.plan, limit=None, states=2)
         super().after(program, name, rewrites, seconds, exact=exact)
+
+
+def _outputs(program: Program, outputs: Sequence[int]) -> frozenset[str]:
+    """Outputs by name that gradients are to come through.
+
+    Raises:
+        ArgumentError: the program is not differentiable through one.
+    """
+    used = frozenset(map(str, outputs))
+    if not used <= set(program.tangents):
+        raise ArgumentError(
+            f"gradients={list(outputs)}: the program is differentiable through outputs "
+            f"{', '.join(program.tangents) or '(none)'} only."
+        )
+    return used
 
 
 def operators_only(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:

@@ -132,6 +132,8 @@ def options_of(runner: Runner) -> dict[str, Any]:
         "units": list(spec.units),
         "mp_policy": _policy(spec.precision.default),
         "mp_policies": {unit: _policy(policy) for unit, policy in spec.precision.by_unit.items()},
+        # Among how many ranks, if that is not all of the axis; the rest of it is in the rows of the parameters.
+        "reshard_after_forward": spec.subgroup.size if spec.subgroup is not None else None,
         "offload_policy": {"pin_memory": runner.storage.pinned} if offload else None,
         "backend": runner.backend,
         "passes": {

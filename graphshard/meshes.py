@@ -19,7 +19,12 @@ def axes_of(mesh: DeviceMesh) -> tuple[Axis, Axis | None]:
     """The axis that parameters are sharded over, and the one that they are replicated over, if there are two."""
     names = mesh.mesh_dim_names or ("shard",)
     axes = [Axis(name, mesh.size(index)) for index, name in enumerate(names)]
-    return axes[-1], axes[0] if len(axes) == 2 else None
+    return axes[-1], replicated_over(axes)
+
+
+def replicated_over(axes: Sequence[Axis]) -> Axis | None:
+    """The first of two axes."""
+    return axes[0] if len(axes) == 2 else None
 
 
 def num_shards(mesh: DeviceMesh) -> int:

@@ -38,7 +38,7 @@ from graphshard.units import units_within
 from graphshard.unsharded import Unsharded, UnshardHandle, start_gathering
 
 if TYPE_CHECKING:
-    from graphshard.load import Stored
+    from graphshard.stored import Stored
 
 log = logging.getLogger(__name__)
 
@@ -278,7 +278,7 @@ class Runner:
             observer = Observer(self.verify, dump, tuple(partitioned.passes(*variant)))
             other = rerun_backward(partitioned, program, used, accumulate, observer)
             if accumulate:
-                self.agreement.check(replace(other, reason="gradients of microbatches are accumulated in another way"))
+                self.agreement.check_accumulation(other)
             lower(other, compiler_for(self.backend), self.compiled)
             self._fits.clear()  # compiling may have found conditions on dynamic sizes
             observer.lowered(other, self.compiled)

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from graphshard._torch import disable_autocast
-from graphshard.accumulation import Accumulation
+from graphshard.accumulation import LEFT, Accumulation
 from graphshard.copies import finish_downloads
 from graphshard.exchange import exchange_reductions
 from graphshard.gloo import gather_into_buffers
@@ -130,7 +130,7 @@ class Executable:
         def read(slot: Slot, node: Node) -> Any:
             if slot.kind == "tangent":
                 return restride(tangents.pop(slot.name), self._stride(node, saved))
-            if slot.kind in ("accumulated", "partial"):
+            if slot.kind in LEFT:
                 return restride(self._accumulation.take(slot, self._names), fake(node).stride())
             return saved[slot]
 
@@ -143,7 +143,7 @@ class Executable:
             finish_downloads(self.program.device)
         results = dict(zip(phase.outputs, values, strict=True))
         for slot, value in results.items():
-            if slot.kind in ("accumulated", "partial"):
+            if slot.kind in LEFT:
                 self._accumulation.put(slot, self._names, value)
         return [self._as_gradient(results.get(slot), slot) for slot in self._grads]
 

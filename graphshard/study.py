@@ -214,20 +214,24 @@ class Study:
 
 
 def mesh_axes(mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes of a mesh, or of the shape of one that need not exist.
+    """The axes of a mesh, or of the shape of one that need not exist: the last shards, a first of two replicates.
+
+    Axes without names are called "shard", and "replicate" and "shard".
 
     Raises:
         ArgumentError: it is no mesh and no shape, or has more than two axes.
     """
     if isinstance(mesh, DeviceMesh):
-        shape = dict(zip(mesh.mesh_dim_names or _NAMES[-mesh.ndim :], mesh.shape))
+        shape = dict(zip(mesh.mesh_dim_names or _names(mesh.ndim), mesh.shape))
     elif isinstance(mesh, Mapping):
         shape = dict(mesh)
     elif isinstance(mesh, Sequence) and not isinstance(mesh, str):
-        names = _NAMES[-len(mesh) :] if len(mesh) <= len(_NAMES) else map(str, range(len(mesh)))
-        shape = dict(zip(names, mesh))
+        shape = dict(zip(_names(len(mesh)), mesh))
     else:
-        raise ArgumentError(f"mesh must be a DeviceMesh or a shape such as (8,) or {{'shard': 8}}, got {mesh!r}.")
+        raise ArgumentError(
+            "mesh must be a DeviceMesh or a shape such as (8,), (2, 4) or {'replicate': 2, 'shard': 4}, got "
+            f"{mesh!r}."
+        )
     if not shape or not all(isinstance(size, int) and size > 0 for size in shape.values()):
         raise ArgumentError(f"mesh must have positive sizes, got {mesh!r}.")
     if len(shape) > len(_NAMES):
@@ -236,6 +240,11 @@ def mesh_axes(mesh: Mesh) -> tuple[Axis, ...]:
             f"{mesh!r}."
         )
     return tuple(Axis(name, size) for name, size in shape.items())
+
+
+def _names(count: int) -> tuple[str, ...]:
+    """Of axes that have none."""
+    return _NAMES[-count:] if count <= len(_NAMES) else tuple(f"axis{i}" for i in range(count))
 
 
 def _copy(program: Program) -> Program:

@@ -17,15 +17,16 @@ _CODES = {
 
 def summarize(facts: Mapping[str, Any]) -> str:
     """A few lines on the model, the machine, each mesh and its programs, and the regions."""
-    environment, options = facts["environment"], facts["options"]
-    model = facts["model"]
+    environment, model, meshes = facts["environment"], facts["model"], facts["meshes"]
+    backend = meshes[0]["options"]["backend"]
+    orders = dict.fromkeys(mesh["options"]["passes"]["(order)"] for mesh in meshes)
     lines = [
         f"model      {model['model']}, code {model['code'][:12]}",
-        f"made with  graphshard {environment['graphshard']}, torch {environment['torch']}, {options['backend']}",
+        f"made with  graphshard {environment['graphshard']}, torch {environment['torch']}, {backend}",
         f"device     {_device(environment)}",
-        f"passes     {options['passes']['(order)']}",
+        *(f"passes     {order}" for order in orders),
     ]
-    for mesh in facts["meshes"]:
+    for mesh in meshes:
         lines += _mesh(mesh)
     regions = facts["regions"]
     codes = Counter(region["code"] for region in regions.values())
@@ -45,10 +46,22 @@ def _mesh(mesh: Mapping[str, Any]) -> Iterator[str]:
         inputs = [item for item in program["signature"]["inputs"] if "shape" in item]
         shapes = ", ".join(f"{item['dtype']['dtype']}{item['shape']}" for item in inputs)
         calls = f"{program['region_calls']} region calls, {program['collectives']} collectives"
-        more = "".join(f", gradients of outputs {', '.join(outputs)}" for outputs in program["gradients"])
+        further = [row for row in program["backwards"] if not row["microbatch"]]
+        more = "".join(f", gradients of outputs {', '.join(row['outputs'])}" for row in further)
         what = f"{program['entry'] or 'the model'}({shapes}): {' and '.join(program['phases'])}, {calls}{more}"
         yield f"  {program['file']}: {what}"
+        yield from _microbatches(program)
         yield from (f"    {line.strip()}" for line in program["prediction"].splitlines())
+
+
+def _microbatches(program: Mapping[str, Any]) -> Iterator[str]:
+    """Which backwards there are for steps of several microbatches, a line for each set of outputs."""
+    found: dict[str, list[str]] = {}
+    for row in program["backwards"]:
+        if row["microbatch"]:
+            found.setdefault(", ".join(row["outputs"]), []).append(row["microbatch"])
+    for outputs, names in found.items():
+        yield f"    microbatches, gradients of outputs {outputs}: {', '.join(names)}"
 
 
 def _device(environment: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import io
 import json
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import graphshard
 from graphshard.archive import Archive, read_archive, write_archive
 
 TOKENS, WIDTH = 10, 6
+LAYER = "layers.1"
 
 
 class Layer(nn.Module):
@@ -75,16 +76,18 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def export_net(path: Path, mesh: Any = ((1,), (2,), (4,)), **options: Any) -> Path:
-    """The model on the meta device, for training and inference, for its last layer, and for gradients of the logits."""
+def export_net(
+    path: Path, mesh: Any = ((1,), (2,), (4,)), calls: Sequence[graphshard.Call] = (), **options: Any
+) -> Path:
+    """The model on the meta device; if not for other calls, then for training, inference, its last layer and more."""
     with torch.device("meta"):
         model = Net()
-    calls = [
+    everything = [
         graphshard.Call(batch(), gradients=[(1,), (0, 1)]),
         graphshard.Call(batch()[:1], training=False, grad=False),
-        graphshard.Call((torch.zeros(2, 3, WIDTH),), entry="layers.1"),
+        graphshard.Call((torch.zeros(2, 3, WIDTH),), entry=LAYER),
     ]
-    return graphshard.export(model, mesh, path, calls=calls, backend="eager", **options)
+    return graphshard.export(model, mesh, path, calls=calls or everything, backend="eager", **options)
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, bytes]], None]) -> Path:
@@ -113,11 +116,14 @@ def contents(archive: Archive) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":  # another process than those that load
-    if sys.argv[1] == "net":
-        export_net(Path(sys.argv[2]))
+    what, path = sys.argv[1], Path(sys.argv[2])
+    if what == "net":
+        export_net(path)
+    elif what == "microbatches":
+        steps = [graphshard.Call(batch(), gradients=[(1,)]), graphshard.Call((torch.zeros(2, 3, WIDTH),), entry=LAYER)]
+        export_net(path, [(1,), (2,), (2, 2), (2, 1), (1, 2)], steps, accumulate=True)
     else:
         with torch.device("meta"):
             small = Small()
-        graphshard.export(
-            small, [(1,), (2,)], sys.argv[2], example_inputs=(torch.randn(2, 8),), threads=1, device="cpu"
-        )
+        given = {"example_inputs": (torch.randn(2, 8),), "threads": 1, "device": "cpu", "accumulate": True}
+        graphshard.export(small, [(1,), (2,)], path, **given)

@@ -149,6 +149,123 @@ def test_dynamic_sizes_and_what_holds_of_them(tmp_path: Path, mesh: DeviceMesh) 
         model(torch.ones(1, 4))
 
 
+# --- several microbatches ---------------------------------------------------------------------------------------
+
+
+def export_blocks(path: Path, mesh: Any, **options: Any) -> Path:
+    return graphshard.export(Blocks(2, 8), mesh, path, example_inputs=(torch.zeros(2, 8),), backend="eager", **options)
+
+
+def test_backwards_of_microbatches_and_how_they_are_shown(tmp_path: Path) -> None:
+    """First, middle and last; on one rank nothing is left to the next, and no last one differs."""
+    path = export_blocks(tmp_path / "b.gshard", [(1,), (2,), (2, 2)], accumulate=True)
+    artifact = read_artifact(path)
+    no_sync = [f"no-sync-{microbatch}" for microbatch in ("first", "middle", "last")]
+    no_all_reduce = [f"no-all-reduce-{microbatch}" for microbatch in ("first", "middle", "last")]
+    found = [[row["microbatch"] for row in mesh["programs"][0]["backwards"]] for mesh in artifact.meshes]
+    assert found == [no_sync[:1], no_sync, no_sync + no_all_reduce]
+    assert f"    microbatches, gradients of outputs 0: {', '.join(no_sync)}\n" in artifact.archive.text("summary.txt")
+    sent = {}
+    for name in (*no_sync, *no_all_reduce):
+        lines = artifact.archive.json(f"programs/2.backward-0-{name}.json")["communication"]
+        sent[name] = {kind for kind in ("reduce", "all_reduce") for line in lines if f"backward: {kind} " in line}
+    assert sent["no-sync-first"] == sent["no-sync-middle"] == set()
+    assert sent["no-all-reduce-first"] == sent["no-all-reduce-middle"] == {"reduce"}
+    assert sent["no-sync-last"] == sent["no-all-reduce-last"] == {"reduce", "all_reduce"}
+
+
+def test_gradients_accumulate_over_any_number_of_microbatches(tmp_path: Path, mesh: DeviceMesh) -> None:
+    path = export_blocks(tmp_path / "b.gshard", (2,), accumulate=True)
+    model = graphshard.load(path, Blocks(2, 8), mesh)
+    for count in (1, 2, 5):
+        model.zero_grad()
+        for microbatch in range(count):
+            model.set_requires_gradient_sync(microbatch == count - 1)
+            assert all(param.grad is None for param in model.parameters())
+            model(torch.ones(2, 8)).backward()
+        assert all(param.grad is not None for param in model.parameters())
+    model.set_requires_gradient_sync(False, units=["layers.0"])
+    with pytest.raises(ArtifactError, match=r"accumulate the gradients of all parameters of the model alike.*whole"):
+        model(torch.ones(2, 8)).backward()
+
+
+def test_microbatches_that_were_not_exported(tmp_path: Path, mesh: DeviceMesh) -> None:
+    """The error names the option; nothing was accumulated, so that training can go on."""
+    model = graphshard.load(export_blocks(tmp_path / "b.gshard", (2,)), Blocks(2, 8), mesh)
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(
+        ArtifactError, match=r"set_requires_gradient_sync\(False\) asks for. Export it with accumulate=T"
+    ):
+        model(torch.ones(2, 8)).backward()
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(2, 8)).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_an_accumulation_that_is_none_is_refused(tmp_path: Path, mesh: DeviceMesh) -> None:
+    path = export_blocks(tmp_path / "b.gshard", (2,), accumulate=True)
+
+    def change(_: Any, members: dict[str, bytes]) -> None:
+        name = "programs/0.backward-0-no-sync-first.json"
+        members[name] = members[name].replace(b"AccumulateGradients", b"Partition")
+
+    error = refused(rewritten(path, change), mesh, Blocks(2, 8))
+    assert "it accumulates gradients in a way that this version lacks" in str(error)
+
+
+# --- two mesh axes ----------------------------------------------------------------------------------------------
+
+
+def test_several_shapes_of_one_and_two_axes(tmp_path: Path, fake_world: FakeWorld) -> None:
+    """Each shape has its own options: a planner by cost plans for one axis only."""
+    path = export_blocks(tmp_path / "b.gshard", [(4,), (2, 2), {"outer": 4, "inner": 1}])
+    one, two, _ = (mesh["options"]["passes"]["plan"] for mesh in read_artifact(path).meshes)
+    assert "profile" in one
+    assert "profile" not in two
+    fake_world(4)
+    for shape, names in (((4,), ("shard",)), ((2, 2), ("replicate", "shard")), ((4, 1), ("outer", "inner"))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        model = graphshard.load(path, Blocks(2, 8), mesh, passes=graphshard.Pipeline())
+        model(torch.ones(2, 8)).backward()
+        (param, *_) = model.parameters()
+        assert param.grad is not None
+        assert param.grad.placements == param.placements
+        assert len(param.placements) == len(shape)
+        assert param.to_local().shape[0] == 8 // shape[-1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ((4,), ("shard",)),
+        ((2, 2), ("shard", "replicate")),
+        ((2, 2), ("dp_replicate", "dp_shard")),
+        ((4, 1), ("replicate", "shard")),
+    ],
+    ids=str,
+)
+def test_other_axes_are_refused(
+    tmp_path: Path, fake_world: FakeWorld, shape: tuple[int, ...], names: tuple[str, ...]
+) -> None:
+    """Their number, order, names and sizes; division of gradients follows from sizes."""
+    path = export_blocks(tmp_path / "b.gshard", [(2, 2), (2,)])
+    fake_world(4)
+    error = refused(path, init_device_mesh("cpu", shape, mesh_dim_names=names), Blocks(2, 8))
+    assert error.field == "mesh"
+    here = dict(zip(names, shape))
+    assert "mesh was {'replicate': 2, 'shard': 2} or {'shard': 2} when it was exported and is" in str(error)
+    assert f"is {here} here. Export again with this mesh in the list: export(model, [..., {here}], ...)" in str(error)
+
+
+def test_parameters_are_gathered_again_among_as_many_ranks(tmp_path: Path, fake_world: FakeWorld) -> None:
+    path = export_blocks(tmp_path / "b.gshard", (4,), reshard_after_forward=2)
+    fake_world(4)
+    mesh = init_device_mesh("cpu", (4,))
+    graphshard.load(path, Blocks(2, 8), mesh)(torch.ones(2, 8)).backward()
+    error = refused(path, mesh, Blocks(2, 8), reshard_after_forward=True)
+    assert "reshard_after_forward was 2 when it was exported and is None here. Give the option" in str(error)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------
 
 

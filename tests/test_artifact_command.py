@@ -177,7 +177,8 @@ def test_for_gpus_on_a_machine_without(tmp_path: Path, mesh: DeviceMesh, capsys:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mesh": (2, 2)}, "mesh must have one axis, got 2"),
+        ({"mesh": (2, 2, 2)}, "mesh must have one axis (to shard over) or two (to replicate and to shard over), got 3"),
+        ({"accumulate": "yes"}, "accumulate must be True or False, got 'yes'"),
         ({"mesh": []}, "mesh must"),
         ({"mode": "test"}, "mode must be one of 'training', 'inference', 'both', got 'test'"),
         ({"example_inputs": None}, "export needs example_inputs, example_kwargs or calls"),

@@ -382,7 +382,7 @@ def test_wrong_meshes(mesh, message):
 
 
 def test_meshes():
-    """Names are the mesh's, or "shard"."""
+    """Names are the mesh's, or "replicate" and "shard"."""
     assert mesh_axes((8,)) == mesh_axes({"shard": 8}) == (Axis("shard", 8),)
     assert mesh_axes({"dp": 3}) == (Axis("dp", 3),)
     assert mesh_axes((2, 8)) == mesh_axes({"replicate": 2, "shard": 8}) == (Axis("replicate", 2), Axis("shard", 8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import graphshard
 from tests.distributed.twins import fsdp2
 from tests.exported import WIDTH, Net, Small, batch
-from tests.ranks import Ranks
+from tests.ranks import RankError, Ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +31,12 @@ ROOT = Path(__file__).parents[2]
 def net_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model with everything, exported for 1, 2 and 4 ranks by a process without process group or weights."""
     return exported_elsewhere("net", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def microbatches_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with everything, for steps of several microbatches, on one axis and on two."""
+    return exported_elsewhere("microbatches", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +82,11 @@ def nothing_is_compiled() -> Iterator[None]:
     assert loaded or "torch._inductor.compile_fx" not in sys.modules
 
 
-def first_ranks(count: int) -> DeviceMesh | None:
+def first_ranks(*shape: int) -> DeviceMesh | None:
     """A mesh of the first ranks; None on the others, which take part in making it."""
-    mesh = DeviceMesh("cpu", list(range(count)))
+    count = math.prod(shape)
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = DeviceMesh("cpu", torch.arange(count).view(shape), mesh_dim_names=names)
     return mesh if dist.get_rank() < count else None
 
 
@@ -178,6 +187,114 @@ def test_every_program_has_the_bits_of_compile(ranks: Ranks, net_file: Path) -> 
     ranks(2).run(_use_all_programs, net_file)
 
 
+def _train_on_two_axes(rank: int, world_size: int, path: Path) -> list[tuple[int, ...]]:
+    shapes = []
+    for shape in ((2, 2), (2, 1), (1, 2)):
+        mesh = first_ranks(*shape)
+        if mesh is None:
+            continue
+        torch.manual_seed(1)
+        model = Net()
+        twin = graphshard.compile(copy.deepcopy(model), mesh, backend="eager")
+        with nothing_is_compiled():
+            graphshard.load(path, model, mesh)
+            found = train(model, rank)
+        assert all(map(torch.equal, found, train(twin, rank)))
+        assert all(map(torch.equal, bits(model), bits(twin)))
+        shapes.append(shape)
+    return shapes
+
+
+def test_one_file_trains_on_shapes_of_two_axes(ranks: Ranks, microbatches_file: Path) -> None:
+    """Both, replicated only, and sharded only."""
+    shapes = [(2, 2), (2, 1), (1, 2)]
+    assert ranks(4).run(_train_on_two_axes, microbatches_file) == [shapes, shapes, shapes[:1], shapes[:1]]
+
+
+# What is told to a model before a microbatch that is not the last one, and before the last.
+SETTINGS = ("set_requires_gradient_sync", "set_requires_all_reduce")
+
+
+def _accumulate(model: nn.Module, rank: int, setting: str, output: str) -> list[Tensor]:
+    """What is there after each step of 3, 2, 1 and 4 microbatches; gradients are there after the last one only."""
+    optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    found = []
+    for count in (3, 2, 1, 4):
+        optim.zero_grad()
+        for microbatch in range(count):
+            getattr(model, setting)(microbatch == count - 1)
+            torch.manual_seed(10 * count + microbatch)
+            model(*batch(10 * count + microbatch + 100 * rank))[output].square().mean().backward()
+            found.append(torch.tensor([param.grad is not None for param in model.parameters()]))
+        found += bits(model)
+        optim.step()
+    assert all(tensor.isfinite().all() for tensor in found)
+    return found
+
+
+def _accumulate_part(model: nn.Module, rank: int, setting: str) -> list[Tensor]:
+    """Two microbatches of a submodule."""
+    model.zero_grad()
+    for last in (False, True):
+        getattr(model, setting)(last)
+        torch.manual_seed(rank)
+        model.layers[1](torch.randn(2, 3, WIDTH)).square().sum().backward()
+    return bits(model)
+
+
+def _train_microbatches(rank: int, world_size: int, path: Path, shapes: list[tuple[int, ...]]) -> list[list[bool]]:
+    synced = []
+    for shape in shapes:
+        mesh = first_ranks(*shape)
+        if mesh is None:
+            continue
+        for setting in SETTINGS[: len(shape)]:
+            torch.manual_seed(1)
+            model = Net()
+            twin = graphshard.compile(copy.deepcopy(model), mesh, backend="eager")
+            # The likely gradient, and one that the export was asked for.
+            outputs = ("loss", "logits") if shape == (2,) else ("loss",)
+            with nothing_is_compiled():
+                graphshard.load(path, model, mesh)
+                loaded = [_accumulate(model, rank, setting, output) for output in outputs]
+                loaded.append(_accumulate_part(model, rank, setting))
+            compiled = [_accumulate(twin, rank, setting, output) for output in outputs]
+            compiled.append(_accumulate_part(twin, rank, setting))
+            for ours, theirs in zip(loaded, compiled, strict=True):
+                assert len(ours) == len(theirs)
+                assert all(map(torch.equal, ours, theirs)), (shape, setting)
+            synced.append([bool(item.any()) for item in loaded[0][:3]])
+    return synced
+
+
+def test_microbatches_have_the_bits_of_compile(ranks: Ranks, microbatches_file: Path) -> None:
+    """Without sync on 1 and 2 ranks; alone, there is nothing to wait for."""
+    alone, together = [True, True, True], [False, False, True]
+    found = ranks(2).run(_train_microbatches, microbatches_file, [(1,), (2,)])
+    assert found == [[alone, together], [together]]
+
+
+def test_microbatches_on_two_axes_have_the_bits_of_compile(ranks: Ranks, microbatches_file: Path) -> None:
+    """Without sync, and reduced over shards only."""
+    found = ranks(4).run(_train_microbatches, microbatches_file, [(2, 2)])
+    assert found == [[[False, False, True]] * 2] * 4
+
+
+def _sync_on_one_rank(rank: int, world_size: int, path: Path) -> None:
+    model = graphshard.load(path, Net(), first_ranks(2, 2))
+    if rank == 0:
+        model.set_requires_gradient_sync(False)
+    else:
+        model.set_requires_all_reduce(False)
+    model(*batch())["loss"].backward()
+
+
+def test_ranks_that_accumulate_in_different_ways(ranks: Ranks, microbatches_file: Path) -> None:
+    """An error instead of waiting for each other."""
+    with pytest.raises(RankError, match="made a different program than rank"):
+        ranks(4).run(_sync_on_one_rank, microbatches_file)
+
+
 def _train_native(rank: int, world_size: int, path: Path) -> list[str]:
     mesh = first_ranks(world_size)
     torch.manual_seed(1)
@@ -186,9 +303,11 @@ def _train_native(rank: int, world_size: int, path: Path) -> list[str]:
     with nothing_is_compiled():
         graphshard.load(path, model, mesh)
         _train_small(model, rank)
+        _accumulate_small(model, rank)
     codes = [type(call.fn).__name__ for call in model._graphshard.compiled.values()]
     graphshard.compile(twin, mesh)
     _train_small(twin, rank)
+    _accumulate_small(twin, rank)
     assert all(map(torch.equal, bits(model), bits(twin)))
     return codes
 
@@ -199,6 +318,14 @@ def _train_small(model: nn.Module, rank: int) -> None:
         optim.zero_grad()
         model(torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + rank))).backward()
         optim.step()
+
+
+def _accumulate_small(model: nn.Module, rank: int) -> None:
+    """One step of three microbatches."""
+    model.zero_grad()
+    for microbatch in range(3):
+        model.set_requires_gradient_sync(microbatch == 2)
+        model(torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * microbatch + rank))).backward()
 
 
 @pytest.mark.slow
