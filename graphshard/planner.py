@@ -5,15 +5,16 @@
                                                           backward: | reduce 2    | reduce 1 ...
 
 This is FSDP2's order: the next unit's gather starts when the current one's has arrived, so at most two units are
-gathered at a time; a reduction starts where its unit's backward ends and is waited for when the next one starts. A
-planner that weighs costs has the same type: a program in, a plan out.
+gathered at a time; a reduction starts where its unit's backward ends and is waited for when the next one starts, which
+frees what it was given. An all-reduce, which copies that, is waited for at the end. A planner that weighs costs has the
+same type: a program in, a plan out.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphshard.errors import ArgumentError
@@ -149,14 +150,16 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]], prefetch
         start([name], needed[name])
         gathers.append(Event("wait", name, needed[name]))
         start(prefetch.get(name, order[index + 1 : index + 2]), needed[name])
+    all_reduces = {bucket.name for bucket, _ in groups if bucket.kind == "all_reduce"}
     reductions: list[Event] = []
     under_way: list[list[str]] = []
     for names in sorted(ready, key=ready.__getitem__):
-        reductions += _continue(under_way, ready[names])
+        reductions += _continue(under_way, ready[names], held=all_reduces)
         reductions.append(Event("start", names[0], ready[names]))
         under_way.append(list(names))
-    while any(under_way):
-        reductions += _continue(under_way, end)
+    while any(names[0] not in all_reduces for names in under_way):
+        reductions += _continue(under_way, end, held=all_reduces)
+    reductions += _continue(under_way, end)
     return list(heapq.merge(reductions, gathers, key=lambda event: event.at))
 
 
@@ -170,10 +173,15 @@ def _reductions(groups: list[tuple[Bucket, list[Collective]]]) -> dict[tuple[str
     return {tuple(names): members for names, members in found.values()}
 
 
-def _continue(under_way: list[list[str]], at: int) -> list[Event]:
-    """Wait for the reductions under way, the oldest first, and start what follows each; what is done is dropped."""
+def _continue(under_way: list[list[str]], at: int, held: Collection[str] = ()) -> list[Event]:
+    """Wait for the reductions under way, the oldest first, and start what follows each; what is done is dropped.
+
+    Those that are `held` stay under way.
+    """
     events = []
     for names in under_way:
+        if names[0] in held:
+            continue
         events.append(Event("wait", names.pop(0), at))
         events += [Event("start", name, at) for name in names[:1]]
     under_way[:] = [names for names in under_way if names]

@@ -152,6 +152,9 @@ def test_two_axes(study, tmp_path):
         if (a.link, b.link) == ("node", "network") and max(a.start, b.start) < min(a.end, b.end)
     ]
     assert together
+    # All-reduces are launched one by one, and waited for at the end.
+    events = [e for e in found._program.plan.events["backward"] if e.bucket.startswith("all_reduce")]
+    assert [e.action for e in events] == ["start"] * (len(events) // 2) + ["wait"] * (len(events) // 2)
     found.save_trace(tmp_path / "x.json")
     events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
     assert {e["tid"] for e in events if e["ph"] == "X"} == {1, 2, 3}
