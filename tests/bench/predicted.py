@@ -3,24 +3,28 @@
     torchrun --nproc-per-node 2 -m graphshard calibrate --out machine.json
     python tests/bench/predicted.py --hardware machine.json [--steps 15] [--backend inductor] [--ranks 2]
 
-Predicted is what the plan says of itself. Measured is the median step of the slowest rank, with AdamW, and the peak
-of a rank's resident memory over what it has before the model is made.
+Predicted is what the plan says of itself. Measured is the median step of the slowest rank, with fused AdamW, and the
+peak of what a rank has allocated for tensors: parameters and optimizer state, and on top of them what the profiler sees
+a step allocate and free.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
-import re
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import graphshard
 
@@ -34,11 +38,18 @@ SIZES = (
 )
 
 
-def resident(name: str) -> int:
-    """VmRSS or VmHWM (the peak) of this process in bytes."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text("ascii"))
-    assert found is not None
-    return int(found[1]) * 1024
+def peak_of(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> int:
+    """Most bytes of tensors that are alive at once in a step."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    held = [*params, *(t for state in optimizer.state.values() for t in state.values())]
+    total = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in held)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text("utf-8"))["traceEvents"]
+    memory = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+    return total + max(itertools.accumulate(change for _, change in memory))
 
 
 def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -> None:
@@ -47,29 +58,31 @@ def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
     mesh = init_device_mesh("cpu", (args.ranks,))
     torch.manual_seed(0)
-    before = resident("VmRSS")
     model = llama.Llama(llama.LlamaConfig(layers=size["layers"], dim=size["dim"], seq=size["seq"]))
     model = graphshard.compile(model, mesh, backend=args.backend, hardware=args.hardware)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     tokens = torch.randint(256, (2, size["batch"], size["seq"]))
-    times = []
-    for number in range(3 + args.steps):
-        if number == 3:  # from here on the peak is of training, not of compilation
-            Path("/proc/self/clear_refs").write_text("5", "ascii")
-        dist.barrier()
-        began = time.perf_counter()
+
+    def step() -> None:
         model(tokens[0], tokens[1]).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    times = []
+    for _ in range(3 + args.steps):
+        dist.barrier()
+        began = time.perf_counter()
+        step()
         taken = torch.tensor(time.perf_counter() - began)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         times.append(taken.item())
+    peak = peak_of(step, optimizer)
     if rank == 0:
         (program,) = graphshard.programs(model)
         assert program.plan is not None
         predicted = program.plan.prediction
         assert predicted is not None
-        seconds, peak = statistics.median(times[3:]), resident("VmHWM") - before
+        seconds = statistics.median(times[3:])
         print(
             f"{', '.join(f'{name} {value}' for name, value in size.items()):40}"
             f"{predicted.step_seconds * 1e3:10.1f}{seconds * 1e3:10.1f}{predicted.step_seconds / seconds - 1:+9.0%}"
