@@ -3,8 +3,8 @@
     %g = all_gather_into_tensor(%s, n, group)         %g = all_gather(%s, n, group)
 
 The functional all-gathers of torch 2.11 to 2.13 corrupt the heap on gloo now and then while several are under way
-(`tests/bench/gloo_gathers.py`); those of `torch.distributed`, which FSDP2 calls, take another way through gloo and do
-not.
+(`tests/bench/gloo_gathers.py`); those of `torch.distributed`, which FSDP2 calls, take another way through gloo, and
+have not been seen to.
 """
 
 from __future__ import annotations
