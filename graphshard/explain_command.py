@@ -24,7 +24,7 @@ from graphshard.files import write_text
 from graphshard.measure import load_measured
 from graphshard.profile import builtin_profiles, load_profile
 from graphshard.progress import progress
-from graphshard.study import Study
+from graphshard.study import Mesh, Study
 
 DESCRIPTION = (
     "Predict the training step of a model on a mesh and a machine that need not be here: time, exposed communication, "
@@ -164,13 +164,15 @@ def _inputs(shape: tuple[int, ...], count: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.zeros(shape, dtype=torch.long) for _ in range(count))
 
 
-def _mesh(text: str) -> dict[str, int]:
-    """ "8" or "shard=8", several axes with commas."""
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.rpartition("=")
-        axes[name or ("replicate" if "," in text and not axes else "shard")] = _int(size, "--mesh", text)
-    return axes
+def _mesh(text: str) -> Mesh:
+    """ "8" or "shard=8", several axes with commas; what axes without names are called is not decided here."""
+    parts = [part.rpartition("=") for part in text.split(",")]
+    names, sizes = [name for name, _, _ in parts], [_int(size, "--mesh", text) for _, _, size in parts]
+    if not any(names):
+        return sizes
+    if not all(names) or len(set(names)) < len(names):
+        raise ArgumentError(f"--mesh must name each axis, with a name of its own, or none, got {text!r}")
+    return dict(zip(names, sizes))
 
 
 def _symbol(text: str) -> tuple[str, int]:

@@ -33,6 +33,7 @@ from graphshard.explanation import Explanation
 from graphshard.flops import flop_of
 from graphshard.formulas import formulas_of
 from graphshard.lower import lower
+from graphshard.meshes import replicated_over
 from graphshard.observe import Observer
 from graphshard.passes import MakePlan
 from graphshard.pipeline import Pipeline, run_pass
@@ -161,14 +162,14 @@ class Study:
         """The program as the planner gets it."""
         key = axes, device
         if key not in self._before_plan:
-            *first, axis = axes
+            axis = axes[-1]
             captured = self._capture(axis)
             self.show(f"passes for {math.prod(axis.size for axis in axes)} ranks")
             program = replace(
                 _copy(captured),
                 params=captured.params.over(axis.size),
                 axis=axis,
-                replicate=first[0] if first else None,
+                replicate=replicated_over(axes),
                 device=torch.device(device),
             )
             for step in self.options.get("passes") or Pipeline():

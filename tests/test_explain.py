@@ -476,6 +476,14 @@ def test_command_with_a_grid(factory, capsys, monkeypatch):
     assert main(["explain", "small_factory:with_inputs", "--mesh", "8"]) == 0
 
 
+def test_command_with_two_axes(factory, tmp_path):
+    """Without names they replicate and shard; names are the user's."""
+    options = ["--mesh", "2,4", "dp=2,tp=4", "--batch", "2,8"]
+    assert main(["explain", f"{factory}:Small", *options, "--json", str(tmp_path / "x.json")]) == 0
+    rows = json.loads((tmp_path / "x.json").read_text())
+    assert [row["mesh"] for row in rows] == [{"replicate": 2, "shard": 4}, {"dp": 2, "tp": 4}]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -488,6 +496,12 @@ def test_command_with_a_grid(factory, capsys, monkeypatch):
         (["nowhere.py:x", "--mesh", "8", "--batch", "1,2"], "there is no file nowhere.py"),
         (["FILE", "--mesh", "8", "--batch", "1,2"], "factory must be module:name"),
         (["FILE:Small", "--mesh", "x", "--batch", "1,2"], "--mesh must have positive sizes such as 8, got 'x'"),
+        (
+            ["FILE:Small", "--mesh", "2,2,2", "--batch", "1,2"],
+            "or two (to replicate and to shard over), got 3: [2",
+        ),
+        (["FILE:Small", "--mesh", "shard=2,shard=2", "--batch", "1,2"], "--mesh must name each axis, with a name of"),
+        (["FILE:Small", "--mesh", "shard=2,4", "--batch", "1,2"], "its own, or none, got 'shard=2,4'"),
         (["FILE:Small", "--mesh", "8", "--batch", "1,0"], "--batch must have positive sizes such as 1,4096"),
         (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--param-dtype", "bf17"], "torch has no dtype 'bf17'"),
         (["FILE:Small", "--mesh", "8", "16", "--batch", "1,2", "--html", "x"], "need one mesh, machine"),
