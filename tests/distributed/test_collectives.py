@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -225,11 +226,17 @@ class _Watch(TorchDispatchMode):
             storage = args[0].untyped_storage()
             if storage.nbytes() == WEIGHT_BYTES:
                 self.gathered[storage._cdata] = StorageWeakRef(storage)
-        self.most = max(self.most, self.alive())
+        self.most = max(self.most, self.alive(expected=self.most))
         return result
 
-    def alive(self) -> int:
-        return sum(not ref.expired() for ref in self.gathered.values())
+    def alive(self, expected: int = 0) -> int:
+        """More than expected? Not before gloo's threads had a moment: they let go of a result after the wait for it."""
+        patience = time.monotonic() + 0.5
+        while True:
+            number = sum(not ref.expired() for ref in self.gathered.values())
+            if number <= expected or time.monotonic() > patience:
+                return number
+            time.sleep(0.001)
 
 
 def _gathered_blocks(
