@@ -65,9 +65,9 @@ def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
     return tensor.fake_mode
 
 
-def new_fake_mode() -> FakeTensorMode:
-    """A mode like the one that programs are captured in."""
-    return FakeTensorMode(shape_env=ShapeEnv())
+def new_fake_mode(sizes: ShapeEnv | None = None) -> FakeTensorMode:
+    """A mode like the one that programs are captured in; `sizes` is where known dynamic sizes live."""
+    return FakeTensorMode(shape_env=sizes or ShapeEnv())
 
 
 def new_size(mode: FakeTensorMode, name: str, hint: int, low: int | None, high: int | None) -> torch.SymInt:

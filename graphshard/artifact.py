@@ -4,6 +4,7 @@ manifest.json                       what it was made for (the fingerprint), its 
 summary.txt                         for people
 meshes/0.json                       the parameter table on that mesh
 programs/0.json  0.txt  0.plan.json   the code that calls regions and collectives, its scheduled graph as text, its plan
+programs/0.partitioned.json         where another backward of it begins
 programs/0.backward-1.json          its backward for gradients through output 1
 programs/0.backward-0-no-sync-first.json   its backward for the first of several microbatches
 regions/9f3c....json  9f3c....pt2   a region's operators, and its AOTInductor package if it was compiled
@@ -66,6 +67,7 @@ class Captured:
         backwards: further backwards.
         text: the scheduled graphs, as they print.
         plan: JSON.
+        partitioned: where another backward begins, see `encode_partitioned.py`; None if there is none.
         prediction: what a step is expected to take, as text; "" for inference.
     """
 
@@ -75,6 +77,7 @@ class Captured:
     backwards: Sequence[StoredBackward]
     text: str
     plan: str
+    partitioned: Mapping[str, Any] | None = None
     prediction: str = ""
 
 
@@ -175,6 +178,8 @@ def _members(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"meshes/{index}.json"
         for program in mesh["programs"]:
             yield from (f"{program['file']}{ending}" for ending in (".json", ".txt", ".plan.json"))
+            if "backward" in program["phases"]:
+                yield f"{program['file']}.partitioned.json"
             yield from (backward_file(program["file"], row) for row in program["backwards"])
     for key, region in facts["regions"].items():
         yield f"regions/{key}.json"
@@ -238,6 +243,8 @@ def _add_program(file: str, captured: Captured, members: dict[str, bytes]) -> di
     members[f"{file}.json"] = _json(captured.data)
     members[f"{file}.txt"] = captured.text.encode()
     members[f"{file}.plan.json"] = captured.plan.encode()
+    if captured.partitioned is not None:
+        members[f"{file}.partitioned.json"] = _json(captured.partitioned)
     for backward in captured.backwards:
         members[backward_file(file, backward.row)] = _json(backward.data)
     return {

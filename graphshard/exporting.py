@@ -16,6 +16,7 @@ from graphshard.artifact import Captured, Stored, StoredBackward, stored_region
 from graphshard.backends import num_kernels
 from graphshard.cost import Costs
 from graphshard.encode_lowered import encode_lowered
+from graphshard.encode_partitioned import encode_partitioned
 from graphshard.encode_pass import encode_pass
 from graphshard.errors import ArgumentError
 from graphshard.flops import flop_of
@@ -88,12 +89,13 @@ class Exporter:
         data = self.encoded(program, module)
         wanted = [_outputs(program, outputs) for outputs in gradients]
         backwards: list[StoredBackward] = []
-        prediction = ""
+        prediction, start = "", None
         if partitioned is not None:
             again = _Again(self, program, partitioned, runner, module)
             backwards = list(again.backwards(wanted))
             prediction = self._prediction(program, observer, leaves)
-        return Captured(entry, signature, data, backwards, text, plan, prediction)
+            start = encode_partitioned(partitioned, program)
+        return Captured(entry, signature, data, backwards, text, plan, start, prediction)
 
     def lower(self, program: Program, observer: Observer) -> None:
         """Compile its regions and write its executors."""

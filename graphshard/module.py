@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import logging
 import time
@@ -266,30 +267,15 @@ class Runner:
     ) -> Executable:
         """Check that the other ranks made the same program, and bind it to the module and the mesh."""
         self.agreement.check(program)
-
-        def rerun(variant: Variant) -> Phase:
-            partitioned = self._partitioned[signature]
-            assert partitioned is not None
-            used, accumulate = variant
-            why = " and microbatches" if accumulate else ""
-            log.info("lowering backward again, for gradients through outputs %s%s", sorted(used), why)
-            number = next(self._numbers) if accumulate else ""
-            dump = self._dump(f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}{number}")
-            observer = Observer(self.verify, dump, tuple(partitioned.passes(*variant)))
-            other = rerun_backward(partitioned, program, used, accumulate, observer)
-            if accumulate:
-                self.agreement.check_accumulation(other)
-            lower(other, compiler_for(self.backend), self.compiled)
-            self._fits.clear()  # compiling may have found conditions on dynamic sizes
-            observer.lowered(other, self.compiled)
-            return other.phases["backward"]
-
+        partitioned = self._partitioned.get(signature)
+        if make_backward is None and partitioned is not None:
+            make_backward = functools.partial(self.rerun, program, partitioned)
         executable = Executable(
             program,
             module,
             self.params,
             self.mesh,
-            make_backward or rerun,
+            make_backward,
             self.accumulation,
             self.model_names,
             self.unsharded,
@@ -298,6 +284,22 @@ class Runner:
         self.executables[signature] = executable
         self.programs.append(program)
         return executable
+
+    def rerun(self, program: Program, partitioned: Partitioned, variant: Variant) -> Phase:
+        """Lower a program's backward again, for gradients through other outputs or for microbatches."""
+        used, accumulate = variant
+        why = " and microbatches" if accumulate else ""
+        log.info("lowering backward again, for gradients through outputs %s%s", sorted(used), why)
+        number = next(self._numbers) if accumulate else ""
+        dump = self._dump(f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}{number}")
+        observer = Observer(self.verify, dump, tuple(partitioned.passes(*variant)))
+        other = rerun_backward(partitioned, program, used, accumulate, observer)
+        if accumulate:
+            self.agreement.check_accumulation(other)
+        lower(other, compiler_for(self.backend), self.compiled)
+        self._fits.clear()  # compiling may have found conditions on dynamic sizes
+        observer.lowered(other, self.compiled)
+        return other.phases["backward"]
 
     @property
     def model_names(self) -> dict[str, str]:

@@ -44,7 +44,7 @@ class Executable:
         module: the module that owns the buffers.
         params: where the parameters live.
         mesh: the mesh the parameters are sharded over.
-        make_backward: makes the backward phase for another variant than the likely one.
+        make_backward: makes the backward phase for another variant than the likely one; None if there is no backward.
         accumulation: what is shared with the other programs of the model.
         names: names of the parameters in the model by their names in the program.
         unsharded: parameters that were gathered by hand.
@@ -57,7 +57,7 @@ class Executable:
         module: nn.Module,
         params: Sequence[ParamRef],
         mesh: DeviceMesh,
-        make_backward: BackwardFactory,
+        make_backward: BackwardFactory | None,
         accumulation: Accumulation,
         names: Mapping[str, str],
         unsharded: Unsharded,
@@ -125,6 +125,7 @@ class Executable:
         variant = frozenset(tangents), self._accumulation.step(self._names)
         phase = self._backwards.get(variant)
         if phase is None:
+            assert self._make_backward is not None
             phase = self._backwards[variant] = self._bind(self._make_backward(variant))
 
         def read(slot: Slot, node: Node) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 from graphshard.artifact import Artifact, backward_file
 from graphshard.backends import compile_eager, compile_operators
 from graphshard.encode_lowered import decode_lowered, decode_region
+from graphshard.encode_partitioned import decode_partitioned
 from graphshard.encode_pass import decode_pass
 from graphshard.encode_signature import decode_signature
 from graphshard.errors import ArtifactError
@@ -32,12 +33,13 @@ _CONDITIONAL = object()
 
 @dataclass(frozen=True)
 class Record:
-    """A program as it is in the file, with its further backwards."""
+    """A program as it is in the file, with its further backwards, and where others begin."""
 
     entry: str
     signature: Signature
     data: dict[str, Any]
     backwards: Mapping[Variant, dict[str, Any]]
+    partitioned: dict[str, Any] | None
 
 
 @dataclass
@@ -66,27 +68,39 @@ class Stored:
         for record, program in zip(self.records, programs, strict=True):
             owner = module.get_submodule(record.entry)
             target = runner.entry(record.entry, "forward", owner) if record.entry else runner
-            target.install(owner, record.signature, program, self._backward_factory(record, owner, target))
+            target.install(owner, record.signature, program, self._backward_factory(record, program, owner, target))
 
-    def _backward_factory(self, record: Record, owner: nn.Module, runner: Runner) -> BackwardFactory:
+    def _backward_factory(
+        self, record: Record, program: Program, owner: nn.Module, runner: Runner
+    ) -> BackwardFactory | None:
+        start, device = record.partitioned, runner.spec.device
+        if start is None:
+            return None
+
         def make_backward(variant: Variant) -> Phase:
-            if variant not in record.backwards:
-                raise self._no_backward(record, variant)
-            program = decode_lowered(record.backwards[variant], runner.compiled, owner, runner.spec.device)
-            if variant[1] is not None:
-                runner.agreement.check_accumulation(program)
-            return program.phases["backward"]
+            if variant in record.backwards:
+                other = decode_lowered(record.backwards[variant], runner.compiled, owner, device)
+                if variant[1] is not None:
+                    runner.agreement.check_accumulation(other)
+                return other.phases["backward"]
+            lacks = self._lacks(record, variant)
+            if runner.sealed:
+                raise lacks
+            log.warning("compiling instead of loading: %s", lacks)
+            passes = runner.agreement.pipeline(runner.pipeline)
+            return runner.rerun(program, decode_partitioned(start, program, passes, device), variant)
 
         return make_backward
 
-    def _no_backward(self, record: Record, variant: Variant) -> ArtifactError:
+    def _lacks(self, record: Record, variant: Variant) -> ArtifactError:
+        """The error for a backward that is not there."""
         used, accumulate = variant
         accumulating = [step for _, step in record.backwards if step is not None]
         if accumulate is not None and not accumulating:
             return ArtifactError(
                 f"{self.path} has no backward that accumulates gradients without reducing them, as "
                 "set_requires_gradient_sync(False) asks for. Export it with accumulate=True, reduce in every "
-                "microbatch, or use graphshard.compile.",
+                "microbatch, or use graphshard.compile(..., artifact=...), which compiles what the file lacks.",
                 field="gradients",
             )
         if accumulate is not None and any(used == outputs for outputs, step in record.backwards if step is not None):
@@ -94,7 +108,7 @@ class Stored:
                 f"{self.path} has backwards for microbatches that accumulate the gradients of all parameters of "
                 f"{record.entry or 'the model'} alike, one with sync or all-reduce at the end, and this one does "
                 "otherwise. Call set_requires_gradient_sync or set_requires_all_reduce for the whole model, one of "
-                "them, or use graphshard.compile.",
+                "them, or use graphshard.compile(..., artifact=...), which compiles what the file lacks.",
                 field="gradients",
             )
         outputs = ", ".join(sorted(used))
@@ -139,7 +153,9 @@ def _read(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> S
         for key in {key for item in (data, *backwards.values()) for key in item["regions"]}:
             if key not in runner.compiled:
                 runner.compiled[key] = _region(artifact, key, runner)
-        records.append(Record(program["entry"], decode_signature(program["signature"]), data, backwards))
+        differentiable = "backward" in program["phases"]
+        start = artifact.archive.json(f"{program['file']}.partitioned.json") if differentiable else None
+        records.append(Record(program["entry"], decode_signature(program["signature"]), data, backwards, start))
     stored = Stored(artifact.path, tuple(records))
     stored.ready = stored.read(model, runner)
     return stored

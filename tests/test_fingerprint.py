@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
+from torch.export import Dim
 
 import graphshard
 from graphshard.fingerprint import differences, environment
 from graphshard.model_code import attributes, code_hash
+from tests.distributed.twins import assert_same, grads_of
 from tests.exported import Layer, Net, batch, export_net, rewritten
 from tests.ranks import FakeWorld
 from tests.test_artifact import refused
@@ -241,6 +244,27 @@ def test_compile_says_why_it_compiles(net_file: Path, mesh: DeviceMesh, caplog: 
     model(*batch())["loss"].backward()
     graphshard.compile(Net(), mesh, backend="eager", artifact=net_file.with_name("none.gshard"))
     assert "none.gshard cannot be read: No such file" in caplog.text
+
+
+def test_compile_makes_backwards_that_the_file_lacks(
+    tmp_path: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On dynamic sizes, too; the model is not captured again."""
+    options: dict[str, Any] = {"backend": "eager", "dynamic_shapes": ({0: Dim("batch")}, {0: Dim("batch")})}
+    path = graphshard.export(Net(p=0.0), (2,), tmp_path / "n.gshard", example_inputs=batch(), **options)
+    torch.manual_seed(0)
+    model = Net(p=0.0)
+    twin = graphshard.compile(copy.deepcopy(model), mesh, **options)
+    with mock.patch("graphshard.module.capture", side_effect=AssertionError("captured")):
+        graphshard.compile(model, mesh, artifact=path, **options)
+        for size in (2, 3):
+            inputs = [torch.cat([tensor, tensor])[:size] for tensor in batch()]
+            model(*inputs)["logits"].square().mean().backward()
+    assert caplog.text.count("compiling instead of loading: ") == 1  # what is made serves both sizes
+    assert "n.gshard has no backward for gradients through outputs 1 of the model" in caplog.text
+    for size in (2, 3):
+        twin(*(torch.cat([tensor, tensor])[:size] for tensor in batch()))["logits"].square().mean().backward()
+    assert_same(grads_of(model), grads_of(twin), "gradients")
 
 
 # --- code and attributes ----------------------------------------------------------------------------------------

@@ -280,6 +280,25 @@ def test_microbatches_on_two_axes_have_the_bits_of_compile(ranks: Ranks, microba
     assert found == [[[False, False, True]] * 2] * 4
 
 
+def _compile_what_is_missing(rank: int, world_size: int, path: Path, shape: tuple[int, ...]) -> None:
+    """Backwards that the file lacks begin in it: the model is not captured again."""
+    mesh = first_ranks(*shape)
+    torch.manual_seed(1)
+    model = Net()
+    twin = graphshard.compile(copy.deepcopy(model), mesh, backend="eager")
+    with mock.patch("graphshard.module.capture", side_effect=AssertionError("captured")):
+        graphshard.compile(model, mesh, backend="eager", artifact=path)
+        found = [_accumulate(model, rank, setting, "logits") for setting in SETTINGS[: len(shape)]]
+    for setting, ours in zip(SETTINGS, found):
+        assert all(map(torch.equal, ours, _accumulate(twin, rank, setting, "logits"))), setting
+
+
+def test_compile_adds_what_the_file_lacks(ranks: Ranks, net_file: Path, microbatches_file: Path) -> None:
+    """Steps of microbatches on two ranks; on two axes, gradients of another output."""
+    ranks(2).run(_compile_what_is_missing, net_file, (2,))
+    ranks(4).run(_compile_what_is_missing, microbatches_file, (2, 2))
+
+
 def _sync_on_one_rank(rank: int, world_size: int, path: Path) -> None:
     model = graphshard.load(path, Net(), first_ranks(2, 2))
     if rank == 0:
