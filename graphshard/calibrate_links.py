@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from graphshard.calibrate_chip import slowest
 from graphshard.calibrate_timing import seconds_together
 from graphshard.gloo import all_gather_coalesced
 from graphshard.graph import c10d
@@ -19,39 +22,71 @@ from graphshard.profile import KINDS, Link
 _SIZES = {"cpu": (2**12, 2**16, 2**20, 2**24), "cuda": (2**12, 2**16, 2**20, 2**24, 2**28)}
 _REPEATS = 7
 _COALESCED = 8
+# Compute that stands still would never end.
+MOST_CONTENTION = 0.95
 
-Slowest = Callable[[float, str], float]
 
+@dataclass(frozen=True)
+class Links:
+    """What the slowest rank reaches.
 
-def measure_links(
-    device: str, show: Callable[[str], None], slowest: Slowest
-) -> tuple[int, dict[str, Link], dict[str, float]]:
-    """Number of nodes, links inside a node by kind of collective, and bytes/s of a rank between nodes.
-
-    Args:
-        slowest: the largest value of all ranks.
+    Attributes:
+        nodes: how many there are.
+        inside: links inside a node by kind of collective.
+        outside: bytes/s of a rank between nodes, by the name of the network model.
+        contention: see `Profile`.
     """
+
+    nodes: int
+    inside: dict[str, Link]
+    outside: dict[str, float]
+    contention: float
+
+    def better(self, other: Links) -> Links:
+        """The best of both, link by link."""
+        inside = {kind: max(link, other.inside[kind], key=_speed) for kind, link in self.inside.items()}
+        outside = {network: max(value, other.outside[network]) for network, value in self.outside.items()}
+        return Links(self.nodes, inside, outside, min(self.contention, other.contention))
+
+
+def _speed(link: Link) -> float:
+    """Bytes/s of a message of a megabyte."""
+    return 2**20 / (link.latency + 2**20 / link.bandwidth)
+
+
+def measure_links(device: str, show: Callable[[str], None]) -> Links:
+    """Measure once; all ranks of the default process group call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return 1, dict.fromkeys(KINDS, Link(1e9, 1e-4, 0.0)), {"isolated": 1e9}
+        return Links(1, dict.fromkeys(KINDS, Link(1e9, 1e-4, 0.0)), {"isolated": 1e9}, 0.0)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
     nodes = dist.get_world_size() // local
-    group = dist.group.WORLD
-    if nodes > 1:
-        group, _ = dist.new_subgroups(local)
-    assert group is not None
-    links = {}
+    world = dist.group.WORLD
+    assert world is not None
+    group, _ = dist.new_subgroups(local) if nodes > 1 else (world, [])
+    inside = {}
     for kind in KINDS:
         show(f"{kind} of {local} ranks")
-        links[kind] = _link(kind, device, group, slowest)
-    if nodes == 1:
-        return nodes, links, {"isolated": links["gather"].bandwidth}
-    show("gather between nodes")
-    assert dist.group.WORLD is not None
-    bandwidth = _link("gather", device, dist.group.WORLD, slowest).bandwidth
-    return nodes, links, {"isolated": bandwidth / local}
+        inside[kind] = _link(kind, device, group)
+    bandwidth = inside["gather"].bandwidth
+    if nodes > 1:
+        show("gather between nodes")
+        bandwidth = _link("gather", device, world).bandwidth / local
+    contention = slowest(_contention(world), device) if device == "cpu" else 0.0
+    return Links(nodes, inside, {"isolated": bandwidth}, contention)
 
 
-def _link(kind: str, device: str, group: dist.ProcessGroup, slowest: Slowest) -> Link:
+def _contention(group: dist.ProcessGroup) -> float:
+    """Share of a rank's threads that gloo's take while a collective is under way."""
+    gather = _call("gather", _SIZES["cpu"][-1], 1, "cpu", group)
+    gather()
+    start, used = time.perf_counter(), time.process_time()
+    for _ in range(_REPEATS):
+        gather()
+    taken = (time.process_time() - used) / (time.perf_counter() - start)
+    return min(taken / torch.get_num_threads(), MOST_CONTENTION)
+
+
+def _link(kind: str, device: str, group: dist.ProcessGroup) -> Link:
     """Latency and bandwidth that fit the times of several sizes."""
     ranks = group.size()
     times = []

@@ -108,6 +108,10 @@ class Costs:
             )
         )
 
+    def slowed(self, seconds: Scalar, busy: Scalar) -> Scalar:
+        """So much compute beside collectives that are under way for `busy` seconds from its start."""
+        return slowed(seconds, busy, self.profile.contention)
+
     def link(self, axis: Axis) -> str:
         """What carries an axis, "node" or "network": collectives on the same link queue."""
         return "node" if self._spread(axis)[1] == 1 else "network"
@@ -150,6 +154,13 @@ def maximum(*values: Scalar) -> Scalar:
 def minimum(*values: Scalar) -> Scalar:
     """The smallest; an expression if one of them is."""
     return sympy.Min(*values, evaluate=False) if any(isinstance(v, sympy.Expr) for v in values) else min(values)
+
+
+def slowed(seconds: Scalar, busy: Scalar, contention: float) -> Scalar:
+    """How long compute takes that advances slower, by `contention`, for the first `busy` seconds."""
+    if not contention:
+        return seconds
+    return seconds + contention * minimum(seconds / (1 - contention), maximum(busy, 0.0))
 
 
 def ceiling(value: Scalar) -> Scalar:

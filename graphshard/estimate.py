@@ -63,9 +63,15 @@ class Step:
 
 @dataclass
 class Estimate:
-    """A step in time; `waits` gives, by bucket, the time and the order at which compute waits for it."""
+    """A step in time.
+
+    Attributes:
+        compute: seconds that the regions take alone; with collectives beside them it may be more.
+        waits: by bucket, the time and the order at which compute waits for it.
+    """
 
     steps: list[Step] = field(default_factory=list)
+    compute: float = 0.0
     waits: dict[str, tuple[float, int]] = field(default_factory=dict)
     phases: dict[str, tuple[float, float]] = field(default_factory=dict)
     node_times: dict[Node, float] = field(default_factory=dict)
@@ -101,6 +107,7 @@ def estimate(program: Program, costs: Costs) -> Estimate:
     """Run the executors of a lowered program through a clock."""
     seconds = {key: costs.region(region) for key, region in program.regions.items()}
     regions = {name: seconds[key] for name, key in program.region_names.items()}
+    measured = {name for name, key in program.region_names.items() if key in costs.measured}  # beside collectives
     found = Estimate()
     compute = 0.0
     links: dict[str, tuple[float, str]] = {}  # when each is free, and what was on it last
@@ -139,7 +146,10 @@ def estimate(program: Program, costs: Costs) -> Estimate:
                     compute = sent.end
             elif node.op == "call_module":
                 name = str(node.target)
-                end = compute + regions[name]
+                busy = max((free for free, _ in links.values()), default=0.0) - compute
+                undisturbed = regions[name]
+                found.compute += undisturbed
+                end = compute + (undisturbed if name in measured else costs.slowed(undisturbed, busy))
                 found.steps.append(Step("compute", name, module_of(node), phase_name, compute, end, 0, order))
                 compute = end
                 order += 1

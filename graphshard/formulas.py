@@ -206,8 +206,8 @@ def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, states
         for name, key in program.region_names.items()
     }
     calls = [str(n.target) for p in program.phases.values() for n in p.module.graph.nodes if n.op == "call_module"]
-    compute = sympy.Add(*(calls.count(name) * seconds for name, seconds in regions.items()))
-    step, communication, num_sent = _clock(program, costs, regions, define)
+    step, communication, num_sent, slower = _clock(program, costs, regions, define)
+    compute = sympy.Add(*(calls.count(name) * seconds for name, seconds in regions.items()), slower)
     state, trained = _state(program, states)
     optimizer = costs.optimizer(trained, states)
     results = {
@@ -226,15 +226,16 @@ def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, states
 
 def _clock(
     program: Program, costs: Costs, regions: Mapping[str, Any], define: Callable[[str, Any], Any]
-) -> tuple[Any, Any, Any]:
-    """Step, communication and bytes sent: the clock of `estimate`, with expressions."""
+) -> tuple[Any, Any, Any, Any]:
+    """Step, communication, bytes sent, and what it slows compute down: the clock of `estimate`, with expressions."""
     assert program.plan is not None
     axis = Axis(program.axis.name, RANKS)
     mesh = tuple(axis if other.name == axis.name else other for other in costs.mesh)
     here, costs = costs, Costs(costs.profile, costs.network, mesh)
     compute: Any = sympy.Integer(0)
     free: dict[str, Any] = {}  # by link
-    total, num_sent = [], []
+    measured = {name for name, key in program.region_names.items() if key in here.measured}
+    total, num_sent, slower = [], [], []
     count = 0
     for phase in program.phases.values():
         arrives: dict[str, Any] = {}
@@ -259,8 +260,14 @@ def _clock(
                 count += 1
                 compute = define(f"after_wait_{count}", maximum(arrives[bucket], compute))
             elif node.op == "call_module":
-                compute = compute + regions[str(node.target)]
-    return compute, sympy.Add(*total), sympy.Add(*num_sent)
+                seconds = regions[str(node.target)]
+                before, compute = compute, compute + seconds
+                if costs.profile.contention and str(node.target) not in measured:
+                    count += 1
+                    busy = maximum(*free.values(), before) - before if free else 0.0
+                    slower.append(define(f"slower_{count}", costs.slowed(seconds, busy) - seconds))
+                    compute = define(f"after_region_{count}", compute + slower[-1])
+    return compute, sympy.Add(*total), sympy.Add(*num_sent), sympy.Add(*slower)
 
 
 def _symbolic_region(region: Region) -> Region:

@@ -74,7 +74,7 @@ def explained(
     compute, communication = timeline.total("compute"), timeline.communication
     step = timeline.seconds + optimizer
     # Schedules are no shorter than the bound less what regions save beside the items that it was found for.
-    least = max(bound.seconds - max(0.0, bound.compute - compute), compute + optimizer)
+    least = max(bound.seconds - max(0.0, bound.compute - timeline.compute), timeline.compute + optimizer)
     peak = memory.peak_bytes + states * trained
     ideal = sum(count / costs.profile.rate(dtype).peak for dtype, count in flop.items())
     limit = "memory" if peak > costs.profile.memory_capacity else limit_of(timeline)
@@ -120,5 +120,6 @@ def _regions(program: Program, costs: Costs, timeline: Estimate) -> tuple[Region
             before = found.get(key)
             calls = before.calls + 1 if before else 1
             first = before.where if before else where
-            found[key] = RegionCost(step.name, key, first, calls, step.seconds, key in costs.measured)
+            seconds = step.seconds + (before.seconds * before.calls if before else 0.0)
+            found[key] = RegionCost(step.name, key, first, calls, seconds / calls, key in costs.measured)
     return tuple(sorted(found.values(), key=lambda region: -region.calls * region.seconds))

@@ -95,6 +95,8 @@ class Profile:
         protocols: the fastest is taken.
         inside: by kind of collective.
         outside: bytes/s that a rank moves between nodes, by the name of the network model.
+        contention: share of a rank's compute that is lost while a collective is under way, as its library uses the
+            same cores; below 1.
         made: torch version, date and number of ranks of a calibration; empty for a data sheet.
         sources: of every number, by its path.
     """
@@ -115,6 +117,7 @@ class Profile:
     protocols: tuple[Protocol, ...]
     inside: Mapping[str, Link]
     outside: Mapping[str, float]
+    contention: float
     made: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -255,3 +258,5 @@ def _check(profile: Profile, where: str) -> None:
     for path, value in divisors.items():
         if value <= 0:
             raise ArgumentError(f"{where}: {path} must be positive, got {value}.")
+    if profile.contention >= 1:
+        raise ArgumentError(f"{where}: contention must be below 1, got {profile.contention}.")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import graphshard
-from graphshard import calibrate
-from graphshard.calibrate_links import fit
+from graphshard import calibrate_chip
+from graphshard.calibrate_links import Links, fit
 from graphshard.cli import main
 from graphshard.cost import Costs
+from graphshard.profile import Link
 from graphshard.program import Axis
 from tests.test_explain import TOKENS, meta_net
 
@@ -36,8 +38,8 @@ def quick(monkeypatch):
         fn()
         return 1e-3
 
-    monkeypatch.setattr(calibrate, "seconds_of", seconds_of)
-    monkeypatch.setattr(calibrate, "_SQUARES", {"cpu": (64, 128)})
+    monkeypatch.setattr(calibrate_chip, "seconds_of", seconds_of)
+    monkeypatch.setattr(calibrate_chip, "_SQUARES", {"cpu": (64, 128)})
 
 
 def test_command(quick, tmp_path, capsys):
@@ -53,8 +55,8 @@ def test_command(quick, tmp_path, capsys):
     assert profile.made["date"].startswith("20")
     assert profile.sources["memory_bandwidth"].startswith("measured, 1 ranks")
     assert profile.sources["inside.gather.bandwidth"] == "assumed: not measured, one rank"
-    # 2 * 128**3 in a millisecond, less half of it for the launch.
-    assert profile.rate("float32").peak == pytest.approx(2 * 128**3 / 5e-4)
+    # 2 * 64**3 and 2 * 128**3 in a millisecond, less half of it for the launch.
+    assert profile.rate("float32").peak == pytest.approx((64**3 + 128**3) / 5e-4)
     found = graphshard.explain(meta_net(width=16, vocab=32), (2,), example_inputs=(TOKENS,), hardware=path)
     assert found.hardware == "here"
     assert found.profile_hash == profile.hash
@@ -85,6 +87,17 @@ def test_calibrated_profile_changes_the_prediction(quick, tmp_path):
     )
     assert grid.rows[0].profile_hash != grid.rows[1].profile_hash
     assert grid.rows[1].compute_s > 5 * grid.rows[0].compute_s
+
+
+def test_the_best_of_several_rounds():
+    """Number by number, and link by link: a slow moment of a shared machine does not count."""
+    fast = calibrate_chip.Chip(1e-6, 1e10, 1e9, 1e10, {"float32": 1e11}, {"float32": 1e10})
+    slow = calibrate_chip.Chip(2e-6, 5e9, 2e9, 5e9, {"float32": 2e11}, {"float32": 5e9})
+    best = calibrate_chip.Chip(1e-6, 1e10, 2e9, 1e10, {"float32": 2e11}, {"float32": 1e10})
+    assert fast.better(slow) == slow.better(fast) == best
+    once = Links(1, {"gather": Link(1e9, 1e-3, 1e-4)}, {"isolated": 1e9}, 0.8)
+    again = Links(1, {"gather": Link(5e8, 5e-3, 5e-5)}, {"isolated": 5e8}, 0.7)
+    assert once.better(again) == again.better(once) == replace(once, contention=0.7)
 
 
 def test_builtin_profile_of_a_cpu():

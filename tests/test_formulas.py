@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import sympy
@@ -53,6 +54,22 @@ def test_formulas_equal_numbers(formulas, batch, seq, ranks):
     assert found["state_bytes"] == pytest.approx(
         sum(p.numel() for p in meta_net().parameters()) * 4 * 4 / ranks, rel=0.01
     )
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_formulas_count_contention(formulas, ranks):
+    """Compute is slower beside communication, in formulas as in numbers, and never by more than what is beside it."""
+    profile = replace(H100, contention=0.5)
+    inputs = (torch.zeros(*TOKENS.shape, dtype=torch.long),)
+    found = Study(meta_net(), inputs, None, OPTIONS).explain((8,), profile, "isolated").formulas.evaluate(ranks=ranks)
+    expected = Study(meta_net(), inputs, None, {**OPTIONS, "symbols": None}).explain((ranks,), profile, "isolated")
+    for name in SECONDS:
+        assert found[name] == pytest.approx(getattr(expected, name), rel=1e-9), name
+    alone = formulas.evaluate(ranks=ranks)
+    slower = found["compute_s"] - alone["compute_s"]
+    assert 0 < slower <= 0.5 * found["communication_s"]
+    assert expected.lower_bound_s <= expected.step_time_s
+    assert sum(r.calls * r.seconds for r in expected.regions) == pytest.approx(expected.compute_s)
 
 
 def test_saved_bytes_are_memory(formulas):

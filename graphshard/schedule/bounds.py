@@ -70,7 +70,7 @@ def chain_bound(chain: Chain, link: Link, *, spared: float = 0.0) -> float:
     reducing = num_reductions * reduce.latency + sum(r.num_bytes for r in chain.reductions) * reduce.per_byte
     work = np.maximum.outer(gathering, reducing) if link.separate else np.add.outer(gathering, reducing)
     least = np.maximum(np.maximum(gathers[:, None], reductions[None, :]), work).min()
-    return max(float(least), compute, _path(chain, gather, reduce))
+    return max(float(least), compute + link.contention * float(work.min()), _path(chain, gather, reduce))
 
 
 def _keeping_bound(problem: Problem, backward: Chain, limit: float) -> float:

@@ -141,7 +141,13 @@ def make_link(costs: Costs, axis: Axis, *, exchange: bool = False) -> Link:
         seconds = reduced(num_bytes, num_tensors)
         return min(seconds, float(costs.exchange(num_bytes, axis))) if exchange and num_tensors == 1 else seconds
 
-    return Link(rate("gather"), reduce, functools.cache(lambda n: float(costs.copy(n))), axis.size)
+    return Link(
+        rate("gather"),
+        reduce,
+        functools.cache(lambda n: float(costs.copy(n))),
+        axis.size,
+        contention=costs.profile.contention,
+    )
 
 
 class _Maker:

@@ -9,6 +9,7 @@ A position is a number of items: what happens at position p happens before item 
 kind, whose order is fixed, into buckets, and says at which position each bucket is started and waited for. A bucket
 starts when compute has come to its position and everything started before on its channel has ended; a wait holds
 compute up until the bucket has ended. A phase waits for everything that it starts.
+While a channel is busy, items run slower by the link's contention.
 
 Memory of an item: `base`, gathered tensors from their start to the last item that reads them, gradients from the
 item that makes them to their wait. Between two items the smaller base counts. A packed bucket is copied into one
@@ -136,6 +137,7 @@ class Link:
         copy: seconds for a copy of so many bytes within device memory.
         num_shards: ranks; a shard is that part of a full tensor.
         separate: gathers and reductions do not share a channel.
+        contention: share of the compute that is lost while a channel is busy.
     """
 
     gather: Callable[[int, int], float]
@@ -143,6 +145,7 @@ class Link:
     copy: Callable[[int], float]
     num_shards: int
     separate: bool = False
+    contention: float = 0.0
 
     def seconds(self, kind: CollectiveKind, num_bytes: int, num_tensors: int) -> float:
         """Seconds of one collective."""

@@ -9,6 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Literal
 
+from graphshard.cost import slowed
 from graphshard.schedule.problem import Chain, Link, Load, Occurrence, Placement, Problem, Schedule, load
 
 Why = Literal["head", "tail", "link", "late"]
@@ -168,7 +169,8 @@ class _Run:
         for name, size in self.born.pop(index, ()):
             self._hold(name, size)
         self._observe(self.chain.base[index])
-        self._busy("compute", str(index), self.chain.seconds[index], index)
+        seconds = slowed(self.chain.seconds[index], max(self.channels) - self.compute, self.link.contention)
+        self._busy("compute", str(index), seconds, index)
 
     def _start(self, index: int, position: int) -> None:
         bucket = self.placement.buckets[index]

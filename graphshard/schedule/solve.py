@@ -2,7 +2,8 @@
 
 Each phase is solved by itself, as it waits for everything it starts: by dynamic programming over several bucket sizes
 and reserves of memory, each placed under the memory limit; the shortest counts, and of equally short ones that with the
-least memory. A phase of few transfers is then searched exactly.
+least memory. A phase of few transfers is then searched exactly. Where communication slows compute down, that is counted
+when schedules are compared, not in the search.
 """
 
 from __future__ import annotations

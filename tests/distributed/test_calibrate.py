@@ -7,26 +7,27 @@ import torch
 import torch.distributed as dist
 
 import graphshard
-from graphshard import calibrate, calibrate_links
-from graphshard.profile import KINDS, Link
+from graphshard import calibrate, calibrate_chip, calibrate_links
+from graphshard.calibrate_links import Links
+from graphshard.profile import KINDS
 from tests.ranks import Ranks
 
 
-def _links(rank: int, world_size: int) -> tuple[int, dict[str, Link], dict[str, float]]:
+def _links(rank: int, world_size: int) -> Links:
     calibrate_links._SIZES["cpu"] = (2**12, 2**20)
     calibrate_links._REPEATS = 2
-    return calibrate_links.measure_links("cpu", lambda _: None, calibrate.slowest)
+    return calibrate_links.measure_links("cpu", lambda _: None)
 
 
 def test_links(ranks: Ranks) -> None:
     """Every kind has a positive bandwidth and a latency, the same on all ranks, because the slowest counts."""
     first, second = ranks(2).run(_links)
     assert first == second
-    nodes, links, outside = first
-    assert nodes == 1
-    assert links.keys() == set(KINDS)
-    assert all(link.bandwidth > 0 and link.latency > 0 for link in links.values())
-    assert outside == {"isolated": links["gather"].bandwidth}
+    assert first.nodes == 1
+    assert first.inside.keys() == set(KINDS)
+    assert all(link.bandwidth > 0 and link.latency > 0 for link in first.inside.values())
+    assert first.outside == {"isolated": first.inside["gather"].bandwidth}
+    assert 0 < first.contention < 1  # gloo's threads work while the main thread waits
 
 
 def _profile(rank: int, world_size: int) -> str:
@@ -36,13 +37,13 @@ def _profile(rank: int, world_size: int) -> str:
     def seconds_of(fn: object, device: str, budget: float = 0.0) -> float:
         return 1e-3 * (rank + 1)
 
-    calibrate.seconds_of = seconds_of  # type: ignore[assignment]
+    calibrate_chip.seconds_of = seconds_of  # type: ignore[assignment]
     try:
         profile = calibrate.calibrate("cpu", "two")
     finally:
         from graphshard.calibrate_timing import seconds_of as real
 
-        calibrate.seconds_of = real
+        calibrate_chip.seconds_of = real
     return profile.to_json()
 
 
@@ -60,7 +61,7 @@ def test_profile_is_of_the_slowest_rank(ranks: Ranks) -> None:
 def _measured(rank: int, world_size: int) -> float:
     tensor = torch.tensor([float(rank)])
     dist.all_reduce(tensor)
-    return calibrate.slowest(float(rank), "cpu")
+    return calibrate_chip.slowest(float(rank), "cpu")
 
 
 def test_slowest(ranks: Ranks) -> None:

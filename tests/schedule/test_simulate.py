@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +21,7 @@ from graphshard.schedule import (
     Transfer,
     simulate,
 )
+from graphshard.schedule.bounds import chain_bound
 from tests.schedule.oracles import chains, halves, links, placements, ticks
 
 LINK = Link(Rate(1.0, 1.0), Rate(1.0, 1.0), halves, num_shards=2)
@@ -49,6 +52,23 @@ def test_what_is_exposed_is_what_compute_does_not_fill(data: st.DataObject) -> N
         spans = sorted((s.start, s.end) for s in timeline.spans if s.kind in kinds)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "two buckets on one channel at once"
     assert sum(timeline.alive.values()) == timeline.peak == max((m for _, m in timeline.memory), default=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_communication_slows_compute_while_it_is_under_way(data: st.DataObject) -> None:
+    """An item advances by its contention slower as long as a channel is busy, and no bound is above the result."""
+    chain, contention = data.draw(chains()), data.draw(st.sampled_from((0.25, 0.5, 0.75)))
+    link = replace(data.draw(links()), contention=contention)
+    timeline = simulate(*one(chain, link, data.draw(placements(chain))))
+    sent = sorted((s.start, s.end) for s in timeline.spans if s.kind in ("gather", "reduce"))
+    for span in (s for s in timeline.spans if s.kind == "compute"):
+        beside, until = 0.0, span.start
+        for start, end in sent:
+            beside += max(0.0, min(end, span.end) - max(start, until))
+            until = max(until, min(end, span.end))
+        assert chain.seconds[span.index] == pytest.approx(span.seconds - contention * beside)
+    assert chain_bound(chain, link) <= timeline.step_seconds + 1e-9
 
 
 def three_layers() -> Chain:
