@@ -20,6 +20,7 @@ from graphshard.encode_partitioned import encode_partitioned
 from graphshard.encode_pass import encode_pass
 from graphshard.errors import ArgumentError
 from graphshard.flops import flop_of
+from graphshard.inputs import count_tokens
 from graphshard.lower import Boxed, Compiler, lower
 from graphshard.module import Runner
 from graphshard.observe import Observer
@@ -123,10 +124,7 @@ class Exporter:
     def _prediction(self, program: Program, seen: _Watch, leaves: Sequence[Any]) -> str:
         if seen.bound is None:  # the passes make no plan
             return ""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        tokens = next((t.numel() for t in tensors if not t.is_floating_point() and t.dim()), 0)
-        tokens = tokens or next((t.shape[0] for t in tensors if t.dim()), 1)
-        return str(explained(program, self.costs, seen.flop, seen.bound, tokens=tokens, states=2))
+        return str(explained(program, self.costs, seen.flop, seen.bound, tokens=count_tokens(leaves), states=2))
 
     def _submodule(self, entry: str) -> nn.Module:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,3 +49,10 @@ def _path(structure: pytree.TreeSpec, index: int) -> str:
         return f"args{pytree.keystr(path[1:])}"
     assert isinstance(path[1], pytree.MappingKey)
     return f"{path[1].key}{pytree.keystr(path[2:])}"
+
+
+def count_tokens(leaves: Iterable[Any]) -> int:
+    """Elements of the first integer tensor among a call's inputs, or else the batch size."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    tokens = next((t.numel() for t in tensors if not t.is_floating_point()), 0)
+    return tokens or next((t.shape[0] for t in tensors), 1)

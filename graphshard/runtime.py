@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from graphshard._torch import disable_autocast
+from graphshard._torch import disable_autocast, sharded_like
 from graphshard.accumulation import LEFT, Accumulation
 from graphshard.copies import finish_downloads
 from graphshard.exchange import exchange_reductions
@@ -27,7 +28,7 @@ from graphshard.meshes import bind_groups, is_fake, shard_index
 from graphshard.passes import AccumulateGradients
 from graphshard.program import Phase, Program, Slot
 from graphshard.ranges import profiling, with_ranges
-from graphshard.sharding import ParamRef, as_dtensor, dense, padded_shard
+from graphshard.sharding import ParamRef, dense, padded_shard
 from graphshard.sizes import evaluate, expression, given_sizes
 from graphshard.unsharded import Unsharded
 
@@ -183,13 +184,13 @@ class Executable:
     def _as_gradient(self, value: torch.Tensor | None, slot: Slot) -> torch.Tensor | None:
         if value is None or slot.of != "param":
             return value
-        row = self._params[slot.name].row
-        if row.ignored:
+        param, row = self._params[slot.name].param, self._params[slot.name].row
+        if row.ignored or not isinstance(param, DTensor):
             return value
         local = value.narrow(row.dim, 0, row.local_range(self._rank)[1])
         if row.memory_dim > 0 and local.shape != value.shape:
             local = dense(local, row, local.device)
-        return as_dtensor(local, row, self.mesh)
+        return sharded_like(local, param)
 
     def _bind(self, phase: Phase) -> Phase:
         """Put the process groups' names in the place of the axis names."""

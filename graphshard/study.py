@@ -32,6 +32,7 @@ from graphshard.errors import ArgumentError
 from graphshard.explanation import Explanation
 from graphshard.flops import flop_of
 from graphshard.formulas import formulas_of
+from graphshard.inputs import count_tokens
 from graphshard.lower import lower
 from graphshard.meshes import replicated_over
 from graphshard.observe import Observer
@@ -121,8 +122,15 @@ class Study:
         costs = Costs(profile, network, axes, dict(measured))
         limit = self.options.get("memory_limit")
         bound = bound_of(self._prepared(axes, profile.device), planning, program.plan, limit=limit, states=self.states)
+        tokens = count_tokens(pytree.tree_leaves((self.example_inputs, self.example_kwargs)))
         found = explained(
-            program, costs, self._flop, bound, tokens=self._tokens(), states=self.states, label=self.label
+            program,
+            costs,
+            self._flop,
+            bound,
+            tokens=tokens,
+            states=self.states,
+            label=self.label,
         )
         if self.options.get("symbols"):
             found = replace(found, formulas=formulas_of(program, costs, self._at, states=self.states))
@@ -205,13 +213,6 @@ class Study:
             (phase,) = self._captured.phases.values()
             self._flop = flop_of(phase.module.graph.nodes)
         return self._captured
-
-    def _tokens(self) -> int:
-        """Elements of the first integer input, or the batch size."""
-        leaves = pytree.tree_leaves((self.example_inputs, self.example_kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        tokens = next((t.numel() for t in tensors if not t.is_floating_point() and t.dim()), None)
-        return tokens or next((t.shape[0] for t in tensors if t.dim()), 1)
 
 
 def mesh_axes(mesh: Mesh) -> tuple[Axis, ...]:
