@@ -78,7 +78,7 @@ def slowest(value: float, device: str) -> float:
 
 def _launch_seconds(device: str) -> float:
     x = torch.zeros(1, device=device)
-    return seconds_of(lambda: x.add_(1), device)
+    return seconds_of(lambda: x + 1, device)
 
 
 def _memory_bandwidth(device: str) -> float:

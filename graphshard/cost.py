@@ -1,7 +1,7 @@
 """What compute, collectives and copies cost on a machine.
 
 Compute is a roofline: a kernel takes its launch, and then what takes longest of its multiplications, its elementwise
-operations and its bytes. A collective takes the latency of its steps and its bytes over the bandwidth, inside a node or
+operations and its bytes; on CPUs it computes and then moves its bytes. A collective takes the latency of its steps and its bytes over the bandwidth, inside a node or
 between nodes, by the fastest protocol. Sizes and numbers of ranks may be sympy expressions; so is the result then.
 """
 
@@ -55,7 +55,9 @@ class Costs:
             busy = work.flop / (rate.peak * rate.attention)
         elif work.kind == "matmul":
             busy = sum((self._gemm(gemm, rate.peak * rate.matmul) for gemm in work.gemms), 0.0)
-        return profile.kernel_seconds + maximum(busy, work.num_bytes / profile.memory_bandwidth)
+        moved = work.num_bytes / profile.memory_bandwidth
+        # One thread of a CPU computes or waits for memory.
+        return profile.kernel_seconds + (busy + moved if profile.device == "cpu" else maximum(busy, moved))
 
     def _gemm(self, gemm: Gemm, speed: float) -> Scalar:
         """The units compute tiles of the result in waves; a last wave that is not full takes as long as a full one."""

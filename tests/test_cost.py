@@ -134,6 +134,11 @@ def test_kernel_is_a_roofline():
     work = Work("matmul", thin.flop, 0, 8192**2 * 2, "bfloat16", (thin,))
     assert costs.kernel(work) == pytest.approx(3e-6 + 8192**2 * 2 / H100.memory_bandwidth)
     assert costs.kernel(Work("pointwise", 0, 1, 8, "float32")) == pytest.approx(3e-6)
+    # A thread of a CPU does one after the other.
+    here = Costs(dataclasses.replace(H100, units=0, device="cpu"))
+    work = Work("matmul", large.flop, 0, 3 * 8192**2 * 2, "bfloat16", (large,))
+    both = 3e-6 + 2 * 8192**3 / (rate.peak * rate.matmul) + 3 * 8192**2 * 2 / H100.memory_bandwidth
+    assert here.kernel(work) == pytest.approx(both)
 
 
 def test_small_multiplications_achieve_less():

@@ -1,15 +1,15 @@
 """Predicted against measured: step time and peak memory of the example's model on gloo ranks, three sizes.
 
     torchrun --nproc-per-node 2 -m graphshard calibrate --out machine.json
-    python tests/bench/predicted.py --hardware machine.json [--steps 40] [--backend inductor] [--ranks 2]
+    python tests/bench/predicted.py --hardware machine.json [--steps 15] [--backend inductor] [--ranks 2]
 
 Predicted is what the plan says of itself. Measured is the median step of the slowest rank, with fused AdamW, and the
 peak of what a rank has allocated for tensors: parameters and optimizer state, and on top of them what the profiler sees
 a step allocate and free.
 
 A machine that others use runs at a part of its speed at times. So a product is timed on all ranks before and after each
-step, and steps count that ran while its speed was within 10 % of the profile's ("steps": how many of all; if none did,
-all count and the speed is shown).
+step, and steps count that ran while its speed was within 10 % of the profile's ("steps": how many of all; if none did
+in five minutes, all count and the speed is shown).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ SIZES = (
 
 PROBE = 1024  # rows and columns
 NEAR = 0.1
+LONGEST = 300.0  # seconds of steps
 
 
 def probe() -> float:
@@ -92,7 +93,7 @@ def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -
         step()
     speed = graphshard.load_profile(args.hardware or "cpu-gloo").rate("float32").peak
     times, near, speeds = [], [], [probe()]
-    for _ in range(args.steps):
+    while len(near) < args.steps and sum(times) < LONGEST:
         dist.barrier()
         began = time.perf_counter()
         step()
@@ -125,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", help="profile of this machine; None is what compile takes")
     parser.add_argument("--backend", choices=("inductor", "eager"), default="inductor")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=15, help="that count")
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()
     print(f"{'':40}{'step, ms':>29}{'peak, MiB':>29}")
