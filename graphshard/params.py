@@ -92,10 +92,15 @@ class ParamRow:
         """Length of each padded shard along `dim`: ceil(size / shards), the chunk size of torch.chunk."""
         return chunk_range(self.shape[self.dim], self.num_shards, 0)[1]
 
-    @property
+    @cached_property
     def padded_shape(self) -> tuple[int, ...]:
         """Shape of the shard that every rank passes to the graph."""
         return self._with_len(self.shard_len) if self.num_shards > 1 else self.shape
+
+    @cached_property
+    def padded_stride(self) -> tuple[int, ...]:
+        """Strides of that shard."""
+        return self.stride_of(self.padded_shape)
 
     @property
     def memory_dim(self) -> int:

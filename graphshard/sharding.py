@@ -71,9 +71,7 @@ def _stored(piece: torch.Tensor, row: ParamRow, storage: Storage) -> torch.Tenso
 
 def _padded(piece: torch.Tensor, row: ParamRow, device: torch.device) -> torch.Tensor:
     """A padded shard that begins with a piece; the rest is zero."""
-    padded = torch.empty_strided(
-        row.padded_shape, row.stride_of(row.padded_shape), dtype=piece.dtype, device=device
-    ).zero_()
+    padded = torch.empty_strided(row.padded_shape, row.padded_stride, dtype=piece.dtype, device=device).zero_()
     padded.narrow(row.dim, 0, piece.shape[row.dim]).copy_(piece)
     return padded
 
@@ -90,7 +88,6 @@ def as_dtensor(local: torch.Tensor, row: ParamRow, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(local, mesh, placements(mesh, row.dim), run_check=False, shape=shape, stride=stride)
 
 
-@torch.no_grad()
 def padded_shard(param: nn.Parameter, row: ParamRow) -> torch.Tensor:
     """The padded shard that the graph reads, sharing memory with the parameter where its padding lies behind it.
 
@@ -98,17 +95,16 @@ def padded_shard(param: nn.Parameter, row: ParamRow) -> torch.Tensor:
     it; it then gets a buffer with room, once. A short shard whose padding lies between its elements is copied.
     """
     assert isinstance(param, DTensor)
-    local = param.to_local()
-    strides = row.stride_of(row.padded_shape)
-    if tuple(local.shape) == row.padded_shape and local.stride() == strides:
+    local = param._local_tensor
+    whole = local.shape == row.padded_shape
+    if whole and local.stride() == row.padded_stride:
         return local
-    whole = tuple(local.shape) == row.padded_shape
     if row.memory_dim > 0 and not whole:
         return _padded(local, row, local.device)
     if not _has_room(local, row):
         local = _stored(local, row, Storage(local.device, pinned=local.is_pinned()))
         param._local_tensor = local
-    return local.as_strided(row.padded_shape, strides)
+    return local.as_strided(row.padded_shape, row.padded_stride)
 
 
 def _has_room(local: torch.Tensor, row: ParamRow) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from tests.distributed.test_sharding import Net, Tied, full, largest_dim, rows, train
+from tests.distributed.nets import Net, Tied, full, largest_dim, rows, train
 from tests.distributed.twins import assert_same, fsdp2, grads_of, local, params_of, world_mesh
 from tests.ranks import Ranks
 

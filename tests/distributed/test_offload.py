@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
 from graphshard.passes import Offload
-from tests.distributed.test_sharding import Net, rows, train
+from tests.distributed.nets import Net, rows, train
 from tests.distributed.twins import assert_same, fsdp2, world_mesh
 from tests.ranks import Ranks
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import graphshard
-from tests.distributed.test_sharding import data_parallel, full, hashes_agree, rows, train
+from tests.distributed.nets import data_parallel, full, hashes_agree, rows, train
 from tests.distributed.twins import world_mesh
 from tests.ranks import Ranks
 

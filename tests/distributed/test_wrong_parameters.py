@@ -1,0 +1,131 @@
+"""Parameters that cannot be sharded, now or later, and errors that say so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import graphshard
+from tests.distributed.nets import Net, Tied, rows
+from tests.distributed.twins import world_mesh
+from tests.ranks import RankError, Ranks
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.0))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.gain
+
+
+def _error(make: Callable[[], nn.Module], options: Callable[[nn.Module], dict[str, Any]]) -> str:
+    model = make()
+    before = {name: (id(p), type(p)) for name, p in model.named_parameters()}
+    attributes = dict(model.__dict__)
+    with pytest.raises(graphshard.ArgumentError) as caught:
+        graphshard.compile(model, world_mesh(), **options(model))
+    assert {name: (id(p), type(p)) for name, p in model.named_parameters()} == before
+    assert model.__dict__ == attributes
+    assert type(model) is type(make())
+    return str(caught.value)
+
+
+def _wrong_arguments(rank: int, world_size: int) -> None:
+    from torch.distributed.tensor import Replicate
+
+    def given(**options: Any) -> Callable[[nn.Module], dict[str, Any]]:
+        return lambda model: options
+
+    wrong: list[tuple[Callable[[], nn.Module], Callable[[nn.Module], dict[str, Any]], str]] = [
+        (Scalar, given(), "parameter gain is a scalar.*Change gain to a 1D tensor.*or pass it in ignored_params"),
+        (Net, given(shard_placement_fn=Shard(0)), "shard_placement_fn must be a function.*got Shard"),
+        (Net, given(shard_placement_fn=lambda p: Shard(1)), r"returned Shard\(1\) for parameter stem.bias.*1D tensor"),
+        (Net, given(shard_placement_fn=lambda p: Shard(-3)), r"returned Shard\(-3\) for parameter stem.weight.*2D"),
+        (Net, given(shard_placement_fn=lambda p: Replicate()), r"returned Replicate\(\) for parameter stem.weight"),
+        (
+            Net,
+            given(ignored_params=["stem.weight"]),
+            "ignored_params holds 'stem.weight', which is no parameter of Net",
+        ),
+        (Net, given(ignored_params=[nn.Parameter(torch.ones(2))]), r"holds a tensor of shape \[2\], which is no param"),
+        (Net, lambda m: {"ignored_params": m.stem.weight}, "must be a set of the model's parameters, got a Parameter"),
+        (Net, given(units=[3]), "units: 3 is neither a name pattern, nor a function"),
+        (Net, given(units=[lambda name, module: False]), "units: <lambda> chooses no submodule of Net"),
+        (Net, given(units=[("stem", "nope")]), "units: the pattern 'nope' matches no submodule"),
+        (Net, given(units=[("stem", "head"), ("head", "blocks.0")]), r"units: head is in two groups, \(stem, head\)"),
+        (lambda: Net().to(torch.complex64), given(), "stem.weight is trainable and of torch.complex64.*freeze it"),
+    ]
+    for make, options, text in wrong:
+        assert re.search(text, _error(make, options)), (text, _error(make, options))
+
+
+def test_rows_10_18_errors_name_the_parameter(ranks: Ranks) -> None:
+    ranks(2).run(_wrong_arguments)
+
+
+def _compiled_net() -> nn.Module:
+    return graphshard.compile(Net(), world_mesh(), backend="eager")
+
+
+def _wrong_later(rank: int, world_size: int) -> None:
+    x = rows(rank)
+    model = _compiled_net()
+    model.stem.weight = nn.Parameter(torch.ones(8, 4))
+    with pytest.raises(graphshard.ParameterError, match=r"stem.weight was replaced by a plain tensor.*\[Shard\(0\)\]"):
+        model(x)
+    model = _compiled_net()
+    del model.stem.weight
+    with pytest.raises(graphshard.ParameterError, match=r"stem.weight was removed, or registered under"):
+        model(x)
+    model = _compiled_net()
+    model.extra = nn.Parameter(torch.ones(2))
+    with pytest.raises(graphshard.ParameterError, match=r"parameter extra was added after graphshard.compile"):
+        model(x)
+    model = _compiled_net()
+    model.head.weight = nn.Parameter(distribute_tensor(torch.ones(4, 8), world_mesh(), [Shard(0)]))
+    with pytest.raises(graphshard.ParameterError, match=r"head.weight has shape \[4, 8\], it had \[3, 8\]"):
+        model(x)
+    model = graphshard.compile(Tied(), world_mesh(), backend="eager")
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    with pytest.raises(graphshard.ParameterError, match=r"head.weight was tied to embed.weight when"):
+        model(torch.tensor([1, 2]))
+    with pytest.raises(graphshard.ArgumentError, match="Block is a part of a compiled model"):
+        graphshard.compile(_compiled_net().blocks[0], world_mesh())
+
+
+def test_row_22_parameters_that_are_no_shards(ranks: Ranks) -> None:
+    ranks(2).run(_wrong_later)
+
+
+def _meta_device(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        model = Net()
+    ignored = [model.head.weight]
+    ours = graphshard.compile(model, world_mesh(), backend="eager", ignored_params=ignored)
+    for module in (ours.stem, *ours.blocks):
+        module.to_empty(device="cpu")
+    with pytest.raises(graphshard.MaterializationError, match=r"2 parameters.*head.weight, head.bias.*to_empty"):
+        ours(rows(rank))
+
+
+def test_row_25_meta_parameters_are_listed(ranks: Ranks) -> None:
+    ranks(2).run(_meta_device)
+
+
+def test_rank_errors_are_reported(ranks: Ranks) -> None:
+    """What these tests rely on: a failing assertion on a rank fails the test."""
+    with pytest.raises(RankError, match="AssertionError"):
+        ranks(2).run(_fails)
+
+
+def _fails(rank: int, world_size: int) -> None:
+    assert rank == 0

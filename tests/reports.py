@@ -1,0 +1,222 @@
+"""Reports to render: a small one with everything in it, and a deep one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from graphshard.report import (
+    Alive,
+    BucketView,
+    Memory,
+    MemoryPoint,
+    RegionView,
+    Report,
+    Span,
+    StageView,
+    Timeline,
+)
+
+HOSTILE = "</script><img src=x onerror=alert(1)>&\"'{{ 7 * 7 }}<!--"
+
+BEFORE = """\
+forward:
+  %0: f32[8, 64] = param:layers.0.weight
+  %1: f32[4, 64] = input:0
+* %2: f32[64, 64] = all_gather_into_tensor(%0, 8, shard)  # layers.0
+  %3: f32[64, 64] = wait_tensor(%2)  # layers.0
+  %4: f32[64, 64] = t(%3)  # layers.0
+  %5: f32[4, 64] = mm(%1, %4)  # layers.0
+  %6: f32[4, 64] = relu(%5)
+  %7: f32[4, 64] = detach(%6)
+  %8: f32[4, 64] = neg(%7)
+  %9: f32[4, 64] = cos(%8)
+  %10: f32[4, 64] = sin(%9)
+  %11: f32[4, 64] = exp(%10)
+  %12: f32[4, 64] = abs(%11)
+  %13: f32[4, 64] = log(%12)
+  return %13 as output:0
+"""
+# The cast %20 is added, %2 sends its result, %7 is gone, %13 moves up, %8 reads another value.
+AFTER = """\
+forward:
+  %0: f32[8, 64] = param:layers.0.weight
+  %1: f32[4, 64] = input:0
+  %20: bf16[8, 64] = _to_copy(%0, dtype=bf16)  # layers.0
+* %2: bf16[64, 64] = all_gather_into_tensor(%20, 8, shard)  # layers.0
+  %3: f32[64, 64] = wait_tensor(%2)  # layers.0
+  %4: f32[64, 64] = t(%3)  # layers.0
+  %13: f32[4, 64] = log(%12)
+  %5: f32[4, 64] = mm(%1, %4)  # layers.0
+  %6: f32[4, 64] = relu(%5)
+  %8: f32[4, 64] = neg(%6)
+  %9: f32[4, 64] = cos(%8)
+  %10: f32[4, 64] = sin(%9)
+  %11: f32[4, 64] = exp(%10)
+  %12: f32[4, 64] = abs(%11)
+  return %13 as output:0
+"""
+
+
+def small_report(**changes: Any) -> Report:
+    """Two layers: three gathers, two reductions, one of each exposed."""
+    unfolded = "".join(f"  %{i}: f32[4] = relu(%{i - 1})\n" for i in range(30, 60))
+    stages = (
+        StageView("capture", 0, 1.5, 16, True, BEFORE, BEFORE, "00-capture.txt"),
+        StageView("mixed-precision", 2, 0.002, 16, False, AFTER, AFTER, "01-mixed-precision.txt"),
+        StageView("bucket", 5, 0.03, 46, True, AFTER + "  ... 30 times\n", AFTER + unfolded),
+        StageView("reorder", 0, 0.0004, 46, True, AFTER + "  ... 30 times\n", AFTER + unfolded),
+    )
+    ms = 1e-3
+    gather0 = Span("shard", "gather", "gather layers.0 in forward", 0, 2 * ms, "1.00 MiB over 8 ranks")
+    spans = (
+        gather0,
+        Span("compute", "exposed", gather0.name, 0, 2 * ms, "nothing to compute yet"),
+        Span("compute", "compute", "region_0", 2 * ms, 5 * ms, "16 ops in layers.0"),
+        Span("shard", "gather", "gather layers.1 in forward", 2 * ms, 4 * ms),
+        Span("compute", "compute", "region_0", 5 * ms, 8 * ms, "16 ops in layers.1"),
+        Span("shard", "gather", "gather layers.1 in backward", 8 * ms, 8.5 * ms),
+        Span("compute", "compute", "region_1", 8 * ms, 12 * ms),
+        Span("replicate", "reduce", "reduce layers.1 in backward", 10 * ms, 11 * ms),
+        Span("replicate", "reduce", "reduce layers.0 in backward", 12 * ms, 12.5 * ms),
+        Span("compute", "exposed", "reduce layers.0 in backward", 12 * ms, 12.5 * ms),
+    )
+    timeline = Timeline(
+        spans,
+        (("forward", 0, 8 * ms), ("backward", 8 * ms, 12.5 * ms)),
+        12.5 * ms,
+        10 * ms,
+        6 * ms,
+        2.5 * ms,
+        "H100, 400 GB/s per axis, 60 % of peak FLOP/s.",
+    )
+    buckets = tuple(
+        BucketView(
+            span.name,
+            span.kind,
+            span.name.rsplit(" ", 1)[-1],
+            (f"{span.name.split()[1]}.weight",),
+            (f"{span.name.split()[1]}.bias",) if span.kind == "reduce" else (),
+            int((span.end - span.start) * 2**29),
+            "bf16",
+            span.lane,
+            "after 12 of 340 ops, in layers.0",
+            "after 30 of 340 ops, in layers.1",
+            "" if span.start == 0 else "region_0",
+            span.end - span.start,
+            2 * ms if span.start == 0 else 0.0,
+        )
+        for span in spans
+        if span.lane != "compute"
+    )
+    memory = Memory(
+        tuple(MemoryPoint(i * ms, int((1 + (i if i < 8 else 16 - i)) * 2**30)) for i in range(13)),
+        9 * 2**30,
+        8 * ms,
+        (
+            Alive("layers.1.saved", "saved for backward", 5 * 2**30),
+            Alive("layers.1.weight", "gathered parameters", 3 * 2**30),
+            Alive("layers.0.saved", "saved for backward", 2**30),
+        ),
+    )
+    regions = (
+        RegionView("region_0", "3f2a" * 16, 2, 16, "layers.0 to layers.1", 3 * ms, "region_0.txt", "region_0.py"),
+        RegionView("region_1", "91bc" * 16, 1, 40, "layers.1", 4 * ms, "region_1.txt"),
+    )
+    facts = (("torch", "2.13.0"), ("mesh", "replicate 2, shard 8"), ("captured because", "first call"))
+    report = Report("Blocks(2) on 16 ranks", facts, stages, buckets, timeline, memory, regions)
+    return dataclasses.replace(report, **changes)
+
+
+def deep_report(num_layers: int = 126, ops: int = 160) -> Report:
+    """As large as the largest models: 20,000 lines, a thousand spans."""
+
+    def stage(i: int) -> str:
+        lines = ["forward:"]
+        for layer in range(num_layers):
+            for op in range(ops):
+                n = layer * ops + op
+                if i > 2 and op == 5:
+                    lines.append(
+                        f"* %{n}: bf16[8192, 1024] = all_gather_into_tensor(%{n - 1}, 8, shard)  # layers.{layer}"
+                    )
+                elif not (i == 4 and op == 50):
+                    other = i if op == 7 else 0
+                    lines.append(f"  %{n}: bf16[8192, 1024] = mul(%{n - 1}, {other})  # layers.{layer}.feed_forward.w1")
+            if i > 5:
+                lines.insert(len(lines) - 20, lines.pop())
+        return "\n".join(lines) + "\n"
+
+    names = [
+        "capture",
+        "decompose",
+        "insert-collectives",
+        "mixed-precision",
+        "reshard",
+        "partition",
+        "bucket",
+        "reorder",
+    ]
+    stages = tuple(
+        StageView(name, 1000 * i, 0.4 * i + 0.1, 20_000 + i, i != 3, "\n".join(text.splitlines()[:400]) + "\n", text)
+        for i, (name, text) in enumerate((name, stage(i)) for i, name in enumerate(names))
+    )
+    spans: list[Span] = []
+    buckets: list[BucketView] = []
+    points: list[MemoryPoint] = []
+    now = 0.0
+    units = [(i, "forward") for i in range(num_layers)] + [(i, "backward") for i in reversed(range(num_layers))]
+    for step, (i, phase) in enumerate(units):
+        seconds = 0.004 if phase == "forward" else 0.008
+        for k in range(3):
+            part = seconds / 3
+            spans.append(Span("compute", "compute", f"region_{k}", now + k * part, now + (k + 1) * part, f"layers.{i}"))
+        for kind in ("gather", "reduce") if phase == "backward" else ("gather",):
+            name = f"{kind} layers.{i} in {phase}"
+            exposed = 0.0006 if i % 9 == 0 and kind == "gather" else 0.0
+            end = now + seconds + exposed if exposed else now + seconds * (0.6 if kind == "gather" else 0.9)
+            spans.append(
+                Span("shard", kind, name, now + (0.3 * seconds if kind == "reduce" else 0), end, "1.70 GiB, 64 ranks")
+            )
+            if exposed:
+                spans.append(Span("compute", "exposed", name, now + seconds, now + seconds + exposed, "too late"))
+            params = tuple(f"layers.{i}.{m}.weight" for m in ("wq", "wk", "wv", "wo", "w1", "w2", "w3"))
+            packed = tuple(f"layers.{i}.{m}.weight" for m in ("attention_norm", "ffn_norm"))
+            hidden = ", ".join(f"region_{k} of layers.{i}" for k in range(3))
+            buckets.append(
+                BucketView(
+                    name, kind, phase, params, packed, 1_700_000_000 + i, "bf16", "shard",
+                    f"after {step * 40} of 20160 ops, in layers.{i}",
+                    f"after {step * 40 + 40} of 20160 ops, in layers.{i}",
+                    "" if exposed else hidden, seconds * 0.6, exposed,
+                )
+            )  # fmt: skip
+            now += exposed
+        now += seconds
+        kept = step if phase == "forward" else 2 * num_layers - step
+        points += [
+            MemoryPoint(now - seconds * 0.9, (20 + kept // 3) * 2**30),
+            MemoryPoint(now, (19 + kept // 3) * 2**30),
+        ]
+    compute = num_layers * 0.012
+    phases = (("forward", 0.0, now / 3), ("backward", now / 3, now))
+    timeline = Timeline(tuple(spans), phases, now, compute, 0.8 * compute, now - compute, "H100, 400 GB/s per axis.")
+    peak = max(points, key=lambda point: point.num_bytes)
+    alive = tuple(
+        Alive(
+            f"layers.{i % num_layers}.value_{i}",
+            ["saved for backward", "gathered parameters", "shards"][i % 3],
+            2**28 - i,
+        )
+        for i in range(1500)
+    )
+    regions = tuple(
+        RegionView(
+            f"region_{k}", f"{k:064x}", 252, 40 + k, f"layers.0 to layers.{num_layers - 1}", 0.0013, f"region_{k}.txt"
+        )
+        for k in range(12)
+    )
+    memory = Memory(tuple(points), peak.num_bytes, peak.time, alive)
+    return Report(
+        "Llama 3.1 405B on 8,192 ranks", small_report().facts, stages, tuple(buckets), timeline, memory, regions
+    )
