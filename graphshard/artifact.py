@@ -178,13 +178,17 @@ def _members(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"meshes/{index}.json"
         for program in mesh["programs"]:
             yield from (f"{program['file']}{ending}" for ending in (".json", ".txt", ".plan.json"))
-            if "backward" in program["phases"]:
-                yield f"{program['file']}.partitioned.json"
+            yield from partitioned_file(program)
             yield from (backward_file(program["file"], row) for row in program["backwards"])
     for key, region in facts["regions"].items():
         yield f"regions/{key}.json"
         if region["code"] == "native":
             yield f"regions/{key}.pt2"
+
+
+def partitioned_file(program: Mapping[str, Any]) -> list[str]:
+    """The member that says where another backward of a program begins, if it has one; the manifest's words on it."""
+    return [f"{program['file']}.partitioned.json"] if "backward" in program["phases"] else []
 
 
 def backward_file(program: str, row: Mapping[str, Any]) -> str:

@@ -13,14 +13,16 @@ from pathlib import Path
 
 import torch
 
-from graphshard.artifact import Artifact, backward_file, read_artifact, region_facts, write_facts
+from graphshard.artifact import Artifact, backward_file, partitioned_file, read_artifact, region_facts, write_facts
 from graphshard.encode_lowered import decode_lowered, decode_region
+from graphshard.encode_partitioned import decode_partitioned
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.exporting import with_threads
 from graphshard.fingerprint import differences, environment, refuse
 from graphshard.fold import fold
 from graphshard.lower import RegionCall
 from graphshard.packages import Package
+from graphshard.pipeline import Pipeline
 from graphshard.plan import Plan
 from graphshard.progress import progress
 
@@ -95,9 +97,11 @@ def _check(artifact: Artifact) -> Iterator[str]:
         artifact.params(index)
         for program in mesh["programs"]:
             file = program["file"]
-            for name in (f"{file}.json", *(backward_file(file, row) for row in program["backwards"])):
-                decode_lowered(artifact.archive.json(name), compiled, None, device)
-                count += 1
+            names = (f"{file}.json", *(backward_file(file, row) for row in program["backwards"]))
+            decoded = [decode_lowered(artifact.archive.json(name), compiled, None, device) for name in names]
+            count += len(decoded)
+            for name in partitioned_file(program):
+                decode_partitioned(artifact.archive.json(name), decoded[0], Pipeline(), device)
             plan = artifact.archive.text(f"{file}.plan.json")
             if json.loads(plan) is not None:
                 Plan.from_json(plan)

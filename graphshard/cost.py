@@ -1,8 +1,9 @@
 """What compute, collectives and copies cost on a machine.
 
 Compute is a roofline: a kernel takes its launch, and then what takes longest of its multiplications, its elementwise
-operations and its bytes; on CPUs it computes and then moves its bytes. A collective takes the latency of its steps and its bytes over the bandwidth, inside a node or
-between nodes, by the fastest protocol. Sizes and numbers of ranks may be sympy expressions; so is the result then.
+operations and its bytes; on CPUs it computes and then moves its bytes. A collective takes the latency of its steps and
+its bytes over the bandwidth, inside a node or between nodes, by the fastest protocol. Sizes and numbers of ranks may be
+sympy expressions; so is the result then.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from graphshard.artifact import Artifact, backward_file
+from graphshard.artifact import Artifact, backward_file, partitioned_file
 from graphshard.backends import compile_eager, compile_operators
 from graphshard.encode_lowered import decode_lowered, decode_region
 from graphshard.encode_partitioned import decode_partitioned
@@ -33,13 +34,13 @@ _CONDITIONAL = object()
 
 @dataclass(frozen=True)
 class Record:
-    """A program as it is in the file, with its further backwards, and where others begin."""
+    """A program as it is in the file, with its further backwards, and where others begin, which is read when needed."""
 
     entry: str
     signature: Signature
     data: dict[str, Any]
     backwards: Mapping[Variant, dict[str, Any]]
-    partitioned: dict[str, Any] | None
+    partitioned: Callable[[], dict[str, Any]] | None
 
 
 @dataclass
@@ -73,8 +74,8 @@ class Stored:
     def _backward_factory(
         self, record: Record, program: Program, owner: nn.Module, runner: Runner
     ) -> BackwardFactory | None:
-        start, device = record.partitioned, runner.spec.device
-        if start is None:
+        partitioned, device = record.partitioned, runner.spec.device
+        if partitioned is None:
             return None
 
         def make_backward(variant: Variant) -> Phase:
@@ -88,7 +89,7 @@ class Stored:
                 raise lacks
             log.warning("compiling instead of loading: %s", lacks)
             passes = runner.agreement.pipeline(runner.pipeline)
-            return runner.rerun(program, decode_partitioned(start, program, passes, device), variant)
+            return runner.rerun(program, decode_partitioned(partitioned(), program, passes, device), variant)
 
         return make_backward
 
@@ -153,8 +154,7 @@ def _read(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> S
         for key in {key for item in (data, *backwards.values()) for key in item["regions"]}:
             if key not in runner.compiled:
                 runner.compiled[key] = _region(artifact, key, runner)
-        differentiable = "backward" in program["phases"]
-        start = artifact.archive.json(f"{program['file']}.partitioned.json") if differentiable else None
+        start = next((functools.partial(artifact.archive.json, name) for name in partitioned_file(program)), None)
         records.append(Record(program["entry"], decode_signature(program["signature"]), data, backwards, start))
     stored = Stored(artifact.path, tuple(records))
     stored.ready = stored.read(model, runner)

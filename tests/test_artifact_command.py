@@ -110,9 +110,14 @@ def test_verify_finds_what_has_right_checksums_and_is_wrong(net_file: Path, caps
     def no_plan(_: dict[str, Any], members: dict[str, bytes]) -> None:
         members["programs/0.json"] = json.dumps({**json.loads(members["programs/0.json"]), "phases": {}}).encode()
 
+    def no_operator(_: dict[str, Any], members: dict[str, bytes]) -> None:
+        name = "programs/0.partitioned.json"
+        members[name] = members[name].replace(b"aten.mm.default", b"aten.mm.missing")
+
     text = printed(capsys, "verify", rewritten(net_file, other_region), status=1)
     assert "is another than its key says" in text
     assert "a program cannot be read" in printed(capsys, "verify", rewritten(net_file, no_plan), status=1)
+    assert "a backward cannot be read" in printed(capsys, "verify", rewritten(net_file, no_operator), status=1)
 
 
 def test_finish_compiles_what_is_left(unfinished: Path, mesh: DeviceMesh, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,5 +75,6 @@ def test_an_error_names_the_line(cls: type[nn.Module], line: str, advice: str) -
 
 
 def test_the_line_may_be_in_a_submodule() -> None:
-    with pytest.raises(CaptureError, match=r"(?s)cannot capture Sequential.forward at .*test_uncapturable.py.*if y.sum"):
+    expected = r"(?s)cannot capture Sequential.forward at .*test_uncapturable.py.*if y.sum"
+    with pytest.raises(CaptureError, match=expected):
         captured(nn.Sequential(nn.ReLU(), _Branch(4)), (X,))
