@@ -1,7 +1,7 @@
 """Estimate when the regions and collectives of a lowered program run, and what memory they hold.
 
-One compute stream, one channel for each link, in the node and beyond it. A collective starts when it is launched and
-its link is free; compute waits where the program waits. What it waits is exposed communication.
+One compute stream, one channel for each link: in the node, beyond it, and to the host. A collective or a copy starts
+when it is launched and its link is free; compute waits where the program waits. What it waits is exposed communication.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from graphshard.copies import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.cost import Costs
 from graphshard.graph import WAIT, is_collective, is_view, kind_of, module_of
 from graphshard.program import Axis, Phase, Program
@@ -31,15 +32,15 @@ class Step:
     """One call of a region, one collective, or one wait that holds compute up.
 
     Attributes:
-        kind: "compute", "gather", "reduce", "all_reduce" or "exposed".
-        name: of the region or bucket.
+        kind: "compute", "gather", "reduce", "all_reduce", "upload", "download" or "exposed".
+        name: of the region or bucket, or of what is copied.
         where: the modules a region computes.
         phase: "forward" or "backward".
         start, end: seconds from the start of the step.
         num_bytes: of the full tensors of a collective.
         order: regions that were called before, in the phase; for a collective when it is launched, for a wait when
             it waits.
-        link: "node" or "network", of a collective.
+        link: "node" or "network" of a collective, "host" of a copy to or from it.
         why: compute waits, see `graphshard.schedule.simulate.Exposed`.
         behind: the bucket that a collective had to queue behind, or "".
     """
@@ -108,13 +109,13 @@ def estimate(program: Program, costs: Costs) -> Estimate:
     seconds = {key: costs.region(region) for key, region in program.regions.items()}
     regions = {name: seconds[key] for name, key in program.region_names.items()}
     measured = {name for name, key in program.region_names.items() if key in costs.measured}  # beside collectives
-    found = Estimate()
-    compute = 0.0
-    links: dict[str, tuple[float, str]] = {}  # when each is free, and what was on it last
+    clock = _Clock(Estimate())
     for phase_name, phase in program.phases.items():
-        began = compute
-        order = 0
+        began = clock.compute
+        clock.phase, clock.order = phase_name, 0
+        slots = phase.slot_of()
         launched: dict[str, Step] = {}
+        copies: dict[Node, Step] = {}
         names = [node.meta["bucket"] for node in phase.module.graph.nodes if is_collective(node)]
         for node in phase.module.graph.nodes:
             bucket = node.meta.get("bucket", "")
@@ -123,39 +124,70 @@ def estimate(program: Program, costs: Costs) -> Estimate:
                 size = num_bytes(node) if kind == "gather" else sum(map(num_bytes, node.all_input_nodes))
                 axis = _axis(program, bucket)
                 if node.meta.get("exchanged"):
-                    seconds_of = costs.exchange(size, axis)
+                    taken = costs.exchange(size, axis)
                 else:
-                    seconds_of = costs.collective(kind, size, len(node.all_input_nodes), axis)
-                link = costs.link(axis)
-                free, before = links.get(link, (0.0, ""))
-                start = max(compute, free)
-                behind = before if free > compute else ""
-                end = start + seconds_of
-                launched[bucket] = Step(kind, bucket, "", phase_name, start, end, size, order, link, behind=behind)
-                links[link] = end, bucket
-                found.steps.append(launched[bucket])
+                    taken = costs.collective(kind, size, len(node.all_input_nodes), axis)
+                launched[bucket] = clock.launch(kind, bucket, size, costs.link(axis), taken)
             elif node.target is WAIT:
-                found.waits.setdefault(bucket, (compute, order))
-                sent = launched[bucket]
-                if sent.end > compute:
-                    ends = {"first": bucket == names[0], "last": bucket == names[-1]}
-                    why = why_waits(sent.kind, sent.behind, **ends)
-                    found.steps.append(
-                        Step("exposed", bucket, "", phase_name, compute, sent.end, 0, order, "", why, sent.behind)
-                    )
-                    compute = sent.end
+                clock.found.waits.setdefault(bucket, (clock.compute, clock.order))
+                clock.wait(launched[bucket], first=bucket == names[0], last=bucket == names[-1])
+            elif node.target in (UPLOAD, DOWNLOAD):
+                way = "upload" if node.target is UPLOAD else "download"
+                (source,) = node.all_input_nodes
+                name = slots[source].name if source in slots else f"%{node.meta['number']}"
+                size = num_bytes(node)
+                copies[node] = clock.launch(way, f"{way} {name}", size, "host", costs.host_copy(size))
+            elif node.target is ARRIVED:
+                clock.wait(copies[node.all_input_nodes[0]])
             elif node.op == "call_module":
-                name = str(node.target)
-                busy = max((free for free, _ in links.values()), default=0.0) - compute
-                undisturbed = regions[name]
-                found.compute += undisturbed
-                end = compute + (undisturbed if name in measured else costs.slowed(undisturbed, busy))
-                found.steps.append(Step("compute", name, module_of(node), phase_name, compute, end, 0, order))
-                compute = end
-                order += 1
-            found.node_times[node] = compute
-        found.phases[phase_name] = began, compute
-    return found
+                clock.run(node, regions[str(node.target)], costs, alone=str(node.target) not in measured)
+            clock.found.node_times[node] = clock.compute
+        for node, step in copies.items():
+            if node.target is DOWNLOAD:
+                clock.wait(step)
+        clock.found.phases[phase_name] = began, clock.compute
+    return clock.found
+
+
+@dataclass
+class _Clock:
+    """Where compute and links are, in a phase and after so many calls of regions in it."""
+
+    found: Estimate
+    compute: float = 0.0
+    phase: str = ""
+    order: int = 0
+    links: dict[str, tuple[float, str]] = field(default_factory=dict)  # when each is free, and what was on it last
+
+    def launch(self, kind: str, name: str, size: int, link: str, seconds: float) -> Step:
+        """Start something on a link when that is free."""
+        free, before = self.links.get(link, (0.0, ""))
+        start = max(self.compute, free)
+        behind = before if free > self.compute else ""
+        step = Step(kind, name, "", self.phase, start, start + seconds, size, self.order, link, behind=behind)
+        self.links[link] = step.end, name
+        self.found.steps.append(step)
+        return step
+
+    def wait(self, sent: Step, *, first: bool = False, last: bool = False) -> None:
+        """Hold compute up until something has ended; `first` and `last` as in `why_waits`."""
+        if sent.end > self.compute:
+            why = why_waits(sent.kind, sent.behind, first=first, last=last)
+            step = Step(
+                "exposed", sent.name, "", self.phase, self.compute, sent.end, 0, self.order, "", why, sent.behind
+            )
+            self.found.steps.append(step)
+            self.compute = sent.end
+
+    def run(self, node: Node, seconds: float, costs: Costs, *, alone: bool) -> None:
+        """Call a region; `alone` says that its time is without what runs beside it."""
+        busy = max((free for free, _ in self.links.values()), default=0.0) - self.compute
+        self.found.compute += seconds
+        end = self.compute + (costs.slowed(seconds, busy) if alone else seconds)
+        name = str(node.target)
+        self.found.steps.append(Step("compute", name, module_of(node), self.phase, self.compute, end, 0, self.order))
+        self.compute = end
+        self.order += 1
 
 
 def _axis(program: Program, bucket: str) -> Axis:
@@ -187,6 +219,11 @@ def tensors(program: Program, found: Estimate) -> list[Tensor]:
     return list(held.values())
 
 
+def offloaded(program: Program) -> bool:
+    """Whether shards, gradients and optimizer state live on the host."""
+    return any(node.target is DOWNLOAD for phase in program.phases.values() for node in phase.module.graph.nodes)
+
+
 def _of_phase(phase: Phase, phase_name: str, found: Estimate) -> Iterator[Tensor]:
     nodes = list(phase.module.graph.nodes)
     began, ended = found.phases[phase_name]
@@ -204,7 +241,7 @@ def _of_phase(phase: Phase, phase_name: str, found: Estimate) -> Iterator[Tensor
     before = began
     for node in nodes:
         start, before = before, found.node_times.get(node, ended)
-        if owner[node] is not node or not num_bytes(node) or node.op in ("call_module", "output"):
+        if owner[node] is not node or not num_bytes(node) or node.op in ("call_module", "output") or _on_host(node):
             continue
         end = ended if node in results else last[node]
         if node in slots:
@@ -224,9 +261,14 @@ def _of_phase(phase: Phase, phase_name: str, found: Estimate) -> Iterator[Tensor
             yield Tensor(bucket or f"%{node.meta['number']} {module_of(node)}", what, num_bytes(node), start, end)
 
 
+def _on_host(node: Node) -> bool:
+    """Whether a value is a shard or a gradient that lives on the host."""
+    return node.target is DOWNLOAD or any(user.target is UPLOAD for user in node.users)
+
+
 def _shares(node: Node) -> bool:
     """Whether a value has the memory of its first input: a view, a wait, a part of a coalesced collective."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
     source = node.all_input_nodes[0]
-    return node.target is WAIT or is_view(node) or (is_collective(source) and not is_collective(node))
+    return node.target in (WAIT, ARRIVED) or is_view(node) or (is_collective(source) and not is_collective(node))

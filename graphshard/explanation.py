@@ -27,7 +27,7 @@ from graphshard.traceevents import trace_events
 
 # How many waits the table names, and what it calls the links.
 _WAITS = 3
-_LINKS = {"node": "link in the node", "network": "link between nodes"}
+_LINKS = {"node": "link in the node", "network": "link between nodes", "host": "link to the host"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Explanation:
         plan_hash: of the schedule.
         tokens: that one rank processes in a step: elements of the first integer input, or the batch size.
         step_time_s: forward, backward and optimizer.
-        compute_s: regions of forward and backward.
+        compute_s: regions of forward and backward, with what communication beside them slows them down.
         optimizer_s: reads and writes of the optimizer.
         communication_s: all collectives.
         exposed_comm_s: compute waits for communication.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from graphshard.advice import advise, limit_of
 from graphshard.cost import Costs
-from graphshard.estimate import Estimate, estimate, tensors
+from graphshard.estimate import Estimate, estimate, offloaded, tensors
 from graphshard.explanation import Explanation, RegionCost, Wait
 from graphshard.plan import Plan
 from graphshard.program import Program
@@ -69,13 +69,14 @@ def explained(
     alive = Counter[str]()
     for value in memory.alive:
         alive[value.what] += value.num_bytes
-    alive["optimizer state"] = states * trained
+    held_here = 0 if offloaded(program) else states * trained
+    alive["optimizer state"] = held_here
     held = dict(alive.most_common())
     compute, communication = timeline.total("compute"), timeline.communication
     step = timeline.seconds + optimizer
     # Schedules are no shorter than the bound less what regions save beside the items that it was found for.
     least = max(bound.seconds - max(0.0, bound.compute - timeline.compute), timeline.compute + optimizer)
-    peak = memory.peak_bytes + states * trained
+    peak = memory.peak_bytes + held_here
     ideal = sum(count / costs.profile.rate(dtype).peak for dtype, count in flop.items())
     limit = "memory" if peak > costs.profile.memory_capacity else limit_of(timeline)
     return Explanation(

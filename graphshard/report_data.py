@@ -14,7 +14,8 @@ from graphshard.profile import load_profile
 from graphshard.program import Program
 from graphshard.report import Alive, BucketView, Memory, MemoryPoint, RegionView, Report, Span, StageView, Timeline
 
-_KINDS = {"compute": "compute", "gather": "gather", "reduce": "reduce", "all_reduce": "reduce", "exposed": "exposed"}
+# How steps are coloured.
+_KINDS = {"upload": "gather", "download": "reduce", "all_reduce": "reduce"}
 
 
 def report_of(
@@ -104,8 +105,8 @@ def _timeline(program: Program, found: Estimate, costs: Costs) -> Timeline:
     lanes = {bucket.name: bucket.axis for bucket in program.plan.buckets} if program.plan else {}
     spans = tuple(
         Span(
-            lane="compute" if step.kind in ("compute", "exposed") else lanes[step.name],
-            kind=_KINDS[step.kind],
+            lane="compute" if step.kind in ("compute", "exposed") else lanes.get(step.name, step.link),
+            kind=_KINDS.get(step.kind, step.kind),
             name=f"{step.name} {step.where}".strip(),
             start=step.start,
             end=step.end,

@@ -13,6 +13,7 @@ from graphshard.report import Memory
 
 _PROCESS = 1
 _TRACKS = {"": (1, "compute"), "node": (2, "communication"), "network": (3, "communication between nodes")}
+_TRACKS |= {"host": (4, "copies to and from the host")}
 
 
 def trace_events(timeline: Estimate, memory: Memory, title: str) -> dict[str, Any]:

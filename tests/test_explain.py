@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.passes import MakePlan
+from graphshard.passes import MakePlan, Offload
 from graphshard.planner import PlanByUnit
 from graphshard.program import Axis
 from graphshard.study import Study, mesh_axes
@@ -133,6 +133,35 @@ def test_waits_have_reasons(study, found):
     assert slow.busy.keys() == {"compute", "network"}
     assert f"longest waits  {slow.waits[0]}" in str(slow)
     assert f"link between nodes {slow.busy['network']:.1%}" in str(slow)
+
+
+def test_parameters_on_the_host(found, tmp_path):
+    """Copies to and from the host have a link of their own; a gather starts when its shard has come."""
+    passes = graphshard.Pipeline().insert(Offload(), before="plan")
+    away = graphshard.explain(
+        meta_net(), (RANKS,), example_inputs=(TOKENS,), mp_policy=BF16, hardware="h100", passes=passes
+    )
+    steps = away._timeline.steps
+    arrived = {step.name.removeprefix("upload "): step.end for step in steps if step.kind == "upload"}
+    trained = sum(p.numel() for p in meta_net().parameters()) * 4
+    uploads = [step for step in steps if step.kind == "upload" and step.phase == "forward"]
+    assert sum(step.num_bytes for step in uploads) == pytest.approx(trained / RANKS, rel=0.01)
+    assert sum(s.num_bytes for s in steps if s.kind == "download") == pytest.approx(trained / RANKS, rel=0.01)
+    gather = next(step for step in steps if step.kind == "gather")
+    bucket = away._program.plan.bucket(gather.name)
+    assert all(arrived[name] <= gather.start for name in bucket.members if name in arrived)
+    on_link = sorted((s.start, s.end) for s in steps if s.link == "host")
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(on_link))
+    assert 0 < away.busy["host"] < 1
+    assert "link to the host" in str(away)
+    assert away.memory["optimizer state"] == 0 < found.memory["optimizer state"]
+    assert away.memory.get("shards", 0) < found.memory["shards"]
+    assert away.exposed_comm_s > found.exposed_comm_s
+    away.save_trace(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {"copies to and from the host", "communication"} <= {e["args"].get("name") for e in events if e["ph"] == "M"}
+    away.save_html(tmp_path / "r.html")
+    assert "upload embed.weight" in (tmp_path / "r.html").read_text()
 
 
 def test_two_axes(study, tmp_path):
