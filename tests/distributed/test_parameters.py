@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import graphshard
 from tests.distributed.nets import Block, Net, Tied, data_parallel, full, rows, train
-from tests.distributed.twins import assert_same, fsdp2, grads_of, local, world_mesh
+from tests.distributed.twins import assert_same, fsdp2, grads_of, local, twins, world_mesh
 from tests.ranks import Ranks
 
 # --- which parameters ---------------------------------------------------------------------------------------
@@ -61,8 +61,7 @@ def _freeze_later(rank: int, world_size: int) -> None:
     mesh = world_mesh()
     torch.manual_seed(0)
     model = Net()
-    theirs = fsdp2(copy.deepcopy(model), mesh)
-    ours = graphshard.compile(model, mesh, backend="eager")
+    ours, theirs = twins(model, mesh)
     inputs = [rows(rank + 10 * step) for step in range(2)]
     assert_same(train(ours, inputs), train(theirs, inputs), "all trainable")
     for each in (ours, theirs):
@@ -86,8 +85,7 @@ def _swapped(rank: int, world_size: int) -> None:
     mesh = world_mesh()
     torch.manual_seed(0)
     model = Net(dim=7)
-    theirs = fsdp2(copy.deepcopy(model), mesh)
-    ours = graphshard.compile(model, mesh, backend="eager")
+    ours, theirs = twins(model, mesh)
     for each in (ours, theirs):
         value = distribute_tensor(torch.ones(7, 4), mesh, [Shard(0)], src_data_rank=None)
         each.stem.weight = nn.Parameter(value)
@@ -246,8 +244,7 @@ def _submodule(rank: int, world_size: int) -> None:
     mesh = world_mesh()
     torch.manual_seed(0)
     model = Net()
-    theirs = fsdp2(copy.deepcopy(model), mesh)
-    ours = graphshard.compile(model, mesh, backend="eager")
+    ours, theirs = twins(model, mesh)
     inputs = [rows(rank + 10 * step) for step in range(2)]
     assert_same(train(ours, inputs), train(theirs, inputs), "the whole")
     for each in (ours, theirs):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 import graphshard
 from tests.distributed.nets import Net, Placement, data_parallel, full, hashes_agree, largest_dim, rows, train
-from tests.distributed.twins import assert_same, fsdp2, local, world_mesh
+from tests.distributed.twins import assert_same, local, twins, world_mesh
 from tests.ranks import Ranks
 
 # --- any dim, any size --------------------------------------------------------------------------------------
@@ -24,8 +24,7 @@ def _shard_dims(rank: int, world_size: int) -> None:
     mesh = world_mesh()
     torch.manual_seed(0)
     model = Net()
-    theirs = fsdp2(copy.deepcopy(model), mesh, shard_placement_fn=largest_dim)
-    ours = graphshard.compile(model, mesh, backend="eager", shard_placement_fn=largest_dim)
+    ours, theirs = twins(model, mesh, shard_placement_fn=largest_dim)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert a.placements == b.placements
         assert a.placements[0].dim >= 0
@@ -79,8 +78,7 @@ def _uneven_rows(rank: int, world_size: int) -> None:
     mesh = world_mesh()
     torch.manual_seed(0)
     model = Net(dim=3, hidden=5)
-    theirs = fsdp2(copy.deepcopy(model), mesh)
-    ours = graphshard.compile(model, mesh, backend="eager")
+    ours, theirs = twins(model, mesh)
     inputs = [rows(rank + 10 * step) for step in range(3)]
     assert_same(train(ours, inputs), train(theirs, inputs), "after three steps")
     assert (local(ours.head.weight).numel() == 0) == (rank == 3)
