@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.graph import aten, calls_of, replace_after
-from graphshard.program import Program
+from graphshard.ir.graph import aten, calls_of, replace_after
+from graphshard.ir.program import Program
 
 
 @dataclass(frozen=True)

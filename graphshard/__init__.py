@@ -5,9 +5,13 @@ model = graphshard.compile(model, mesh)
 """
 
 from graphshard.api import compile, programs, register_forward_method
-from graphshard.bisection import Bisection, bisect
-from graphshard.checkpoint import load_checkpoint, save_checkpoint
-from graphshard.errors import (
+from graphshard.artifact.export import Call, export
+from graphshard.artifact.load import load
+from graphshard.cost.profile import Profile, load_profile
+from graphshard.debug.bisect import Bisection, bisect
+from graphshard.explain.explain import explain, explain_grid
+from graphshard.explain.explanation import Explanation, Grid
+from graphshard.ir.errors import (
     ArgumentError,
     ArtifactError,
     CaptureError,
@@ -21,19 +25,15 @@ from graphshard.errors import (
     PassError,
     UnsupportedError,
 )
-from graphshard.explain import explain, explain_grid
-from graphshard.explanation import Explanation, Grid
-from graphshard.export import Call, export
-from graphshard.initialize import unsharded_init
-from graphshard.load import load
-from graphshard.manifest import latest_checkpoint
-from graphshard.measure import load_measured, measure_regions, save_measured
+from graphshard.ir.plan import Plan
+from graphshard.ir.program import Program
+from graphshard.measure.regions import load_measured, measure_regions, save_measured
 from graphshard.passes import Pass
-from graphshard.pipeline import Pipeline
-from graphshard.plan import Plan
-from graphshard.planner import PlanByUnit
-from graphshard.profile import Profile, load_profile
-from graphshard.program import Program
+from graphshard.pipeline.pipeline import Pipeline
+from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.state.checkpoint import load_checkpoint, save_checkpoint
+from graphshard.state.initialize import unsharded_init
+from graphshard.state.manifest import latest_checkpoint
 
 __version__ = "0.1.0"
 

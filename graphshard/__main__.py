@@ -2,6 +2,6 @@
 
 import sys
 
-from graphshard.cli import main
+from graphshard.cli.main import main
 
 sys.exit(main())

@@ -14,20 +14,20 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
-from graphshard.backends import Backend
-from graphshard.checks import check_examples, check_mesh, check_model, default_mesh
-from graphshard.dump import dump_directory
-from graphshard.errors import ArgumentError
-from graphshard.load import stored_for
-from graphshard.meshes import axes_of
-from graphshard.observe import Level
-from graphshard.pipeline import Pipeline
-from graphshard.precision import PolicySpec
-from graphshard.prepare import device_of, prepare, shard
-from graphshard.profile import Hardware
-from graphshard.program import Program
-from graphshard.sharded_module import ShardedModule, install_method
-from graphshard.units import UnitSpec
+from graphshard.artifact.load import stored_for
+from graphshard.cost.profile import Hardware
+from graphshard.debug.dump import dump_directory
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.precision import PolicySpec
+from graphshard.ir.program import Program
+from graphshard.ir.units import UnitSpec
+from graphshard.lower.backends import Backend
+from graphshard.module.prepare import device_of, prepare, shard
+from graphshard.module.sharded_module import ShardedModule, install_method
+from graphshard.options.checks import check_examples, check_mesh, check_model, default_mesh
+from graphshard.pipeline.observe import Level
+from graphshard.pipeline.pipeline import Pipeline
+from graphshard.runtime.groups import axes_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -93,8 +93,8 @@ def compile(
             first call. Only shapes, dtypes and non-tensor values matter.
         max_captures: how many input signatures may be captured before a call with a new one is an error.
         passes: the passes between capture and lowering; see `Pipeline` for how to insert, replace and disable some.
-        verify: when the rules of `graphshard.rules` are checked: "off", "ends" (after capture and before lowering) or
-            "each" (after every pass, too). None takes GRAPHSHARD_VERIFY, or "ends".
+        verify: when the rules of `graphshard.pipeline.rules` are checked: "off", "ends" (after capture and before
+            lowering) or "each" (after every pass, too). None takes GRAPHSHARD_VERIFY, or "ends".
         dump: directory to write every stage, the plan, the code that runs and an HTML report to; None takes
             GRAPHSHARD_DUMP. GRAPHSHARD_DUMP_RANKS chooses ranks: "0" (default), "0,3" or "all".
         artifact: a file of `graphshard.export`. If it fits this model, mesh, machine and these arguments, its programs

@@ -1,4 +1,4 @@
-"""The passes, one per file. `pipeline.py` runs them in the order that fits one screen.
+"""The passes, one per file. `pipeline/pipeline.py` runs them in the order that fits one screen.
 
     activation_checkpointing  what units save for backward, and what is computed again
     insert_collectives      parameters become shards; all-gathers and reduce-scatters appear

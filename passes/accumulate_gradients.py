@@ -17,12 +17,12 @@ from typing import ClassVar
 import torch
 from torch.fx import Node
 
-from graphshard._torch import fake_mode_of
-from graphshard.graph import aten, behind, emit, erase_dead, fake
-from graphshard.params import ParamRow
+from graphshard.ir.graph import aten, behind, emit, erase_dead, fake
+from graphshard.ir.params import ParamRow
+from graphshard.ir.program import Axis, Phase, Program, Slot, SlotKind
+from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.passes.base import Pass
 from graphshard.passes.insert_collectives import OF_A_REDUCTION, over_replicas, over_shards, reduced_over
-from graphshard.program import Axis, Phase, Program, Slot, SlotKind
 
 
 @dataclass(frozen=True)

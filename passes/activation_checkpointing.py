@@ -20,16 +20,16 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from graphshard._torch import min_cut_partition
-from graphshard.cost import Costs
-from graphshard.errors import PassError
-from graphshard.graph import fake, is_backward, is_communication, with_parts
+from graphshard.cost.costs import Costs
+from graphshard.cost.kernels import num_bytes
+from graphshard.cost.profile import load_profile
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import fake, is_backward, is_communication, with_parts
+from graphshard.ir.program import Phase, Program
+from graphshard.ir.recomputed import RECOMPUTE, SAVE, leaving, maker_of, save_leaving
+from graphshard.ir.torch_internals import min_cut_partition
+from graphshard.ir.units import unit_of
 from graphshard.passes.base import Pass
-from graphshard.profile import load_profile
-from graphshard.program import Phase, Program
-from graphshard.remat import RECOMPUTE, SAVE, leaving, maker_of, save_leaving
-from graphshard.units import unit_of
-from graphshard.work import num_bytes
 
 # "full": units keep their inputs. Operators: units keep their inputs and the results of these. A number from 0 to 1: as
 # much as that share of what the partitioner, left to itself, saves beyond "full".

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graphshard.program import Program
+from graphshard.ir.program import Program
 
 
 @dataclass(frozen=True)
 class Pass:
     """Rewrites a program in place and says how often.
 
-    The pipeline calls `requires`, `rewrite`, checks the rules of `graphshard.rules`, then calls `ensures`.
+    The pipeline calls `requires`, `rewrite`, checks the rules of `graphshard.pipeline.rules`, then calls `ensures`.
     `requires` and `ensures` raise `PassError` when the program is not as the pass needs or promises it.
 
     Attributes:

@@ -21,11 +21,11 @@ import torch
 from torch._ops import OpOverloadPacket
 from torch.fx import Graph, Node
 
-from graphshard.errors import PassError
-from graphshard.graph import WAIT, Collective, Layout, aten, base_of, c10d, collectives, emit, erase_dead, fake
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import WAIT, Collective, Layout, aten, base_of, c10d, collectives, emit, erase_dead, fake
+from graphshard.ir.plan import Bucket
+from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass
-from graphshard.plan import Bucket
-from graphshard.program import Phase, Program
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from graphshard._torch import fake_mode_of
-from graphshard.graph import WAIT, aten, c10d, emit, erase_dead, fake, is_view
+from graphshard.ir.graph import WAIT, aten, c10d, emit, erase_dead, fake, is_view
+from graphshard.ir.program import Phase, Program
+from graphshard.ir.sizes import SizeBuilder, size_inputs
+from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.passes.base import Pass
-from graphshard.program import Phase, Program
-from graphshard.sizes import SizeBuilder, size_inputs
 
 _ZERO_IF_ANY = frozenset(
     {

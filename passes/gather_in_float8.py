@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Node
 
-from graphshard.errors import PassError
-from graphshard.graph import Collective, aten, collectives, emit, fake
-from graphshard.params import ParamRow
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import Collective, aten, collectives, emit, fake
+from graphshard.ir.params import ParamRow
+from graphshard.ir.program import Program
 from graphshard.passes.base import Pass
-from graphshard.program import Program
 
 _FLOAT8 = torch.float8_e4m3fn
 _SCALE_BYTES = 4  # a float32

@@ -24,11 +24,11 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.errors import PassError
-from graphshard.graph import aten, behind, c10d, emit, fake, is_communication, rewrite_gradients
-from graphshard.params import ParamRow
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import aten, behind, c10d, emit, fake, is_communication, rewrite_gradients
+from graphshard.ir.params import ParamRow
+from graphshard.ir.program import Axis, Phase, Program, Slot
 from graphshard.passes.base import Pass
-from graphshard.program import Axis, Phase, Program, Slot
 
 # Mark of the operators between a full gradient and what the graph returns of it.
 OF_A_REDUCTION = "of_a_reduction"

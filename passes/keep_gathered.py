@@ -18,12 +18,12 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.errors import PassError
-from graphshard.graph import collectives, erase_dead, fake
-from graphshard.params import ParamRow
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import collectives, erase_dead, fake
+from graphshard.ir.params import ParamRow
+from graphshard.ir.program import Phase, Program, Slot
 from graphshard.passes.base import Pass
 from graphshard.passes.insert_collectives import landing
-from graphshard.program import Phase, Program, Slot
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graphshard.errors import PassError
+from graphshard.ir.errors import PassError
+from graphshard.ir.program import Program
 from graphshard.passes.base import Pass
-from graphshard.planner import PlanByUnit, Planner
-from graphshard.program import Program
+from graphshard.schedule.by_unit import PlanByUnit, Planner
 
 
 @dataclass(frozen=True)

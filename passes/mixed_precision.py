@@ -18,10 +18,10 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.graph import aten, emit, fake, rewrite_gradients
-from graphshard.params import ParamRow
+from graphshard.ir.graph import aten, emit, fake, rewrite_gradients
+from graphshard.ir.params import ParamRow
+from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass
-from graphshard.program import Phase, Program
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from typing import ClassVar
 
 from torch.fx import Graph, Node
 
-from graphshard.copies import ARRIVED, DOWNLOAD, UPLOAD
-from graphshard.errors import PassError
-from graphshard.graph import emit, fake, rewrite_gradients
+from graphshard.ir.copies import ARRIVED, DOWNLOAD, UPLOAD
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import emit, fake, rewrite_gradients
+from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass
-from graphshard.program import Phase, Program
 
 
 @dataclass(frozen=True)

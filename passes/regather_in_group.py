@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graphshard.chunks import OWN_CHUNK
-from graphshard.errors import PassError
-from graphshard.graph import Collective, collectives, emit, erase_dead, fake
+from graphshard.ir.chunks import OWN_CHUNK
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import Collective, collectives, emit, erase_dead, fake
+from graphshard.ir.program import Phase, Program, Slot
 from graphshard.passes.base import Pass
-from graphshard.program import Phase, Program, Slot
 
 
 @dataclass(frozen=True)

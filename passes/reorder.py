@@ -19,12 +19,12 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.copies import UPLOAD
-from graphshard.errors import PassError
-from graphshard.graph import Collective, Layout, collectives, with_parts
+from graphshard.ir.copies import UPLOAD
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import Collective, Layout, collectives, with_parts
+from graphshard.ir.plan import Event, Plan
+from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass
-from graphshard.plan import Event, Plan
-from graphshard.program import Phase, Program
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard._torch import CheckpointPolicy
-from graphshard.errors import PassError
-from graphshard.graph import WAIT
-from graphshard.params import ParamRow
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import WAIT
+from graphshard.ir.params import ParamRow
+from graphshard.ir.program import Program
+from graphshard.ir.torch_internals import CheckpointPolicy
 from graphshard.passes.base import Pass
 from graphshard.passes.insert_collectives import landing
-from graphshard.program import Program
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.archive import Archive, read_archive, write_archive
+from graphshard.artifact.archive import Archive, read_archive, write_archive
 
 TOKENS, WIDTH = 10, 6
 LAYER = "layers.1"

@@ -19,15 +19,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from graphshard.capture import CaptureSpec, capture
-from graphshard.graph import WAIT, fake, is_collective
-from graphshard.params import ParamRow, build_table
+from graphshard.capture.capture import CaptureSpec, capture
+from graphshard.ir.graph import WAIT, fake, is_collective
+from graphshard.ir.params import ParamRow, build_table
+from graphshard.ir.precision import precision_of
+from graphshard.ir.program import Axis, Phase, Program, Slot
+from graphshard.ir.units import find_units
 from graphshard.passes import MakePlan
-from graphshard.pipeline import Pipeline, run_pass
-from graphshard.planner import PlanByUnit
-from graphshard.precision import precision_of
-from graphshard.program import Axis, Phase, Program, Slot
-from graphshard.units import find_units
+from graphshard.pipeline.pipeline import Pipeline, run_pass
+from graphshard.schedule.by_unit import PlanByUnit
 
 COALESCED = PlanByUnit(pack_gathers_below=0, pack_reductions_below=0)
 PACKED = PlanByUnit(pack_gathers_below=math.inf, pack_reductions_below=math.inf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from graphshard.report import (
+from graphshard.report.page import (
     Alive,
     BucketView,
     Memory,

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
-from graphshard.cost import Costs
-from graphshard.graph import Layout, collectives, with_parts
-from graphshard.liveness import last_use
-from graphshard.params import ParamRow
-from graphshard.plan import Bucket, CollectiveKind, Event
-from graphshard.planner import first_use, last_input, next_boundary
-from graphshard.program import Axis, Phase, Program
+from graphshard.cost.costs import Costs
+from graphshard.ir.graph import Layout, collectives, with_parts
+from graphshard.ir.liveness import last_use
+from graphshard.ir.params import ParamRow
+from graphshard.ir.plan import Bucket, CollectiveKind, Event
+from graphshard.ir.program import Axis, Phase, Program
+from graphshard.schedule.by_unit import first_use, last_input, next_boundary
 from graphshard.schedule.footprint import base_bytes, item_at
 from graphshard.schedule.problem import Chain, Link, Placement, Problem, Transfer
 

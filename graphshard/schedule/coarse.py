@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from graphshard.plan import CollectiveKind
+from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule.problem import Bucketed, Chain, Link, Transfer
 from graphshard.schedule.rates import rate_below
 

@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 
 from torch.fx import Node
 
-from graphshard.graph import Collective, Layout, is_part, is_view
-from graphshard.program import Phase
-from graphshard.work import num_bytes
+from graphshard.cost.kernels import num_bytes
+from graphshard.ir.graph import Collective, Layout, is_part, is_view
+from graphshard.ir.program import Phase
 
 
 def base_bytes(

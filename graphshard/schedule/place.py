@@ -12,7 +12,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from graphshard.schedule.dynamic import least_memory
+from graphshard.schedule.deep import least_memory
 from graphshard.schedule.problem import Bucketed, Chain, Link, Load, Occurrence, Placement, load, startable
 
 

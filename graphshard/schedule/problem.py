@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from graphshard.errors import ArgumentError
-from graphshard.plan import CollectiveKind
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.plan import CollectiveKind
 
 KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce")
 

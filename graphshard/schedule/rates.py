@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from graphshard.plan import CollectiveKind
+from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule.problem import Chain, Link, Rate, Transfer
 
 # Sizes at which a cost is asked for a rate that is below it.

@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Literal
 
-from graphshard.cost import slowed
+from graphshard.cost.costs import slowed
 from graphshard.schedule.problem import Chain, Link, Load, Occurrence, Placement, Problem, Schedule, load
 
 Why = Literal["head", "tail", "link", "late"]

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphshard.schedule.bounds import chain_bound, lower_bound
-from graphshard.schedule.dynamic import EXACT, Effort, channel_order
+from graphshard.schedule.deep import EXACT, Effort, channel_order
+from graphshard.schedule.exact import best_placement
 from graphshard.schedule.place import delay, place
 from graphshard.schedule.problem import (
     KINDS,
@@ -29,7 +30,6 @@ from graphshard.schedule.problem import (
     modes,
 )
 from graphshard.schedule.rates import rate_below
-from graphshard.schedule.search import best_placement
 from graphshard.schedule.simulate import simulate
 
 # Two schedules whose times differ by less are equally short, as far as costs are known.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import graphshard
-from graphshard.plan import Plan
+from graphshard.ir.plan import Plan
 from tests.distributed.twins import grads_of, params_of
 
 Placement = Callable[[nn.Parameter], Shard | None]

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import graphshard
-from graphshard.program import Program
+from graphshard.ir.program import Program
 from tests.distributed.twins import assert_same, fsdp2, grads_of, params_of, twins, world_mesh
 from tests.ranks import Ranks
 

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard import Pass, PassError, Pipeline, Program
-from graphshard.graph import Layout, aten, calls_of, collectives, replace_after
-from graphshard.lower import RegionCall
+from graphshard.ir.graph import Layout, aten, calls_of, collectives, replace_after
+from graphshard.lower.regions import RegionCall
 from tests.distributed.twins import world_mesh
 from tests.ranks import Ranks
 

@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 
 import graphshard
-from graphshard import calibrate, calibrate_chip, calibrate_links
-from graphshard.calibrate_links import Links
-from graphshard.profile import KINDS
+from graphshard.cost.profile import KINDS
+from graphshard.measure import calibrate
+from graphshard.measure import chip as calibrate_chip
+from graphshard.measure import links as calibrate_links
+from graphshard.measure.links import Links
 from tests.ranks import Ranks
 
 
@@ -41,7 +43,7 @@ def _profile(rank: int, world_size: int) -> str:
     try:
         profile = calibrate.calibrate("cpu", "two")
     finally:
-        from graphshard.calibrate_timing import seconds_of as real
+        from graphshard.measure.timing import seconds_of as real
 
         calibrate_chip.seconds_of = real
     return profile.to_json()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
 from graphshard.passes import MakePlan
-from graphshard.planner import PlanByUnit
+from graphshard.schedule.by_unit import PlanByUnit
 from tests.distributed.twins import CountLaunches, assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks
 

@@ -399,7 +399,7 @@ def _absent(rank: int, world_size: int) -> tuple[str, float]:
     if rank == 1:
         return "", 0.0
     start = time.monotonic()
-    with mock.patch("graphshard.agreement.TIMEOUT", timedelta(seconds=2)):
+    with mock.patch("graphshard.module.agreement.TIMEOUT", timedelta(seconds=2)):
         try:
             model(torch.ones(2, 4))
         except graphshard.DivergenceError as error:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphshard
-import graphshard.inductor
+import graphshard.lower.inductor
 from tests.distributed.twins import fsdp2, grads_of, local, world_mesh
 from tests.ranks import Ranks
 
@@ -102,7 +102,7 @@ def test_batch_norm_and_dropout_train_as_with_fsdp2(ranks: Ranks) -> None:
 
 
 def _with_failing_regions(rank: int, world_size: int) -> list[str]:
-    compile_region = graphshard.inductor.compile_fx_inner
+    compile_region = graphshard.lower.inductor.compile_fx_inner
 
     def fail_on_tanh(module: Any, *args: Any) -> Any:
         if any("tanh" in str(node.target) for node in module.graph.nodes):
@@ -110,7 +110,7 @@ def _with_failing_regions(rank: int, world_size: int) -> list[str]:
         return compile_region(module, *args)
 
     with (
-        mock.patch("graphshard.inductor.compile_fx_inner", fail_on_tanh),
+        mock.patch("graphshard.lower.inductor.compile_fx_inner", fail_on_tanh),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")

@@ -65,10 +65,10 @@ def nothing_is_compiled() -> Iterator[None]:
         "torch._functorch.aot_autograd.aot_module_simplified",
         "torch.fx.experimental.proxy_tensor.make_fx",
         "torch._functorch.partitioners.min_cut_rematerialization_partition",
-        "graphshard.capture.capture",
-        "graphshard.module.capture",
-        "graphshard.module.lower",
-        "graphshard._torch.min_cut_rematerialization_partition",
+        "graphshard.capture.capture.capture",
+        "graphshard.module.runner.capture",
+        "graphshard.module.runner.lower",
+        "graphshard.ir.torch_internals.min_cut_rematerialization_partition",
         "subprocess.Popen",
         "os.system",
     )
@@ -286,7 +286,7 @@ def _compile_what_is_missing(rank: int, world_size: int, path: Path, shape: tupl
     torch.manual_seed(1)
     model = Net()
     twin = graphshard.compile(copy.deepcopy(model), mesh, backend="eager")
-    with mock.patch("graphshard.module.capture", side_effect=AssertionError("captured")):
+    with mock.patch("graphshard.module.runner.capture", side_effect=AssertionError("captured")):
         graphshard.compile(model, mesh, backend="eager", artifact=path)
         found = [_accumulate(model, rank, setting, "logits") for setting in SETTINGS[: len(shape)]]
     for setting, ours in zip(SETTINGS, found):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.passes import GatherInFloat8
-from graphshard.planner import PlanByUnit
+from graphshard.schedule.by_unit import PlanByUnit
 from tests.distributed.twins import CountLaunches, assert_same, example_llama, grads_of, params_of, twins, world_mesh
 from tests.helpers import Blocks
 from tests.ranks import RankError, Ranks

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 import graphshard
-from graphshard.sharded_module import ShardedModule
+from graphshard.module.sharded_module import ShardedModule
 from tests.distributed.twins import (
     BF16,
     CountLaunches,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
-from graphshard.units import find_units
+from graphshard.ir.units import find_units
 
 VOCAB = 101  # no multiple of any world size here: shards are uneven
 FP32 = MixedPrecisionPolicy()

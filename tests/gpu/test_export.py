@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.artifact import read_artifact
-from graphshard.cli import main
+from graphshard.artifact.members import read_artifact
+from graphshard.cli.main import main
 from tests.helpers import Blocks
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from graphshard.ir.program import Axis, Program
 from graphshard.passes import AccumulateGradients
-from graphshard.pipeline import run_pass
-from graphshard.program import Axis, Program
+from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import COALESCED, PACKED, Affine, Blocks, ParallelBiases, calls, captured, copied, through
 
 BATCH = (torch.ones(3, 4),)

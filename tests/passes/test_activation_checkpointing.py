@@ -12,12 +12,12 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import graphshard
+from graphshard.ir.printer import print_program
+from graphshard.ir.program import Program
 from graphshard.passes import ActivationCheckpointing
-from graphshard.pipeline import run_pass
-from graphshard.printer import print_program
-from graphshard.program import Program
-from graphshard.saved import saved_by_unit
-from graphshard.verify import verify
+from graphshard.pipeline.pipeline import run_pass
+from graphshard.pipeline.saved import saved_by_unit
+from graphshard.pipeline.verify import verify
 from tests.helpers import Blocks, calls, captured, full_gradients, step, through
 
 aten = torch.ops.aten

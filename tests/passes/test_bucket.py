@@ -11,15 +11,15 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from graphshard.errors import PassError
-from graphshard.graph import Layout, collectives
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import Layout, collectives
+from graphshard.ir.plan import Plan
+from graphshard.ir.printer import print_phase, print_program
+from graphshard.ir.program import Program
 from graphshard.passes import Bucketing
-from graphshard.pipeline import run_pass
-from graphshard.plan import Plan
-from graphshard.planner import PlanByUnit
-from graphshard.printer import print_phase, print_program
-from graphshard.program import Program
-from graphshard.verify import verify
+from graphshard.pipeline.pipeline import run_pass
+from graphshard.pipeline.verify import verify
+from graphshard.schedule.by_unit import PlanByUnit
 from tests.helpers import (
     COALESCED,
     PACKED,

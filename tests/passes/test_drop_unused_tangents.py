@@ -11,12 +11,12 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from graphshard.graph import collectives
-from graphshard.params import ParamTable
+from graphshard.ir.graph import collectives
+from graphshard.ir.params import ParamTable
+from graphshard.ir.printer import print_phase, print_program
+from graphshard.ir.program import Axis, Phase, Program, Slot
 from graphshard.passes import DropUnusedTangents
-from graphshard.pipeline import run_pass
-from graphshard.printer import print_phase, print_program
-from graphshard.program import Axis, Phase, Program, Slot
+from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import Blocks, calls, captured, full_gradients, run_ranks, step, through
 
 aten = torch.ops.aten

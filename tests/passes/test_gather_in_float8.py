@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from graphshard.errors import PassError
-from graphshard.graph import collectives, fake
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import collectives, fake
+from graphshard.ir.program import Program
 from graphshard.passes.gather_in_float8 import GatherInFloat8
-from graphshard.pipeline import run_pass
-from graphshard.program import Program
+from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import (
     COALESCED,
     PACKED,

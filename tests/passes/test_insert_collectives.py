@@ -12,14 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from graphshard.errors import PassError
-from graphshard.params import ParamRow
+from graphshard.ir.errors import PassError
+from graphshard.ir.params import ParamRow
+from graphshard.ir.printer import print_program
+from graphshard.ir.program import Axis
 from graphshard.passes import InsertCollectives
 from graphshard.passes.insert_collectives import division
-from graphshard.pipeline import run_pass
-from graphshard.printer import print_program
-from graphshard.program import Axis
-from graphshard.verify import verify
+from graphshard.pipeline.pipeline import run_pass
+from graphshard.pipeline.verify import verify
 from tests.helpers import (
     Scale,
     Tied,

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from graphshard.cost import Costs
-from graphshard.errors import PassError
-from graphshard.graph import collectives
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import load_profile
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import collectives
+from graphshard.ir.plan import Plan
+from graphshard.ir.program import Program
 from graphshard.passes import Bucketing, KeepGathered, MakePlan, Reorder
-from graphshard.pipeline import run_pass
-from graphshard.plan import Plan
-from graphshard.profile import load_profile
-from graphshard.program import Program
+from graphshard.pipeline.pipeline import run_pass
 from graphshard.schedule.build import Constraints
-from graphshard.schedule.planner import PlanByCost
+from graphshard.schedule.by_cost import PlanByCost
 from tests.helpers import COALESCED, Blocks, assert_gradients, captured, through
 
 # Kernels cost nothing but their bytes, so that communication is never hidden.

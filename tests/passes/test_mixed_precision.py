@@ -8,12 +8,12 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from graphshard.errors import PassError
-from graphshard.graph import fake
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import fake
+from graphshard.ir.printer import print_program
 from graphshard.passes import InsertCollectives, MixedPrecision
-from graphshard.pipeline import run_pass
-from graphshard.printer import print_program
-from graphshard.verify import verify
+from graphshard.pipeline.pipeline import run_pass
+from graphshard.pipeline.verify import verify
 from tests.helpers import Scale, Tied, calls, captured, full_gradients, result, step, through
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

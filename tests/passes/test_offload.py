@@ -6,14 +6,14 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from graphshard.copies import ARRIVED, DOWNLOAD, UPLOAD
-from graphshard.errors import PassError
-from graphshard.graph import calls_of, is_collective
+from graphshard.codec.stage import program_from_json, program_to_json
+from graphshard.ir.copies import ARRIVED, DOWNLOAD, UPLOAD
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import calls_of, is_collective
+from graphshard.ir.printer import print_phase, print_program
+from graphshard.ir.program import Program
 from graphshard.passes import Offload
-from graphshard.pipeline import Pipeline, run_pass, with_offload
-from graphshard.printer import print_phase, print_program
-from graphshard.program import Program
-from graphshard.serialize import program_from_json, program_to_json
+from graphshard.pipeline.pipeline import Pipeline, run_pass, with_offload
 from tests.helpers import Blocks, Scale, captured, copied, step, through
 
 

@@ -11,14 +11,14 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from graphshard.errors import PassError
-from graphshard.graph import WAIT, Layout, collectives, launch_of
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import WAIT, Layout, collectives, launch_of
+from graphshard.ir.plan import Event, Plan
+from graphshard.ir.printer import print_phase, print_program
+from graphshard.ir.program import Phase, Program
 from graphshard.passes import Reorder
-from graphshard.pipeline import run_pass
-from graphshard.plan import Event, Plan
-from graphshard.planner import PlanByUnit
-from graphshard.printer import print_phase, print_program
-from graphshard.program import Phase, Program
+from graphshard.pipeline.pipeline import run_pass
+from graphshard.schedule.by_unit import PlanByUnit
 from tests.helpers import COALESCED, PACKED, Blocks, Scales, assert_gradients, captured, copied, step, through
 
 PLANNERS = pytest.mark.parametrize("planner", [COALESCED, PACKED], ids=["coalesced", "packed"])

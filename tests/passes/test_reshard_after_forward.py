@@ -8,12 +8,12 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from graphshard.errors import PassError
-from graphshard.graph import collectives, fake
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import collectives, fake
+from graphshard.ir.printer import print_program
+from graphshard.ir.program import Program
 from graphshard.passes import ReshardAfterForward
-from graphshard.pipeline import run_pass
-from graphshard.printer import print_program
-from graphshard.program import Program
+from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import Blocks, Scale, assert_gradients, captured, full_gradients, step, target_name, through
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

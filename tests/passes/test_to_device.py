@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphshard.errors import ArtifactError
-from graphshard.graph import calls_of
+from graphshard.ir.errors import ArtifactError
+from graphshard.ir.graph import calls_of
+from graphshard.ir.printer import print_program
 from graphshard.passes import ToDevice
-from graphshard.pipeline import Pipeline, run_pass
-from graphshard.printer import print_program
+from graphshard.pipeline.pipeline import Pipeline, run_pass
 from tests.helpers import Blocks, captured, copied, step, through
 
 

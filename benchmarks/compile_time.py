@@ -1,0 +1,118 @@
+"""Seconds to compile the example model, by depth: graphshard by region beside torch.compile of the whole model.
+
+    python benchmarks/compile_time.py [--layers 4 8 16 32] [--dim 256] [--seq 128] [--batch 4] [--json FILE]
+
+Every measurement is a process of its own with an empty Inductor cache, so everything is compiled from nothing. Both
+compile forward and backward. graphshard compiles for a fake world of 8 ranks; torch.compile has no sharding to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STAGES = ("capture", "passes", "planning", "lowering")
+
+
+def main() -> None:
+    """Measure each depth in fresh processes and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 16, 32])
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--repeat", type=int, default=1, help="processes per measurement; medians are printed")
+    parser.add_argument("--json", type=Path, help="write the measurements to this file")
+    parser.add_argument("--measure", choices=("graphshard", "torch.compile"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(args.measure, args.layers[0], args.dim, args.seq, args.batch)))
+        return
+
+    rows = {}
+    print(
+        f"{'layers':>6} {'capture':>8} {'passes':>8} {'planning':>8} {'lowering':>8} {'total':>8} {'regions':>8}",
+        end="",
+    )
+    print(f" {'distinct':>8}   {'torch.compile':>13}   seconds, everything compiled from nothing")
+    for layers in args.layers:
+        ours = fresh_process("graphshard", layers, args)
+        whole = fresh_process("torch.compile", layers, args)
+        rows[layers] = {"graphshard": ours, "torch.compile": whole}
+        times = " ".join(f"{ours[stage]:8.1f}" for stage in (*STAGES, "total"))
+        print(f"{layers:6} {times} {ours['regions']:8.0f} {ours['distinct']:8.0f}   {whole['total']:13.1f}", flush=True)
+    if args.json:
+        partial = args.json.with_suffix(".partial")
+        partial.write_text(json.dumps(rows, indent=1))
+        partial.replace(args.json)
+
+
+def fresh_process(what: str, layers: int, args: argparse.Namespace) -> dict[str, float]:
+    """Medians over processes that start with an empty cache."""
+    sizes = ["--layers", layers, "--dim", args.dim, "--seq", args.seq, "--batch", args.batch]
+    runs = []
+    for _ in range(args.repeat):
+        with tempfile.TemporaryDirectory() as cache:
+            env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+            command = [sys.executable, __file__, "--measure", what, *map(str, sizes)]
+            output = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+        runs.append(json.loads(output.splitlines()[-1]))
+    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+
+
+def measure(what: str, layers: int, dim: int, seq: int, batch: int) -> dict[str, float]:
+    """Compile the example model once in this process."""
+    import torch
+
+    sys.path.insert(0, str(EXAMPLES))
+    from llama import Llama, LlamaConfig
+
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(layers=layers, dim=dim, heads=max(1, dim // 64), seq=seq))
+    tokens = torch.randint(0, 256, (batch, seq))
+    if what == "graphshard":
+        return measure_graphshard(model, tokens)
+    start = time.perf_counter()
+    torch.compile(model, fullgraph=True)(tokens, tokens).backward()
+    return {"total": time.perf_counter() - start}
+
+
+def measure_graphshard(model, tokens) -> dict[str, float]:
+    """Compile for a fake world of 8 ranks; nothing runs."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import graphshard
+
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    mesh = init_device_mesh("cpu", (8,))
+    start = time.perf_counter()
+    graphshard.compile(model, mesh, example_inputs=(tokens, tokens))
+    total = time.perf_counter() - start
+    (program,) = graphshard.programs(model)
+    seconds = {stage.name: stage.seconds for stage in program.history}
+    capture, planning = seconds["capture"], seconds["plan"]
+    passes = sum(seconds.values()) - capture - planning - seconds["lower"]
+    dist.destroy_process_group()
+    return {
+        "capture": capture,
+        "passes": passes,
+        "planning": planning,
+        "lowering": program.lowering_seconds,
+        "total": total,
+        "regions": program.num_regions,
+        "distinct": program.num_distinct_regions,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Seconds that explain takes for models of Llama-3 shapes on the meta device.
+
+    python benchmarks/explain.py [--shape 405b] [--layers 126] [--ranks 1024] [--seq 8192] [--hardware h100]
+
+Prints the time of each step (wall clock and this process's CPU time, which a shared machine inflates less), and the
+prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import graphshard
+from graphshard.explain.study import Study
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import llama
+
+SHAPES = {
+    "8b": {"layers": 32, "dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab": 128256},
+    "70b": {"layers": 80, "dim": 8192, "heads": 64, "kv_heads": 8, "hidden": 28672, "vocab": 128256},
+    "405b": {"layers": 126, "dim": 16384, "heads": 128, "kv_heads": 8, "hidden": 53248, "vocab": 128256},
+}
+
+
+def main() -> None:
+    """Time one prediction, and a second one on another machine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="405b")
+    parser.add_argument("--layers", type=int, help="instead of the shape's own")
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--hardware", default="h100")
+    args = parser.parse_args()
+    sizes = {**SHAPES[args.shape], **({"layers": args.layers} if args.layers else {})}
+    with torch.device("meta"):
+        model = llama.Llama(llama.LlamaConfig(seq=args.seq, **sizes))
+    tokens = torch.zeros(1, args.seq, dtype=torch.long)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    started = last = (time.perf_counter(), time.process_time())
+    doing = ""
+
+    def show(text: str) -> None:
+        nonlocal last, doing
+        now = (time.perf_counter(), time.process_time())
+        if doing:
+            print(f"{doing:24} {now[0] - last[0]:7.1f} s {now[1] - last[1]:7.1f} s CPU", flush=True)
+        last, doing = now, text
+
+    study = Study(model, (tokens, tokens), None, {"mp_policy": policy}, show=show)
+    found = study.explain((args.ranks,), graphshard.load_profile(args.hardware), "isolated")
+    show("another network")
+    study.explain((args.ranks,), graphshard.load_profile(args.hardware), "in-training")
+    show("")
+    last, doing = started, f"all of {sizes['layers']} layers"
+    show("")
+    print(found)
+
+
+if __name__ == "__main__":
+    main()

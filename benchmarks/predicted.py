@@ -1,0 +1,142 @@
+"""Predicted against measured: step time and peak memory of the example's model on gloo ranks, three sizes.
+
+    torchrun --nproc-per-node 2 -m graphshard calibrate --out machine.json
+    python benchmarks/predicted.py --hardware machine.json [--steps 15] [--backend inductor] [--ranks 2]
+
+Predicted is what the plan says of itself. Measured is the median step of the slowest rank, with fused AdamW, and the
+peak of what a rank has allocated for tensors: parameters and optimizer state, and on top of them what the profiler sees
+a step allocate and free.
+
+A machine that others use runs at a part of its speed at times. So a product is timed on all ranks before and after each
+step, and steps count that ran while its speed was within 10 % of the profile's ("steps": how many of all; if none did
+in five minutes, all count and the speed is shown).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import graphshard
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import llama
+
+SIZES = (
+    {"layers": 4, "dim": 256, "batch": 4, "seq": 128},
+    {"layers": 4, "dim": 512, "batch": 4, "seq": 128},
+    {"layers": 8, "dim": 512, "batch": 8, "seq": 256},
+)
+
+
+PROBE = 1024  # rows and columns
+NEAR = 0.1
+LONGEST = 300.0  # seconds of steps
+
+
+def probe() -> float:
+    """FLOP/s of the slowest rank now."""
+    a, b = torch.rand(PROBE, PROBE), torch.rand(PROBE, PROBE)
+    a @ b
+    began = time.perf_counter()
+    for _ in range(3):
+        a @ b
+    taken = torch.tensor((time.perf_counter() - began) / 3)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return 2 * PROBE**3 / taken.item()
+
+
+def peak_of(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> int:
+    """Most bytes of tensors that are alive at once in a step."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    held = [*params, *(t for state in optimizer.state.values() for t in state.values())]
+    total = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in held)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text("utf-8"))["traceEvents"]
+    memory = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+    return total + max(itertools.accumulate(change for _, change in memory))
+
+
+def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -> None:
+    """One rank: train one model, print on rank 0."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+    mesh = init_device_mesh("cpu", (args.ranks,))
+    torch.manual_seed(0)
+    model = llama.Llama(llama.LlamaConfig(layers=size["layers"], dim=size["dim"], seq=size["seq"]))
+    model = graphshard.compile(model, mesh, backend=args.backend, hardware=args.hardware)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    tokens = torch.randint(256, (2, size["batch"], size["seq"]))
+
+    def step() -> None:
+        model(tokens[0], tokens[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    speed = graphshard.load_profile(args.hardware or "cpu-gloo").rate("float32").peak
+    times, near, speeds = [], [], [probe()]
+    while len(near) < args.steps and sum(times) < LONGEST:
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        taken = torch.tensor(time.perf_counter() - began)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        times.append(taken.item())
+        speeds.append(probe())
+        if all(abs(found / speed - 1) < NEAR for found in speeds[-2:]):
+            near.append(times[-1])
+    peak = peak_of(step, optimizer)
+    if rank == 0:
+        (program,) = graphshard.programs(model)
+        assert program.plan is not None
+        predicted = program.plan.prediction
+        assert predicted is not None
+        seconds = statistics.median(near or times)
+        counted = f"{len(near)}/{len(times)}" if near else f"at {statistics.median(speeds) / speed:.0%}"
+        print(
+            f"{', '.join(f'{name} {value}' for name, value in size.items()):40}"
+            f"{predicted.step_seconds * 1e3:10.1f}{seconds * 1e3:10.1f}{predicted.step_seconds / seconds - 1:+9.0%}"
+            f"{predicted.peak_bytes / 2**20:10.1f}{peak / 2**20:10.1f}{predicted.peak_bytes / peak - 1:+9.0%}"
+            f"{counted:>10}",
+            flush=True,
+        )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Each size in processes of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hardware", help="profile of this machine; None is what compile takes")
+    parser.add_argument("--backend", choices=("inductor", "eager"), default="inductor")
+    parser.add_argument("--steps", type=int, default=15, help="that count")
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
+    print(f"{'':40}{'step, ms':>29}{'peak, MiB':>29}")
+    print(
+        f"{'':40}{'predicted':>10}{'measured':>10}{'error':>9}{'predicted':>10}{'measured':>10}{'error':>9}{'steps':>10}"
+    )
+    for size in SIZES:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(run, (args, size, f"{folder}/store"), args.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Scheduling problems of transformers, from their shapes: no graph, no tensors.
+
+A layer is four items forward (projections into attention; attention and its output; into the feed-forward; out of it)
+and the same four backwards, at twice the multiplications. Matrices travel in bfloat16, gradients in float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from graphshard.cost.costs import Costs
+from graphshard.ir.plan import CollectiveKind
+from graphshard.ir.program import Axis
+from graphshard.schedule import Chain, Link, Problem, Transfer
+from graphshard.schedule.build import make_link
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder; with `experts`, every second layer has that many feed-forwards, of which a token uses `active`."""
+
+    name: str
+    layers: int
+    dim: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int = 128256
+    experts: int = 0
+    active: int = 2
+
+    def is_expert(self, layer: int) -> bool:
+        return self.experts > 0 and layer % 2 == 1
+
+
+LLAMA_8B = Shape("Llama-3 8B", 32, 4096, 14336, 32, 8)
+LLAMA_70B = Shape("Llama-3 70B", 80, 8192, 28672, 64, 8)
+LLAMA_405B = Shape("Llama-3 405B", 126, 16384, 53248, 128, 8)
+MOE = Shape("MoE 32x16", 32, 4096, 14336, 32, 8, experts=16)
+SHAPES = (LLAMA_8B, LLAMA_70B, LLAMA_405B, MOE)
+
+
+@dataclass(frozen=True)
+class Item:
+    """Compute between two uses of parameters: elements by name; multiply-adds and saved bytes per token."""
+
+    unit: str
+    sizes: dict[str, int]
+    work: float
+    attention: float = 0.0
+    saved: int = 0
+
+
+def items(shape: Shape, seq: int) -> Iterator[Item]:
+    """The forward pass in order."""
+    dim, kv = shape.dim, shape.dim * shape.kv_heads // shape.heads
+    yield Item("", {"embed": shape.vocab * dim}, 0.0, saved=0)
+    for layer in range(shape.layers):
+        unit = f"layers.{layer}"
+        into = {"norm1": dim, "wq": dim * dim, "wk": dim * kv, "wv": dim * kv}
+        yield Item(unit, into, dim * dim + 2 * dim * kv, saved=2 * dim + 2 * (dim + 2 * kv))
+        yield Item(unit, {"wo": dim * dim}, dim * dim, attention=2 * seq * dim / 2, saved=4 * dim)
+        copies = shape.experts if shape.is_expert(layer) else 1
+        used = shape.active if shape.is_expert(layer) else 1
+        up = {"norm2": dim, "w1": copies * dim * shape.ffn, "w3": copies * dim * shape.ffn}
+        yield Item(unit, up, 2 * used * dim * shape.ffn, saved=2 * dim + 4 * used * shape.ffn)
+        yield Item(unit, {"w2": copies * dim * shape.ffn}, used * dim * shape.ffn, saved=2 * dim)
+    yield Item("", {"norm": dim, "head": shape.vocab * dim}, shape.vocab * dim, saved=2 * shape.vocab)
+
+
+def link_of(costs: Costs, ranks: int) -> Link:
+    """All ranks shard over one axis."""
+    return make_link(costs, Axis("shard", ranks))
+
+
+def problem(shape: Shape, costs: Costs, ranks: int, tokens: int, seq: int, link: Link) -> Problem:
+    """The step without its optimizer, one transfer per parameter.
+
+    The root's parameters stay gathered between forward and backward, all others are gathered again, as is FSDP2's
+    default. `tokens` is per rank.
+    """
+    found = list(items(shape, seq))
+    rate, bandwidth = costs.profile.rate("bfloat16"), costs.profile.memory_bandwidth
+
+    def seconds(item: Item, times: float) -> float:
+        multiplied = 2 * item.work * tokens * times / (rate.peak * rate.matmul)
+        attended = 2 * item.attention * tokens * (times if times == 1 else 2.5) / (rate.peak * rate.attention)
+        return multiplied + attended + 3 * times * item.saved * tokens / bandwidth + costs.profile.kernel_seconds
+
+    total = sum(size for item in found for size in item.sizes.values())
+    state = 16 * total // ranks  # float32 parameters, gradients, and two states of Adam
+    saved = list(itertools.accumulate(item.saved * tokens for item in found))
+    end = len(found)
+    forward = Chain(
+        "forward",
+        tuple(seconds(item, 1) for item in found),
+        tuple(state + s for s in saved),
+        tuple(_transfer("gather", item, name, at, end, ranks) for at, item in enumerate(found) for name in item.sizes),
+    )
+    root = 2 * sum(size for item in found if not item.unit for size in item.sizes.values())
+    backwards = list(enumerate(reversed(found)))
+    backward = Chain(
+        "backward",
+        tuple(seconds(item, 2) for item in reversed(found)),
+        tuple(state + root + s + item.saved * tokens for s, item in zip(reversed(saved), reversed(found))),
+        tuple(
+            _transfer("gather", item, name, at, end, ranks)
+            for at, item in backwards
+            if item.unit
+            for name in item.sizes
+        ),
+        tuple(_transfer("reduce", item, name, at + 1, end, ranks) for at, item in backwards for name in item.sizes),
+    )
+    return Problem((forward, backward), link)
+
+
+def _transfer(kind: CollectiveKind, item: Item, name: str, at: int, end: int, ranks: int) -> Transfer:
+    width = 2 if kind == "gather" else 4
+    num_bytes = width * item.sizes[name]
+    small = num_bytes // ranks < 64 * 1024
+    return Transfer(
+        name=f"{item.unit}.{name}".strip("."),
+        num_bytes=num_bytes,
+        at=at,
+        last=-1 if kind == "reduce" else at if item.unit else end - 1,
+        num_small=int(small),
+        small_bytes=num_bytes if small else 0,
+    )
+
+
+def joined(chain: Chain) -> Chain:
+    """Transfers that are needed or ready at the same position travel together; a problem of less size, no less good."""
+    return replace(chain, gathers=_joined(chain.gathers), reductions=_joined(chain.reductions))
+
+
+def _joined(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+    groups = [list(group) for _, group in itertools.groupby(transfers, key=lambda t: (t.at, t.last))]
+    return tuple(merged(group) for group in groups)
+
+
+def merged(group: list[Transfer]) -> Transfer:
+    """Several transfers as one."""
+    return replace(
+        group[0],
+        num_bytes=sum(t.num_bytes for t in group),
+        last=max(t.last for t in group),
+        num_tensors=sum(t.num_tensors for t in group),
+        num_small=sum(t.num_small for t in group),
+        small_bytes=sum(t.small_bytes for t in group),
+    )

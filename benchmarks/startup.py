@@ -1,0 +1,98 @@
+"""Seconds from a model to the end of its first training step: compiled in process, and loaded from an exported file.
+
+    python -m benchmarks.startup [--layers 2 8] [--backend inductor eager]
+
+One rank, in a fresh process each time. "compile, cached" finds Inductor's kernels of an earlier run in its cache.
+Importing torch and graphshard and making the model are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def main() -> None:
+    args = _parse_args()
+    if args.child:
+        print(json.dumps(_child(args)))
+        return
+    print(f"{'layers':>6} {'backend':>8} {'export':>8} {'compile':>8} {'cached':>8} {'load':>8} {'compile/load':>12}")
+    for layers in args.layers:
+        for backend in args.backend:
+            _measure(layers, backend, args.repeats)
+
+
+def _measure(layers: int, backend: str, repeats: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        common = ["--layers", str(layers), "--backend", backend, "--file", f"{directory}/llama.gshard"]
+        caches = f"{directory}/export", f"{directory}/compile", f"{directory}/load"
+        export = _run("export", common, caches[0])
+        compiled = _run("compile", common, caches[1])
+        cached = min(_run("compile", common, caches[1]) for _ in range(repeats))
+        loaded = min(_run("load", common, caches[2]) for _ in range(repeats))
+    numbers = f"{export:8.1f} {compiled:8.1f} {cached:8.1f} {loaded:8.2f} {compiled / loaded:12.0f}"
+    print(f"{layers:6} {backend:>8} {numbers}", flush=True)
+
+
+def _run(what: str, common: list[str], cache: str) -> float:
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": cache,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
+    }
+    command = [sys.executable, "-m", "benchmarks.startup", "--child", what, *common]
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
+
+
+def _child(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from llama import Llama, LlamaConfig
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import graphshard
+
+    (layers,), (backend,) = args.layers, args.backend
+    config = LlamaConfig(layers=layers, dim=64, heads=2, seq=32)
+    tokens = torch.randint(0, 256, (2, 32))
+    if args.child == "export":
+        with torch.device("meta"):
+            model = Llama(config)
+        start = time.perf_counter()
+        graphshard.export(model, (1,), args.file, example_inputs=(tokens, tokens), backend=backend, device="cpu")
+        return {"seconds": time.perf_counter() - start}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    model = Llama(config)
+    start = time.perf_counter()
+    if args.child == "load":
+        graphshard.load(args.file, model, mesh)
+    else:
+        graphshard.compile(model, mesh, backend=backend)
+    model(tokens, tokens).backward()
+    return {"seconds": time.perf_counter() - start}
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--backend", nargs="+", default=["eager", "inductor"], choices=["eager", "inductor"])
+    parser.add_argument("--repeats", type=int, default=3, help="runs of which the fastest counts")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--file", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Seconds of a training step of the example's model on gloo ranks: graphshard, FSDP2 and DDP, interleaved.
+
+    python benchmarks/step_time.py [--steps 30] [--layers 4] [--dim 256] [--batch 4] [--seq 128] [--ranks 2]
+
+All variants live in the same processes and take turns, step by step, so that the load of a shared machine meets all
+alike. Prints medians of the slowest rank, quartiles, and ratios to eager FSDP2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import graphshard
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import llama
+
+VARIANTS = ("graphshard inductor", "graphshard eager", "FSDP2", "FSDP2 compiled blocks", "DDP")
+BASE = "FSDP2"
+
+
+def variant(name: str, model: nn.Module) -> nn.Module:
+    """The model made ready as the name says."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if name.startswith("graphshard"):
+        return graphshard.compile(model, mesh, backend=name.split()[1])
+    if name == "DDP":
+        return DistributedDataParallel(model)
+    for block in model.layers:
+        if "compiled" in name:
+            block.compile()
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def run(rank: int, args: argparse.Namespace, store: str) -> None:
+    """One rank: all variants take turns."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+    torch.manual_seed(0)
+    sizes = {"layers": args.layers, "dim": args.dim, "seq": args.seq}
+    model = llama.Llama(llama.LlamaConfig(**sizes))
+    torch.manual_seed(rank)
+    batches = [torch.randint(256, (2, args.batch, args.seq)) for _ in range(4)]
+    steps: dict[str, Callable[[torch.Tensor], float]] = {}
+    for name in args.variants:
+        ready = variant(name, copy.deepcopy(model))
+        steps[name] = stepper(ready, torch.optim.AdamW(ready.parameters(), lr=1e-3))
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(args.warmup + args.steps):
+        for name, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            step(batches[number % len(batches)])
+            taken = torch.tensor(time.perf_counter() - began)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            if number >= args.warmup:
+                found[name].append(taken.item())
+    if rank == 0:
+        show(found)
+    dist.destroy_process_group()
+
+
+def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
+    """A function that trains one step; returns the loss."""
+
+    def step(batch: torch.Tensor) -> float:
+        loss = model(batch[0], batch[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def show(found: dict[str, list[float]]) -> None:
+    """The table."""
+    base = statistics.median(found.get(BASE) or next(iter(found.values())))
+    print(f"{'':24}{'median ms':>10}{'quartiles':>18}{'to ' + BASE:>10}")
+    for name, seconds in found.items():
+        low, middle, high = statistics.quantiles(seconds, n=4)
+        print(f"{name:24}{middle * 1e3:10.1f}{low * 1e3:9.1f}{high * 1e3:9.1f}{middle / base:10.2f}")
+
+
+def main() -> None:
+    """Start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("ranks", 2), ("steps", 30), ("warmup", 3), ("layers", 4), ("dim", 256), ("batch", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run, (args, f"{folder}/store"), args.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Compile ahead of time, for a mesh and a machine that need not be here: `graphshard.export`.
+
+One process, no process group, no weights. For each mesh every call is captured, scheduled and lowered as `compile`
+would; regions are compiled once for all of them. What comes out is one file for all ranks, see `artifact/members.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from graphshard.artifact.exporter import Exporter, in_mode, operators_only, with_threads
+from graphshard.artifact.fingerprint import environment, model_facts, options_of
+from graphshard.artifact.members import Captured, MeshPrograms, Stored, write_artifact
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import Profile, load_profile
+from graphshard.explain.study import Mesh, mesh_axes
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.program import Axis
+from graphshard.ir.progress import progress
+from graphshard.lower.regions import Compiler, RegionCall
+from graphshard.module.prepare import prepare
+from graphshard.options.checks import check_examples, check_model
+from graphshard.passes import ToDevice
+from graphshard.pipeline.pipeline import Pipeline
+from graphshard.runtime.groups import replicated_over
+
+Mode = Literal["training", "inference", "both"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that an artifact has a program for.
+
+    Attributes:
+        inputs, kwargs: of one rank; only shapes, dtypes and non-tensor values matter.
+        entry: name of the submodule that is called; "" is the model.
+        training: in train() or eval() mode; None leaves every module in the mode it is in.
+        grad: with backward; otherwise under `torch.no_grad()`.
+        gradients: further sets of outputs, by their index among the output's leaves, that a backward is to be there
+            for; one for the likely set, the losses, is there in any case.
+    """
+
+    inputs: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    entry: str = ""
+    training: bool | None = None
+    grad: bool = True
+    gradients: Sequence[Sequence[int]] = ()
+
+
+def export(
+    model: nn.Module,
+    mesh: Mesh | Sequence[Mesh],
+    path: str | os.PathLike[str],
+    *,
+    example_inputs: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    mode: Mode = "training",
+    calls: Sequence[Call] = (),
+    accumulate: bool = False,
+    device: Literal["cpu", "cuda"] | None = None,
+    threads: int | None = None,
+    compile_regions: bool | None = None,
+    hardware: str | os.PathLike[str] | Profile | None = None,
+    **options: Any,
+) -> Path:
+    """Compile a module for a mesh that need not exist, in one process, into one file that every rank loads.
+
+    Nothing of the module is changed or allocated; it may be on the meta device. There need be no process group.
+
+    For GPUs on a machine without one the file holds programs, plans and graphs; their regions are compiled on the
+    target, at the first load or by `graphshard finish FILE`. Operators that only the CPU has, such as its attention,
+    cannot be moved: that is an error that names them.
+
+    Args:
+        model: any module that torch.export can trace.
+        mesh: a DeviceMesh, the shape of one such as `(8,)`, `{"shard": 8}` or, to replicate over the first axis and to
+            shard over the second, `(2, 4)` or `{"replicate": 2, "shard": 4}`; or a list of those: one file for all of
+            them. Regions do not depend on the number of ranks, except those that pack shards.
+        path: the file, by convention with the ending `.gshard`. With the ending `.pt2`, for one rank and
+            mode="inference", it is PyTorch's own: the program with the model's weights, for `torch.export.load`.
+        example_inputs, example_kwargs: inputs of one rank's call; only shapes, dtypes and non-tensor values matter.
+        mode: what they are captured for: "training" (forward and backward, modules in the modes they are in),
+            "inference" (forward alone, in eval() mode and under no_grad) or "both".
+        calls: further calls that the file is to have programs for: other inputs, submodules, modes, gradients.
+        accumulate: True has the file hold what gradient accumulation takes, too: the backwards of steps of any number
+            of microbatches, for `set_requires_gradient_sync(False)` of the whole model until the last one and, on two
+            axes, for `set_requires_all_reduce(False)`. They are up to 3 and 6 further backwards for each set of
+            outputs that there is a backward for.
+        device: what kind of device it is for; None is that of a DeviceMesh, or CUDA where there is a GPU here.
+        threads: threads of each rank that CPU code is compiled for; None is torch.get_num_threads() here.
+        compile_regions: False leaves regions to the first load, or to `graphshard finish FILE` on the target machine;
+            None compiles them if there is such a device here. With backend="eager" there is nothing to compile.
+        hardware: the machine that the summary's prediction is for, as for `graphshard.explain`.
+        options: those of `graphshard.compile`: mp_policy, units, passes, backend, dynamic_shapes and so on.
+
+    Returns:
+        The path.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        CaptureError: the module cannot be captured from the inputs.
+        ArtifactError: something of a program cannot be stored.
+    """
+    check_model(model)
+    check_examples(options.get("units"), example_inputs, example_kwargs, options.get("dynamic_shapes"))
+    target = _target(path)
+    meshes = [mesh_axes(item) for item in _meshes(mesh)]
+    wanted = _calls(example_inputs, example_kwargs, mode, calls)
+    kind = _device(device, mesh)
+    if not isinstance(accumulate, bool):
+        raise ArgumentError(f"accumulate must be True or False, got {accumulate!r}.")
+    _check_options(options)
+    machine = load_profile(hardware if hardware is not None else "h100" if kind.type == "cuda" else "cpu-gloo")
+    if "ignored_params" in options:
+        options["ignored_params"] = list(options["ignored_params"] or ())
+    if target.suffix == ".pt2":
+        return _plain(model, meshes, wanted, kind, target, options)
+    regions: dict[str, Stored] = {}
+    compiled: dict[str, RegionCall] = {}
+    found = []
+    with progress(f"graphshard: export {type(model).__name__}") as show, with_threads(threads):
+        moved = kind.type == "cuda" and not torch.cuda.is_available()
+        compiler, later = _compiler(options.get("backend", "inductor"), kind, compile_regions)
+        for axes in meshes:
+            device_here = torch.device("cpu") if moved else kind
+            runner = prepare(model, axes[-1], device_here, None, replicate=replicated_over(axes), **options)
+            described = options_of(runner)
+            runner.compiled = compiled
+            if moved:
+                runner.pipeline = Pipeline((ToDevice(kind.type), *runner.pipeline))
+            costs = Costs(machine, mesh=axes)
+            exporter = Exporter(runner, model, compiler, costs, later, accumulate, regions, _prefixed(show, axes))
+            programs = tuple(_captured(exporter, call) for call in wanted)
+            found.append(MeshPrograms(axes, described, runner.spec.params, programs))
+        native = any(stored.code == "native" for stored in regions.values())
+        fingerprint = {
+            "environment": environment(kind, native=native),
+            "model": model_facts(model),
+        }
+    write_artifact(target, fingerprint, found, regions)
+    return target
+
+
+def _plain(
+    model: nn.Module,
+    meshes: list[tuple[Axis, ...]],
+    calls: list[Call],
+    device: torch.device,
+    path: Path,
+    options: Mapping[str, Any],
+) -> Path:
+    """Export one forward of one rank in PyTorch's own format."""
+    if [[axis.size for axis in axes] for axes in meshes] != [[1]] or len(calls) != 1 or calls[0].grad or calls[0].entry:
+        raise ArgumentError(
+            f"{path.name}: a .pt2 file holds one program for one rank, without gradients. Pass mesh=(1,) and "
+            'mode="inference", or a path that ends in .gshard.'
+        )
+    from graphshard.artifact.plain import export_plain
+
+    ((axis,),), (call,) = meshes, calls
+    runner = prepare(model, axis, device, None, **options)
+    export_plain(runner, model, call.inputs, call.kwargs, path, options.get("dynamic_shapes"))
+    return path
+
+
+def _captured(exporter: Exporter, call: Call) -> Captured:
+    with in_mode(exporter.model, call.training):
+        return exporter.capture(call.inputs, call.kwargs, entry=call.entry, grad=call.grad, gradients=call.gradients)
+
+
+def _prefixed(show: Callable[[str], None], axes: tuple[Axis, ...]) -> Callable[[str], None]:
+    ranks = " x ".join(str(axis.size) for axis in axes)
+    return lambda text: show(f"{ranks} ranks: {text}")
+
+
+def _target(path: Any) -> Path:
+    """Where to write; checked before hours of compilation, not after."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"path must be a file such as 'model.gshard', got {type(path).__name__}.")
+    target = Path(path)
+    if target.is_dir() or not os.access(target.parent, os.W_OK):
+        raise ArgumentError(f"path: {target} cannot be written. Give a file in a directory that is there and writable.")
+    return target
+
+
+def _meshes(mesh: Any) -> list[Any]:
+    """The meshes meant: a shape is a tuple or list of numbers, several are a list of shapes."""
+    if isinstance(mesh, (list, tuple)) and mesh and not isinstance(mesh[0], int):
+        return list(mesh)
+    return [mesh]
+
+
+def _calls(inputs: Any, kwargs: Any, mode: str, calls: Any) -> list[Call]:
+    if mode not in get_args(Mode):
+        raise ArgumentError(f"mode must be one of {', '.join(map(repr, get_args(Mode)))}, got {mode!r}.")
+    if not isinstance(calls, (list, tuple)) or not all(isinstance(call, Call) for call in calls):
+        raise ArgumentError(f"calls must be a list of graphshard.Call, got {calls!r}.")
+    found = []
+    if inputs is not None or kwargs is not None:
+        given = tuple(inputs or ()), dict(kwargs or {})
+        found += [Call(*given)] if mode != "inference" else []
+        found += [Call(*given, training=False, grad=False)] if mode != "training" else []
+    found += calls
+    if not found:
+        raise ArgumentError("export needs example_inputs, example_kwargs or calls: inputs of one rank's call.")
+    return found
+
+
+def _device(device: Any, mesh: Any) -> torch.device:
+    if device not in ("cpu", "cuda", None):
+        raise ArgumentError(f"device must be 'cpu', 'cuda' or None, got {device!r}.")
+    if device is None and isinstance(mesh, DeviceMesh):
+        device = mesh.device_type
+    here = torch.cuda.is_available()
+    kind = device or ("cuda" if here else "cpu")
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" and here else torch.device(kind)
+
+
+def _compiler(backend: str, device: torch.device, compile_regions: bool | None) -> tuple[Compiler, bool]:
+    """What regions are compiled with, and whether those without code are to be compiled on the target."""
+    here = device.type == "cpu" or torch.cuda.is_available()
+    if compile_regions and not here:
+        raise ArgumentError(
+            "compile_regions=True needs a GPU to compile for, and there is none here. Without it the file holds "
+            "programs, plans and graphs; `graphshard finish FILE` on the target machine adds the code."
+        )
+    if backend == "eager":
+        return operators_only, False
+    if compile_regions is False or not here:
+        return operators_only, True
+    from graphshard.lower import inductor  # takes seconds to import
+
+    return inductor.package_all, False
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Options are those that `prepare` takes of `compile`'s."""
+    known = [
+        name
+        for name, parameter in inspect.signature(prepare).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name != "directory"
+    ]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ArgumentError(f"export has no option {unknown[0]!r}. Of graphshard.compile's it has {', '.join(known)}.")

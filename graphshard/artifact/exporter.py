@@ -1,0 +1,262 @@
+"""One call of a module into a program for a file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphshard.artifact.members import Captured, Stored, StoredBackward, stored_region
+from graphshard.capture.inputs import count_tokens
+from graphshard.codec.lowered import encode_lowered
+from graphshard.codec.partitioned import encode_partitioned
+from graphshard.codec.passes import encode_pass
+from graphshard.cost.costs import Costs
+from graphshard.cost.multiplications import flop_of
+from graphshard.explain.predict import Bound, bound_of, explained
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.program import Phase, Program, Region
+from graphshard.lower.backends import num_kernels
+from graphshard.lower.packages import Package
+from graphshard.lower.regions import Boxed, Compiler, lower
+from graphshard.module.runner import Runner
+from graphshard.passes import AccumulateGradients
+from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.pipeline import Partitioned, rerun_backward
+from graphshard.runtime.accumulation import Accumulation
+
+
+@dataclass
+class Exporter:
+    """Captures the calls of a module for one mesh.
+
+    Attributes:
+        runner: without a mesh.
+        model: the module.
+        compiler: of regions.
+        costs: of the machine that predictions are for.
+        later: whether regions without a package are to be compiled on the target.
+        accumulate: whether there are to be backwards for steps of several microbatches.
+        regions: those captured so far, of all meshes, by their names in the file.
+        show: told what is being done.
+    """
+
+    runner: Runner
+    model: nn.Module
+    compiler: Compiler
+    costs: Costs
+    later: bool
+    accumulate: bool
+    regions: dict[str, Stored]
+    show: Callable[[str], None]
+    _count: int = field(default=0, init=False)
+
+    def capture(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        entry: str,
+        grad: bool,
+        gradients: Sequence[Sequence[int]],
+    ) -> Captured:
+        """The program of one call, and its backwards for gradients through other outputs than the likely ones.
+
+        Raises:
+            ArgumentError: `entry` is no submodule, or `gradients` are no outputs.
+        """
+        runner, module = self.runner, self.model
+        if entry:
+            module = self._submodule(entry)
+            runner = runner.entry(entry, "forward", module)
+        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        leaves = runner.on_device([_allocated(leaf) for leaf in leaves], structure)
+        with torch.set_grad_enabled(grad):
+            signature = runner.signature(module, leaves, structure)
+        call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
+        self.show("capture and passes")
+        observer = _Watch(runner.verify, None, runner.pipeline.passes, costs=self.costs)
+        program, partitioned = runner.trace(module, call_args, call_kwargs, observer, "exported", grad=grad)
+        program.capture = self._count
+        self._count += 1
+        text = program.history[-1].text
+        self.lower(program, observer)
+        plan = program.plan.to_json() if program.plan else "null"
+        data = self.encoded(program, module)
+        wanted = [_outputs(program, outputs) for outputs in gradients]
+        backwards: list[StoredBackward] = []
+        prediction, start = "", None
+        if partitioned is not None:
+            again = _Again(self, program, partitioned, runner, module)
+            backwards = list(again.backwards(wanted))
+            prediction = self._prediction(program, observer, leaves)
+            start = encode_partitioned(partitioned, program)
+        return Captured(entry, signature, data, backwards, text, plan, start, prediction)
+
+    def lower(self, program: Program, observer: Observer) -> None:
+        """Compile its regions and write its executors."""
+        lower(program, self.compiler, self.runner.compiled, self.show)
+        observer.lowered(program, self.runner.compiled)
+
+    def encoded(self, program: Program, module: nn.Module) -> dict[str, Any]:
+        """The program as data; its regions are kept. One compiled under conditions on dynamic sizes is its own."""
+        compiled = self.runner.compiled
+        names = {key: key if compiled[key].within is None else f"{key}-{program.capture}" for key in program.regions}
+        for key, name in names.items():
+            if name not in self.regions:
+                package = compiled[key].fn
+                assert isinstance(package, Package)
+                self.regions[name] = stored_region(
+                    program.regions[key], package, later=self.later and _fuses(program.regions[key])
+                )
+        data = encode_lowered(program, module)
+        return {
+            **data,
+            "regions": [names[key] for key in data["regions"]],
+            "region_calls": [names[key] for key in data["region_calls"]],
+        }
+
+    def _prediction(self, program: Program, seen: _Watch, leaves: Sequence[Any]) -> str:
+        if seen.bound is None:  # the passes make no plan
+            return ""
+        return str(explained(program, self.costs, seen.flop, seen.bound, tokens=count_tokens(leaves), states=2))
+
+    def _submodule(self, entry: str) -> nn.Module:
+        try:
+            return self.model.get_submodule(entry)
+        except AttributeError:
+            names = [name for name, _ in self.model.named_modules() if name][:5]
+            raise ArgumentError(
+                f"entry={entry!r} is no submodule of {type(self.model).__name__}; such are {', '.join(names)}."
+            ) from None
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Makes a program's other backwards."""
+
+    exporter: Exporter
+    program: Program
+    partitioned: Partitioned
+    runner: Runner
+    module: nn.Module
+
+    def backwards(self, gradients: Sequence[frozenset[str]]) -> Iterator[StoredBackward]:
+        """Those for gradients through other outputs, and for all of them those for steps of several microbatches."""
+        likely = frozenset(slot.name for slot in self.program.phases["backward"].inputs if slot.kind == "tangent")
+        for used in dict.fromkeys((likely, *gradients)):
+            if used != likely:
+                yield self._backward(used, None)[1]
+            if self.exporter.accumulate:
+                yield from self._microbatches(used)
+
+    def _microbatches(self, used: frozenset[str]) -> Iterator[StoredBackward]:
+        """Those that a step of three microbatches needs, and so one of any number.
+
+        Until the last one gradients are not reduced at all, or over shards only.
+        """
+        names = self.runner.model_names
+        settings = {"no-sync": "unsynced", "no-all-reduce": "unreplicated"}
+        if self.program.replicate is None:
+            del settings["no-all-reduce"]
+        made = set()
+        for setting, attribute in settings.items():
+            state = Accumulation()
+            for microbatch in ("first", "middle", "last"):
+                setattr(state, attribute, set(names.values()) if microbatch != "last" else set())
+                step = state.step(names)
+                if step is not None and step not in made:
+                    made.add(step)
+                    phase, stored = self._backward(used, step, f"{setting}-{microbatch}")
+                    state.follow(phase, names)
+                    yield stored
+
+    def _backward(
+        self, used: frozenset[str], step: AccumulateGradients | None, microbatch: str = ""
+    ) -> tuple[Phase, StoredBackward]:
+        observer = Observer(self.runner.verify, None, tuple(self.partitioned.passes(used, step)))
+        variant = rerun_backward(self.partitioned, self.program, used, step, observer)
+        self.exporter.lower(variant, observer)
+        data = self.exporter.encoded(variant, self.module)
+        accumulate = encode_pass(step) if step is not None else None
+        return variant.phases["backward"], StoredBackward(used, microbatch, {**data, "accumulate": accumulate})
+
+
+@dataclass
+class _Watch(Observer):
+    """Counts the multiplications of the captured graph, before passes, and bounds the step before it is scheduled."""
+
+    costs: Costs = field(kw_only=True)
+    flop: Mapping[str, float] = field(default_factory=dict, init=False)
+    bound: Bound | None = field(default=None, init=False)
+
+    def after(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True) -> None:
+        if name == "capture":
+            (phase,) = program.phases.values()
+            self.flop = flop_of(phase.module.graph.nodes)
+        if self.bound is None and program.plan is not None and "backward" in program.phases:
+            self.bound = bound_of(program, self.costs, program.plan, limit=None, states=2)
+        super().after(program, name, rewrites, seconds, exact=exact)
+
+
+def _outputs(program: Program, outputs: Sequence[int]) -> frozenset[str]:
+    """Outputs by name that gradients are to come through.
+
+    Raises:
+        ArgumentError: the program is not differentiable through one.
+    """
+    used = frozenset(map(str, outputs))
+    if not used <= set(program.tangents):
+        raise ArgumentError(
+            f"gradients={list(outputs)}: the program is differentiable through outputs "
+            f"{', '.join(program.tangents) or '(none)'} only."
+        )
+    return used
+
+
+def operators_only(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
+    """Compiles nothing: regions run as their operators, or are compiled on the target."""
+    for name in regions:
+        yield name, Package()
+
+
+def _fuses(region: Region) -> bool:
+    """Whether Inductor has something to do: a region of one operator runs as it is."""
+    return num_kernels(region.module) > 1
+
+
+def _allocated(leaf: Any) -> Any:
+    """An input that capture can look at: one on the meta device gets memory, but no values."""
+    if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, requires_grad=leaf.requires_grad)
+    return leaf
+
+
+@contextlib.contextmanager
+def in_mode(model: nn.Module, training: bool | None) -> Iterator[None]:
+    """All modules in train() or eval() mode within the block; None leaves them."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        if training is not None:
+            model.train(training)
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def with_threads(threads: int | None) -> Iterator[None]:
+    """Compile for a number of threads; None is this process's."""
+    before = torch.get_num_threads()
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        yield
+    finally:
+        torch.set_num_threads(before)

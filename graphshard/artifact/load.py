@@ -1,0 +1,168 @@
+"""Load what `graphshard.export` wrote: check, shard, bind. Nothing is traced and nothing compiled."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+
+from graphshard.artifact.fingerprint import (
+    MODEL_FIELDS,
+    OPTION_FIELDS,
+    differences,
+    environment,
+    model_facts,
+    options_of,
+    refuse,
+    table_differences,
+)
+from graphshard.artifact.library import Stored, read_stored
+from graphshard.artifact.members import Artifact, read_artifact
+from graphshard.codec.values import Decoder
+from graphshard.ir.errors import ArgumentError, ArtifactError
+from graphshard.ir.params import ParamTable, build_table
+from graphshard.ir.precision import Precision
+from graphshard.ir.program import Axis
+from graphshard.module.prepare import device_of, prepare, shard
+from graphshard.module.runner import Runner
+from graphshard.options.checks import check_mesh, check_model, default_mesh
+from graphshard.runtime.groups import axes_of
+
+log = logging.getLogger(__name__)
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def load(path: str | os.PathLike[str], model: ModuleT, mesh: DeviceMesh | None = None, **options: Any) -> ModuleT:
+    """Shard a module and run it by the programs of a file that `graphshard.export` wrote, in place.
+
+    Nothing is traced or compiled: not now, and not at a call. A call that the file has no program for is an error.
+    Everything that the programs depend on is compared first; nothing in the file is executed before. The file holds
+    native code: load only what you would run.
+
+    Args:
+        path: the same file on every rank.
+        model: as it was exported, on the CPU, on the mesh's device, or on the meta device.
+        mesh: as for `graphshard.compile`; one of those that the file was exported for.
+        options: those of `graphshard.compile`. They need not be given; those that are must be those of the export.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ArtifactError: the file is damaged, or does not fit; it names what, both values, and what to do. Nothing was
+            changed.
+        ArgumentError: an argument is wrong.
+    """
+    check_model(model)
+    mesh = mesh if mesh is not None else default_mesh()
+    check_mesh(mesh)
+    artifact = read_artifact(_path(path))
+    device = device_of(mesh)
+    axis, replicate = axes_of(mesh)
+    index = _check_place(artifact, device, axis, replicate)
+    params = artifact.params(index)
+    _check_model(artifact, model, params)
+    wanted = {**_options(artifact.meshes[index]["options"], model, params), **options}
+    try:
+        runner = prepare(model, axis, device, mesh, replicate=replicate, **wanted)
+    except TypeError as error:
+        raise ArgumentError(f"load: {error}") from None
+    # Passes and dynamic dims did their work when it was exported; they need not be given again.
+    given = {"passes": {"passes", "activation"}, "dynamic_shapes": {"dynamic_shapes"}}
+    left_out = [field for field, names in given.items() if not names & set(options)]
+    _check_options(artifact, index, runner, params, left_out)
+    runner.stored, runner.sealed = read_stored(artifact, index, model, runner), True
+    shard(model, runner)
+    runner.stored.install(model, runner)
+    return model
+
+
+def stored_for(path: str | os.PathLike[str], model: nn.Module, runner: Runner) -> Stored | None:
+    """The programs of a file for a runner; None, and a warning that says why, if it does not fit."""
+    try:
+        artifact = read_artifact(_path(path))
+        index = _check_place(artifact, runner.spec.device, runner.spec.axis, runner.spec.replicate)
+        params = artifact.params(index)
+        _check_model(artifact, model, params)
+        _check_options(artifact, index, runner, params)
+        runner.stored = read_stored(artifact, index, model, runner)
+    except ArtifactError as error:
+        log.warning("compiling instead of loading: %s", error)
+        return None
+    return runner.stored
+
+
+def _path(path: Any) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"path must be a file that graphshard.export wrote, got {type(path).__name__}.")
+    return Path(path)
+
+
+def _check_place(artifact: Artifact, device: torch.device, axis: Axis, replicate: Axis | None) -> int:
+    """Raise ArtifactError if versions, machine or mesh do not fit; the index of the mesh among those of the file."""
+    exported = artifact.facts["environment"]
+    if exported["device"] != device.type:  # the machine's other facts are those of the other kind of device
+        refuse(artifact.path, differences({"device": exported["device"]}, {"device": device.type}))
+    refuse(artifact.path, differences(exported, environment(device, native=artifact.native)))
+    wanted = {each.name: each.size for each in (replicate, axis) if each is not None}
+    meshes = [mesh["axes"] for mesh in artifact.meshes]
+    here = [list(mesh.items()) == list(wanted.items()) for mesh in meshes]  # the last axis shards: order matters
+    if not any(here):
+        raise ArtifactError(
+            f"{artifact.path} does not fit: mesh was {' or '.join(map(str, meshes))} when it was exported and is "
+            f"{wanted} here. Export again with this mesh in the list: export(model, [..., {wanted}], ...).",
+            field="mesh",
+        )
+    return here.index(True)
+
+
+def _check_model(artifact: Artifact, model: nn.Module, params: ParamTable) -> None:
+    """Raise ArtifactError if the module is another than was exported."""
+    exported, here = artifact.facts["model"], model_facts(model)
+    refuse(artifact.path, differences({"model": exported["model"]}, here))
+    table = build_table(model, num_shards=1, units=(), precision=Precision(), reshard_after_forward=None)
+    refuse(artifact.path, table_differences(params, table, MODEL_FIELDS))
+    for field in ("buffers", "attributes", "code"):
+        refuse(artifact.path, differences({field: exported[field]}, here))
+
+
+def _check_options(
+    artifact: Artifact, index: int, runner: Runner, params: ParamTable, left_out: Collection[str] = ()
+) -> None:
+    """Raise ArtifactError if the runner's options, but for some, are others than those of the export."""
+    exported, here = artifact.meshes[index]["options"], options_of(runner)
+    first = {name: exported[name] for name in ("units", "mp_policy", "mp_policies", "reshard_after_forward")}
+    refuse(artifact.path, differences(first, here))
+    refuse(artifact.path, table_differences(params, runner.spec.params, OPTION_FIELDS))
+    refuse(artifact.path, differences({name: exported[name] for name in exported if name not in left_out}, here))
+
+
+def _options(stored: Mapping[str, Any], model: nn.Module, params: ParamTable) -> dict[str, Any]:
+    """The options of the export, for `prepare`."""
+    value = Decoder().value
+    named = dict(model.named_parameters())
+    dims = {id(named[row.name]): row.dim for row in params}
+
+    def policy(of: Mapping[str, Any]) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(**{name: value(item) for name, item in of.items()})
+
+    reshard = {row.reshard for row in params}
+    offload = stored["offload_policy"]
+    return {
+        "mp_policy": {unit: policy(of) for unit, of in stored["mp_policies"].items()} or policy(stored["mp_policy"]),
+        "reshard_after_forward": stored["reshard_after_forward"] or (reshard.pop() if len(reshard) == 1 else None),
+        "shard_placement_fn": lambda param: Shard(dims[id(param)]),
+        "offload_policy": None if offload is None else CPUOffloadPolicy(pin_memory=offload["pin_memory"]),
+        "ignored_params": [named[row.name] for row in params if row.ignored],
+        "units": [tuple(unit.split(", ")) if ", " in unit else unit for unit in stored["units"]],
+        "backend": stored["backend"],
+    }

@@ -1,0 +1,105 @@
+"""A forward-only program for one rank as PyTorch's own `ExportedProgram`, in a `.pt2` that needs no graphshard."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphshard.artifact.exporter import in_mode
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.files import replacing
+from graphshard.ir.program import Phase, Program
+from graphshard.module.runner import Runner
+from graphshard.pipeline.observe import Observer
+
+
+def export_plain(
+    runner: Runner, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path, dynamic_shapes: Any
+) -> None:
+    """Write the program that one rank runs in inference, with the model's weights, for `torch.export.load`.
+
+    Casts of the precision policy are in the graph; parameters and buffers keep their names and dtypes.
+
+    Raises:
+        ArgumentError: a parameter is on the meta device: the file holds the weights.
+    """
+    meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if meta:
+        raise ArgumentError(
+            f"{path} is to hold the weights, and {meta[0]} is on the meta device. Load the weights first, or export a "
+            ".gshard file."
+        )
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    leaves = runner.on_device(leaves, structure)
+    call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
+    with in_mode(model, False), torch.no_grad():
+        observer = Observer(runner.verify, None, runner.pipeline.passes)
+        program, _ = runner.trace(model, call_args, call_kwargs, observer, "exported", grad=False)
+        plain = _Plain(program, model)
+        dynamic = _for_plain(model, args, kwargs, dynamic_shapes)
+        exported = torch.export.export(plain, call_args, call_kwargs, dynamic_shapes=dynamic, strict=False)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        torch.export.save(exported, file)
+
+
+def _for_plain(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], shapes: Any) -> Any:
+    """`dynamic_shapes` of the model's forward as those of `_Plain.forward`."""
+    if shapes is None:
+        return None
+    if not isinstance(shapes, Mapping):
+        return {"args": tuple(shapes)}
+    names = list(inspect.signature(type(model).forward).parameters)[1 : len(args) + 1]
+    positional = {"args": tuple(shapes.get(name) for name in names)} if args else {}
+    return {**positional, **{name: shapes.get(name) for name in kwargs}}
+
+
+class _Plain(nn.Module):
+    """A forward of one rank as a module whose parameters and buffers have the model's names."""
+
+    def __init__(self, program: Program, model: nn.Module) -> None:
+        super().__init__()
+        program.phases["forward"].module.recompile()  # after what passes did to the graph
+        self._program: list[Program] = [program]  # in a list, so that it is no submodule
+        for name, param in model.named_parameters(remove_duplicate=False):
+            self._owner(name).register_parameter(name.rpartition(".")[2], param)
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            self._owner(name).register_buffer(name.rpartition(".")[2], buffer)
+
+    def _owner(self, name: str) -> nn.Module:
+        """The module that holds a parameter; made where there is none."""
+        owner: nn.Module = self
+        for part in name.split(".")[:-1]:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        return owner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (program,) = self._program
+        phase: Phase = program.phases["forward"]
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs: list[Any] = []
+        for slot in phase.inputs:
+            if slot.kind == "param":
+                inputs.append(self.get_parameter(slot.name))
+            elif slot.kind == "input":
+                inputs.append(tensors[int(slot.name)])
+            elif slot.kind == "size":
+                size = next(size for size in program.sizes if size.name == slot.name)
+                inputs.append(tensors[size.source[0]].shape[size.source[1]])
+            else:
+                constant = program.constants.get(slot.name)
+                inputs.append(constant if constant is not None else self.get_buffer(slot.name))
+        results = []
+        for value, slot in zip(phase.module(*inputs), phase.outputs, strict=True):
+            if slot.kind == "output":
+                results.append(value)
+            elif slot.of == "buffer":
+                self.get_buffer(slot.name).copy_(value)
+        return pytree.tree_unflatten(results, program.out_spec)

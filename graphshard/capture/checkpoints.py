@@ -1,0 +1,158 @@
+"""Carry the user's `torch.utils.checkpoint` regions into the joint graph.
+
+Export would trace a checkpointed function and forget that it was one. While a module is captured, every form of
+checkpointing is therefore routed through an annotation of the nodes that are traced:
+
+    checkpoint(f, x, use_reentrant=False)    composable checkpoint(module)    -> _checkpoint_without_reentrant_generator
+    checkpoint(f, x, use_reentrant=True)                                      -> CheckpointFunction
+    checkpoint_wrapper(module)                                                -> either
+
+The annotation becomes torch's own marks: `ac_graph_id` says to which region a node belongs, `recompute` what the
+partitioner does with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed._composable import checkpoint_activation
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from graphshard.ir.errors import CaptureError
+from graphshard.ir.graph import is_backward, is_part
+from graphshard.ir.recomputed import RECOMPUTE, SAVE, maker_of, save_leaving
+
+_KEY = "graphshard_checkpoint"
+_SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+# The policy of a selective checkpoint: called with a context, an operator and its arguments.
+_PolicyFn = Callable[..., Any]
+
+
+@dataclass
+class CheckpointRegions:
+    """The checkpointed regions of one capture, in order of execution; `policies` holds None for a full checkpoint."""
+
+    policies: list[_PolicyFn | None] = field(default_factory=list)
+    depth: int = 0
+
+    @contextlib.contextmanager
+    def enter(self, policy: _PolicyFn | None) -> Iterator[None]:
+        """What is traced inside belongs to a new region. A checkpoint within a checkpoint belongs to the outer one."""
+        self.depth += 1
+        try:
+            if self.depth > 1:
+                yield
+            else:
+                self.policies.append(policy)
+                with annotate({_KEY: len(self.policies) - 1}):
+                    yield
+        finally:
+            self.depth -= 1
+
+
+@contextlib.contextmanager
+def trace_checkpoints() -> Iterator[CheckpointRegions]:
+    """While this is open, checkpointed functions are traced as what they are, and their nodes annotated."""
+    regions = CheckpointRegions()
+
+    def without_reentrant(_fn: Any, _preserve: bool, context_fn: Any = None, *_: Any, **__: Any) -> Iterator[None]:
+        with regions.enter(_policy_of(context_fn)):
+            yield
+
+    def reentrant(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        with regions.enter(None):
+            outputs = function(*args)
+        if torch.is_grad_enabled() and not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            warnings.warn(
+                "torch.utils.checkpoint with use_reentrant=True: none of the inputs requires a gradient, so nothing "
+                "inside receives one, parameters included. Use use_reentrant=False.",
+                stacklevel=2,
+            )
+            outputs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+        return outputs
+
+    generator = "_checkpoint_without_reentrant_generator"
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (torch_checkpoint, generator, without_reentrant),
+            (checkpoint_activation, generator, without_reentrant),
+            (torch_checkpoint.CheckpointFunction, "apply", reentrant),
+        ):
+            stack.enter_context(_replaced(owner, name, value))
+        stack.enter_context(preserve_node_meta())
+        yield regions
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value of an attribute for a while; an inherited one is inherited again afterwards."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def _policy_of(context_fn: Callable[[], tuple[Any, Any]] | None) -> _PolicyFn | None:
+    """The policy of `create_selective_checkpoint_contexts`; None where nothing is selected."""
+    if context_fn is None:
+        return None
+    context, _ = context_fn()
+    if isinstance(context, torch_checkpoint._CachingTorchDispatchMode):
+        return context.policy_fn
+    if isinstance(context, contextlib.nullcontext):
+        return None
+    raise CaptureError(
+        f"the context_fn of torch.utils.checkpoint returns a {type(context).__name__}, which cannot be traced. Return "
+        "what torch.utils.checkpoint.create_selective_checkpoint_contexts makes, or leave context_fn out."
+    )
+
+
+def interpret_submodules(module: GraphModule) -> None:
+    """Run the bodies of autocast and no_grad blocks node by node.
+
+    Called as code they would pass the annotation and the module stack of the block, not of the node, to what is
+    traced of them.
+    """
+    for child in module.modules():
+        if isinstance(child, GraphModule) and child is not module:
+            child.__dict__["forward"] = Interpreter(child).run
+
+
+def mark_checkpoints(joint: GraphModule, regions: CheckpointRegions) -> None:
+    """Turn the annotations of the forward nodes of a joint graph into marks for the partitioner."""
+    decisions: dict[Node, bool] = {}
+    for node in joint.graph.nodes:
+        custom = node.meta.pop("custom", {})
+        if node.op == "call_function" and _KEY in custom and not is_backward(node):
+            region = custom[_KEY]
+            # Eager mode asks about operators, not about the selection of one of their results.
+            maker = maker_of(node) if is_part(node) else node
+            if maker not in decisions:
+                decisions[maker] = _is_saved(maker, regions.policies[region])
+            node.meta["ac_graph_id"] = region
+            node.meta["recompute"] = SAVE if decisions[maker] else RECOMPUTE
+    save_leaving(joint.graph)
+
+
+def _is_saved(node: Node, policy_fn: _PolicyFn | None) -> bool:
+    # Eager mode asks no policy about the operators of the set.
+    if policy_fn is None or node.target in torch_checkpoint.SAC_IGNORED_OPS:
+        return False
+    args, kwargs, output = torch.fx.map_arg((node.args, node.kwargs, node), lambda n: n.meta["val"])
+    context = SelectiveCheckpointContext(is_recompute=False)
+    context.op_output = output  # torch 2.11 has none
+    return policy_fn(context, node.target, *args, **kwargs) in (True, *_SAVED)

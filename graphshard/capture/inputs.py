@@ -1,0 +1,58 @@
+"""Inputs of a call: where they must be, and what they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphshard.capture.dynamic_shapes import MARKS
+from graphshard.ir.errors import InputError
+
+_CONSTANTS = (int, float, bool, str, type(None))
+
+
+def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
+    """Input leaves with CPU tensors moved to the mesh's device, as FSDP2 does.
+
+    Raises:
+        InputError: a tensor is on another device, or a leaf is of a type that cannot be captured.
+    """
+    moved = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.device != device:
+            if leaf.device.type != "cpu":
+                raise InputError(
+                    f"input {_path(structure, index)} is on {leaf.device}, the model's mesh is on {device}. "
+                    f"Move it there before the call."
+                )
+            marks = {mark: getattr(leaf, mark) for mark in MARKS if hasattr(leaf, mark)}
+            leaf = leaf.to(device)
+            leaf.__dict__.update(marks)
+        elif not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
+            raise InputError(
+                f"input {_path(structure, index)} is a {type(leaf).__name__}, which is neither a tensor nor a "
+                "number, string or None. Pass its tensors, or register the class with "
+                "torch.utils._pytree.register_dataclass or torch.export.register_dataclass."
+            )
+        moved.append(leaf)
+    return moved
+
+
+def _path(structure: pytree.TreeSpec, index: int) -> str:
+    """Where a leaf is in (args, kwargs), such as `args[0]` or `labels`."""
+    marks = pytree.tree_unflatten(range(structure.num_leaves), structure)
+    path = next(p for p, leaf in pytree.tree_flatten_with_path(marks)[0] if leaf == index)
+    if str(path[0]) == "[0]":
+        return f"args{pytree.keystr(path[1:])}"
+    assert isinstance(path[1], pytree.MappingKey)
+    return f"{path[1].key}{pytree.keystr(path[2:])}"
+
+
+def count_tokens(leaves: Iterable[Any]) -> int:
+    """Elements of the first integer tensor among a call's inputs, or else the batch size."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    tokens = next((t.numel() for t in tensors if not t.is_floating_point()), 0)
+    return tokens or next((t.shape[0] for t in tensors), 1)

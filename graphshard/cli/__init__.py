@@ -1,0 +1,1 @@
+"""The command `graphshard`, one file for each group of subcommands."""

@@ -1,0 +1,153 @@
+"""The subcommands that look at artifacts: `graphshard show FILE`, `verify`, and `finish`, which compiles.
+
+`show` and `verify` execute nothing of a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from graphshard.artifact.exporter import with_threads
+from graphshard.artifact.fingerprint import differences, environment, refuse
+from graphshard.artifact.members import (
+    Artifact,
+    backward_file,
+    partitioned_file,
+    read_artifact,
+    region_facts,
+    write_facts,
+)
+from graphshard.codec.lowered import decode_lowered, decode_region
+from graphshard.codec.partitioned import decode_partitioned
+from graphshard.ir.errors import ArgumentError, ArtifactError
+from graphshard.ir.fold import fold
+from graphshard.ir.plan import Plan
+from graphshard.ir.progress import progress
+from graphshard.lower.packages import Package
+from graphshard.lower.regions import RegionCall
+from graphshard.pipeline.pipeline import Pipeline
+
+ENDING = ".gshard"
+VERIFY = (
+    "Check every byte of an artifact against its checksums, read every program, plan and region, and compare regions "
+    "with their keys. Nothing of it is executed."
+)
+FINISH = (
+    "Compile the regions of an artifact that was exported without their code (on a machine without such a device, or "
+    "with compile_regions=False), on a machine like those that will load it. The file is replaced when all is done."
+)
+
+
+def add_file(parser: argparse.ArgumentParser) -> None:
+    """The argument of `verify`."""
+    parser.add_argument("file", metavar="FILE", help="written by graphshard.export")
+
+
+def add_finish(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `finish`."""
+    add_file(parser)
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of each rank that CPU code is compiled for")
+
+
+def show(path: Path, *, graph: bool, full: bool) -> None:
+    """Print what an artifact holds, or the scheduled graphs of its programs.
+
+    Raises:
+        ArtifactError: it is damaged.
+    """
+    artifact = read_artifact(path)
+    if not graph:
+        print(artifact.archive.text("summary.txt"), end="")
+        return
+    for mesh in artifact.meshes:
+        for program in mesh["programs"]:
+            axes = ", ".join(f"{name} {size}" for name, size in mesh["axes"].items())
+            text = artifact.archive.text(f"{program['file']}.txt")
+            print(f"{program['file']} ({program['entry'] or 'the model'}, {axes})")
+            print(text if full else fold(text))
+
+
+def verify(args: argparse.Namespace) -> int:
+    """`graphshard verify FILE`; status 1 if something is wrong."""
+    try:
+        artifact = read_artifact(Path(args.file))
+        checked = list(_check(artifact))
+    except ArtifactError as error:
+        print(f"{args.file}: {error}")
+        return 1
+    code = "native code: trust it as you would a program" if artifact.native else "no native code"
+    print(f"{args.file}: whole. {', '.join(checked)}; {code}")
+    return 0
+
+
+def _check(artifact: Artifact) -> Iterator[str]:
+    """Read everything as loading would, and what it is, in words.
+
+    Raises:
+        ArtifactError: something cannot be read, or is not what it says.
+    """
+    device = torch.device(artifact.facts["environment"]["device"])
+    regions = artifact.facts["regions"]
+    for key in regions:
+        region = decode_region(key, artifact.archive.json(f"regions/{key}.json"), device)
+        if hashlib.sha256(region.text.encode()).hexdigest()[:16] != key.partition("-")[0]:
+            raise ArtifactError(f"region {key} is another than its key says.")
+    compiled = {key: RegionCall(Package()) for key in regions}
+    count = 0
+    for index, mesh in enumerate(artifact.meshes):
+        artifact.params(index)
+        for program in mesh["programs"]:
+            file = program["file"]
+            names = (f"{file}.json", *(backward_file(file, row) for row in program["backwards"]))
+            decoded = [decode_lowered(artifact.archive.json(name), compiled, None, device) for name in names]
+            count += len(decoded)
+            for name in partitioned_file(program):
+                decode_partitioned(artifact.archive.json(name), decoded[0], Pipeline(), device)
+            plan = artifact.archive.text(f"{file}.plan.json")
+            if json.loads(plan) is not None:
+                Plan.from_json(plan)
+    yield f"{len(artifact.archive.members)} members"
+    yield f"{count} programs for {len(artifact.meshes)} meshes"
+    yield f"{len(regions)} regions"
+
+
+def finish(args: argparse.Namespace) -> int:
+    """`graphshard finish FILE`."""
+    path = Path(args.file)
+    artifact = read_artifact(path)
+    if not artifact.later:
+        print(f"{path}: nothing to do, no region is left to compile")
+        return 0
+    exported = artifact.facts["environment"]
+    device = torch.device(exported["device"])
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError(f"{path} is for CUDA, and there is no GPU here: run this where it will be loaded")
+    here = environment(device, native=False)
+    refuse(path, differences({name: exported[name] for name in ("graphshard", "torch", "device")}, here))
+    from graphshard.lower import inductor  # takes seconds to import
+
+    members = dict(artifact.archive.members)
+    regions = dict(artifact.facts["regions"])
+    problems = []
+    wanted = {key: decode_region(key, artifact.archive.json(f"regions/{key}.json"), device) for key in artifact.later}
+    with progress(f"graphshard: finish {path}") as tell, with_threads(args.threads):
+        for key, package in inductor.package_all(wanted, tell):
+            assert isinstance(package, Package)
+            regions[key] = region_facts("native" if package.content else "operators", package)
+            if package.content:
+                members[f"regions/{key}.pt2"] = package.content
+            else:
+                problems.append(f"{key}: {package.problem}")
+        native = any(region["code"] == "native" for region in regions.values())
+        now = {**exported, **environment(device, native=native)}
+    facts = {name: value for name, value in artifact.facts.items() if name not in ("format", "members")}
+    write_facts(path, {**facts, "environment": now, "regions": regions}, members)
+    print(f"{path}: compiled {len(wanted) - len(problems)} of {len(wanted)} regions")
+    print(*problems, sep="\n", end="\n" if problems else "")
+    return 0

@@ -1,0 +1,200 @@
+"""The subcommand `graphshard explain`: predict steps of a model that a factory makes.
+
+graphshard explain examples.llama:Llama ...      module:factory; the factory is called without arguments, on meta
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from graphshard.cost.profile import builtin_profiles, load_profile
+from graphshard.explain.explain import explain_grid
+from graphshard.explain.explanation import Explanation, Grid
+from graphshard.explain.study import Mesh, Study
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.files import write_text
+from graphshard.ir.progress import progress
+from graphshard.measure.regions import load_measured
+
+DESCRIPTION = (
+    "Predict the training step of a model on a mesh and a machine that need not be here: time, exposed communication, "
+    "memory, what limits it and what would help. Several meshes, machines, networks or batches give one table."
+)
+EPILOG = (
+    "The factory is a function or class without required arguments, as module:name or file.py:name. It is called on "
+    "the meta device and returns the model, or the model and a tuple of its inputs. Otherwise inputs are int64 tensors "
+    "of the shapes that --batch gives."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the subcommand."""
+    add = parser.add_argument
+    add("factory", metavar="MODULE:FACTORY", help="what makes the model")
+    add(
+        "--mesh",
+        nargs="+",
+        required=True,
+        metavar="SIZE",
+        help="ranks, such as 8, shard=8, or 4,8 (replicate, shard); several for a table",
+    )
+    add("--batch", nargs="+", default=[], metavar="B,S", help="shape of the inputs of one rank, such as 1,4096")
+    add("--inputs", type=int, default=1, metavar="N", help="how many inputs of that shape (default 1)")
+    add("--hardware", nargs="+", default=["h100"], metavar="NAME", help=f"{', '.join(builtin_profiles())}, or a file")
+    add("--network", nargs="+", default=["isolated"], metavar="MODEL", help='"isolated" or "in-training"')
+    add("--param-dtype", metavar="DTYPE", help="of mp_policy, such as bfloat16")
+    add("--reduce-dtype", metavar="DTYPE", help="of mp_policy, such as float32")
+    add("--reshard", choices=("default", "always", "never"), default="default", help="reshard_after_forward")
+    add("--optimizer-states", type=int, default=2, metavar="N", help="2 for Adam (default), 0 for plain SGD")
+    add("--memory-limit", type=int, metavar="BYTES", help="that the schedule may take")
+    add("--measured", metavar="FILE", help="times of regions from graphshard.save_measured")
+    add("--symbols", nargs="+", default=[], metavar="NAME=DIM", help="formulas in dims of the inputs: batch=0 seq=1")
+    add("--json", metavar="FILE", help="write all numbers")
+    add("--html", metavar="FILE", help="write the report, of a single prediction")
+    add("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev, of a single prediction")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict and print."""
+    meshes = [_mesh(text) for text in args.mesh]
+    shapes = [_shape(text) for text in args.batch]
+    profiles = [load_profile(name) for name in args.hardware]
+    single = len(meshes) * len(profiles) * len(args.network) * max(len(shapes), 1) == 1
+    if not single and (args.html or args.trace or args.measured):
+        raise ArgumentError("--html, --trace and --measured need one mesh, machine, network and batch")
+    options = {
+        "mp_policy": MixedPrecisionPolicy(_dtype(args.param_dtype), _dtype(args.reduce_dtype)),
+        "reshard_after_forward": {"default": None, "always": True, "never": False}[args.reshard],
+        "optimizer_states": args.optimizer_states,
+        "memory_limit": args.memory_limit,
+        "symbols": dict(_symbol(text) for text in args.symbols),
+    }
+    model, given = _made(args.factory)
+    if given is None and not shapes:
+        raise ArgumentError(f"give --batch, or let {args.factory} return the model and a tuple of its inputs")
+    if given is not None and shapes:
+        raise ArgumentError(f"{args.factory} returns its inputs; leave --batch out")
+    with progress("graphshard explain") as show:
+        if single:
+            inputs = given if given is not None else _inputs(shapes[0], args.inputs)
+            study = Study(model, inputs, None, options, show=show)
+            measured = load_measured(args.measured) if args.measured else {}
+            found: Explanation | Grid = study.explain(meshes[0], profiles[0], args.network[0], measured=measured)
+        else:
+            rows: list[Explanation] = []
+            for shape in shapes or [()]:
+                inputs = given if given is not None else _inputs(shape, args.inputs)
+                label = ",".join(map(str, shape))
+                rows += explain_grid(
+                    model,
+                    meshes,
+                    example_inputs=inputs,
+                    hardware=profiles,
+                    network=args.network,
+                    settings={label: options},
+                    show=show,
+                ).rows
+            found = Grid(tuple(rows))
+    print(found)
+    if args.json:
+        write_text(Path(args.json), found.to_json() + "\n")
+    if isinstance(found, Explanation):
+        if args.html:
+            found.save_html(args.html)
+        if args.trace:
+            found.save_trace(args.trace)
+    return 0
+
+
+def _made(path: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    """The model that a factory makes on the meta device, and its inputs if it returns them."""
+    where, _, name = path.rpartition(":")
+    if not where or not name:
+        raise ArgumentError(f"factory must be module:name or file.py:name, got {path!r}")
+    factory = _factory(where, name, path)
+    try:
+        with torch.device("meta"):
+            made = factory()
+    except Exception as error:
+        raise ArgumentError(f"{path}() failed on the meta device with {type(error).__name__}: {error}") from error
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module) or not (inputs is None or isinstance(inputs, (tuple, list))):
+        raise ArgumentError(
+            f"{path}() must return an nn.Module, or one and a tuple of inputs, got {type(made).__name__}"
+        )
+    return model, None if inputs is None else tuple(inputs)
+
+
+def _factory(where: str, name: str, path: str) -> Callable[[], Any]:
+    try:
+        if where.endswith(".py"):
+            file = Path(where)
+            spec = importlib.util.spec_from_file_location(file.stem, file)
+            if spec is None or spec.loader is None or not file.is_file():
+                raise ArgumentError(f"there is no file {where}")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules.setdefault(file.stem, module)
+            spec.loader.exec_module(module)
+        else:
+            sys.path.insert(0, "")  # as `python -m` finds modules
+            try:
+                module = importlib.import_module(where)
+            finally:
+                sys.path.remove("")
+    except ImportError as error:
+        raise ArgumentError(f"{where} cannot be imported: {error}") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise ArgumentError(f"{path}: {where} has no function or class {name}")
+    made: Callable[[], Any] = factory
+    return made
+
+
+def _inputs(shape: tuple[int, ...], count: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.zeros(shape, dtype=torch.long) for _ in range(count))
+
+
+def _mesh(text: str) -> Mesh:
+    """ "8" or "shard=8", several axes with commas; what axes without names are called is not decided here."""
+    parts = [part.rpartition("=") for part in text.split(",")]
+    names, sizes = [name for name, _, _ in parts], [_int(size, "--mesh", text) for _, _, size in parts]
+    if not any(names):
+        return sizes
+    if not all(names) or len(set(names)) < len(names):
+        raise ArgumentError(f"--mesh must name each axis, with a name of its own, or none, got {text!r}")
+    return dict(zip(names, sizes))
+
+
+def _symbol(text: str) -> tuple[str, int]:
+    name, _, dim = text.partition("=")
+    if not name.isidentifier() or not dim.isdigit():
+        raise ArgumentError(f"--symbols must be names and dims of the inputs such as batch=0 seq=1, got {text!r}")
+    return name, int(dim)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(_int(part, "--batch", text) for part in text.split(","))
+
+
+def _int(part: str, option: str, text: str) -> int:
+    if not part.isdigit() or int(part) == 0:
+        example = "8" if option == "--mesh" else "1,4096"
+        raise ArgumentError(f"{option} must have positive sizes such as {example}, got {text!r}")
+    return int(part)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    dtype = getattr(torch, name, None) if name else None
+    if name and not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"torch has no dtype {name!r}; bfloat16 is one")
+    return dtype

@@ -1,0 +1,128 @@
+"""Phases as plain JSON: the nodes of graphs, what inputs and outputs mean. `codec/stage.py` shows the format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, get_args
+
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from graphshard.codec.values import Decoder, encode, encode_target, identifier, strings, typed
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.program import Phase, Slot, SlotKind
+from graphshard.ir.torch_internals import CheckpointPolicy
+
+_STACKS = {"module": "nn_module_stack", "fwd_module": "fwd_nn_module_stack"}
+# Paths on the machine of the capture, and numbers of its process.
+_DROPPED = frozenset({"stack_trace", "seq_nr"})
+_OWN_KEYS = _DROPPED | {"val", *_STACKS.values()}
+
+
+def encode_phase(phase: Phase, names: Mapping[Any, str] = MappingProxyType({})) -> dict[str, Any]:
+    return {
+        "inputs": [_encode_slot(slot) for slot in phase.inputs],
+        "outputs": [_encode_slot(slot) for slot in phase.outputs],
+        "nodes": encode_graph(phase.module.graph, names),
+    }
+
+
+def encode_graph(graph: Graph, names: Mapping[Any, str] = MappingProxyType({})) -> list[dict[str, Any]]:
+    return [_encode_node(node, names) for node in graph.nodes]
+
+
+def decode_graph(nodes: list[dict[str, Any]], decoder: Decoder) -> Graph:
+    graph = Graph()
+    decoder.nodes.clear()
+    for item in nodes:
+        _decode_node(item, graph, decoder)
+    return graph
+
+
+def decode_phase(
+    data: dict[str, Any], decoder: Decoder, module_of: Callable[[Graph], GraphModule] | None = None
+) -> Phase:
+    """A phase; `module_of` makes its module of the graph."""
+    graph = decode_graph(data["nodes"], decoder)
+    phase = Phase(
+        module_of(graph) if module_of else GraphModule(nn.Module(), graph),
+        tuple(map(_decode_slot, data["inputs"])),
+        tuple(map(_decode_slot, data["outputs"])),
+    )
+    if len(phase.placeholders) != len(phase.inputs) or len(phase.results) != len(phase.outputs):
+        raise ArgumentError("a graph has not one slot for each input and output")
+    for value, slot in zip(phase.results, phase.outputs, strict=True):
+        if slot.kind == "saved" and not isinstance(value, Node):
+            raise ArgumentError(f"the saved value {slot.name!r} is none")
+    return phase
+
+
+def _encode_node(node: Node, names: Mapping[Any, str]) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "name": node.name,
+        "op": node.op,
+        "target": encode_target(node.target),
+        "args": [encode(arg) for arg in node.args],
+        "kwargs": {name: encode(arg) for name, arg in node.kwargs.items()},
+    }
+    if "val" in node.meta:
+        data["val"] = encode(node.meta["val"], names)
+    for key, stack in _STACKS.items():
+        if node.meta.get(stack):
+            data[key] = str(next(reversed(node.meta[stack].values()))[0])
+    data["meta"] = {key: _encode_mark(value) for key, value in node.meta.items() if _is_plain(key, value)}
+    return data
+
+
+def _decode_node(data: dict[str, Any], graph: Graph, decoder: Decoder) -> None:
+    name, op, target = identifier(data["name"]), data["op"], typed(data["target"], str)
+    if op not in ("placeholder", "call_function", "output") and not (op == "call_module" and target in decoder.regions):
+        lowered = ": it is lowered, take a stage before" if op == "call_module" else ""
+        raise ArgumentError(f"{name} is a {op}{lowered}")
+    if name in decoder.nodes:
+        raise ArgumentError(f"two values are called {name!r}")
+    args = tuple(decoder.value(arg) for arg in data["args"])
+    kwargs = {identifier(key): decoder.value(arg) for key, arg in data["kwargs"].items()}
+    callee = decoder.target(target) if op == "call_function" else identifier(target)
+    if op == "output" and not (len(args) == 1 and isinstance(args[0], (tuple, list))):
+        raise ArgumentError(f"{name} returns no list of values")
+    node = graph.create_node(op, callee, args, kwargs, name=name)
+    node.name = name  # a graph that makes up names avoids some that passes give
+    if "val" in data:
+        node.meta["val"] = decoder.value(data["val"])
+    for key, stack in _STACKS.items():
+        if key in data:
+            node.meta[stack] = {"": (typed(data[key], str), "")}
+    node.meta.update(_decode_marks(data["meta"], decoder))
+    decoder.nodes[name] = node
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, CheckpointPolicy)) and key not in _OWN_KEYS
+
+
+def _encode_mark(value: Any) -> Any:
+    return value.name if isinstance(value, CheckpointPolicy) else encode(value)
+
+
+def _decode_marks(data: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+    marks = {key: decoder.value(value) for key, value in data.items()}
+    for key, value in marks.items():
+        if not _is_plain(key, value):
+            raise ArgumentError(f"{key!r} is no mark of a node")
+    if "recompute" in marks:
+        marks["recompute"] = CheckpointPolicy[marks["recompute"]]
+    return marks
+
+
+def _encode_slot(slot: Slot) -> list[str]:
+    return [slot.kind, slot.name, *([slot.of] if slot.of else [])]
+
+
+def _decode_slot(data: list[str]) -> Slot:
+    kind, name, *of = strings(data)
+    unknown = {kind, *of} - set(get_args(SlotKind))
+    if unknown or len(of) > 1:
+        raise ArgumentError(f"{data} is no slot")
+    return Slot(kind, name, *of)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""Dynamic sizes as plain JSON: how many there are, and expressions in them such as "s0*s1".
+
+    {"s0": {"source": [0, 1], "hint": 128, "range": [2, 4096]}}    input 0, dimension 1; an open end is null
+
+What was taken for granted of the sizes beyond their ranges concerns calls: only lowered programs have it stored, as
+conditions such as "Eq(Mod(s0*s1, 8), 0)".
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.program import Size
+from graphshard.ir.torch_internals import hint, new_size
+
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+# What graphs compute sizes with.
+SIZE_OPERATORS: tuple[Callable[..., Any], ...] = (*_OPERATORS.values(), operator.neg, torch.sym_max, torch.sym_min)
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Eq": operator.eq,
+    "Ne": operator.ne,
+}
+_COMPARISONS: dict[type, Callable[..., Any]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+
+def encode_sizes(sizes: tuple[Size, ...]) -> dict[str, Any]:
+    """The sizes of a program by name."""
+    return {size.name: {"source": list(size.source), "hint": hint(size.value), "range": _range(size)} for size in sizes}
+
+
+def _range(size: Size) -> list[int | None]:
+    known = size.value.node.shape_env.var_to_range[size.symbol]
+    return [int(end) if end.is_Integer else None for end in (known.lower, known.upper)]
+
+
+def decode_sizes(data: Mapping[str, Any], mode: Any) -> tuple[Size, ...]:
+    """Inverse of `encode_sizes`: sizes of a fake mode."""
+    found = []
+    for name, item in data.items():
+        numbers = [*item["source"], item["hint"], *(end for end in item["range"] if end is not None)]
+        if not name.isidentifier() or len(item["source"]) != 2 or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ArgumentError(f"{name!r}: {item} is no size")
+        index, dim = item["source"]
+        found.append(Size(name, (index, dim), new_size(mode, name, item["hint"], *item["range"])))
+    return tuple(found)
+
+
+def parse_size(text: str, sizes: Mapping[str, Any]) -> Any:
+    """The value of an expression in sizes, or of a comparison. Nothing but arithmetic is evaluated.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int() as number):
+                return number
+            case ast.Name(id=name) if name in sizes:
+                return sizes[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](value(left), value(right))
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
+                return _COMPARISONS[type(op)](value(left), value(right))
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS and len(args) == 2:
+                return _FUNCTIONS[name](value(args[0]), value(args[1]))
+        raise ArgumentError(f"{text[:60]!r} is no size")
+
+    try:
+        return value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, RecursionError):
+        raise ArgumentError(f"{text[:60]!r} is no size") from None

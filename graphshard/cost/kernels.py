@@ -1,0 +1,186 @@
+"""What a run of operators does: kernels with their FLOPs, bytes and elementwise operations.
+
+    norm, cast, mm, silu, mul, mm     ->     pointwise(norm, cast)  matmul  pointwise(silu, mul)  matmul
+
+Elementwise operators and reductions that Inductor will fuse are one kernel, which reads what it needs from outside
+once and writes what is used outside once. Sizes are ints, or sympy expressions where the capture is symbolic
+(`meta["sizes"]`); everything here is arithmetic that works for both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import sympy
+import torch
+from torch.fx import Node
+
+from graphshard.cost.multiplications import Gemm, Scalar, dtype_of, is_multiplication, multiplies, sizes
+from graphshard.ir.graph import aten, base_of, is_part, is_view
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kernel.
+
+    Attributes:
+        kind: what limits it besides memory.
+        flop: of multiplications, convolutions and attention.
+        operations: elementwise operations.
+        num_bytes: read and written.
+        dtype: name of the dtype it multiplies in, such as "bfloat16".
+        gemms: the multiplications of a matmul, if it is one of known sizes.
+    """
+
+    kind: Literal["matmul", "attention", "pointwise"]
+    flop: Scalar
+    operations: Scalar
+    num_bytes: Scalar
+    dtype: str
+    gemms: tuple[Gemm, ...] = ()
+
+
+def num_bytes(node: Node) -> Scalar:
+    """Bytes of a value, of all tensors if there are several."""
+    val, shape = node.meta.get("val"), sizes(node)
+    if isinstance(val, torch.Tensor):
+        return math.prod(shape) * val.dtype.itemsize
+    if isinstance(val, (tuple, list)):
+        return sum(math.prod(s) * v.dtype.itemsize for s, v in zip(shape, val) if isinstance(v, torch.Tensor))
+    return 0
+
+
+def work_of(nodes: Sequence[Node]) -> list[Work]:
+    """The kernels of a run of compute nodes, in the order of their first operator."""
+    kernels = [node for node in nodes if node.op == "call_function" and not is_view(node) and not is_part(node)]
+    return [
+        _alone(group[0]) if _stands_alone(group[0]) else _fused(group)
+        for group in _fuse(kernels)
+        if not _is_free(group)
+    ]
+
+
+def _is_free(group: list[Node]) -> bool:
+    """Nothing is read or written: a constant that its user makes in passing."""
+    return len(group) == 1 and not group[0].all_input_nodes and not _stands_alone(group[0])
+
+
+def _fuse(kernels: list[Node]) -> list[list[Node]]:
+    """Group operators that one kernel runs: those of one level that hang together."""
+    level = _levels(kernels)
+    group_of: dict[Node, list[Node]] = {}
+    groups: list[list[Node]] = []
+    for node in kernels:
+        group_of[node] = group = [node]
+        groups.append(group)
+        if _stands_alone(node):
+            continue
+        for source in map(_kernel, node.all_input_nodes):
+            other = group_of.get(source, group)
+            if other is not group and level[source] == level[node] and not _stands_alone(source):
+                for member in group:
+                    group_of[member] = other
+                other += group
+                group.clear()
+                group = other
+    return [group for group in groups if group]
+
+
+def _levels(kernels: list[Node]) -> dict[Node, int]:
+    """How many operators that stand alone run before each, one behind the other.
+
+    An operator may wait for those that use its result, if nothing that stands alone does.
+    """
+    level: dict[Node, int] = {}
+    users: dict[Node, list[Node]] = {node: [] for node in kernels}
+    for node in kernels:
+        alone = _stands_alone(node)
+        sources = [source for source in map(_kernel, node.all_input_nodes) if source in level]
+        level[node] = max((level[source] + (_stands_alone(source) and not alone) for source in sources), default=0)
+        for source in sources:
+            users[source].append(node)
+    for node in reversed(kernels):
+        if users[node] and not _stands_alone(node) and not any(map(_stands_alone, users[node])):
+            level[node] = min(level[user] for user in users[node])
+    return level
+
+
+def _kernel(node: Node) -> Node:
+    """The operator that computes a value, behind views and selections of parts."""
+    while node.op == "call_function" and (is_view(node) or is_part(node)):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _alone(node: Node) -> Work:
+    """A kernel of one operator."""
+    moved = num_bytes(node) + sum(_read(source) for source in node.all_input_nodes)
+    kind, flop, gemms = multiplies(node)
+    if kind:
+        return Work(kind, flop, 0, moved, dtype_of(node.all_input_nodes[0]), gemms)
+    return Work("pointwise", 0, _numel(node), moved, dtype_of(node))
+
+
+def _fused(group: list[Node]) -> Work:
+    members = set(group)
+    reads = {}
+    for node in group:
+        for position, source in enumerate(node.all_input_nodes):
+            kernel = _kernel(source)
+            if kernel not in members:
+                picks = node.target in _PICK and position == 0
+                reads[base_of(source)] = num_bytes(node) if picks else _read(source)
+    written = [num_bytes(node) for node in group if _leaves(node, members)]
+    operations = sum(max((_numel(n) for n in (node, *node.all_input_nodes)), key=_order) for node in group)
+    return Work("pointwise", 0, operations, sum(reads.values()) + sum(written), dtype_of(group[-1]))
+
+
+def _leaves(node: Node, members: set[Node]) -> bool:
+    """Whether a value is used outside its kernel, directly or through views."""
+    for user in node.users:
+        if is_view(user) or is_part(user):
+            if _leaves(user, members):
+                return True
+        elif user not in members:
+            return True
+    return not node.users
+
+
+def _read(source: Node) -> Scalar:
+    """Bytes read of an input: no more than there are behind an expanded view, no more than a slice shows."""
+    base = base_of(source)
+    return min((num_bytes(source), num_bytes(base)), key=_order)
+
+
+def _order(value: Scalar) -> float:
+    """To compare sizes that may be symbolic: by their value at large sizes."""
+    if isinstance(value, sympy.Expr):
+        return float(value.subs(dict.fromkeys(value.free_symbols, 4096)))
+    return float(value)
+
+
+def _numel(node: Node) -> Scalar:
+    shape = sizes(node)
+    if isinstance(shape, list):
+        return max((math.prod(s) for s in shape if s is not None), key=_order, default=0)
+    return math.prod(shape) if shape is not None else 0
+
+
+# Read only as many elements of their first input as they return.
+_PICK = frozenset({aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default})
+
+# Besides multiplications, what Inductor does not fuse with its neighbours.
+_UNFUSED = frozenset(
+    {
+        *(aten.embedding_dense_backward.default, aten.index_put.default, aten.scatter_add.default),
+        *(aten.scatter.src, aten.sort.default, aten.sort.stable, aten.topk.default, aten.cumsum.default),
+        *(aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default),
+    }
+)
+
+
+def _stands_alone(node: Node) -> bool:
+    return node.target in _UNFUSED or is_multiplication(node)

@@ -1,0 +1,1 @@
+"""See and replay what was compiled: dumps, stages, one pass alone, bisection."""

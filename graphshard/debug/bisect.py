@@ -1,0 +1,307 @@
+"""Find the pass, or the region, after which a program computes something else.
+
+Every stage of a program can run: the captured graph on full parameters, later ones on shards with real collectives.
+All are run operator by operator on the same inputs, and each is compared with the one before. Then each compiled
+region is compared with its own operators.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Interpreter
+from torch.utils import _pytree as pytree
+
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.graph import fake
+from graphshard.ir.program import Phase, Program, Slot
+from graphshard.ir.sizes import evaluate, expression, given_sizes
+from graphshard.lower.backends import compile_eager, compiler_for
+from graphshard.lower.regions import Boxed, RegionCall, lower, reshape_views
+from graphshard.module.runner import Runner
+from graphshard.module.sharded_module import ShardedModule
+from graphshard.pipeline.observe import Observer
+from graphshard.runtime.groups import bind_groups, shard_index
+from graphshard.runtime.shards import ParamRef, padded_shard
+
+# Rounding of sums in another order, relative to the largest element, by the precision of the computation.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a stage, or a region, is from what it is compared with.
+
+    Attributes:
+        name: the pass or region.
+        error: largest difference of an element, relative to the largest element of its tensor; over all ranks.
+        where: the output, gradient, buffer or region result with that error.
+        exact: False if the pass says that it may change the numbers.
+    """
+
+    name: str
+    error: float
+    where: str
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What `bisect` found; prints as a table.
+
+    Attributes:
+        stages: every stage, compared with the one before.
+        regions: every call of a compiled region, compared with its operators; empty with `backend="eager"`.
+        tolerance: the error up to which a difference is rounding.
+    """
+
+    stages: tuple[Difference, ...]
+    regions: tuple[Difference, ...]
+    tolerance: float
+
+    @property
+    def culprit(self) -> Difference | None:
+        """The first stage, or else the first region, with an error beyond the tolerance; None if there is none.
+
+        A pass that says it may change the numbers is none.
+        """
+        claims = [found for found in (*self.stages, *self.regions) if found.exact]
+        return next((found for found in claims if found.error > self.tolerance), None)
+
+    def __str__(self) -> str:
+        worst = sorted(self.regions, key=lambda found: -found.error)[:5]
+        shown = [*self.stages, *worst]
+        width = max(len(found.name) for found in shown)
+        lines = []
+        for found in shown:
+            mark = "<-- first" if found is self.culprit else "" if found.exact else "may change numerics"
+            where = found.where if found.error else "equal"
+            lines.append(f"{found.name:{width}}  {found.error:8.1e}  {where}  {mark}".rstrip())
+        if len(self.regions) > len(worst):
+            lines.append(f"{len(self.regions)} region calls in all, the {len(worst)} with the largest error shown")
+        culprit = self.culprit
+        verdict = (
+            f"{culprit.name} is the first to differ: {culprit.where} by {culprit.error:.1e} of its largest element"
+            if culprit
+            else f"no stage differs from the one before by more than {self.tolerance:.1e}"
+        )
+        return "\n".join([*lines, verdict])
+
+
+def bisect(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    tolerance: float | None = None,
+) -> Bisection:
+    """Find the first pass, and the first compiled region, that changes what a compiled module computes.
+
+    Call it on all ranks, with inputs of a call. Gradients are those of the sum of the outputs that the program is
+    differentiated through. Full parameters are gathered once, for the captured graph: use a configuration that fits.
+    The module's parameters, gradients and buffers stay as they are.
+
+    Args:
+        tolerance: relative error up to which a difference counts as rounding; None takes that of the dtype.
+
+    Raises:
+        ArgumentError: the module was not compiled.
+    """
+    if not isinstance(model, ShardedModule):
+        raise ArgumentError(f"{type(model).__name__} is not compiled. Call graphshard.compile(model, mesh) first.")
+    if isinstance(args, torch.Tensor):
+        raise ArgumentError("args must be a tuple of the call's positional inputs, got a Tensor. Pass (tensor,).")
+    runner = model._graphshard
+    if runner.sealed:
+        raise ArgumentError(
+            f"{type(model).__name__} was loaded from a file, which has no stages to compare. Compile it in process, "
+            "with graphshard.compile and the options of the export."
+        )
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    leaves = runner.on_device(leaves, structure)
+    snapshots = _Snapshots("off")
+    call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
+    program, _ = runner.trace(model, call_args, call_kwargs, snapshots, "bisect", grad=torch.is_grad_enabled())
+    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    stage = _Inputs(runner, model, tensors, program)
+    stages, before = [], None
+    for taken in snapshots.taken:
+        now = stage.run(taken)
+        if before is not None:
+            stages.append(Difference(taken.name, *_compare(before, now, runner), taken.exact))
+        before = now
+    regions = _compare_regions(runner, program, stage) if runner.backend == "inductor" else ()
+    if tolerance is None:
+        dtypes = {row.compute_dtype for row in program.params} | {row.reduce_dtype for row in program.params}
+        tolerance = max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
+    return Bisection(tuple(stages), tuple(regions), tolerance)
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """The graphs of a stage; `sharded` once parameters come in as shards and gradients go out reduced."""
+
+    name: str
+    exact: bool
+    phases: dict[str, Phase]
+    sharded: bool
+    lowered: bool = False
+
+
+@dataclass
+class _Snapshots(Observer):
+    """Keeps the graphs of every stage."""
+
+    taken: list[_Snapshot] = field(default_factory=list)
+
+    def after(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True) -> None:
+        self.taken.append(_Snapshot(name, exact, _clone(program), "sharded_inputs" in program.established))
+
+
+def _clone(program: Program) -> dict[str, Phase]:
+    return {name: phase.clone() for name, phase in program.phases.items()}
+
+
+@dataclass
+class _Inputs:
+    """Real values for the inputs of any stage, and the way to run it."""
+
+    runner: Runner
+    model: nn.Module
+    tensors: list[torch.Tensor]
+    program: Program
+
+    def run(self, stage: _Snapshot) -> dict[str, torch.Tensor]:
+        """All outputs, updated buffers and gradients of a stage, gradients as this rank's shards."""
+        found: dict[str, torch.Tensor] = {}
+        saved: dict[Slot, Any] = {}
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            for phase in stage.phases.values():
+                inputs = [
+                    saved[slot] if slot in saved else self._read(slot, fake(node), sharded=stage.sharded)
+                    for slot, node in zip(phase.inputs, phase.placeholders, strict=True)
+                ]
+                values = self._call(phase, inputs, lowered=stage.lowered)
+                for slot, value in zip(phase.outputs, values, strict=True):
+                    if slot.kind not in ("output", "mutation", "grad"):
+                        saved[slot] = value
+                    elif isinstance(value, torch.Tensor):
+                        found[str(slot)] = self._shard(slot, value, sharded=stage.sharded)
+        return found
+
+    def _call(self, phase: Phase, inputs: list[Any], *, lowered: bool) -> Sequence[Any]:
+        graph = copy.deepcopy(phase.module.graph)
+        bind_groups(graph, self.runner.groups)
+        module = GraphModule(phase.module, graph)
+        if lowered:
+            return module.forward(inputs)
+        reshape_views(graph)
+        return Interpreter(module).run(*inputs, enable_io_processing=False)
+
+    def _read(self, slot: Slot, traced: torch.Tensor, *, sharded: bool) -> Any:
+        if slot.kind == "param":
+            ref = next(ref for ref in self.runner.params if ref.row.name == slot.name)
+            row = self.program.params[slot.name]
+            return (padded_shard(ref.param, row) if sharded else _full(ref)).to(traced.dtype)
+        if slot.kind == "input":
+            return self.tensors[int(slot.name)]
+        sizes = given_sizes(self.program.sizes, self.tensors)
+        if slot.kind == "size":
+            return sizes[slot.name]
+        if slot.kind == "tangent":
+            fill = float(slot.name in self._used_tangents())
+            env = {size.symbol: sizes[size.name] for size in self.program.sizes}
+            shape = [evaluate(expression(size), env) for size in traced.shape]
+            return torch.full(shape, fill, dtype=traced.dtype, device=self.runner.spec.device)
+        constant = self.program.constants.get(slot.name)
+        return (constant if constant is not None else self.model.get_buffer(slot.name)).clone()
+
+    def _used_tangents(self) -> set[str]:
+        phase = self.program.phases.get("backward")
+        return {slot.name for slot in phase.inputs if slot.kind == "tangent"} if phase else set()
+
+    def _shard(self, slot: Slot, value: torch.Tensor, *, sharded: bool) -> torch.Tensor:
+        """A gradient as this rank's piece in the stored dtype, reduced by us if the stage did not."""
+        if slot.of != "param" or slot.kind != "grad":
+            return value
+        row = self.program.params[slot.name]
+        start, length = row.local_range(shard_index(self.runner.mesh))
+        if row.ignored:
+            return value
+        if sharded:
+            return value.narrow(row.dim, 0, length).to(row.dtype)
+        mean = value.to(row.reduce_dtype).contiguous()
+        for group in self.runner.mesh.get_all_groups():
+            dist.all_reduce(mean, group=group)
+        return (mean / self.runner.mesh.size()).narrow(row.dim, start, length).to(row.dtype)
+
+
+def _full(ref: ParamRef) -> torch.Tensor:
+    param = ref.param
+    return param.full_tensor() if isinstance(param, DTensor) else param.detach()
+
+
+def _compare(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor], runner: Runner) -> tuple[float, str]:
+    """The largest relative error over all tensors and ranks, and where it is."""
+    names = sorted({*before, *now})
+    errors = [_error(before.get(name), now.get(name)) for name in names]
+    everywhere = torch.tensor(errors, dtype=torch.float64, device=runner.spec.device)
+    for group in runner.mesh.get_all_groups():
+        dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=group)
+    worst = int(everywhere.argmax()) if names else 0
+    return (float(everywhere[worst]), names[worst]) if names else (0.0, "")
+
+
+def _error(before: torch.Tensor | None, now: torch.Tensor | None) -> float:
+    """Largest difference relative to the largest element; a gradient that is not computed is zero."""
+    if before is None or now is None:
+        value = before if before is not None else now
+        assert value is not None
+        return 1.0 if value.any() else 0.0
+    if before.shape != now.shape or before.dtype != now.dtype:
+        return float("inf")
+    if not before.numel() or torch.equal(before, now):
+        return 0.0
+    left, right = before.double(), now.double()
+    error = float((left - right).abs().max() / left.abs().max().clamp_min(1e-30))
+    return error if error == error else float("inf")
+
+
+def _compare_regions(runner: Runner, program: Program, stage: _Inputs) -> list[Difference]:
+    """Lower the program and compare each call of a compiled region with its operators, on the operators' inputs."""
+    lowered = copy.copy(program)
+    lowered.phases = _clone(program)
+    lower(lowered, compiler_for(runner.backend), runner.compiled)
+    found: list[Difference] = []
+    names = {key: name for name, key in lowered.region_names.items()}
+
+    def check(key: str) -> Boxed:
+        eager, compiled = compile_eager(lowered.regions[key]), runner.compiled[key]
+
+        def call(inputs: list[Any]) -> Any:
+            values = list(inputs)
+            inputs.clear()
+            state = torch.get_rng_state()
+            expected = eager(list(values))
+            torch.set_rng_state(state)
+            got = compiled(list(values))
+            labels = [f"result {i}" for i in range(len(expected))]
+            error, where = _compare(dict(zip(labels, expected)), dict(zip(labels, got)), runner)
+            found.append(Difference(f"{names[key]} (call {len(found)})", error, where))
+            return expected
+
+        return call
+
+    checked = {key: RegionCall(check(key)) for key in lowered.regions}
+    lowered.phases = _clone(program)
+    lower(lowered, compiler_for("eager"), checked)
+    stage.run(_Snapshot("lower", True, lowered.phases, sharded=True, lowered=True))
+    return found

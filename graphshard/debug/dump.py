@@ -1,0 +1,161 @@
+"""Write every stage of a program to a directory, file by file, so that a crash leaves all stages up to it.
+
+DIR/rank0/Llama-0/
+  index.html                 the report: open it in a browser
+  00-capture.txt             a stage, repeated blocks folded; `graphshard show --full` unfolds
+  00-capture.json            the stage for `python -m graphshard.debug.repro`
+  01-insert-collectives.txt .diff .json ...
+  plan.json  saved.txt  forward.py  backward.py  regions/region_0.py  regions/region_0.kernels.py ...
+  summary.json  error.txt    what `graphshard show` reads; the error that ended compilation
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import os
+import shutil
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphshard.codec.stage import program_to_json
+from graphshard.debug.standalone import executor_source, region_source
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.files import write_text
+from graphshard.ir.program import Program, Stage
+from graphshard.lower.regions import RegionCall
+from graphshard.passes import Pass
+from graphshard.report.content import report_of
+from graphshard.report.page import render
+
+_MARKER = "summary.json"
+
+
+def dump_directory(dump: str | os.PathLike[str] | None, rank: int) -> Path | None:
+    """Where this rank dumps: below `dump`, or GRAPHSHARD_DUMP, if GRAPHSHARD_DUMP_RANKS ("0", "0,3", "all") has it.
+
+    Raises:
+        ArgumentError: `dump` is no directory, or GRAPHSHARD_DUMP_RANKS no list of ranks.
+    """
+    if not (dump is None or isinstance(dump, (str, os.PathLike))):
+        raise ArgumentError(f"dump must be a directory, got {type(dump).__name__}.")
+    root = os.fspath(dump) if dump is not None else os.environ.get("GRAPHSHARD_DUMP", "")
+    ranks = os.environ.get("GRAPHSHARD_DUMP_RANKS", "0")
+    if not root:
+        return None
+    try:
+        chosen = ranks == "all" or rank in {int(r) for r in ranks.split(",")}
+    except ValueError:
+        raise ArgumentError(f"GRAPHSHARD_DUMP_RANKS must be 'all' or ranks such as '0,3', got {ranks!r}.") from None
+    return Path(root) / f"rank{rank}" if chosen else None
+
+
+@dataclass
+class Dump:
+    """The dump of one program. Every file is complete or not there; `summary.json` and `index.html` grow with it.
+
+    Args:
+        directory: made, or emptied if an earlier dump is there.
+    """
+
+    directory: Path
+    _errors: list[str] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.directory = _unused(self.directory)
+        if (self.directory / _MARKER).exists():
+            shutil.rmtree(self.directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if any(self.directory.iterdir()):
+            raise ArgumentError(f"dump: {self.directory} holds files that are no dump. Choose another directory.")
+        self._write(_MARKER, json.dumps({"pid": os.getpid()}))
+
+    def stage(self, program: Program, stage: Stage, next_pass: Pass | None = None) -> None:
+        """Write the newest stage: its text, its difference from the one before, and its serialised form."""
+        index = len(program.history) - 1
+        stem = stem_of(index, stage)
+        self._write(f"{stem}.txt", stage.folded)
+        if index:
+            before = program.history[index - 1]
+            names = f"{stem_of(index - 1, before)}.txt", f"{stem}.txt"
+            lines = (before.folded.splitlines(keepends=True), stage.folded.splitlines(keepends=True))
+            self._write(f"{stem}.diff", "".join(difflib.unified_diff(*lines, *names)))
+        if not program.regions:
+            self._write(f"{stem}.json", program_to_json(program, next_pass=next_pass))
+        self._summarize(program)
+
+    def failed(self, program: Program, name: str, error: Exception) -> None:
+        """Write the error with which a pass ended, and a report of what there is."""
+        text = "".join(traceback.format_exception(error))
+        self._errors.append(f"{name}: {error}")
+        self._write("error.txt", text)
+        self._summarize(program)
+        self._report(program, text)
+
+    def finished(self, program: Program, compiled: dict[str, RegionCall]) -> None:
+        """Write what runs: executors, regions and their kernels, the plan, and the report."""
+        if program.plan is not None:
+            self._write("plan.json", program.plan.to_json())
+        if program.saved:
+            self._write("saved.txt", program.saved_table() + "\n")
+        kernels = set()
+        for name, key in program.region_names.items():
+            self._write(f"regions/{name}.py", region_source(program.regions[key], name))
+            if source := compiled[key].source:
+                self._write(f"regions/{name}.kernels.py", source)
+                kernels.add(name)
+        for phase_name in program.phases:
+            self._write(f"{phase_name}.py", executor_source(program, phase_name))
+        self._summarize(program)
+        self._report(program, "", frozenset(kernels))
+
+    def _report(self, program: Program, error: str, kernels: frozenset[str] = frozenset()) -> None:
+        self._write("index.html", render(report_of(program, error=error, kernels=kernels)))
+
+    def _summarize(self, program: Program) -> None:
+        regions = {"calls": program.num_regions, "distinct": program.num_distinct_regions} if program.regions else None
+        summary: dict[str, Any] = {
+            "title": program.title,
+            "pid": os.getpid(),
+            "reason": program.reason,
+            "torch": str(torch.__version__),
+            "axes": {axis.name: axis.size for axis in program.axes},
+            "stages": [
+                {
+                    "name": stage.name,
+                    "rewrites": stage.rewrites,
+                    "seconds": stage.seconds,
+                    "nodes": stage.num_nodes,
+                    "exact": stage.exact,
+                    "file": f"{stem_of(index, stage)}.txt",
+                }
+                for index, stage in enumerate(program.history)
+            ],
+            "regions": regions,
+            "communication": program.communication,
+            "error": "\n".join(self._errors),
+        }
+        self._write(_MARKER, json.dumps(summary, indent=1) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        write_text(self.directory / name, text)
+
+
+def _unused(directory: Path) -> Path:
+    """The directory, or with a number behind it if this process has dumped a model of the same name there."""
+    for number in itertools.count(2):
+        marker = directory / _MARKER
+        if not marker.exists() or json.loads(marker.read_text()).get("pid") != os.getpid():
+            return directory
+        directory = directory.with_name(f"{directory.name.partition('.')[0]}.{number}")
+    raise AssertionError
+
+
+def stem_of(index: int, stage: Stage) -> str:
+    """File name of a stage without its ending: "07-bucket"."""
+    return f"{index:02d}-{stage.name}"

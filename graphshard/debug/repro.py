@@ -1,0 +1,164 @@
+"""Run one pass on a dumped stage, in one process and without a process group.
+
+python -m graphshard.debug.repro dump/rank0/Llama-0/06-plan.json
+
+The stage is made again from its JSON, the pass that ran on it next runs on it once more, and the rules are checked
+before and after. A stage that made a pass fail on 512 ranks makes it fail here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from graphshard.codec.stage import next_pass_of, plan_of
+from graphshard.debug.stage_files import StageFile, print_diff
+from graphshard.ir.errors import ArgumentError, PassError
+from graphshard.ir.fold import fold
+from graphshard.ir.printer import print_program
+from graphshard.ir.program import Program
+from graphshard.passes import Pass
+from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.pipeline import DEFAULT_PASSES, run_pass
+
+DESCRIPTION = "Reload a dumped stage and run the next pass on it alone: one process, no process group, no weights."
+EPILOG = "exit status: 0 the pass ran and the rules hold, 1 it broke a rule or raised an error, 2 wrong arguments"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `run`."""
+    parser.add_argument("stage", metavar="STAGE", help="a stage of a dump: dump/06-plan.json, its .txt, or dump/06")
+    parser.add_argument(
+        "--pass",
+        dest="step",
+        metavar="NAME",
+        help="run this pass, by its name in the default pipeline or as package.module:ClassName; "
+        "by default the one that ran on the stage next",
+    )
+    parser.add_argument(
+        "--verify", choices=("off", "ends", "each"), default="each", help="when to check the rules (default: each)"
+    )
+    parser.add_argument("--full", action="store_true", help="compare whole texts instead of folded ones")
+    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=IMPORT_HELP)
+
+
+IMPORT_HELP = "import MODULE first, because it registers operators of the program"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the pass and print what it did; the exit status."""
+    import_all(args.imports)
+    stage = StageFile.at(args.stage)
+    program = stage.program()
+    step, origin = _choose(stage, args.step)
+    before = print_program(program)
+    observer = Observer(args.verify)
+    try:
+        _check_stage(program, stage, observer)
+        run_pass(step, program, observer)
+    except PassError as error:
+        print(f"{step.name} on {stage.path}: failed\n{error}")
+        return 1
+    done, shown = program.history[-1], str if args.full else fold
+    print(f"{step.name} ({origin}) on {stage.path}: {done.rewrites} rewrites in {done.seconds:.2f} s")
+    print("rules: not checked" if args.verify != "each" else "rules: all hold, before and after the pass")
+    print(_compare(stage, step, program))
+    print_diff(shown(before), shown(done.text), stage.path.stem, f"after {step.name}")
+    return 0
+
+
+def _check_stage(program: Program, stage: StageFile, observer: Observer) -> None:
+    """A stage that breaks a rule is not the fault of the pass that runs on it."""
+    name = stage.name or stage.path.stem
+    try:
+        observer.after(program, name, 0, 0.0)
+    except PassError as error:
+        raise PassError(f"the stage itself breaks a rule, before the pass runs: {error}") from error
+    except Exception as error:
+        raise PassError(f"the stage cannot be checked: {type(error).__name__}: {error}") from error
+
+
+def _choose(stage: StageFile, wanted: str | None) -> tuple[Pass, str]:
+    """The pass to run, and where it comes from in words."""
+    recorded = next_pass_of(stage.json())
+    if wanted is not None and ":" in wanted:
+        return _imported(wanted), "given"
+    default = {step.name: step for step in DEFAULT_PASSES}
+    if recorded is not None and wanted in (None, recorded.name):
+        if recorded.step is not None:
+            return recorded.step, "as it ran"
+        if wanted is None:
+            raise ArgumentError(
+                f"{stage.path}: the next pass, {recorded.name!r}, cannot be made again: {recorded.problem}. "
+                f"Give --pass {recorded.class_name}, or one of {', '.join(default)}."
+            )
+    if wanted is None:
+        names = ("capture", *default)
+        if stage.name not in names[:-1]:
+            raise ArgumentError(
+                f"{stage.path}: no pass follows {stage.name or 'this stage'!r}. "
+                f"Give --pass, one of {', '.join(default)}, or package.module:ClassName."
+            )
+        wanted = names[names.index(stage.name) + 1]
+    if wanted not in default:
+        close = difflib.get_close_matches(wanted, default, 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ArgumentError(f"--pass: the default pipeline has no {wanted!r}, it has {', '.join(default)}.{hint}")
+    return default[wanted], "with default options"
+
+
+def _imported(name: str) -> Pass:
+    """The pass of a class the user names, made without arguments."""
+    module_name, _, class_name = name.partition(":")
+    found: object = import_module(module_name, "--pass")
+    for attribute in class_name.split("."):
+        found = getattr(found, attribute, None)
+    if not (isinstance(found, type) and issubclass(found, Pass)):
+        raise ArgumentError(f"--pass: {module_name} has no pass {class_name!r}; a pass derives from graphshard.Pass.")
+    try:
+        return found()
+    except TypeError as error:
+        raise ArgumentError(f"--pass: {name} cannot be made without arguments: {error}") from None
+
+
+def import_all(modules: Sequence[str]) -> None:
+    """Import what the user named with --import."""
+    for module in modules:
+        import_module(module, "--import")
+
+
+def import_module(name: str, option: str) -> object:
+    """A module the user names on the command line; those of the current directory are found too."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ArgumentError(f"{option}: cannot import {name!r}: {error}") from None
+
+
+def _compare(stage: StageFile, step: Pass, program: Program) -> str:
+    """Whether the pass made what the dump holds: the text, and the plan, which the text does not show."""
+    following = stage.neighbor(1)
+    if following is None or following.name != step.name:
+        return f"the dump holds no stage of {step.name} to compare with"
+    if following.text().strip() != fold(program.history[-1].text).strip():
+        return f"{following.path}: another text than the pass made here"
+    if following.path.with_suffix(".json").exists() and plan_of(following.json()) != program.plan:
+        return f"{following.path}: the same text, but another plan than the pass made here"
+    return f"{following.path}: the same"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m graphshard.debug.repro`; `graphshard repro` does the same."""
+    from graphshard.cli.main import main as command_line
+
+    return command_line(["repro", *(sys.argv[1:] if argv is None else argv)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Executors and regions as Python files that run on their own, with made-up inputs.
+
+python forward.py                           one process, collectives that return at once
+torchrun --nproc-per-node 8 forward.py      real collectives
+python regions/region_0.py                  one region
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import torch
+from torch.fx import GraphModule, Node
+
+from graphshard.ir.graph import is_collective
+from graphshard.ir.program import Phase, Program, Region
+from graphshard.ir.torch_internals import hint, run_with_rng_state
+
+_IMPORTS = """\
+import torch
+from torch import device, inf, nan
+"""
+
+_RUN_REGION = """
+
+if __name__ == "__main__":
+    for result in {name}(*inputs()):
+        print(result.dtype, list(result.shape))
+"""
+
+_RUN_PHASE = """
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        dist.init_process_group()
+    else:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size={size})
+    assert dist.get_world_size() == {size}, "the program is for {size} ranks"
+    {axis} = dist.group.WORLD.group_name
+    for name, result in zip({outputs}, Executor().forward(inputs())):
+        print(name, result if result is None else (result.dtype, list(result.shape)))
+    dist.destroy_process_group()
+"""
+
+
+def region_source(region: Region, name: str) -> str:
+    """A file with a region's operators as a function `name`."""
+    graph = region.module.graph
+    code = re.sub(r"def forward\(self(, )?", f"def {name}(", region.module.code)
+    return (
+        f'"""Region {region.key}, operator by operator."""\n\n{_IMPORTS}\n\n'
+        f"{code.strip()}\n\n\n{_inputs(graph.find_nodes(op='placeholder'))}{_RUN_REGION.format(name=name)}"
+    )
+
+
+def executor_source(program: Program, phase_name: str) -> str:
+    """A file with the code of an executor, as it runs, over the files of its regions."""
+    phase = program.phases[phase_name]
+    names = dict.fromkeys(str(n.target) for n in phase.module.graph.find_nodes(op="call_module"))
+    imports = "".join(f"from regions.{name} import {name}\n" for name in names)
+    methods = "".join(f"    def {name}(self, inputs):\n        return {name}(*inputs)\n\n" for name in names)
+    code = "".join(f"    {line}\n" if line else "\n" for line in _code(phase).strip().splitlines())
+    outputs = [str(slot) for slot in phase.outputs]
+    run = _RUN_PHASE.format(size=program.axis.size, axis=_axis(program), outputs=outputs)
+    return (
+        f'"""The {phase_name} of {program.title} on every rank; regions run operator by operator."""\n\n'
+        f"import os\n\n{_IMPORTS}import torch.distributed as dist\n{imports}\n\nclass Executor:\n{methods}{code}\n\n"
+        f"{_inputs(phase.placeholders, [str(slot) for slot in phase.inputs])}{run}"
+    )
+
+
+class _Variable(str):
+    """A string that is written into code as a name."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _axis(program: Program) -> str:
+    return program.axis.name if program.axis.name.isidentifier() else "axis"
+
+
+def _code(phase: Phase) -> str:
+    """The executor's code with the group as a variable named after the mesh axis."""
+    graph = copy.deepcopy(phase.module.graph)
+    for node in graph.nodes:
+        if is_collective(node):
+            name = str(node.args[-1])
+            node.args = (*node.args[:-1], _Variable(name if name.isidentifier() else "axis"))
+    return GraphModule(phase.module, graph).code
+
+
+def _inputs(placeholders: list[Node], labels: list[str] | None = None) -> str:
+    """A function that makes inputs of the traced shapes, strides and dtypes: zeros, or small random numbers.
+
+    Dynamic sizes are those of the capture.
+    """
+    lines = []
+    for index, node in enumerate(placeholders):
+        val = node.meta["val"]
+        label = f"  # {labels[index]}" if labels else ""
+        if node.name.startswith("random_state") or any(user.target is run_with_rng_state for user in node.users):
+            lines.append(f"        torch.get_rng_state(),{label}\n")
+            continue
+        if isinstance(val, torch.SymInt):
+            lines.append(f"        {hint(val)},{label}\n")
+            continue
+        fill = ".normal_(std=0.02)" if val.is_floating_point() else ".zero_()"
+        shape, stride = (tuple(map(hint, sizes)) for sizes in (val.shape, val.stride()))
+        make = f"torch.empty_strided({shape}, {stride}, dtype={val.dtype}, device={val.device.type!r})"
+        lines.append(f"        {make}{fill},{label}\n")
+    return f"def inputs():\n    return [\n{''.join(lines)}    ]\n"

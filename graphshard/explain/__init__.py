@@ -1,0 +1,1 @@
+"""Predict a training step without the machine: studies, results, advice, formulas."""

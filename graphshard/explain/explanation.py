@@ -1,0 +1,258 @@
+"""What `graphshard.explain` returns: a predicted step, as numbers, a table, HTML, a trace and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from graphshard.cost.costs import Costs
+from graphshard.explain.formulas import Formulas
+from graphshard.ir.files import write_text
+from graphshard.ir.program import Program
+from graphshard.report.content import report_of
+from graphshard.report.page import Memory, format_bytes, format_seconds, render
+from graphshard.report.trace_events import trace_events
+from graphshard.schedule.timeline import Estimate
+
+# How many waits the table names, and what it calls the links.
+_WAITS = 3
+_LINKS = {"node": "link in the node", "network": "link between nodes", "host": "link to the host"}
+
+
+@dataclass(frozen=True)
+class RegionCost:
+    """A distinct region: seconds of one call, how often a step calls it, and whether the time was measured."""
+
+    name: str
+    key: str
+    where: str
+    calls: int
+    seconds: float
+    measured: bool
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Exposed communication: compute waits for a bucket.
+
+    Attributes:
+        bucket: what it waits for.
+        phase: "forward" or "backward".
+        seconds: how long.
+        why: "head" (the phase's first collective), "tail" (its last), "link" (the bucket queued for the link) or
+            "late" (it was launched too late, or is longer than what it could hide behind).
+        behind: the bucket that it queued behind, or "".
+    """
+
+    bucket: str
+    phase: str
+    seconds: float
+    why: str
+    behind: str
+
+    def __str__(self) -> str:
+        behind = f", behind {self.behind}" if self.behind else ""
+        return f"{format_seconds(self.seconds)} for {self.bucket} ({self.why}{behind})"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A predicted training step of one rank; seconds and bytes.
+
+    Attributes:
+        model: class of the module.
+        label: name of the setting, in a grid.
+        mesh: sizes by axis.
+        hardware, profile_hash: the profile's name and the hash of its numbers.
+        network: model of the network between nodes.
+        plan_hash: of the schedule.
+        tokens: that one rank processes in a step: elements of the first integer input, or the batch size.
+        step_time_s: forward, backward and optimizer.
+        compute_s: regions of forward and backward, with what communication beside them slows them down.
+        optimizer_s: reads and writes of the optimizer.
+        communication_s: all collectives.
+        exposed_comm_s: compute waits for communication.
+        lower_bound_s: no schedule of the same compute on the same link is faster.
+        gap: step_time_s / lower_bound_s - 1.
+        peak_memory_bytes: of values alive at once between regions, with gradients and optimizer state.
+        memory: at the peak, by what it is.
+        memory_capacity_bytes: of the device.
+        flop: of the model, forward and backward without recomputation, a multiply-add as two.
+        mfu: time that `flop` takes at the data sheet's peak, over step_time_s.
+        limit: "compute", "link", "head", "tail" or "memory".
+        advice: what would help, from formulas.
+        waits: what compute waits for, longest first.
+        busy: share of the step in which compute, and each link ("node", "network"), is busy.
+        regions: distinct regions, the most expensive first.
+        formulas: of the step, if symbols were asked for.
+    """
+
+    model: str
+    label: str
+    mesh: dict[str, int]
+    hardware: str
+    profile_hash: str
+    network: str
+    plan_hash: str
+    tokens: int
+    step_time_s: float
+    compute_s: float
+    optimizer_s: float
+    communication_s: float
+    exposed_comm_s: float
+    lower_bound_s: float
+    gap: float
+    peak_memory_bytes: int
+    memory: dict[str, int]
+    memory_capacity_bytes: float
+    flop: float
+    mfu: float
+    limit: str
+    advice: tuple[str, ...]
+    waits: tuple[Wait, ...]
+    busy: dict[str, float]
+    regions: tuple[RegionCost, ...]
+    _program: Program = field(repr=False, compare=False)
+    _costs: Costs = field(repr=False, compare=False)
+    _timeline: Estimate = field(repr=False, compare=False)
+    _memory: Memory = field(repr=False, compare=False)
+    formulas: Formulas | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the mesh."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens * self.num_ranks / self.step_time_s
+
+    def __str__(self) -> str:
+        """The table."""
+        table = Table(box=None, show_header=False)
+        for name, value in self._facts():
+            table.add_row(name, Text(value))
+        lines = [f"* {line}" for line in self.advice] + list(self._formulas())
+        return "\n".join([_text(table), *lines])
+
+    def _formulas(self) -> Iterator[str]:
+        """How the step grows around here, and from where communication is hidden."""
+        if self.formulas is None:
+            return
+        here = ", ".join(f"{name} {value}" for name, value in self.formulas.at.items())
+        yield f"formulas around {here}:"
+        for name in ("compute_s", "communication_s", "saved_bytes", "state_bytes"):
+            yield f"  {name} = {self.formulas.smooth(name)}"
+        symbol = next(iter(self.formulas.at))
+        crossover = self.formulas.crossover(symbol)
+        if crossover is not None:
+            yield f"  communication_s <= compute_s from {symbol} {crossover.value} on: {crossover.formula}"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
+        memory = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.memory.items())
+        share = f"{self.exposed_comm_s / self.step_time_s:.1%}"
+        return [
+            ("model", f"{self.model}{f' ({self.label})' if self.label else ''}, {self.tokens} tokens per rank"),
+            ("mesh", mesh),
+            ("hardware", f"{self.hardware}, network {self.network}, profile {self.profile_hash[:12]}"),
+            ("step", f"{format_seconds(self.step_time_s)}, {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}"),
+            ("compute", f"{format_seconds(self.compute_s)}, optimizer {format_seconds(self.optimizer_s)}"),
+            ("communication", f"{format_seconds(self.communication_s)}, exposed {_exposed(self)} ({share})"),
+            ("longest waits", ", ".join(map(str, self.waits[:_WAITS])) or "none"),
+            ("busy", ", ".join(f"{_LINKS.get(name, name)} {share:.1%}" for name, share in self.busy.items())),
+            ("lower bound", f"{format_seconds(self.lower_bound_s)}, gap {self.gap:.1%}"),
+            (
+                "memory",
+                f"{format_bytes(self.peak_memory_bytes)} of {format_bytes(self.memory_capacity_bytes)}: {memory}",
+            ),
+            ("limited by", self.limit),
+        ]
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report with timeline, memory curve, buckets and regions: one file that needs no network."""
+        write_text(Path(path), render(report_of(self._program, costs=self._costs)))
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline for ui.perfetto.dev or chrome://tracing (Trace Event Format, JSON)."""
+        title = f"{self.model} on {self.num_ranks} x {self.hardware}"
+        write_text(Path(path), json.dumps(trace_events(self._timeline, self._memory, title)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers as plain data."""
+        names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_")]
+        data = {name: getattr(self, name) for name in names}
+        data["formulas"] = str(self.formulas) if self.formulas else None
+        regions = [dataclasses.asdict(region) for region in self.regions]
+        waits = [dataclasses.asdict(wait) for wait in self.waits]
+        lists = {"advice": list(self.advice), "regions": regions, "waits": waits}
+        return {**data, **lists, "tokens_per_second": self.tokens_per_second}
+
+    def to_json(self) -> str:
+        """All numbers as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Several predictions side by side."""
+
+    rows: tuple[Explanation, ...]
+
+    @property
+    def best(self) -> Explanation:
+        """Most tokens per second of those that fit into memory, or of all if none does."""
+        fitting = [row for row in self.rows if row.limit != "memory"]
+        return max(fitting or self.rows, key=lambda row: row.tokens_per_second)
+
+    def __str__(self) -> str:
+        """One line for each."""
+        table = Table(box=None)
+        headings = ("step", "compute", "exposed", "bound", "gap", "tokens/s", "MFU", "memory")
+        for heading in ("setting", "mesh", "hardware", "network"):
+            table.add_column(heading)
+        for heading in headings:
+            table.add_column(heading, justify="right")
+        table.add_column("limited by")
+        for row in self.rows:
+            table.add_row(
+                *map(Text, (row.label, " x ".join(map(str, row.mesh.values())), row.hardware, row.network)),
+                format_seconds(row.step_time_s),
+                format_seconds(row.compute_s),
+                _exposed(row),
+                format_seconds(row.lower_bound_s),
+                f"{row.gap:.1%}",
+                f"{row.tokens_per_second:,.0f}",
+                f"{row.mfu:.1%}",
+                format_bytes(row.peak_memory_bytes),
+                row.limit,
+            )
+        return _text(table)
+
+    def to_json(self) -> str:
+        """All numbers as JSON."""
+        return json.dumps([row.to_dict() for row in self.rows], indent=1)
+
+
+def _exposed(row: Explanation) -> str:
+    return format_seconds(row.exposed_comm_s)
+
+
+def _text(table: Table) -> str:
+    """As wide as it needs to be, without colours, so that it reads the same in a file."""
+    console = Console(file=io.StringIO(), width=1000, color_system=None)
+    console.print(table)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())

@@ -1,0 +1,311 @@
+"""The predicted step as formulas: in the symbols of the inputs and in the number of ranks.
+
+A formula is a straight line of definitions, so that it grows with the number of distinct regions and of buckets, and
+not with what substituting them would give:
+
+    region_3 = 3.0e-6 + Max(...)      gather_2 = Min(...)      compute_s = 2*region_0 + 8*region_3 + ...
+
+The schedule is the one of the sizes that were explained; a planner may do something else at others.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import sympy
+from torch.fx import Graph, GraphModule, Node
+
+from graphshard.cost.costs import Costs, maximum
+from graphshard.explain.symbols import RANKS, symbolic
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.graph import WAIT, is_collective, kind_of
+from graphshard.ir.params import ParamRow
+from graphshard.ir.program import Axis, Phase, Program, Region
+
+# Of the numbers in a printed formula; costs are not known better.
+_DIGITS = 4
+
+Definitions = list[tuple[sympy.Symbol, sympy.Expr]]
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """From where communication takes no longer than compute.
+
+    Attributes:
+        symbol: what is varied; the rest is `at`.
+        value: of the symbol.
+        formula: the value in the other symbols, with the branches of every maximum that hold there.
+    """
+
+    symbol: str
+    value: int
+    formula: sympy.Expr
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """Seconds and bytes of a step.
+
+    Attributes:
+        at: values of the symbols that were explained.
+        definitions: what results are made of, in an order in which they can be evaluated.
+        results: step_time_s, compute_s, optimizer_s, communication_s, exposed_comm_s, communication_bytes (of full
+            tensors), state_bytes (shards, gradients and optimizer state), saved_bytes (from forward to backward).
+    """
+
+    at: Mapping[str, int]
+    definitions: Definitions
+    results: Mapping[str, sympy.Expr]
+
+    @cached_property
+    def symbols(self) -> dict[str, sympy.Symbol]:
+        """By name."""
+        return {name: sympy.Symbol(name, integer=True, positive=True) for name in self.at}
+
+    @cached_property
+    def _function(self) -> Callable[..., list[float]]:
+        expressions = list(self.results.values())
+        straight = lambda _: (self.definitions, expressions)  # noqa: E731
+        return sympy.lambdify(list(self.symbols.values()), expressions, "math", cse=straight)
+
+    def evaluate(self, **values: int) -> dict[str, float]:
+        """All results, with other values for some symbols.
+
+        Raises:
+            ArgumentError: there is no such symbol, or a value is not positive.
+        """
+        for name, value in values.items():
+            if name not in self.at:
+                raise ArgumentError(f"there is no symbol {name!r}; there are {', '.join(self.at)}.")
+            if value <= 0:
+                raise ArgumentError(f"{name} must be positive, got {value}.")
+        return dict(zip(self.results, self._function(*{**self.at, **values}.values())))
+
+    def smooth(self, name: str, **values: int) -> sympy.Expr:
+        """A result in symbols alone, as it holds around a point.
+
+        Every maximum is replaced by the branch that it takes there, and nothing is rounded up: what is left says how
+        the result grows.
+
+        Args:
+            name: of the result.
+            values: of symbols, where they are not those that were explained.
+        """
+        point: dict[sympy.Symbol, float] = {self.symbols[n]: v for n, v in {**self.at, **values}.items()}
+        needed = dict(self.definitions)
+        known: dict[sympy.Symbol, tuple[sympy.Expr, float]] = {s: (s, float(v)) for s, v in point.items()}
+        return sympy.expand(_branch(self.results[name], known, needed)[0]).evalf(_DIGITS)
+
+    def crossover(self, symbol: str, **values: int) -> Crossover | None:
+        """The smallest value of a symbol at which communication takes no longer than compute.
+
+        Args:
+            symbol: what to vary, such as "batch"; one of the inputs'.
+            values: of other symbols, where they are not those that were explained.
+
+        Returns:
+            None if communication is never hidden, up to 2**40.
+
+        Raises:
+            ArgumentError: the symbol is none of the inputs'.
+        """
+        if symbol not in self.at or symbol == RANKS.name:
+            inputs = ", ".join(name for name in self.at if name != RANKS.name)
+            raise ArgumentError(f"communication is hidden by more work, not by {symbol!r}: vary one of {inputs}.")
+
+        def excess(value: int) -> float:
+            found = self.evaluate(**{**values, symbol: value})
+            return found["communication_s"] - found["compute_s"]
+
+        low, high = 0, 1
+        while excess(high) > 0:
+            low, high = high, 2 * high
+            if high > 2**40:
+                return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+        return Crossover(symbol, high, self._solved(symbol, {**self.at, **values, symbol: high}))
+
+    def _solved(self, symbol: str, at: Mapping[str, int]) -> sympy.Expr:
+        """Where both times are equal, with the branches that hold at a point; nan if that is no quadratic equation."""
+        times = (self.smooth(name, **at) for name in ("communication_s", "compute_s"))
+        unknown = self.symbols[symbol]
+        equation = sympy.Poly(sympy.fraction(sympy.together(sympy.Add(next(times), -next(times))))[0], unknown)
+        if equation.degree() not in (1, 2):
+            return sympy.nan
+        point = {self.symbols[name]: value for name, value in at.items()}
+        roots = sympy.roots(equation)
+        real = [root for root in roots if abs(sympy.im(complex(root.subs(point)))) < 1e-6]
+        best = min(real, key=lambda root: abs(complex(root.subs(point)) - at[symbol]), default=sympy.nan)
+        return best.evalf(_DIGITS)
+
+    def __str__(self) -> str:
+        """The results, in terms of regions and buckets, and what those are."""
+        lines = [f"{name} = {value}" for name, value in (*self.definitions, *self.results.items())]
+        return "\n".join(lines)
+
+
+def _branch(
+    expression: sympy.Expr, known: dict[sympy.Symbol, tuple[sympy.Expr, float]], definitions: dict[Any, sympy.Expr]
+) -> tuple[sympy.Expr, float]:
+    """An expression without maxima and roundings, each replaced by the argument it takes, and its exact value.
+
+    Args:
+        known: the same of symbols; definitions are added as they are met.
+    """
+    if expression in known:
+        return known[expression]
+    if expression in definitions:
+        known[expression] = _branch(definitions[expression], known, definitions)
+        return known[expression]
+    if not expression.args:
+        return expression, float(expression)
+    pairs = [_branch(argument, known, definitions) for argument in expression.args]
+    values = [value for _, value in pairs]
+    if isinstance(expression, (sympy.Max, sympy.Min)):
+        choose = max if isinstance(expression, sympy.Max) else min
+        return choose(pairs, key=lambda pair: pair[1])
+    if isinstance(expression, (sympy.ceiling, sympy.floor)):
+        return pairs[0][0], (math.ceil if isinstance(expression, sympy.ceiling) else math.floor)(values[0])
+    if isinstance(expression, sympy.Add):
+        value = math.fsum(values)
+    elif isinstance(expression, sympy.Mul):
+        value = math.prod(values)
+    else:
+        assert isinstance(expression, sympy.Pow), expression
+        value = values[0] ** values[1]
+    return expression.func(*(smooth for smooth, _ in pairs)), value
+
+
+def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, states: int) -> Formulas:
+    """Formulas of a lowered program whose nodes have symbolic sizes.
+
+    Args:
+        at: values of the symbols of the inputs.
+        states: tensors like a parameter that the optimizer keeps.
+    """
+    definitions: Definitions = []
+
+    def define(name: str, value: Any) -> Any:
+        if not isinstance(value, sympy.Expr) or value.is_Atom:
+            return value
+        # Numbered, because names of buckets may become equal when they are made identifiers.
+        symbol = sympy.Symbol(f"{re.sub(r'[^0-9a-zA-Z]+', '_', name).strip('_')}_{len(definitions)}", positive=True)
+        definitions.append((symbol, value))
+        return symbol
+
+    regions = {
+        name: define(name, costs.region(_symbolic_region(program.regions[key])))
+        for name, key in program.region_names.items()
+    }
+    calls = [str(n.target) for p in program.phases.values() for n in p.module.graph.nodes if n.op == "call_module"]
+    step, communication, num_sent, slower = _clock(program, costs, regions, define)
+    compute = sympy.Add(*(calls.count(name) * seconds for name, seconds in regions.items()), slower)
+    state, trained = _state(program, states)
+    optimizer = costs.optimizer(trained, states)
+    results = {
+        "step_time_s": step + optimizer,
+        "compute_s": compute,
+        "optimizer_s": optimizer,
+        "communication_s": communication,
+        "exposed_comm_s": step - compute,
+        "communication_bytes": num_sent,
+        "state_bytes": state,
+        "saved_bytes": sum((_saved(phase) for phase in program.phases.values()), sympy.Integer(0)),
+    }
+    everything = {**at, RANKS.name: program.axis.size}
+    return Formulas(everything, definitions, {name: sympy.sympify(value) for name, value in results.items()})
+
+
+def _clock(
+    program: Program, costs: Costs, regions: Mapping[str, Any], define: Callable[[str, Any], Any]
+) -> tuple[Any, Any, Any, Any]:
+    """Step, communication, bytes sent, and what it slows compute down: the clock of `estimate`, with expressions."""
+    assert program.plan is not None
+    axis = Axis(program.axis.name, RANKS)
+    mesh = tuple(axis if other.name == axis.name else other for other in costs.mesh)
+    here, costs = costs, Costs(costs.profile, costs.network, mesh)
+    compute: Any = sympy.Integer(0)
+    free: dict[str, Any] = {}  # by link
+    measured = {name for name, key in program.region_names.items() if key in here.measured}
+    total, num_sent, slower = [], [], []
+    count = 0
+    for phase in program.phases.values():
+        arrives: dict[str, Any] = {}
+        for node in phase.module.graph.nodes:
+            bucket = node.meta.get("bucket", "")
+            if is_collective(node):
+                over = program.axis_named(program.plan.bucket(bucket).axis)
+                link = here.link(over)
+                if over == program.axis:
+                    over = axis
+                kind, size = kind_of(node), _sent(program, bucket)
+                if node.meta.get("exchanged"):
+                    cost = costs.exchange(size, over)
+                else:
+                    cost = costs.collective(kind, size, len(node.all_input_nodes), over)
+                seconds = define(f"seconds_{bucket}", cost)
+                total.append(seconds)
+                num_sent.append(size)
+                start = maximum(compute, free.get(link, compute))
+                free[link] = arrives[bucket] = define(f"end_{bucket}", start + seconds)
+            elif node.target is WAIT:
+                count += 1
+                compute = define(f"after_wait_{count}", maximum(arrives[bucket], compute))
+            elif node.op == "call_module":
+                seconds = regions[str(node.target)]
+                before, compute = compute, compute + seconds
+                if costs.profile.contention and str(node.target) not in measured:
+                    count += 1
+                    busy = maximum(*free.values(), before) - before if free else 0.0
+                    slower.append(define(f"slower_{count}", costs.slowed(seconds, busy) - seconds))
+                    compute = define(f"after_region_{count}", compute + slower[-1])
+    return compute, sympy.Add(*total), sympy.Add(*num_sent), sympy.Add(*slower)
+
+
+def _symbolic_region(region: Region) -> Region:
+    """A copy whose nodes have their symbolic sizes."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(region.module.graph, copies))
+    for node, copy in copies.items():
+        copy.meta = {**node.meta, "sizes": symbolic(node)}
+    return Region(region.key, region.text, GraphModule(region.module, graph))
+
+
+def _sent(program: Program, bucket: str) -> Any:
+    """Bytes of the full tensors of a bucket, padding included; an all-reduce has shards."""
+    assert program.plan is not None
+    planned = program.plan.bucket(bucket)
+    rows = [program.params[name] for name in planned.members]
+    parts = 1 if planned.kind == "all_reduce" else RANKS
+    return sympy.Add(*(parts * _shard_numel(row) * row.sent_dtype(planned.kind).itemsize for row in rows))
+
+
+def _shard_numel(row: ParamRow) -> Any:
+    """Elements of a padded shard."""
+    if row.num_shards == 1:
+        return math.prod(row.shape)
+    rest = math.prod(row.shape) // max(row.shape[row.dim], 1)
+    return rest * sympy.ceiling(sympy.Integer(row.shape[row.dim]) / RANKS)
+
+
+def _state(program: Program, states: int) -> tuple[Any, Any]:
+    """Bytes of shards, gradients and optimizer state; of trained shards alone."""
+    sizes = [(row, _shard_numel(row) * row.dtype.itemsize) for row in program.params]
+    held = sympy.Add(*(size * (2 + states if row.trainable else 1) for row, size in sizes))
+    return held, sympy.Add(*(size for row, size in sizes if row.trainable))
+
+
+def _saved(phase: Phase) -> Any:
+    """Bytes that forward leaves for backward, without parameters and inputs."""
+    pairs = zip(phase.results, phase.outputs)
+    saved = [node for node, slot in pairs if slot.kind == "saved" and isinstance(node, Node)]
+    return sympy.Add(*(math.prod(symbolic(node)) * node.meta["val"].dtype.itemsize for node in saved))

@@ -1,0 +1,71 @@
+"""Every error a user can meet, in one place.
+
+A message names the culprit (argument, parameter, module or line) and the remedy. The classes also derive from
+the built-in exception that fits, so that code which catches `ValueError` keeps working.
+"""
+
+
+class GraphshardError(Exception):
+    """Base of all errors graphshard raises on purpose."""
+
+
+class ArgumentError(GraphshardError, ValueError):
+    """An argument of a public function is wrong."""
+
+
+class UnsupportedError(GraphshardError, NotImplementedError):
+    """A setting of FSDP2 that graphshard does not have; the message says what to do instead."""
+
+
+class CaptureError(GraphshardError, RuntimeError):
+    """torch.export could not turn the module's forward into a graph."""
+
+
+class CaptureLimitError(GraphshardError, RuntimeError):
+    """The module was captured for more input signatures than `max_captures` allows."""
+
+
+class MaterializationError(GraphshardError, RuntimeError):
+    """A parameter or buffer is still on the meta device when the module is called."""
+
+
+class ParameterError(GraphshardError, RuntimeError):
+    """A parameter is not what it was when the module was compiled."""
+
+
+class InputError(GraphshardError, ValueError):
+    """An input of the call cannot be used: wrong device, or a type that pytree does not know."""
+
+
+class CheckpointError(GraphshardError, RuntimeError):
+    """A checkpoint cannot be saved, or is incomplete or damaged, or belongs to another model."""
+
+
+class ArtifactError(GraphshardError, RuntimeError):
+    """A `.gshard` file is damaged or not one, does not fit the model, the mesh or the machine, or lacks a program.
+
+    Attributes:
+        field: what of the fingerprint differs, such as "mesh"; "" if it is something else.
+    """
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class DivergenceError(GraphshardError, RuntimeError):
+    """Two ranks made different programs."""
+
+
+class PassError(GraphshardError, RuntimeError):
+    """A pass broke its contract; addressed to the author of the pass.
+
+    Attributes:
+        rule: name of the rule of `graphshard.pipeline.rules` that was broken; "" if it was none of them.
+        author: name of the pass.
+    """
+
+    def __init__(self, message: str, *, rule: str = "", author: str = "") -> None:
+        super().__init__(message)
+        self.rule = rule
+        self.author = author

@@ -1,0 +1,323 @@
+"""Questions that passes ask an FX graph, and the one way in which they insert a node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from graphshard.ir.chunks import OWN_CHUNK
+from graphshard.ir.copies import ARRIVED, DOWNLOAD, UPLOAD
+from graphshard.ir.plan import CollectiveKind
+from graphshard.ir.program import Phase
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+GATHERS = frozenset({c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default})
+REDUCES = frozenset({c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_tensor_coalesced.default})
+ALL_REDUCES = frozenset({c10d.all_reduce.default, c10d.all_reduce_coalesced.default})
+WAIT = c10d.wait_tensor.default
+# Operators of our own, which stay outside of regions.
+OWN = frozenset({UPLOAD, ARRIVED, DOWNLOAD, OWN_CHUNK})
+
+# What carries a tensor to a reduce-scatter or from an all-gather without computing anything new.
+_MOVEMENT = frozenset(
+    {
+        operator.getitem,
+        aten.cat.default,
+        aten.clone.default,
+        aten.constant_pad_nd.default,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        OWN_CHUNK,
+    }
+)
+_TAKEOFF = _MOVEMENT | {aten._to_copy.default, aten.div.Tensor}
+
+
+def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
+    """Insert a call at the graph's insertion point, with its fake value.
+
+    Module stack and partitioner tag are taken from `like`, so that the node prints as part of that module.
+    """
+    node = graph.call_function(target, args, kwargs)
+    vals = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    node.meta["val"] = target(*vals[0], **vals[1])
+    if like is not None:
+        node.meta.update({k: like.meta[k] for k in ("nn_module_stack", "partitioner_tag") if k in like.meta})
+    return node
+
+
+def behind(node: Node) -> AbstractContextManager[Any]:
+    """Insert behind a node, or behind all placeholders if it is one of them."""
+    if node.op == "placeholder":
+        node = node.graph.find_nodes(op="placeholder")[-1]
+    return node.graph.inserting_after(node)
+
+
+def calls_of(phase: Phase, target: Callable[..., Any]) -> list[Node]:
+    """The phase's calls of an operator, in order."""
+    return list(phase.module.graph.find_nodes(op="call_function", target=target))
+
+
+def replace_after(node: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    """Apply an operator to a value and let everything that used the value use the result."""
+    users = list(node.users)
+    with node.graph.inserting_after(node):
+        new = emit(node.graph, target, node, *args, like=node, **kwargs)
+    for user in users:
+        user.replace_input_with(node, new)
+    return new
+
+
+def rewrite_gradients(phase: Phase, rewrite: Callable[[Node, str], Node]) -> int:
+    """Let the graph return, as a parameter's gradient, what `rewrite` makes of gradient and name; how many changed."""
+    results = phase.results
+    count = 0
+    for index, slot in enumerate(phase.outputs):
+        grad = results[index]
+        if slot.kind == "grad" and slot.of == "param" and isinstance(grad, Node):
+            with phase.module.graph.inserting_after(grad):
+                results[index] = rewrite(grad, slot.name)
+            count += results[index] is not grad
+    phase.set_results(results)
+    return count
+
+
+def erase_dead(graph: Graph) -> None:
+    """Erase calls whose result nobody uses, collectives included; placeholders stay."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def is_collective(node: Node) -> bool:
+    """An all-gather, reduce-scatter or all-reduce, single or coalesced; not its wait."""
+    return node.target in GATHERS or is_reduction(node)
+
+
+def is_reduction(node: Node) -> bool:
+    """A reduce-scatter or all-reduce."""
+    return node.target in REDUCES or node.target in ALL_REDUCES
+
+
+def is_reduced(node: Node) -> bool:
+    """The wait for a reduce-scatter or all-reduce."""
+    return node.target is WAIT and is_reduction(launch_of(node))
+
+
+def kind_of(launch: Node) -> CollectiveKind:
+    """What a collective does."""
+    if launch.target in GATHERS:
+        return "gather"
+    return "reduce" if launch.target in REDUCES else "all_reduce"
+
+
+def is_communication(node: Node) -> bool:
+    """A collective, its wait, or the selection of one result of a coalesced collective."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, Node) and is_collective(source)
+    return is_collective(node) or node.target is WAIT
+
+
+def launch_of(wait: Node) -> Node:
+    """The collective that a wait completes."""
+    source = wait.all_input_nodes[0]
+    return source.all_input_nodes[0] if source.target is operator.getitem else source
+
+
+def is_view(node: Node) -> bool:
+    """A call whose result may share the memory of its first argument and that writes nothing."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, Node) and is_view(source)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    infos = [r.alias_info for r in node.target._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def base_of(node: Node) -> Node:
+    """The value whose memory `node` may share: the end of its chain of views."""
+    while node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def fake(node: Node) -> torch.Tensor:
+    """The fake tensor of a node with a single result."""
+    val = node.meta["val"]
+    assert isinstance(val, torch.Tensor)
+    return val
+
+
+def restride(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """A real value with the strides that the graph relies on; itself if it has them."""
+    if value.stride() == stride:
+        return value
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def module_of(node: Node) -> str:
+    """Name of the innermost module whose forward (or backward) made the node; "" for the root.
+
+    A call of a region names the modules it computes.
+    """
+    if "where" in node.meta:
+        return str(node.meta["where"])
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return next(reversed(stack.values()))[0] if stack else ""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One launch: a single collective, or several coalesced into one.
+
+    Attributes:
+        kind: all-gather of parameters, reduce-scatter of gradients, or all-reduce of their shards.
+        node: the launch.
+        waits: one wait per tensor that travels.
+        params: names of the parameters that travel.
+    """
+
+    kind: CollectiveKind
+    node: Node
+    waits: tuple[Node, ...]
+    params: tuple[str, ...]
+
+
+def collectives(phase: Phase) -> list[Collective]:
+    """The phase's collectives in launch order, with the parameters they carry.
+
+    A gather carries the parameters whose placeholders it reads, a reduction those whose gradients it returns:
+    both are read off the slots.
+    """
+    names = {node: slot.name for node, slot in phase.slot_of().items()}
+    grads = {n: s.name for n, s in zip(phase.results, phase.outputs, strict=True) if isinstance(n, Node)}
+    found = []
+    for node in phase.module.graph.nodes:
+        if not is_collective(node):
+            continue
+        waits = tuple(w for user in node.users for w in ([user] if user.target is WAIT else user.users))
+        if node.target in GATHERS:
+            params = _reach(node, lambda n: n.all_input_nodes, names)
+        else:
+            params = _reach(node, lambda n: list(n.users), grads)
+        found.append(Collective(kind_of(node), node, waits, params))
+    return found
+
+
+def _reach(node: Node, step: Callable[[Node], list[Node]], ends: dict[Node, str]) -> tuple[str, ...]:
+    """Names of the ends that are reached from a node, depth first, without going beyond them."""
+    reached: dict[str, None] = {}
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current in ends and current is not node:
+            reached[ends[current]] = None
+        elif current not in seen:
+            seen.add(current)
+            stack.extend(reversed(step(current)))
+    return tuple(reached)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A phase's nodes by role; the communication's own casts, copies and views are not compute.
+
+        prologue -> gather -> wait -> landing -> compute -> takeoff -> reduce -> wait -> epilogue
+
+    Attributes:
+        compute: compute nodes in order; a plan's positions count these. The results of an operator with several
+            stand right behind it and are not counted.
+        before: per collective, what must run before it and nothing else needs (prologue or takeoff).
+        after: per wait, what follows from it alone (landing or epilogue).
+    """
+
+    compute: list[Node]
+    before: dict[Node, list[Node]]
+    after: dict[Node, list[Node]]
+
+    @staticmethod
+    def of(phase: Phase) -> Layout:
+        """Sort the nodes of a phase into roles, by structure alone."""
+        nodes = [n for n in phase.module.graph.nodes if n.op == "call_function"]
+        owner = _takeoffs(nodes)
+        follows = _landings(nodes)
+        before: dict[Node, list[Node]] = {n: [] for n in nodes if is_collective(n)}
+        after: dict[Node, list[Node]] = {n: [] for n in nodes if n.target is WAIT}
+        compute = []
+        for node in nodes:
+            if is_communication(node) or is_part(node):
+                continue
+            if node in owner:
+                before[owner[node]].append(node)
+            elif node in follows:
+                after[follows[node]].append(node)
+            else:
+                compute.append(node)
+        return Layout(compute, before, after)
+
+    @cached_property
+    def index(self) -> dict[Node, int]:
+        """Position of each compute node; parts of a node have its position."""
+        return {n: i for i, node in enumerate(self.compute) for n in with_parts(node)}
+
+
+def is_part(node: Node) -> bool:
+    """One result of an operator that returns several."""
+    return node.target is operator.getitem and not is_communication(node) and not is_view(node)
+
+
+def with_parts(node: Node) -> list[Node]:
+    """A node and its parts, and theirs."""
+    return [node, *(part for user in node.users if is_part(user) for part in with_parts(user))]
+
+
+def is_backward(node: Node) -> bool:
+    """Whether a node of a joint graph was made by differentiation."""
+    return bool(node.meta.get("partitioner_tag") == "is_backward")
+
+
+def _takeoffs(nodes: list[Node]) -> dict[Node, Node]:
+    """Nodes that only serve one collective, by collective: a gather's prologue, a reduction's takeoff."""
+    owner: dict[Node, Node] = {}
+    for node in reversed(nodes):
+        if is_communication(node) or is_part(node):
+            continue
+        targets = {user if is_collective(user) else owner.get(user) for user in node.users}
+        target = targets.pop() if len(targets) == 1 else None
+        if target is None:
+            continue
+        if target.target in GATHERS or is_view(node) or node.target in _TAKEOFF:
+            owner[node] = target
+    return owner
+
+
+def _landings(nodes: list[Node]) -> dict[Node, Node]:
+    """Nodes that only follow from one wait, by wait: a gather's landing, a reduction's epilogue."""
+    follows: dict[Node, Node] = {}
+    reduced: set[Node] = set()
+    for node in nodes:
+        if node.target is WAIT:
+            if is_reduced(node):
+                reduced.add(node)
+            continue
+        if is_communication(node):
+            continue
+        # What a reduction made may be added to what an earlier one left.
+        inputs = [n for n in node.all_input_nodes if n.op != "placeholder"]
+        sources = {n if n.target is WAIT else follows.get(n) for n in inputs}
+        source = sources.pop() if len(sources) == 1 else None
+        if source is not None and (source in reduced or is_view(node) or node.target in _MOVEMENT):
+            follows[node] = source
+    return follows

@@ -1,0 +1,278 @@
+"""The parameter table: one row per distinct parameter, read by everything that follows.
+
+Frozen, tied and uneven parameters are rows with other values, not special cases in passes. A row knows the
+arithmetic of its shards; nothing else in graphshard does it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+import math
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.plan import CollectiveKind
+from graphshard.ir.precision import Precision
+from graphshard.ir.units import unit_of, units_within
+
+
+@dataclass(frozen=True)
+class ParamRow:
+    """One distinct parameter. Sizes are in elements; `shape` is the global (unsharded) shape.
+
+    Attributes:
+        names: every name of the parameter in registration order; tied weights have several.
+        shape: global shape.
+        dtype: dtype of the stored shard, which the optimizer sees.
+        compute_dtype: dtype the parameter is gathered and used in.
+        reduce_dtype: dtype its gradient is reduced in.
+        trainable: whether it receives a gradient.
+        num_shards: number of shards; 1 is a parameter that is not sharded.
+        unit: the module whose parameters are gathered together; "" is the root.
+        reshard: gathered again in backward instead of kept.
+        dim: the dim it is sharded along.
+        order: its dims from the outermost to the innermost in memory; 0, 1, ... is contiguous.
+        ignored: left alone: neither sharded, nor moved, nor reduced.
+        divide_factor: what its gradient is divided by; None is the number of ranks.
+        force_sum: gradients are added up and then divided, where the collective could average.
+        held: gathered by hand; it is an input of the program.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    trainable: bool
+    num_shards: int
+    unit: str
+    reshard: bool
+    dim: int = 0
+    order: tuple[int, ...] = ()
+    ignored: bool = False
+    divide_factor: float | None = None
+    force_sum: bool = False
+    held: bool = False
+
+    def as_now(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> ParamRow:
+        """The row of the parameter as it is now: it may have been frozen or converted since."""
+        param_dtype, reduce_dtype = policy.param_dtype, policy.reduce_dtype
+        cast = param_dtype is not None and param.is_floating_point() and not self.ignored
+        compute_dtype = param_dtype if cast and param_dtype is not None else param.dtype
+        return dataclasses.replace(
+            self,
+            dtype=param.dtype,
+            compute_dtype=compute_dtype,
+            reduce_dtype=compute_dtype if self.ignored else reduce_dtype or compute_dtype,
+            trainable=param.requires_grad,
+        )
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What can be changed from call to call."""
+        return self.reshard, self.divide_factor, self.force_sum, self.held
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def shard_len(self) -> int:
+        """Length of each padded shard along `dim`: ceil(size / shards), the chunk size of torch.chunk."""
+        return chunk_range(self.shape[self.dim], self.num_shards, 0)[1]
+
+    @cached_property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape of the shard that every rank passes to the graph."""
+        return self._with_len(self.shard_len) if self.num_shards > 1 else self.shape
+
+    @cached_property
+    def padded_stride(self) -> tuple[int, ...]:
+        """Strides of that shard."""
+        return self.stride_of(self.padded_shape)
+
+    @property
+    def memory_dim(self) -> int:
+        """Where `dim` stands in the order in memory; at 0, padding lies behind the shard."""
+        return self.order.index(self.dim) if self.order else self.dim
+
+    @property
+    def inverse_order(self) -> tuple[int, ...]:
+        """The permutation that undoes `order`."""
+        return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
+
+    def in_memory(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """A shape of the parameter or of its shard with the dims in memory order."""
+        return tuple(shape[d] for d in self.order) if self.order else tuple(shape)
+
+    def stride_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Strides of the parameter or a shard of it: dense, in the parameter's order."""
+        sizes = self.in_memory(shape)
+        numels = list(itertools.accumulate(reversed(sizes[1:]), operator.mul, initial=1))[::-1][: len(sizes)]
+        return tuple(numels[place] for place in self.inverse_order) if self.order else tuple(numels)
+
+    def sent_dtype(self, kind: CollectiveKind) -> torch.dtype:
+        """Dtype in which the parameter is gathered, or its gradient reduced."""
+        return self.compute_dtype if kind == "gather" else self.reduce_dtype
+
+    def shard_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a padded shard in a dtype."""
+        return math.prod(self.padded_shape) * dtype.itemsize
+
+    def sent_bytes(self, kind: CollectiveKind) -> int:
+        """Bytes of the tensor that a collective makes or takes: all padded shards, or for an all-reduce one of them."""
+        return (1 if kind == "all_reduce" else self.num_shards) * self.shard_bytes(self.sent_dtype(kind))
+
+    @property
+    def is_even(self) -> bool:
+        return self.shard_len * self.num_shards == self.shape[self.dim]
+
+    def local_range(self, rank: int) -> tuple[int, int]:
+        """Start and length along `dim` of what belongs to `rank`; trailing ranks may have nothing."""
+        return chunk_range(self.shape[self.dim], self.num_shards, rank)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the shard that `rank` stores, without padding."""
+        return self._with_len(self.local_range(rank)[1])
+
+    def _with_len(self, length: int) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON and for hashing."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {k: str(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
+
+
+@dataclass(frozen=True)
+class ParamTable:
+    """All distinct parameters of a module in registration order."""
+
+    rows: tuple[ParamRow, ...]
+
+    def __iter__(self) -> Iterator[ParamRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def _by_name(self) -> dict[str, ParamRow]:
+        return {name: row for row in self.rows for name in row.names}
+
+    def __getitem__(self, name: str) -> ParamRow:
+        """The row of a parameter, by any of its names."""
+        return self._by_name[name]
+
+    def of_units(self, patterns: Sequence[str] | None) -> set[str]:
+        """Names of the parameters of the units that patterns name, "" being the root; of all units for None.
+
+        Raises:
+            ArgumentError: a pattern names no unit.
+        """
+        units = dict.fromkeys(["", *(row.unit for row in self)])
+        chosen = set(units) if patterns is None else set()
+        for pattern in patterns or ():
+            found = fnmatch.filter(units, pattern)
+            if not found:
+                known = ", ".join(map(repr, units))
+                raise ArgumentError(f"units: {pattern!r} names no unit; there are {known}.")
+            chosen.update(found)
+        return {row.name for row in self if row.unit in chosen}
+
+    def over(self, num_shards: int) -> ParamTable:
+        """The same parameters in another number of shards."""
+        return ParamTable(tuple(r if r.ignored else dataclasses.replace(r, num_shards=num_shards) for r in self.rows))
+
+    def within(self, module: str) -> ParamTable:
+        """The parameters of a submodule, by their names there."""
+        prefix = f"{module}."
+        rows = []
+        for row in self:
+            names = tuple(name.removeprefix(prefix) for name in row.names if name.startswith(prefix))
+            (unit,) = units_within(module, [row.unit]) or ("",)
+            if names:
+                rows.append(dataclasses.replace(row, names=names, unit=unit))
+        return ParamTable(tuple(rows))
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Units that own parameters, in registration order."""
+        return tuple(dict.fromkeys(row.unit for row in self.rows))
+
+
+def named_parameters(module: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
+    """Distinct parameters in registration order, each with all its names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return {tuple(n): p for p, n in names.items()}
+
+
+def chunk_range(size: int, chunks: int, index: int) -> tuple[int, int]:
+    """Start and length of a chunk as torch.chunk deals them out; those behind the last have length 0."""
+    length = -(-size // chunks)
+    start = min(index * length, size)
+    return start, min(length, size - start)
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dims of a dense tensor from the outermost to the innermost in memory; () if that is 0, 1, ...
+
+    A tensor with gaps or overlaps gets (), too: its shards are made contiguous.
+    """
+    if tensor.is_contiguous():
+        return ()
+    sizes, strides = tuple(tensor.shape), tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], -sizes[d]))
+    return tuple(order) if tensor.permute(order).is_contiguous() else ()
+
+
+def build_table(
+    module: nn.Module,
+    *,
+    num_shards: int,
+    units: Sequence[str],
+    precision: Precision,
+    reshard_after_forward: bool | None,
+    dims: Mapping[str, int] = MappingProxyType({}),
+    ignored: Collection[nn.Parameter] = (),
+) -> ParamTable:
+    """Make the table of a module whose parameters have global shapes (plain tensors or DTensors).
+
+    Precision follows FSDP2: only floating parameters are cast, and a `reduce_dtype` of None reduces in the
+    dtype of the gradient, which is the compute dtype. `reshard_after_forward=None` keeps the root unit's
+    parameters between forward and backward and gathers all others again. `dims` has, by the parameter's first name,
+    the dim to shard along where it is not 0.
+    """
+    rows = []
+    leave = set(ignored)
+    for names, param in named_parameters(module).items():
+        unit = unit_of(names[0], units)
+        row = ParamRow(
+            names=names,
+            shape=tuple(param.shape),
+            dtype=param.dtype,
+            compute_dtype=param.dtype,
+            reduce_dtype=param.dtype,
+            trainable=param.requires_grad,
+            num_shards=1 if param in leave else num_shards,
+            unit=unit,
+            reshard=unit != "" if reshard_after_forward is None else reshard_after_forward,
+            dim=dims.get(names[0], 0),
+            order=memory_order(param),
+            ignored=param in leave,
+        )
+        rows.append(row.as_now(param, precision.of(unit)))
+    return ParamTable(tuple(rows))

@@ -1,0 +1,171 @@
+"""A program as text: values numbered by us, with shapes, dtypes, meaning, module and bucket.
+
+    forward:
+      %0: f32[2, 4] = param:layers.0.weight
+    * %9: f32[4, 4] = all_gather_into_tensor(%0, 2, shard)  # layers.0 [gather layers.0 in forward]
+      %10: f32[4, 4] = wait_tensor(%9)  # layers.0 [gather layers.0 in forward]
+    > %40: (f32[3, 4]) = region_0([%1, %10])  # layers.0
+
+FX names change between torch releases and between passes. A value keeps its number from the stage that made it to
+the last, in both phases, so the difference of two stages is what was inserted, erased or moved. `*` marks
+collectives, `>` calls of regions, `[...]` buckets.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from graphshard.ir.graph import collectives, is_collective, module_of
+from graphshard.ir.program import Phase, Program
+from graphshard.ir.sizes import SymNumber, expression, is_size, rename
+from graphshard.ir.torch_internals import CheckpointPolicy
+
+_DTYPES = {
+    "float": "f",
+    "bfloat": "bf",
+    "int": "i",
+    "uint": "u",
+    "complex": "c",
+    "bool": "b8",
+}
+_MARKS = {CheckpointPolicy.MUST_RECOMPUTE: "(recompute)", CheckpointPolicy.MUST_SAVE: "(save)"}
+
+
+def print_program(program: Program) -> str:
+    """All phases of a program, one after the other; values without a number receive one."""
+    number(program)
+    return "\n".join(f"{name}:\n{print_phase(phase)}" for name, phase in program.phases.items())
+
+
+def print_phase(phase: Phase) -> str:
+    """One line per node of a numbered phase."""
+    labels = ["saved" if slot.kind == "saved" else str(slot) for slot in (*phase.inputs, *phase.outputs)]
+    return print_graph(phase.module.graph, labels[: len(phase.inputs)], labels[len(phase.inputs) :])
+
+
+def number(program: Program) -> None:
+    """Give a number to every value that has none; a value that a pass copied within a phase is a new one."""
+    for phase in program.phases.values():
+        taken: set[int | None] = set()
+        for node in phase.module.graph.nodes:
+            if node.op != "output" and node.meta.get("number") in taken | {None}:
+                node.meta["number"] = program.next_number
+                program.next_number += 1
+            taken.add(node.meta.get("number"))
+
+
+def print_graph(graph: Graph, inputs: list[str], outputs: list[str], *, canonical: bool = False) -> str:
+    """A graph as text, with a label for each placeholder and output.
+
+    Args:
+        canonical: number values in order and leave out what tells one occurrence of a graph from another.
+    """
+    numbers: dict[Node, str] = {}
+    for node in graph.nodes:
+        numbers[node] = f"%{len(numbers) if canonical else node.meta.get('number', len(numbers))}"
+    # A region's sizes are named in order, a program's as it says: "size:s0".
+    sizes = {node: label for node, label in zip(graph.find_nodes(op="placeholder"), inputs) if is_size(node)}
+    names = {
+        expression(node.meta["val"]): f"n{index}" if canonical else label.removeprefix("size:")
+        for index, (node, label) in enumerate(sizes.items())
+    }
+    labels = iter(inputs)
+    lines = []
+    for node in graph.nodes:
+        if node.op == "output":
+            for value, label in zip(node.args[0], outputs, strict=True):
+                comment = module_of(value) if label == "saved" else ""
+                lines.append((f"  return {_arg(value, numbers)}" + (f" as {label}" if label else ""), comment))
+        else:
+            call = next(labels) if node.op == "placeholder" else f"{_target(node)}({_args(node, numbers)})"
+            line = f"{_mark(node)} {numbers[node]}: {describe(node.meta.get('val'), names)} = {call}"
+            lines.append((line, "" if canonical else _comment(node)))
+    return "".join(f"{line}  # {comment}\n" if comment else f"{line}\n" for line, comment in lines)
+
+
+def print_nodes_around(phase: Phase, node: Node, margin: int = 3) -> str:
+    """The lines of a phase around one of its nodes, which is marked; what a message about a fault quotes."""
+    graph = phase.module.graph
+    index = list(graph.nodes).index(node)
+    lines = print_phase(phase).splitlines()
+    first = max(0, index - margin)
+    shown = lines[first : index + margin + 1]
+    return "\n".join(f"{'-->' if first + i == index else '   '} {line}" for i, line in enumerate(shown))
+
+
+def print_communication(program: Program) -> list[str]:
+    """One line per collective, in order: what must be the same on every rank."""
+    lines = []
+    for name, phase in program.phases.items():
+        for collective in collectives(phase):
+            sent = ", ".join(describe(node.meta["val"]) for node in collective.node.all_input_nodes)
+            how = ", by all-to-all" if collective.node.meta.get("exchanged") else ""
+            lines.append(f"{name}: {collective.kind} {', '.join(collective.params)} as {sent}{how}")
+    return lines
+
+
+def describe(val: Any, names: Mapping[Any, str] = MappingProxyType({})) -> str:
+    """`bf16[64, s0]` for a tensor, `(f32[4], f32[4])` for several, `s0*s1` for a number, otherwise the type's name.
+
+    Args:
+        names: of the symbols that dynamic sizes are expressed in.
+    """
+    if isinstance(val, torch.Tensor):
+        return f"{dtype_name(val.dtype)}[{', '.join(rename(size, names) for size in val.shape)}]"
+    if isinstance(val, (tuple, list)):
+        return f"({', '.join(describe(v, names) for v in val)})"
+    return rename(val, names) if isinstance(val, SymNumber) else type(val).__name__
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Short name of a dtype: f32, bf16, i64, b8."""
+    name = str(dtype).removeprefix("torch.")
+    stem = name.rstrip("0123456789")
+    return _DTYPES[stem] + name[len(stem) :] if stem in _DTYPES else name
+
+
+def _mark(node: Node) -> str:
+    if node.op == "call_module":
+        return ">"
+    return "*" if is_collective(node) else " "
+
+
+def _comment(node: Node) -> str:
+    bucket = node.meta.get("bucket")
+    if node.meta.get("exchanged"):
+        bucket = f"{bucket}, by all-to-all"
+    mark = _MARKS.get(node.meta["recompute"], "") if "recompute" in node.meta else ""
+    direction = "(backward)" if node.meta.get("partitioner_tag") == "is_backward" else ""
+    return " ".join(filter(None, [module_of(node), direction, bucket and f"[{bucket}]", mark]))
+
+
+def _target(node: Node) -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    if node.target is operator.getitem:
+        return "getitem"
+    if isinstance(node.target, torch._ops.OpOverload):
+        name = node.target._opname
+        return name if node.target._overloadname == "default" else f"{name}.{node.target._overloadname}"
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _args(node: Node, numbers: dict[Node, str]) -> str:
+    positional = [_arg(a, numbers) for a in node.args]
+    return ", ".join(positional + [f"{k}={_arg(v, numbers)}" for k, v in node.kwargs.items()])
+
+
+def _arg(arg: Any, numbers: dict[Node, str]) -> str:
+    if isinstance(arg, Node):
+        return numbers[arg]
+    if isinstance(arg, (tuple, list)):
+        return f"[{', '.join(_arg(a, numbers) for a in arg)}]"
+    if isinstance(arg, torch.dtype):
+        return dtype_name(arg)
+    return str(arg)

@@ -1,0 +1,306 @@
+"""The program: FX graphs with the meaning of their inputs and outputs, the parameter table, and the history.
+
+A program starts as one joint forward/backward graph (or one forward graph, for inference), is rewritten by
+passes, split by `partition`, and lowered. It holds no rank, no process group and no device index.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from graphshard.ir.fold import fold
+from graphshard.ir.params import ParamTable
+from graphshard.ir.plan import Plan
+
+SlotKind = Literal[
+    "param",
+    "gathered",
+    "buffer",
+    "input",
+    "size",
+    "tangent",
+    "output",
+    "mutation",
+    "saved",
+    "piece",
+    "grad",
+    "accumulated",
+    "partial",
+]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one input or output of a graph means.
+
+    `name` is the parameter or buffer name, the index of a user input or output as text, or for "saved" the name of the
+    forward value, for "size" that of a dynamic size. Of a parameter, "gathered" is what was gathered by hand, "piece"
+    what forward keeps for backward to gather again; "accumulated" and "partial" are what backward adds up over several
+    microbatches: its full gradient, or that of the shard before it is all-reduced.
+    A "mutation" or "grad" carries the kind it belongs to in `of`.
+    """
+
+    kind: SlotKind
+    name: str
+    of: SlotKind | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.name}"
+
+
+@dataclass
+class Phase:
+    """A graph with one slot per placeholder and one per output, in order."""
+
+    module: GraphModule
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+
+    def clone(self) -> Phase:
+        """A copy whose graph can be rewritten without touching this one's."""
+        return Phase(GraphModule(self.module, copy.deepcopy(self.module.graph)), self.inputs, self.outputs)
+
+    @property
+    def placeholders(self) -> list[Node]:
+        return self.module.graph.find_nodes(op="placeholder")
+
+    @property
+    def results(self) -> list[Any]:
+        """The values the graph returns: nodes, or constants such as None."""
+        (output,) = self.module.graph.find_nodes(op="output")
+        return list(output.args[0])
+
+    def set_results(self, results: list[Any]) -> None:
+        """Replace the values the graph returns."""
+        (output,) = self.module.graph.find_nodes(op="output")
+        output.args = (tuple(results),)
+
+    def slot_of(self) -> dict[Node, Slot]:
+        """Slots by placeholder node."""
+        return dict(zip(self.placeholders, self.inputs, strict=True))
+
+    def add_input(self, name: str, slot: Slot, like: torch.Tensor) -> Node:
+        """A new last input; `like` is its fake value."""
+        graph = self.module.graph
+        with graph.inserting_after(self.placeholders[-1]):
+            node = graph.placeholder(name)
+        node.meta["val"] = like
+        self.inputs = (*self.inputs, slot)
+        return node
+
+    @property
+    def differentiated(self) -> frozenset[str]:
+        """Names of the parameters whose gradient is returned and not None."""
+        results = zip(self.results, self.outputs)
+        return frozenset(s.name for value, s in results if s.of == "param" and s.kind == "grad" and value is not None)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One entry of the history: the program after a pass.
+
+    Attributes:
+        name: the pass.
+        rewrites: how often it rewrote something.
+        seconds: time it took, without verification.
+        text: the whole program, see `graphshard.ir.printer`.
+        num_nodes: calls in all graphs.
+        exact: False if the pass says that it may change the numbers.
+    """
+
+    name: str
+    rewrites: int
+    seconds: float
+    text: str
+    num_nodes: int
+    exact: bool = True
+
+    @property
+    def folded(self) -> str:
+        """The text with repeated blocks given once."""
+        return fold(self.text)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A dynamic size.
+
+    Attributes:
+        name: "s0", "s1" in the order in which inputs show them.
+        source: the index of an input of the step and the dimension whose size it is.
+        value: what stands for it in the fake values of the graphs.
+    """
+
+    name: str
+    source: tuple[int, int]
+    value: torch.SymInt
+
+    @property
+    def symbol(self) -> Any:
+        """The symbol in the expressions of other sizes."""
+        return self.value.node.expr
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis by its symbolic name; the process group is bound at installation."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """A maximal run of compute between collectives, in canonical form; equal regions have equal keys."""
+
+    key: str
+    text: str
+    module: GraphModule
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """What one unit saves for backward and computes again; "" is the root.
+
+    Attributes:
+        unit: its name.
+        saved: how many values are saved, by the operator that made them. Inputs of the step, parameters and gathered
+            parameters that stay until backward are not activations and not counted.
+        saved_bytes: their size; at the sizes of the example inputs, if some are dynamic.
+        recomputed: how many operators run again in backward, by name; views are not counted.
+    """
+
+    unit: str
+    saved: dict[str, int]
+    saved_bytes: int
+    recomputed: dict[str, int]
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """As text: what is saved, how many bytes, what runs again."""
+        saved, again = (
+            ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+            for counts in (self.saved, self.recomputed)
+        )
+        return saved, str(self.saved_bytes), again
+
+
+@dataclass
+class Program:
+    """Everything the compiler knows about one captured signature of a module.
+
+    Attributes:
+        phases: {"joint"} until partition, then {"forward", "backward"}; {"forward"} for inference.
+        params: the parameter table.
+        axis: the mesh axis parameters are sharded over.
+        replicate: the mesh axis they are replicated over, if there is one: gradients are then reduced over both.
+        subgroup: neighbours on the sharding axis, among which backward gathers again; None is the whole axis.
+        device: the kind of device it runs on, without an index.
+        constants: tensors the module holds outside parameters and buffers, by name.
+        out_spec: pytree structure of the module's output.
+        tangents: names of the outputs that autograd may differentiate through.
+        plan: buckets and events; None until planned.
+        communication: one line per collective, in order; equal on all ranks.
+        peak_gathered: per phase, the units whose gathered parameters are alive at once, where they are most.
+        saved: what is saved for backward and computed again, by unit; see `saved_table`.
+        regions: distinct regions by key; empty until lowered.
+        region_calls: keys in execution order, one per call in a step.
+        lowering_seconds: time it took to compile regions and write the executors.
+        history: every earlier stage.
+        established: names of the rules of `graphshard.pipeline.rules` that passes have made to hold.
+        differentiated: parameters whose gradient the program computes.
+        model: name of the class that was captured.
+        sizes: dynamic sizes of the inputs; empty for a program of one shape.
+        shapes: shape and strides of every input of a program with dynamic sizes.
+        capture: how many programs of the module were captured before.
+        reason: why this program was captured.
+        next_number: number of the next value to be printed; numbers are kept from stage to stage.
+    """
+
+    phases: dict[str, Phase]
+    params: ParamTable
+    axis: Axis
+    device: torch.device
+    constants: dict[str, torch.Tensor]
+    out_spec: pytree.TreeSpec
+    tangents: tuple[str, ...] = ()
+    plan: Plan | None = None
+    communication: list[str] = field(default_factory=list)
+    peak_gathered: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    saved: tuple[UnitMemory, ...] = ()
+    regions: dict[str, Region] = field(default_factory=dict)
+    region_calls: list[str] = field(default_factory=list)
+    lowering_seconds: float = 0.0
+    history: list[Stage] = field(default_factory=list)
+    established: set[str] = field(default_factory=set)
+    differentiated: frozenset[str] = frozenset()
+    model: str = ""
+    sizes: tuple[Size, ...] = ()
+    shapes: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...] = ()
+    capture: int = 0
+    reason: str = ""
+    next_number: int = 0
+    replicate: Axis | None = None
+    subgroup: Axis | None = None
+
+    @property
+    def mesh(self) -> tuple[Axis, ...]:
+        """The axes of the mesh, outermost first."""
+        return (self.axis,) if self.replicate is None else (self.replicate, self.axis)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes that something is communicated over."""
+        return tuple(axis for axis in (self.replicate, self.axis, self.subgroup) if axis is not None)
+
+    def axis_named(self, name: str) -> Axis:
+        """One of the axes."""
+        return next(axis for axis in self.axes if axis.name == name)
+
+    @property
+    def title(self) -> str:
+        """Name of the program among those of its module: "Llama-0"."""
+        return f"{self.model}-{self.capture}"
+
+    @property
+    def forward(self) -> GraphModule:
+        """The forward graph that runs."""
+        return self.phases["forward"].module
+
+    @property
+    def backward(self) -> GraphModule | None:
+        """The backward graph that runs; None for a program without gradients."""
+        phase = self.phases.get("backward")
+        return phase.module if phase else None
+
+    def saved_table(self) -> str:
+        """What forward saves for backward and what backward computes again, as a table with a line per unit."""
+        lines = [("unit", "saved", "bytes", "computed again in backward")]
+        lines += [(row.unit or "(root)", *row.cells) for row in self.saved]
+        lines.append(("total", "", str(sum(row.saved_bytes for row in self.saved)), ""))
+        widths = [max(len(line[i]) for line in lines) for i in range(3)]
+        return "\n".join(
+            f"{unit:<{widths[0]}}  {saved:<{widths[1]}}  {size:>{widths[2]}}  {again}".rstrip()
+            for unit, saved, size, again in lines
+        )
+
+    @property
+    def region_names(self) -> dict[str, str]:
+        """Keys of the regions by the names the executors call them."""
+        return {f"region_{i}": key for i, key in enumerate(self.regions)}
+
+    @property
+    def num_regions(self) -> int:
+        """Region calls in one step."""
+        return len(self.region_calls)
+
+    @property
+    def num_distinct_regions(self) -> int:
+        """Regions that were compiled."""
+        return len(self.regions)

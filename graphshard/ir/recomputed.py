@@ -1,0 +1,49 @@
+"""Regions of a joint graph that backward computes again, as marks for the partitioner.
+
+meta["ac_graph_id"]   the region a node of the forward belongs to
+meta["recompute"]     RECOMPUTE or SAVE, torch's own `CheckpointPolicy`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.fx import Graph, Node
+
+from graphshard.ir.graph import base_of, is_backward, is_part, with_parts
+from graphshard.ir.torch_internals import CheckpointPolicy
+
+RECOMPUTE, SAVE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+
+
+def leaving(graph: Graph, regions: Mapping[Node, int]) -> set[Node]:
+    """The operators of regions whose results other nodes of the forward read; `regions` adds to the marked ones."""
+
+    def region(node: Node) -> int | None:
+        return node.meta.get("ac_graph_id", regions.get(node))
+
+    found: set[Node] = set()
+    for node in graph.nodes:
+        own, maker = region(node), maker_of(node)
+        users = (user for user in node.users if user.op == "call_function" and not is_backward(user))
+        if own is not None and region(maker) == own and any(region(user) != own for user in users):
+            found.add(maker)
+    return found
+
+
+def save_leaving(graph: Graph) -> None:
+    """Save what leaves a region if backward needs it, so that no region is computed again for the sake of another.
+
+    The partitioner would take such a value as computed again anyway, and go back through region after region.
+    """
+    for maker in leaving(graph, {}):
+        for node in with_parts(maker):
+            node.meta["recompute"] = SAVE
+
+
+def maker_of(node: Node) -> Node:
+    """The operator that computes a value, behind views of it and the selection of one of several results."""
+    node = base_of(node)
+    while is_part(node):
+        node = base_of(node.all_input_nodes[0])
+    return node

@@ -1,0 +1,170 @@
+"""Dynamic sizes of a program: inputs of their own, one per symbol, from which every other size is computed.
+
+    %0: i64[s0, s1] = input:0
+    %1: s0 = size:s0
+    %2: s1 = size:s1
+    %3: s0*s1 = mul(%1, %2)
+    %4: f32[s0*s1, 8] = view(%9, [%3, 8])
+
+Sizes are Python numbers and cost nothing: like views they are made again where they are used, in each phase and in
+each region, so that only `size` inputs cross borders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch.fx import Graph, Node, Proxy
+from torch.fx.node import map_aggregate
+from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from graphshard.ir.program import Phase, Size, Slot
+
+SymNumber: TypeAlias = torch.SymInt | torch.SymFloat | torch.SymBool
+_SYM = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def expression(size: Any) -> Any:
+    """The sympy expression of a dynamic number; a number itself."""
+    if not isinstance(size, _SYM):
+        return size
+    expr = size.node.expr
+    return _number(expr) if expr.is_number else expr
+
+
+def _number(expr: Any) -> Any:
+    if isinstance(expr, (bool, sympy.logic.boolalg.BooleanAtom)):
+        return bool(expr)
+    return int(expr) if expr.is_Integer else float(expr)
+
+
+def evaluate(expr: Any, sizes: Mapping[sympy.Symbol, Any]) -> Any:
+    """An expression at given sizes; these may be numbers, or proxies that record the computation."""
+    return sympy_interp(PythonReferenceAnalysis, dict(sizes), expr) if isinstance(expr, sympy.Basic) else expr
+
+
+def given_sizes(sizes: Sequence[Size], tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+    """The sizes of a call's inputs, by name."""
+    return {size.name: tensors[size.source[0]].shape[size.source[1]] for size in sizes}
+
+
+def is_size(node: Node) -> bool:
+    """A node that makes a dynamic number, not a tensor."""
+    return isinstance(node.meta.get("val"), _SYM)
+
+
+def symbols_of(val: Any) -> set[sympy.Symbol]:
+    """The symbols in the shapes and strides of a value, or of several."""
+    if isinstance(val, (tuple, list)):
+        return set().union(*map(symbols_of, val))
+    numbers = (*val.shape, *val.stride()) if isinstance(val, torch.Tensor) else (val,)
+    return set().union(*(n.node.expr.free_symbols for n in numbers if isinstance(n, _SYM)))
+
+
+def rename(value: Any, names: Mapping[sympy.Symbol, str]) -> str:
+    """A number as text, with symbols under the names they have in the program: "s0*s1"."""
+    expr = expression(value)
+    return str(renamed(expr, names) if isinstance(expr, sympy.Basic) else expr)
+
+
+def renamed(expr: sympy.Basic, names: Mapping[sympy.Symbol, str]) -> sympy.Basic:
+    """An expression with other names for its symbols."""
+    return expr.xreplace({symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in names.items()})
+
+
+def size_inputs(graph: Graph) -> dict[sympy.Symbol, Node]:
+    """The `size` inputs of a graph by symbol."""
+    return {node.meta["val"].node.expr: node for node in graph.find_nodes(op="placeholder") if is_size(node)}
+
+
+def find_sizes(inputs: Mapping[int, torch.Tensor]) -> tuple[Size, ...]:
+    """The distinct symbols among the shapes of inputs, named in order; dimensions that are expressions are skipped."""
+    found: dict[sympy.Symbol, Size] = {}
+    for index, fake in inputs.items():
+        for dim, size in enumerate(fake.shape):
+            symbol = expression(size)
+            if isinstance(size, torch.SymInt) and isinstance(symbol, sympy.Symbol) and symbol not in found:
+                found[symbol] = Size(f"s{len(found)}", (index, dim), size)
+    return tuple(found.values())
+
+
+class SizeBuilder:
+    """Computes sizes behind the inputs of a graph, each once, from the `size` inputs."""
+
+    def __init__(self, graph: Graph, placeholders: Mapping[sympy.Symbol, Node]) -> None:
+        self._graph = graph
+        self._last = graph.find_nodes(op="placeholder")[-1]
+        tracer = GraphAppendingTracer(graph)
+        self._env = {symbol: Proxy(node, tracer) for symbol, node in placeholders.items()}
+        self._made: dict[Any, Node] = dict(placeholders)
+
+    def __call__(self, value: Any) -> Any:
+        """The node, or the number, for an argument that may be a dynamic number; others stay."""
+        expr = expression(value.meta["val"]) if isinstance(value, Node) and is_size(value) else expression(value)
+        if not isinstance(expr, sympy.Basic):
+            return expr
+        if expr not in self._made:
+            before = set(self._graph.nodes)
+            with self._graph.inserting_after(self._last):
+                self._made[expr] = evaluate(expr, self._env).node
+            for node in [node for node in self._graph.nodes if node not in before]:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+                node.meta["val"] = node.target(*args, **kwargs)
+                self._last = node
+        return self._made[expr]
+
+    def keep(self, node: Node) -> bool:
+        """Use a node that is there, if it computes a size from sizes and is the first to do so."""
+        expr = expression(node.meta["val"])
+        known = node.op == "call_function" and expr not in self._made and isinstance(expr, sympy.Basic)
+        if not known or not set(self._made.values()).issuperset(node.all_input_nodes):
+            return False
+        self._last.append(node)
+        self._last = self._made[expr] = node
+        return True
+
+
+def lift_sizes(phase: Phase, sizes: tuple[Size, ...]) -> None:
+    """Compute every dynamic number of a phase from its `size` inputs, in place; idempotent.
+
+    Numbers are not saved for backward, which has the same inputs.
+    """
+    if not sizes:
+        return
+    graph = phase.module.graph
+    slots = phase.slot_of()
+    given = {slot.name: node for node, slot in slots.items() if slot.kind == "size"}
+    placeholders: dict[sympy.Symbol, Node] = {}
+    for size in sizes:
+        if size.name not in given:
+            with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+                given[size.name] = node = graph.placeholder(f"size_{size.name}")
+            node.meta["val"] = size.value
+            slots[node] = Slot("size", size.name)
+        placeholders[size.symbol] = given[size.name]
+    build = SizeBuilder(graph, placeholders)
+    old = []
+    for node in list(graph.nodes):
+        if node in given.values():
+            continue
+        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), build)
+        if is_size(node) and not build.keep(node):
+            old.append(node)
+    results = zip(phase.results, phase.outputs, strict=True)
+    kept = [(v, slot) for v, slot in results if slot.kind != "size" and not (slot.kind == "saved" and _is_number(v))]
+    phase.set_results([value for value, _ in kept])
+    phase.outputs = tuple(slot for _, slot in kept)
+    for node in reversed(old):
+        graph.erase_node(node)
+        slots.pop(node, None)
+    phase.inputs = tuple(slots[node] for node in phase.placeholders)
+    phase.module.recompile()
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Node) or is_size(value)

@@ -1,0 +1,156 @@
+"""Torch internals that more than one module needs, in one place to adapt when torch moves them.
+
+Besides this module only `capture/capture.py` and `lower/inductor.py` import torch internals; a lint rule says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_work
+from torch._dynamo.source import ConstantSource
+from torch._functorch import config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._logging import trace_structured
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils._sympy.numbers import int_oo
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "CheckpointPolicy",
+    "all_gather_into",
+    "condition",
+    "disable_autocast",
+    "dispatcher_operators",
+    "fake_mode_of",
+    "fake_tensor",
+    "hint",
+    "load_package",
+    "min_cut_partition",
+    "new_fake_mode",
+    "new_size",
+    "rendezvous_store",
+    "run_and_save_rng_state",
+    "run_with_rng_state",
+    "sharded_like",
+    "trace_structured",
+    "use_boxed_calls",
+]
+
+
+def sharded_like(local: torch.Tensor, param: DTensor) -> DTensor:
+    """A gradient's shard as a DTensor placed like the parameter; `from_local` takes five times as long."""
+    return DTensor(local, param._spec, requires_grad=False)
+
+
+def min_cut_partition(joint: GraphModule, num_outputs: int) -> tuple[GraphModule, GraphModule]:
+    """AOTAutograd's min-cut partitioner; `num_outputs` counts the forward's outputs in the joint graph.
+
+    Its common subexpression elimination is off: it would merge the reductions of equal gradients into one. Random
+    operators that are computed again get their generator's state as a tensor, not as a generator object, which graphs
+    could not be stored with.
+    """
+    modes = (fake_mode_of(n.meta["val"]) for n in joint.graph.nodes if isinstance(n.meta.get("val"), FakeTensor))
+    with config.patch(cse=False, graphsafe_rng_functionalization=False), tracing(TracingContext(next(modes, None))):
+        return min_cut_rematerialization_partition(joint, [], num_fwd_outputs=num_outputs)
+
+
+def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
+    """The mode a fake tensor belongs to."""
+    assert isinstance(tensor, FakeTensor)
+    return tensor.fake_mode
+
+
+def new_fake_mode(sizes: ShapeEnv | None = None) -> FakeTensorMode:
+    """A mode like the one that programs are captured in; `sizes` is where known dynamic sizes live."""
+    return FakeTensorMode(shape_env=sizes or ShapeEnv())
+
+
+def new_size(mode: FakeTensorMode, name: str, hint: int, low: int | None, high: int | None) -> torch.SymInt:
+    """A dynamic size of a fake mode, with the size it has in examples and the least and largest it may have."""
+    env = mode.shape_env
+    assert env is not None
+    source = ConstantSource(name)
+    symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    env.constrain_symbol_range(symbol, low if low is not None else 2, high if high is not None else int_oo)
+    size = env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(size, torch.SymInt)
+    return size
+
+
+def fake_tensor(
+    mode: FakeTensorMode, shape: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A fake tensor. Making it around the mode's dispatch takes a sixth of the time."""
+    return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+
+def dispatcher_operators() -> frozenset[str]:
+    """Operators that the dispatcher knows, as "aten::add.Tensor".
+
+    `torch.ops` also finds TorchScript's own, some of which read and write files.
+    """
+    return frozenset(torch._C._dispatch_get_all_op_names())
+
+
+def use_boxed_calls(graph: Graph) -> None:
+    """Generate code that takes one list of inputs and clears it, so that inputs can be freed early."""
+    graph.set_codegen(_BoxedCodeGen())
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """The size itself, or the one that a dynamic size had in the example inputs."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
+
+
+def rank_in_group(group: str) -> int:
+    """This rank's place in a process group that is known by name."""
+    return int(dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(group)).rank())
+
+
+def condition(value: torch.SymBool | bool) -> None:
+    """Take a comparison of dynamic sizes for granted: it is recorded with the sizes, as capture does."""
+    if not bool(value):
+        raise ValueError("a condition does not hold at the sizes of the example inputs")
+
+
+def load_package(path: Path, device: torch.device) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Load the library of an AOTInductor package; what it returns empties its list of inputs.
+
+    Unlike `torch._inductor.aoti_load_package` this imports nothing of Inductor.
+    """
+    index = device.index if device.index is not None else -1
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)
+    run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = loader.boxed_run
+    return run
+
+
+def rendezvous_store() -> dist.Store:
+    """The store the default process group was made with."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def disable_autocast() -> torch._C._DisableAutocast:
+    """Run operators as they stand in the graph: autocast was captured with them."""
+    return torch._C._DisableAutocast()
+
+
+def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
+    """Launch an all-gather as `torch.distributed` does, to be waited for as a functional one.
+
+    Args:
+        group: name of the process group.
+    """
+    _register_work(full, _resolve_process_group(group)._allgather_base(full, shard))

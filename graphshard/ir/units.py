@@ -1,0 +1,128 @@
+"""Which module's parameters are gathered together: the units.
+
+A unit is what an FSDP2 user would call `fully_shard` on. The default finds the repeated blocks of a model; a
+parameter belongs to the innermost unit above it, and what lies in no unit belongs to the root, "".
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import nn
+
+from graphshard.ir.errors import ArgumentError
+
+MODULE_SEPARATOR = ", "
+
+
+# One entry of `units=`: a pattern of module names, a choice of modules, or several patterns that make one unit.
+UnitSpec = str | Callable[[str, nn.Module], bool] | tuple[str, ...]
+
+
+def find_units(module: nn.Module, specs: Sequence[UnitSpec] | None = None) -> tuple[str, ...]:
+    """Names of the units in registration order; a unit of several modules is called after all: "norm, head".
+
+    Args:
+        module: the root module.
+        specs: shell-style patterns of module names, such as `"layers.*"`, where `*` does not cross a dot; functions
+            of name and module that say whether it is a unit; tuples of patterns whose modules make one unit. None
+            finds the elements of the outermost `ModuleList`s and of the outermost `Sequential`s of composite
+            modules.
+
+    Raises:
+        ArgumentError: an entry matches no module that holds parameters, or is of another type, or two tuples share
+            a module.
+    """
+    if specs is None:
+        return tuple(_blocks(module, ""))
+    named = {name: sub for name, sub in module.named_modules() if name and _holds_parameters(sub)}
+    unit: dict[str, str] = {}
+    for spec in specs:
+        found = _select(spec, named, type(module).__name__)
+        group = MODULE_SEPARATOR.join(found)
+        for name in found:
+            if isinstance(spec, tuple) and MODULE_SEPARATOR in unit.get(name, "") and unit[name] != group:
+                raise ArgumentError(f"units: {name} is in two groups, ({unit[name]}) and ({group}). Name it once.")
+            unit.setdefault(name, name)
+            if isinstance(spec, tuple):
+                unit[name] = group
+    return tuple(dict.fromkeys(unit[name] for name in named if name in unit))
+
+
+def modules_of(unit: str) -> list[str]:
+    """Names of the modules of a unit."""
+    return unit.split(MODULE_SEPARATOR)
+
+
+def unit_of(name: str, units: Sequence[str]) -> str:
+    """The innermost unit that contains the parameter or module `name`, or "" for the root."""
+    known = _unit_by_module(tuple(units))
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:end])
+        if prefix in known:
+            return known[prefix]
+    return ""
+
+
+@functools.cache
+def _unit_by_module(units: tuple[str, ...]) -> dict[str, str]:
+    return {module: unit for unit in units for module in modules_of(unit)}
+
+
+def units_within(name: str, units: Sequence[str]) -> tuple[str, ...]:
+    """The units inside a submodule, by their names there."""
+    prefix = f"{name}."
+    inside = [[m.removeprefix(prefix) for m in modules_of(unit) if m.startswith(prefix)] for unit in units]
+    return tuple(MODULE_SEPARATOR.join(found) for found in inside if found)
+
+
+def _select(spec: UnitSpec, named: dict[str, nn.Module], model: str) -> list[str]:
+    """Names of the modules that an entry of `units=` means."""
+    if callable(spec):
+        found = [name for name, sub in named.items() if spec(name, sub)]
+        if not found:
+            raise ArgumentError(f"units: {getattr(spec, '__name__', spec)} chooses no submodule of {model}.")
+        return found
+    patterns = (spec,) if isinstance(spec, str) else spec
+    if not isinstance(patterns, tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ArgumentError(
+            f"units: {spec!r} is neither a name pattern, nor a function of name and module, nor a tuple of patterns."
+        )
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in named):
+            raise ArgumentError(
+                f"units: the pattern {pattern!r} matches no submodule with parameters of {model}. Use names as in "
+                f"named_modules(), such as {list(named)[:3]}."
+            )
+    return [name for name in named if any(_matches(name, pattern) for pattern in patterns)]
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
+    for child_name, child in module.named_children():
+        name = f"{prefix}{child_name}"
+        if _is_stack(module) and _is_block(module, child):
+            yield name
+        else:
+            yield from _blocks(child, f"{name}.")
+
+
+def _is_stack(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential))
+
+
+def _is_block(stack: nn.Module, child: nn.Module) -> bool:
+    # A bare Linear or BatchNorm in a Sequential is a layer of a block, not a block.
+    composite = isinstance(stack, nn.ModuleList) or any(True for _ in child.children())
+    return composite and _holds_parameters(child) and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))

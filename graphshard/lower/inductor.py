@@ -1,0 +1,141 @@
+"""Compile regions with Inductor."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.package import package_aoti
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.virtualized import V
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphshard.ir.program import Region
+from graphshard.ir.sizes import expression, size_inputs
+from graphshard.lower.backends import compile_operators, num_kernels, outputs_of
+from graphshard.lower.packages import Package
+from graphshard.lower.regions import Boxed
+
+log = logging.getLogger(__name__)
+
+
+def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
+    """Compile each region once per machine: its ranks start at different regions and meet in Inductor's cache."""
+    names = list(regions)
+    first = len(names) * _local_rank() // _local_world_size()
+    locks = os.path.join(cache_dir(), "graphshard-locks")
+    os.makedirs(locks, exist_ok=True)
+    for done, name in enumerate(names[first:] + names[:first]):
+        show(f"compile {name}, {done} of {len(names)} done")
+        with FileLock(os.path.join(locks, f"{regions[name].key}.lock")):
+            yield name, compile_inductor(regions[name], name)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _local_world_size() -> int:
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def compile_inductor(region: Region, name: str) -> Boxed:
+    """Compile the region with Inductor; on failure run its ATen operators, with a warning that names it.
+
+    A region of one operator, such as the copy into a packed buffer, has nothing to fuse and runs as it is.
+    """
+    if num_kernels(region.module) == 1:
+        return compile_operators(region)
+    try:
+        # Random numbers come from torch's generators, in program order, as in eager mode.
+        with config.patch(fallback_random=True):
+            module, inputs = _decompose(region.module)
+            compiled: Boxed = compile_fx_inner(module, inputs)
+        return compiled
+    except Exception as error:
+        warnings.warn(
+            f"Inductor cannot compile {name} ({region.key}); it runs as plain ATen operators. "
+            f"{type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        log.debug("%s:\n%s", name, region.text, exc_info=True)
+        return compile_operators(region)
+
+
+def package_all(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
+    """Compile each region with AOTInductor into a `Package`; it cannot be called."""
+    for done, (name, region) in enumerate(regions.items()):
+        show(f"compile {name}, {done} of {len(regions)} done")
+        yield name, package(region, name)
+
+
+def package(region: Region, name: str) -> Package:
+    """The region's AOTInductor package: the code of `compile_inductor`, called from C++ instead of Python.
+
+    Both come from the same operators and options, so the kernels, and the bits they compute, are the same. A region
+    that runs as ATen operators, or that AOTInductor cannot compile, has no package.
+    """
+    if num_kernels(region.module) == 1:
+        return Package(problem="one operator, which nothing can be fused with")
+    with tempfile.TemporaryDirectory(prefix="graphshard-") as directory:
+        options: dict[str, Any] = {
+            "fallback_random": True,
+            "cpp_wrapper": True,
+            "aot_inductor.package": True,
+            "aot_inductor.output_path": directory,
+            # A GPU's kernels go into the library, so that a package is one file.
+            "aot_inductor.embed_kernel_binary": True,
+            "aot_inductor.enable_line_tables": False,  # nobody debugs the few lines around the kernels
+        }
+        known = {key: value for key, value in options.items() if key in config.get_config_copy()}
+        try:
+            with config.patch(known), V.set_aot_compilation(True), config.patch(get_cpp_wrapper_config()):
+                module, inputs = _decompose(_without_sizes(region.module))
+                compiled: Any = compile_fx_inner(module, inputs, cpp_wrapper=True)
+            path = os.path.join(directory, "region.pt2")
+            package_aoti(path, [file for file in compiled.filename if not str(file).endswith(".cpp")])
+            return Package(Path(path).read_bytes())
+        except Exception as error:
+            log.debug("%s:\n%s", name, region.text, exc_info=True)
+            return Package(problem=f"AOTInductor cannot compile it. {type(error).__name__}: {error}")
+
+
+def _without_sizes(module: GraphModule) -> GraphModule:
+    """The region without dynamic sizes as inputs, which AOTInductor does not take: they are read off its tensors."""
+    graph = copy.deepcopy(module.graph)
+    sizes = size_inputs(graph)
+    tensors = [node for node in graph.find_nodes(op="placeholder") if node not in sizes.values()]
+    dims = {expression(size): (n, dim) for n in tensors for dim, size in enumerate(n.meta["val"].shape)}
+    for symbol, node in sizes.items():
+        if symbol not in dims:
+            raise NotImplementedError(f"the dynamic size {symbol} is no dimension of an input")
+        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+            read = graph.call_function(torch.ops.aten.sym_size.int, dims[symbol])
+        read.meta = dict(node.meta)
+        node.replace_all_uses_with(read)
+        graph.erase_node(node)
+    return GraphModule(module, graph)
+
+
+def _decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
+    """Inductor's decompositions, with the strides of the outputs pinned: the next region relies on them."""
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    outputs = outputs_of(module)
+    with torch.no_grad(), outputs[0].fake_mode:
+        decomposed = make_fx(module, select_decomp_table(), tracing_mode="real")(*inputs)
+    (output,) = decomposed.graph.find_nodes(op="output")
+    output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
+    output.meta["original_output_strides"] = [value.stride() for value in outputs]
+    return decomposed, inputs

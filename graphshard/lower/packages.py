@@ -1,0 +1,101 @@
+"""Compiled regions as files: what AOTInductor makes of a region, checked and called.
+
+A package is a zip of its own, a `.pt2` with one shared library in it. Its members are compared with what such a
+package consists of before AOTInductor's loader, which unpacks it into a directory of its own and loads the library,
+sees it. The loader is C++ in torch itself: nothing of Inductor is imported.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphshard.ir.errors import ArtifactError
+from graphshard.ir.torch_internals import load_package
+
+_MODEL = "data/aotinductor/model/"
+_FILE = re.compile(r"[\w-]+(\.[\w-]+)*")
+_FIXED = frozenset({"archive_format", "archive_version", ".data/version", "byteorder", ".data/serialization_id"})
+# Sources are for reading; the library is what runs.
+_ENDINGS = (".so", ".cpp", ".json", ".cubin")
+
+
+@dataclass(frozen=True)
+class Package:
+    """What AOTInductor made of a region; `problem` says why there is nothing where there is nothing."""
+
+    content: bytes = b""
+    problem: str = ""
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        raise AssertionError("a package is compiled for another process")
+
+
+class PackagedRegion:
+    """Calls a package; the library is loaded at the first call, and inputs are let go of as they are used up."""
+
+    def __init__(self, key: str, content: bytes, device: torch.device) -> None:
+        self._key, self._content, self._device = key, content, device
+        self._run: Any = None
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        if self._run is None:
+            self.load()
+        values = [value for value in inputs if isinstance(value, torch.Tensor)]  # it reads dynamic sizes off them
+        inputs.clear()
+        return self._run(values)
+
+    def load(self) -> None:
+        """Load the library.
+
+        Raises:
+            ArtifactError: the dynamic loader refuses it; libraries that it was linked with may not be here.
+        """
+        if self._run is not None:
+            return
+        with tempfile.TemporaryDirectory(prefix="graphshard-") as directory:
+            path = Path(directory) / "region.pt2"
+            path.write_bytes(self._content)
+            try:
+                self._run = load_package(path, self._device)
+            except RuntimeError as error:
+                raise ArtifactError(
+                    f"the compiled region {self._key} cannot be loaded here: {str(error).splitlines()[0]}. It needs "
+                    "the C++ and OpenMP runtime libraries of the machine that compiled it (libstdc++, libgomp): "
+                    "install them, or export again on this machine."
+                ) from error
+        self._content = b""
+
+
+def check_package(name: str, content: bytes) -> None:
+    """Raise ArtifactError if this is not a package of one library; nothing is executed or extracted."""
+    try:
+        with zipfile.ZipFile(BytesIO(content)) as archive:
+            names = [info.filename for info in archive.infolist()]
+            sizes = sum(info.file_size for info in archive.infolist())
+            stored = all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
+    except Exception as error:  # what zipfile says of damaged input is of many kinds
+        raise ArtifactError(f"{name} is not a package: {type(error).__name__}: {error}. It is not loaded.") from None
+    roots = {entry.partition("/")[0] for entry in names}
+    inner = [entry.partition("/")[2] for entry in names]
+    odd = [entry for entry in inner if not _is_part(entry)]
+    if odd or len(roots) != 1 or len(set(names)) != len(names):
+        shown = odd[0] if odd else ", ".join(sorted(names)[:4])
+        raise ArtifactError(f"{name} has a member {shown!r}, which no package of a region has. It is not loaded.")
+    libraries = [entry for entry in inner if entry.endswith(".so")]
+    if len(libraries) != 1 or not stored or sizes > len(content):
+        raise ArtifactError(f"{name} is no package of one library, as regions are. It is not loaded.")
+
+
+def _is_part(entry: str) -> bool:
+    if entry in _FIXED:
+        return True
+    file = entry.removeprefix(_MODEL)
+    return file != entry and bool(_FILE.fullmatch(file)) and file.endswith(_ENDINGS)

@@ -1,0 +1,276 @@
+"""Cut the scheduled graph at its collectives into regions and write the executor that calls them.
+
+    wait, region_0(...), start, region_1(...), wait, region_0(...), ...
+
+What lies between two collectives is pure compute with no rank in it. Equal regions share compiled code, so the
+time to compile does not grow with depth. The executor is an FX graph of region calls and collectives: its code is
+the program that runs, line by line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import operator
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from graphshard.cost.multiplications import SYMBOLS
+from graphshard.ir.graph import OWN, aten, fake, is_communication, is_view, module_of
+from graphshard.ir.printer import describe, print_graph
+from graphshard.ir.program import Phase, Program, Region
+from graphshard.ir.sizes import is_size, rename, size_inputs, symbols_of
+from graphshard.ir.torch_internals import use_boxed_calls
+from graphshard.ir.units import unit_of
+
+log = logging.getLogger(__name__)
+
+Boxed = Callable[[list[Any]], Any]
+# Makes regions callable, by name, in an order of its own; is given a function to show progress with.
+Compiler = Callable[[dict[str, Region], Callable[[str], None]], Iterator[tuple[str, Boxed]]]
+
+
+class RegionCall:
+    """A compiled region; it takes a list of inputs and empties it, so that each can be freed at its last use.
+
+    `within` is not None where compilation took something about dynamic sizes for granted: the sizes of the program for
+    which that was recorded. Other programs do not use the region.
+
+    Not a module: global module hooks, which debugging tools install, must not see regions.
+    """
+
+    def __init__(self, fn: Boxed, within: object = None) -> None:
+        self.fn = fn
+        self.within = within
+
+    @property
+    def source(self) -> str:
+        """Code of the generated kernels; "" for a region that runs operator by operator."""
+        return str(getattr(self.fn, "source_code", ""))
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self.fn(inputs)
+
+
+def lower(
+    program: Program,
+    compiler: Compiler,
+    compiled: dict[str, RegionCall],
+    show: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Replace the compute of every phase by region calls, in place.
+
+    Args:
+        program: scheduled; its graphs hold ATen operators and collectives.
+        compiler: makes regions callable.
+        compiled: regions by key; what is there is used, what is new is added.
+        show: told what is being compiled.
+    """
+    start = time.perf_counter()
+    cuts = {name: cut(phase) for name, phase in program.phases.items()}
+    calls = [call for found in cuts.values() for call in found]
+    program.regions = {call.region.key: call.region for call in calls}
+    program.region_calls = [call.region.key for call in calls]
+    names = {key: name for name, key in program.region_names.items()}
+    within = program.sizes[0].value.node.shape_env if program.sizes else None
+    known = {key for key, call in compiled.items() if call.within in (None, within)}
+    new = {names[key]: region for key, region in program.regions.items() if key not in known}
+    conditions = len(within.guards) if within else 0
+    for name, fn in compiler(new, show):
+        conditional = within is not None and len(within.guards) > conditions
+        compiled[new[name].key] = RegionCall(fn, within if conditional else None)
+        conditions = len(within.guards) if within else 0
+    for phase_name, phase in program.phases.items():
+        phase.module = _executor(phase, cuts[phase_name], names, compiled, program.params.units)
+    program.lowering_seconds = time.perf_counter() - start
+    counts = program.num_regions, program.num_distinct_regions
+    log.info("lowered %d regions, %d distinct, in %.2f s", *counts, program.lowering_seconds)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a region: the run of nodes it stands for, what it reads and what others read of it."""
+
+    run: list[Node]
+    inputs: list[Node]
+    outputs: list[Node]
+    region: Region
+
+
+def cut(phase: Phase) -> list[Call]:
+    """Cut a phase at its collectives into region calls, in order.
+
+    Views and dynamic sizes do not leave a region: whoever needs one makes it again from what it is made of.
+    """
+    nodes = [node for node in phase.module.graph.nodes if node.op != "call_function" or not is_size(node)]
+    runs = _runs(nodes)
+    sizes = size_inputs(phase.module.graph)
+    inputs = [_inputs(run, sizes) for run in runs]
+    outside = {root for node in nodes if not _is_compute(node) for n in node.all_input_nodes for root in _roots(n)}
+    needed = outside.union(*inputs)
+    calls = []
+    for run, sources in zip(runs, inputs):
+        results = [node for node in run if node in needed and not is_view(node)]
+        if results:
+            calls.append(Call(run, sources, results, make_region(run, sources, results)))
+    return calls
+
+
+def _executor(
+    phase: Phase, calls: list[Call], names: dict[str, str], compiled: dict[str, RegionCall], units: Sequence[str]
+) -> GraphModule:
+    """The graph of region calls and collectives that runs."""
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    call_at = {call.run[0]: call for call in calls}
+
+    def copy(node: Node) -> Node:
+        if node not in env:
+            for source in node.all_input_nodes:
+                copy(source)
+            env[node] = graph.node_copy(node, env.__getitem__)
+        return env[node]
+
+    for node in phase.module.graph.nodes:
+        if node in call_at:
+            call = call_at[node]
+            name = names[call.region.key]
+            result = graph.call_module(name, ([env[n] for n in call.inputs],))
+            result.meta["val"] = tuple(n.meta["val"] for n in call.outputs)
+            result.meta["where"] = _where(call.run, units)
+            for i, output in enumerate(call.outputs):
+                env[output] = graph.call_function(operator.getitem, (result, i))
+                env[output].meta = dict(output.meta)
+        if node.op != "call_function" or not (_is_compute(node) or is_size(node)):
+            copy(node)
+    return executor(graph, {name: compiled[key] for key, name in names.items()})
+
+
+def executor(graph: Graph, regions: Mapping[str, RegionCall]) -> GraphModule:
+    """The module of a graph of region calls and collectives; `regions` by the names that it calls them."""
+    root = nn.Module()
+    for name, region in regions.items():
+        setattr(root, name, region)
+    reshape_views(graph)
+    use_boxed_calls(graph)
+    graph.on_generate_code(lambda _: _free_before_call)
+    return GraphModule(root, graph)
+
+
+def _where(run: list[Node], units: Sequence[str]) -> str:
+    """The units a run computes, and modules of the root unit: "embed, layers.0"."""
+    modules = (module_of(node) for node in run if not is_view(node))
+    found = list(dict.fromkeys(name for name in (unit_of(module, units) or module for module in modules) if name))
+    return ", ".join(found) if len(found) < 4 else f"{found[0]} to {found[-1]}"
+
+
+def _is_compute(node: Node) -> bool:
+    if node.op != "call_function" or is_communication(node) or is_size(node):
+        return False
+    return node.target not in OWN
+
+
+def _runs(nodes: list[Node]) -> list[list[Node]]:
+    """Maximal runs of compute between collectives."""
+    runs: list[list[Node]] = [[]]
+    for node in nodes:
+        if _is_compute(node):
+            runs[-1].append(node)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _inputs(run: list[Node], sizes: Mapping[Any, Node]) -> list[Node]:
+    """What the kernels of a run read from outside, in order of first use. Views are made again inside.
+
+    Dynamic sizes come last, those of all shapes in the run: its code may need one that no operator is given.
+    """
+    kernels = {node for node in run if not is_view(node)}
+    roots = (root for node in run if node in kernels for source in node.all_input_nodes for root in _roots(source))
+    read = dict.fromkeys(root for root in roots if root not in kernels and not is_size(root))
+    vals = [node.meta["val"] for node in (*read, *run)] if sizes else []
+    used = set().union(*map(symbols_of, vals))
+    return [*read, *(node for symbol, node in sizes.items() if symbol in used)]
+
+
+def _roots(node: Node) -> Iterator[Node]:
+    """What a value is made of in place, if it is a view or a size: what is computed, communicated or given."""
+    if node.op == "call_function" and (is_view(node) or is_size(node)):
+        for source in node.all_input_nodes:
+            yield from _roots(source)
+    else:
+        yield node
+
+
+def make_region(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Region:
+    """Extract the kernels of a run into a graph of their own, in canonical form.
+
+    Values are numbered in order of first use and nothing but operators, shapes, strides, dtypes and devices goes
+    into the key, so that equal blocks of a model give equal regions.
+    """
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    for i, node in enumerate(inputs):
+        env[node] = graph.placeholder(f"x{i}")
+        env[node].meta.update({key: node.meta[key] for key in ("val", SYMBOLS) if key in node.meta})
+
+    def copy(node: Node) -> Node:
+        if node not in env:
+            for source in node.all_input_nodes:
+                copy(source)
+            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node].name = f"v{len(env)}"
+        return env[node]
+
+    for node in run:
+        if not is_view(node):
+            copy(node)
+    graph.output(tuple(env[node] for node in outputs))
+    names = {symbol: f"n{index}" for index, symbol in enumerate(size_inputs(graph))}
+    signature = ["size" if is_size(n) else _layout(fake(n), names) for n in inputs]
+    text = print_graph(graph, signature, [""] * len(outputs), canonical=True)
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Region(key, text, GraphModule(nn.Module(), graph))
+
+
+def _layout(val: torch.Tensor, names: Mapping[Any, str]) -> str:
+    stride = ", ".join(rename(size, names) for size in val.stride())
+    return f"{describe(val, names)} ({stride}) {val.device}"
+
+
+def reshape_views(graph: Graph) -> None:
+    """Replace `view` by `reshape` where operators run one by one.
+
+    Some operators return other strides than their fake kernels said (batch norm of a transposed input does), and a
+    view that was possible in the capture may need a copy.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+
+
+_CALL = re.compile(r"^(?P<indent>\s*)(?P<call>.*self\.region_\d+\()(?P<args>\[.*\])\);  (?P<free>.*= None)$")
+
+
+def _free_before_call(body: list[str]) -> list[str]:
+    """Let go of a region's last-used inputs before the call, so that the region can free them while it runs.
+
+    y = self.region_0([a, b]);  a = None   ->   inputs = [a, b];  a = None
+                                                y = self.region_0(inputs)
+    """
+    lines = []
+    for line in "".join(body).split("\n"):
+        match = _CALL.match(line)
+        if match:
+            indent, call, args, free = match.group("indent", "call", "args", "free")
+            lines += [f"{indent}inputs = {args};  {free}", f"{indent}{call}inputs)"]
+        else:
+            lines.append(line)
+    return ["\n".join(lines)]

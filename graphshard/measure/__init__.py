@@ -1,0 +1,1 @@
+"""Measure this machine, and the regions of a compiled model on it."""

@@ -1,0 +1,91 @@
+"""Time the regions of a compiled model, one by one, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.files import write_text
+from graphshard.ir.graph import fake
+from graphshard.ir.program import Region
+from graphshard.measure.timing import seconds_of
+from graphshard.module.sharded_module import ShardedModule
+
+
+def measure_regions(
+    model: nn.Module,
+    *,
+    budget: float = 0.2,
+    show: Callable[[str], None] = lambda _: None,
+) -> dict[str, float]:
+    """Seconds of one call of each distinct region of a compiled model, by key, for `explain(..., measured=...)`.
+
+    A region runs alone, on random inputs of its shapes: the times are those of a machine that does nothing else, and
+    collectives that run at the same time would slow them down. Ranks that call this together measure that.
+
+    Args:
+        model: compiled, and called or compiled with example inputs before.
+        budget: seconds to spend on each region.
+        show: told what is being measured.
+
+    Raises:
+        ArgumentError: the model is not compiled, or has no program yet.
+    """
+    if not isinstance(model, ShardedModule) or not model._graphshard.programs:
+        raise ArgumentError(
+            f"{type(model).__name__} has no program to measure. Call graphshard.compile(model, mesh, "
+            "example_inputs=...) first, or the compiled model once."
+        )
+    if model._graphshard.stored is not None:
+        raise ArgumentError(
+            f"{type(model).__name__} runs programs of a file. Measure a model that graphshard.compile compiled: its "
+            "regions are the same."
+        )
+    compiled = model._graphshard.compiled
+    regions = {key: region for program in model._graphshard.programs for key, region in program.regions.items()}
+    found = {}
+    for done, (key, region) in enumerate(regions.items()):
+        show(f"region {done + 1} of {len(regions)}")
+        values = inputs_of(region)
+        device = next((value.device.type for value in values), "cpu")
+        with torch.no_grad():
+            found[key] = seconds_of(lambda key=key, values=values: compiled[key](list(values)), device, budget)  # type: ignore[misc]
+    return found
+
+
+def inputs_of(region: Region) -> list[torch.Tensor]:
+    """Random inputs of a region's shapes and strides; integers are zero, which is a valid index."""
+    return [_like(fake(node)) for node in region.module.graph.find_nodes(op="placeholder")]
+
+
+def _like(traced: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device)
+    if traced.is_floating_point():
+        return empty.uniform_(-1, 1)
+    return empty.zero_()
+
+
+def save_measured(measured: Mapping[str, float], path: str | os.PathLike[str]) -> None:
+    """Write times of regions as JSON: seconds by key."""
+    write_text(Path(path), json.dumps(dict(measured), indent=1) + "\n")
+
+
+def load_measured(path: str | os.PathLike[str]) -> dict[str, float]:
+    """Inverse of `save_measured`.
+
+    Raises:
+        ArgumentError: the file holds something else.
+    """
+    try:
+        data = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path} holds no measured regions: {error}.") from None
+    if not isinstance(data, dict) or not all(isinstance(value, (int, float)) and value >= 0 for value in data.values()):
+        raise ArgumentError(f"{path} must hold seconds by region key, as graphshard.save_measured writes them.")
+    return {str(key): float(value) for key, value in data.items()}

@@ -1,0 +1,67 @@
+"""What can be wrong with a module's parameters when it is called."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from graphshard.ir.errors import MaterializationError, ParameterError
+from graphshard.ir.params import ParamTable
+from graphshard.runtime.shards import ParamRef
+
+
+def check_no_new_parameters(module: nn.Module, table: ParamTable) -> None:
+    """Raise ParameterError if the module has a parameter that was not there when it was compiled."""
+    known = {name for row in table for name in row.names}
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        if name not in known:
+            raise ParameterError(
+                f"parameter {name} was added after graphshard.compile, which would leave it out of sharding and "
+                "reduction. Add parameters first, then compile the model."
+            )
+
+
+def warn_of_hooks(module: nn.Module) -> None:
+    """Warn of hooks on submodules, which do not run at every call."""
+    for name, sub in module.named_modules():
+        if not name:
+            continue
+        forward = [*sub._forward_hooks.values(), *sub._forward_pre_hooks.values()]
+        backward = [*sub._backward_hooks.values(), *sub._backward_pre_hooks.values()]
+        own = [hook for hook in (*forward, *backward) if not getattr(hook, "__module__", "").startswith("torch.")]
+        if own:
+            what = "its backward hooks do not run" if own[0] in backward else "its forward hooks run once, while the"
+            rest = "" if own[0] in backward else " program is captured: what they do to tensors is kept, nothing else"
+            warnings.warn(
+                f"{name} has hooks, such as {getattr(own[0], '__name__', own[0])}: {what}{rest}. Hooks of the compiled "
+                "module itself run at every call; put others there, or remove them.",
+                stacklevel=2,
+            )
+
+
+def check_materialized(
+    module: nn.Module, params: Sequence[ParamRef], device: torch.device, storage: torch.device
+) -> None:
+    """Raise MaterializationError if a parameter or buffer is on the meta device, or an ignored parameter elsewhere."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    meta = [name for name, tensor in tensors if tensor.is_meta]
+    if meta:
+        listed = ", ".join(meta[:5]) + (f" and {len(meta) - 5} more" if len(meta) > 5 else "")
+        raise MaterializationError(
+            f"{len(meta)} parameters or buffers of {type(module).__name__} are on the meta device: {listed}. "
+            "Allocate them with model.to_empty(device=...) and initialise or load them before the first call."
+        )
+    for ref in params:
+        wanted = device if ref.row.ignored else storage
+        if ref.param.device != wanted:
+            why = "it was moved after graphshard.compile"
+            if ref.row.ignored:
+                why = "ignored_params are not moved"
+            elif storage != device:
+                why = "with offload_policy=CPUOffloadPolicy() parameters are materialized on the CPU"
+            raise MaterializationError(
+                f"parameter {ref.row.name} is on {ref.param.device} and must be on {wanted}: {why}. Move it there."
+            )

@@ -1,0 +1,142 @@
+"""The two halves of `compile`: check the arguments and make a runner; shard the module and let the runner run it.
+
+Between them programs are captured, or loaded. `export` needs the first half only, and no mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+
+from graphshard.capture.capture import CaptureSpec
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import Hardware
+from graphshard.ir.precision import PolicySpec, precision_of
+from graphshard.ir.program import Axis
+from graphshard.ir.units import UnitSpec, find_units
+from graphshard.lower.backends import Backend
+from graphshard.module.agreement import Agreement
+from graphshard.module.runner import Runner
+from graphshard.module.sharded_module import attach, retie, sharded_class
+from graphshard.options.checks import (
+    check_activation_units,
+    check_arguments,
+    check_debugging,
+    check_memory_limit,
+    with_activation,
+)
+from graphshard.options.passes import profile_here, with_planner
+from graphshard.options.table import checked_table
+from graphshard.pipeline.observe import Level
+from graphshard.pipeline.pipeline import Pipeline, with_offload, with_regather
+from graphshard.runtime.groups import make_groups, subgroup_of
+from graphshard.runtime.shards import Storage, aliases, param_refs, shard_module
+from graphshard.state.load_hook import shard_values
+
+
+def prepare(
+    model: nn.Module,
+    axis: Axis,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    *,
+    replicate: Axis | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    mp_policy: PolicySpec = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    units: Sequence[UnitSpec] | None = None,
+    backend: Backend = "inductor",
+    activation: Literal["full"] | Sequence[OpOverload] | float | None = None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
+    max_captures: int = 8,
+    passes: Pipeline | None = None,
+    hardware: Hardware | None = None,
+    memory_limit: int | None = None,
+    verify: Level | None = None,
+    directory: Path | None = None,
+) -> Runner:
+    """Check the options of `compile` and make the runner of a module; nothing is changed.
+
+    Args:
+        axis: the mesh axis to shard over.
+        replicate: the one to replicate over, if there is one.
+        device: this rank's; without a mesh, what the program is for.
+        mesh: None if it does not exist; such a runner captures programs and cannot run them.
+        directory: where this rank dumps.
+
+    Raises:
+        ArgumentError: an option is wrong.
+    """
+    check_arguments(reshard_after_forward, axis.size, offload_policy, backend, max_captures)
+    level = check_debugging(passes, verify)
+    pipeline = with_activation(passes if passes is not None else Pipeline(), activation)
+    unit_names = find_units(model, units)
+    precision = precision_of(mp_policy, unit_names)
+    check_activation_units(model, activation, unit_names)
+    subgroup = None
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
+        if 1 < reshard_after_forward < axis.size:
+            subgroup = subgroup_of(axis, reshard_after_forward)
+            pipeline = with_regather(pipeline)
+        reshard_after_forward = reshard_after_forward > 1
+    profile = profile_here(device, hardware)
+    costs = None if profile is None or replicate or subgroup else Costs(profile, mesh=(axis,))
+    check_memory_limit(memory_limit, only_axis=not (replicate or subgroup))
+    pipeline = with_planner(pipeline, costs, memory_limit=memory_limit, units_given=units is not None)
+    table = checked_table(
+        model,
+        unit_names,
+        device_type=device.type,
+        num_shards=axis.size,
+        precision=precision,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        ignored_params=ignored_params,
+    )
+    storage = Storage(device)
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        storage = Storage(torch.device("cpu"), pinned=offload_policy.pin_memory and device.type != "cpu")
+        pipeline = with_offload(pipeline)
+    refs = tuple(param_refs(model, table))
+    return Runner(
+        spec=CaptureSpec(
+            table, unit_names, axis, device, precision, type(model), dynamic_shapes, replicate, subgroup=subgroup
+        ),
+        mesh=cast(DeviceMesh, mesh),
+        backend=backend,
+        pipeline=pipeline,
+        verify=level,
+        dump=directory,
+        max_captures=max_captures,
+        params=refs,
+        storage=storage,
+        agreement=Agreement(mesh),
+        groups={} if mesh is None else make_groups(mesh, subgroup),
+        aliases=tuple(aliases(model, refs)),
+    )
+
+
+def shard(model: nn.Module, runner: Runner) -> None:
+    """Shard a module over the runner's mesh and let the runner run it, in place."""
+    shard_module(model, runner.spec.params, runner.mesh, runner.spec.device, runner.storage)
+    object.__setattr__(model, "__class__", sharded_class(type(model)))
+    model.register_load_state_dict_pre_hook(shard_values)
+    attach(model, runner)
+    model.register_load_state_dict_post_hook(retie)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

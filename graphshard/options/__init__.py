@@ -1,0 +1,1 @@
+"""The arguments of `compile`, checked once and turned into a parameter table and a pipeline."""

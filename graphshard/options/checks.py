@@ -1,0 +1,294 @@
+"""Everything that can be wrong with the arguments of `compile`, found before anything is changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from graphshard.capture.entry import Entry
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.params import named_parameters
+from graphshard.passes import ActivationCheckpointing
+from graphshard.pipeline.observe import Level
+from graphshard.pipeline.pipeline import Pipeline
+
+_BACKENDS = ("inductor", "eager")
+
+# What gloo and NCCL add up.
+_REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_arguments(
+    reshard_after_forward: Any, num_shards: int, offload_policy: Any, backend: Any, max_captures: Any
+) -> None:
+    """Raise ArgumentError for the first wrong argument; the message names it and the remedy."""
+    check_reshard(reshard_after_forward, num_shards)
+    if not (offload_policy is None or isinstance(offload_policy, OffloadPolicy)):
+        raise ArgumentError(
+            "offload_policy must be a torch.distributed.fsdp.CPUOffloadPolicy or None, got "
+            f"{type(offload_policy).__name__}."
+        )
+    if backend not in _BACKENDS:
+        raise ArgumentError(f"backend must be one of {', '.join(map(repr, _BACKENDS))}, got {backend!r}.")
+    if not isinstance(max_captures, int) or max_captures < 1:
+        raise ArgumentError(f"max_captures must be a positive int, got {max_captures!r}.")
+
+
+def check_memory_limit(memory_limit: Any, *, only_axis: bool = True) -> None:
+    """Raise ArgumentError if it is no number of bytes, or there are several groups, which are planned by unit."""
+    whole = isinstance(memory_limit, int) and not isinstance(memory_limit, bool)
+    if not (memory_limit is None or (whole and memory_limit > 0)):
+        raise ArgumentError(f"memory_limit must be a positive number of bytes, got {memory_limit!r}.")
+    if memory_limit is not None and not only_axis:
+        raise ArgumentError(
+            f"memory_limit={memory_limit} cannot be kept with replicas or a smaller group to gather again in: such "
+            "programs are planned unit by unit, without costs. Shard over one axis, or leave it out."
+        )
+
+
+def check_reshard(reshard_after_forward: Any, num_shards: int) -> None:
+    """Raise ArgumentError for a wrong setting of resharding."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return
+    if not isinstance(reshard_after_forward, int):
+        raise ArgumentError(
+            "reshard_after_forward must be True, False, None, or a number of ranks that gather again in backward, "
+            f"got {reshard_after_forward!r}."
+        )
+    if reshard_after_forward < 1 or num_shards % reshard_after_forward:
+        divisors = ", ".join(str(n) for n in range(1, num_shards + 1) if num_shards % n == 0)
+        raise ArgumentError(
+            f"reshard_after_forward={reshard_after_forward} must divide the number of ranks that parameters are "
+            f"sharded over, {num_shards}. Give one of {divisors}; 1 is False, {num_shards} is True."
+        )
+
+
+def check_debugging(passes: Any, verify: Any) -> Level:
+    """Raise ArgumentError for wrong passes or level of verification; return the level that holds."""
+    if not (passes is None or isinstance(passes, Pipeline)):
+        raise ArgumentError(
+            f"passes must be a graphshard.Pipeline, got {type(passes).__name__}. Start from graphshard.Pipeline() and "
+            "use insert, replace and disable."
+        )
+    where = "verify" if verify is not None else "GRAPHSHARD_VERIFY"
+    level = verify if verify is not None else os.environ.get("GRAPHSHARD_VERIFY", "ends")
+    if level not in get_args(Level):
+        raise ArgumentError(f"{where} must be one of {', '.join(map(repr, get_args(Level)))}, got {level!r}.")
+    return cast(Level, level)
+
+
+def with_activation(pipeline: Pipeline, activation: Any) -> Pipeline:
+    """The pipeline with this policy of activation checkpointing in front.
+
+    Raises:
+        ArgumentError: it is no policy, or the pipeline has one already.
+    """
+    if activation is None:
+        return pipeline
+    if isinstance(activation, (list, tuple, set, frozenset)):
+        for op in activation:
+            if not isinstance(op, torch._ops.OpOverload):
+                raise ArgumentError(
+                    f"activation lists operators whose results are saved, such as torch.ops.aten.mm.default, got {op!r}"
+                    + (f". Choose one of its overloads: {_overloads(op)}." if hasattr(op, "overloads") else ".")
+                )
+        policy: Any = tuple(sorted(activation, key=str))
+    elif activation == "full" and isinstance(activation, str):
+        policy = activation
+    elif isinstance(activation, (int, float)) and not isinstance(activation, bool) and 0 <= activation <= 1:
+        policy = float(activation)
+    else:
+        raise ArgumentError(
+            "activation must be None, 'full', a list of operators to save, or the share of memory from 0 to 1 "
+            f"that activations may take, got {activation!r}."
+        )
+    if ActivationCheckpointing.name in {step.name for step in pipeline}:
+        raise ArgumentError(f"activation: passes has {ActivationCheckpointing.name!r} already. Give one of the two.")
+    return Pipeline((ActivationCheckpointing(policy), *pipeline))
+
+
+def _overloads(packet: Any) -> str:
+    return ", ".join(f"torch.ops.{packet}.{name}" for name in packet.overloads())
+
+
+def check_activation_units(model: nn.Module, activation: Any, units: Sequence[str]) -> None:
+    """Raise ArgumentError if there is nothing that activation checkpointing could apply to."""
+    if activation is not None and not units:
+        raise ArgumentError(
+            f"activation={activation!r} is about the units of {type(model).__name__}, and none were found. Name them "
+            "with units=, such as units=['layers.*']."
+        )
+
+
+def check_examples(units: Any, example_inputs: Any, example_kwargs: Any, dynamic_shapes: Any = None) -> None:
+    """Raise ArgumentError where a container was forgotten."""
+    if isinstance(units, str):
+        raise ArgumentError(f"units must be a sequence of name patterns, got one string. Pass [{units!r}].")
+    if not (example_inputs is None or isinstance(example_inputs, (tuple, list))):
+        raise ArgumentError(
+            f"example_inputs must be a tuple of the call's positional inputs, got {type(example_inputs).__name__}"
+        )
+    if not (dynamic_shapes is None or isinstance(dynamic_shapes, (tuple, list, Mapping))):
+        raise ArgumentError(
+            "dynamic_shapes must be a tuple with an entry for each input, or a dict by the inputs' names, as for "
+            f"torch.export.export, got {type(dynamic_shapes).__name__}."
+        )
+    if not (example_kwargs is None or isinstance(example_kwargs, Mapping)):
+        raise ArgumentError(
+            f"example_kwargs must be a dict of the call's keyword inputs, got {type(example_kwargs).__name__}"
+        )
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks on one axis, of CUDA devices where there are any.
+
+    Raises:
+        ArgumentError: there is no process group yet.
+    """
+    if not dist.is_initialized():
+        raise ArgumentError(
+            "without a mesh, compile shards over all ranks, but there is no process group. Call "
+            "torch.distributed.init_process_group() first, or pass a mesh."
+        )
+    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise ArgumentError if the mesh is none to compile for."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(
+            f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}. Make one with "
+            "torch.distributed.device_mesh.init_device_mesh('cuda', (world_size,))."
+        )
+    if mesh.ndim > 2:
+        named = mesh.mesh_dim_names
+        advice = f"such as mesh[{named[-2]!r}, {named[-1]!r}]" if named else "after naming them with mesh_dim_names"
+        raise ArgumentError(
+            f"mesh must have one axis (to shard over) or two (to replicate and to shard over), got {mesh.ndim} "
+            f"({named or 'no axis names'}). Pass those axes of it, {advice}."
+        )
+    if mesh.ndim == 2 and not mesh.mesh_dim_names:
+        raise ArgumentError(
+            "mesh has two axes without names. Name them, as in init_device_mesh('cuda', (2, 4), mesh_dim_names=("
+            "'replicate', 'shard')): parameters are replicated over the first and sharded over the second."
+        )
+    if mesh.device_type not in ("cpu", "cuda"):
+        raise ArgumentError(f"mesh must be of 'cpu' or 'cuda' devices, got {mesh.device_type!r}.")
+    if mesh.device_type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError(
+            "mesh is of 'cuda' devices, but torch.cuda.is_available() is False here. Use a 'cpu' mesh on this machine."
+        )
+    if mesh.get_coordinate() is None:
+        raise ArgumentError("mesh does not contain this rank. Call compile on the ranks of the mesh only.")
+
+
+def check_model(model: Any) -> None:
+    """Raise ArgumentError if the module cannot be compiled."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model must be an nn.Module, got {type(model).__name__}.")
+    cls = type(model)
+    for name, sub in model.named_modules():
+        if "_graphshard" in sub.__dict__:
+            what = f"its submodule {name!r} is" if name else "it is"
+            raise ArgumentError(
+                f"{cls.__name__} cannot be compiled: {what} already compiled. Compile the root module, once."
+            )
+    if cls.forward is nn.Module.forward:
+        raise ArgumentError(
+            f"{cls.__name__} has no forward, so there is nothing to compile. Compile the module that calls it, or "
+            "give it a forward."
+        )
+    if isinstance(model.__dict__.get("forward"), Entry):
+        raise ArgumentError(f"{cls.__name__} is a part of a compiled model. Compile the root module, once.")
+    if "forward" in model.__dict__:
+        raise ArgumentError(
+            f"{cls.__name__} has a forward of its own as an attribute, which hides that of its class. Compile the "
+            "model before whatever replaced its forward is applied, or subclass it."
+        )
+
+
+def check_ignored(model: nn.Module, ignored: Any) -> frozenset[nn.Parameter]:
+    """The parameters to leave alone; raise ArgumentError if they are not the model's."""
+    if ignored is None:
+        return frozenset()
+    if isinstance(ignored, nn.Parameter) or not isinstance(ignored, Iterable):
+        raise ArgumentError(f"ignored_params must be a set of the model's parameters, got a {type(ignored).__name__}.")
+    own = {id(param) for param in model.parameters()}
+    found = list(ignored)
+    for item in found:
+        if id(item) not in own:
+            what = f"a tensor of shape {list(item.shape)}" if isinstance(item, torch.Tensor) else repr(item)
+            raise ArgumentError(
+                f"ignored_params holds {what}, which is no parameter of {type(model).__name__}. Pass the objects in "
+                "model.parameters(), before any conversion."
+            )
+    return frozenset(found)
+
+
+def check_params(model: nn.Module, device_type: str, ignored: frozenset[nn.Parameter]) -> None:
+    """Raise ArgumentError for the first parameter that cannot be sharded over a mesh of devices of a type."""
+    for (name, *_), param in named_parameters(model).items():
+        if isinstance(param, DTensor):
+            raise ArgumentError(
+                f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). Compile "
+                "the plain module."
+            )
+        if param in ignored:
+            continue
+        if param.device.type not in ("cpu", "meta", device_type):
+            raise ArgumentError(
+                f"parameter {name} is on {param.device}, but mesh is of {device_type!r} devices. Move the model "
+                f"to the CPU first, or use a mesh of {param.device.type!r} devices."
+            )
+        if param.dim() == 0:
+            raise ArgumentError(
+                f"parameter {name} is a scalar, which cannot be sharded. Change {name} to a 1D tensor with numel "
+                "equal to 1, or pass it in ignored_params."
+            )
+        if param.requires_grad and param.dtype not in _REDUCIBLE:
+            raise ArgumentError(
+                f"parameter {name} is trainable and of {param.dtype}, whose gradients cannot be reduced. Use one of "
+                f"{', '.join(str(dtype) for dtype in _REDUCIBLE)}, freeze it, or pass it in ignored_params."
+            )
+
+
+def check_placements(model: nn.Module, placement_fn: Any, ignored: frozenset[nn.Parameter]) -> dict[str, int]:
+    """The dim of each parameter that is sharded along another than 0, by its first name.
+
+    Raises:
+        ArgumentError: shard_placement_fn is no function, or returns something else than a dim of the parameter.
+    """
+    if placement_fn is None:
+        return {}
+    if not callable(placement_fn):
+        raise ArgumentError(
+            "shard_placement_fn must be a function from a parameter to Shard(dim) or None, got "
+            f"{type(placement_fn).__name__}."
+        )
+    dims: dict[str, int] = {}
+    for (name, *_), param in named_parameters(model).items():
+        if param in ignored:
+            continue
+        placement = placement_fn(param)
+        if placement is None:
+            continue
+        if not isinstance(placement, Shard):
+            raise ArgumentError(
+                f"shard_placement_fn returned {placement!r} for parameter {name}. It must return Shard(dim) or None; a "
+                "mesh for each parameter (ShardPlacementResult) is not supported yet."
+            )
+        if not -param.dim() <= placement.dim < param.dim():
+            raise ArgumentError(
+                f"shard_placement_fn returned Shard({placement.dim}) for parameter {name}, which is invalid for a "
+                f"{param.dim()}D tensor of shape {list(param.shape)}."
+            )
+        dims[name] = placement.dim % param.dim()
+    return dims

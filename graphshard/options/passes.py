@@ -1,0 +1,109 @@
+"""The planner of `compile` and `explain` where the user's passes name none: costs of the machine decide.
+
+FSDP2's order, one unit ahead, stays unless another one is predicted to gain what it is worth: others split blocks
+where equal blocks would share their compiled regions, which costs compilation and fusion that no cost model sees.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import Hardware, Profile, builtin_profiles, load_profile
+from graphshard.ir.errors import ArgumentError
+from graphshard.passes import GatherInFloat8, MakePlan
+from graphshard.pipeline.pipeline import Pipeline
+from graphshard.schedule.agreed import AgreedPlanner
+from graphshard.schedule.build import Constraints
+from graphshard.schedule.by_cost import PlanByCost
+
+log = logging.getLogger(__name__)
+
+# Share of a step, and seconds for each unit, that must be gained to depart from FSDP2's order: a millisecond pays for
+# the ten seconds in which a unit of its own is compiled after 10000 steps.
+WORTH = 0.02
+WORTH_SECONDS = 1e-3
+
+VARIABLE = "GRAPHSHARD_HARDWARE"
+
+
+def profile_here(device: torch.device, hardware: Hardware | None) -> Profile | None:
+    """The profile to plan with: as given, by GRAPHSHARD_HARDWARE, or of a known device; None for an unknown GPU.
+
+    Raises:
+        ArgumentError: there is no such profile.
+    """
+    named = hardware if hardware is not None else os.environ.get(VARIABLE) or None
+    if named is not None:
+        return load_profile(named)
+    if device.type == "cpu":
+        return load_profile("cpu-gloo")
+    title = torch.cuda.get_device_name(device).lower()
+    known = next((name for name in builtin_profiles() if name in title), None)
+    if known is None:
+        log.warning(
+            "no hardware profile of %s: collectives are planned unit by unit. `torchrun ... -m graphshard calibrate "
+            "--out FILE` measures one; pass it as hardware= or in %s.",
+            title,
+            VARIABLE,
+        )
+    return None if known is None else load_profile(known)
+
+
+def with_planner(
+    pipeline: Pipeline, costs: Costs | None, *, memory_limit: int | None, units_given: bool, optimizer_states: int = 2
+) -> Pipeline:
+    """The pipeline with a planner, unless it has one.
+
+    Args:
+        costs: None plans unit by unit, without costs.
+        memory_limit: bytes; see `PlanByCost`.
+        units_given: the user has named the units, so that nothing is split or joined.
+        optimizer_states: tensors that the optimizer keeps for each parameter.
+
+    Raises:
+        ArgumentError: there is a memory limit, and the passes' own planner or no costs to keep it with.
+    """
+    if any(isinstance(step, GatherInFloat8) for step in pipeline):  # its gathers are not of the sizes that costs know
+        costs = None
+    index = next((i for i, step in enumerate(pipeline) if type(step) is MakePlan and step.planner is None), None)
+    if index is None or costs is None:
+        if memory_limit is not None:
+            why = (
+                "no hardware profile of this device is known: measure one with `graphshard calibrate` and pass it as "
+                "hardware="
+                if costs is None
+                else "passes has a planner of its own: give the limit to that"
+            )
+            raise ArgumentError(f"memory_limit={memory_limit} cannot be kept, as {why}.")
+        return pipeline
+    planner = PlanByCost(
+        costs,
+        memory_limit,
+        Constraints(units=units_given),
+        optimizer_states=optimizer_states,
+        worth=WORTH,
+        worth_seconds=WORTH_SECONDS,
+    )
+    passes = list(pipeline)
+    passes[index] = replace(passes[index], planner=planner)  # type: ignore[call-arg]
+    return Pipeline(tuple(passes))
+
+
+def agreeing(pipeline: Pipeline, mesh: DeviceMesh, tag: Callable[[], str], timeout: timedelta) -> Pipeline:
+    """The pipeline with a planner by cost that plans alike on all ranks of the mesh."""
+
+    def agreed(step: Any) -> Any:
+        if isinstance(step, MakePlan) and isinstance(step.planner, PlanByCost):
+            return replace(step, planner=AgreedPlanner(step.planner, mesh, tag, timeout))
+        return step
+
+    return Pipeline(tuple(map(agreed, pipeline)))

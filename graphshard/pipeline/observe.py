@@ -1,0 +1,95 @@
+"""What happens between passes: verification, history, dumps. Passes and pipeline know nothing of it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Literal
+
+from graphshard.debug.dump import Dump
+from graphshard.ir.errors import PassError
+from graphshard.ir.liveness import peak_gathered
+from graphshard.ir.plan import Plan
+from graphshard.ir.printer import print_communication, print_program
+from graphshard.ir.program import Program, Stage
+from graphshard.lower.regions import RegionCall
+from graphshard.passes import Pass
+from graphshard.pipeline.saved import saved_by_unit
+from graphshard.pipeline.trace import trace_stage
+from graphshard.pipeline.verify import verify, verify_lowered
+
+log = logging.getLogger(__name__)
+
+# off: never; ends: the captured program, and the one that is lowered; each: after every pass.
+Level = Literal["off", "ends", "each"]
+
+
+@dataclass
+class Observer:
+    """Verifies a program between passes, keeps its history and writes its dump.
+
+    Attributes:
+        level: when the rules are checked.
+        dump: where stages are written.
+        passes: those that are going to run, so that the dump of a stage can say what comes next.
+    """
+
+    level: Level = "ends"
+    dump: Dump | None = None
+    passes: tuple[Pass, ...] = ()
+    _last: tuple[str, Plan | None] | None = field(default=None, init=False)
+
+    def after(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True) -> None:
+        """A pass, or capture or lowering, has made `program` what it is."""
+        stage = self._record(program, name, rewrites, seconds, exact=exact)
+        if self.level == "each" or (self.level == "ends" and name == "capture"):
+            verify(program, name)
+        if self.level != "off":
+            self._check_count(name, rewrites, (stage.text, program.plan))
+        self._last = (stage.text, program.plan)
+
+    def end(self, program: Program) -> None:
+        """All passes are done; what ranks compare is written down."""
+        if self.level != "off":
+            verify(program, "the last pass", complete=True)
+        program.communication = print_communication(program)
+        program.peak_gathered = {name: peak_gathered(phase, program.params) for name, phase in program.phases.items()}
+        program.saved = saved_by_unit(program)
+
+    def lowered(self, program: Program, compiled: dict[str, RegionCall]) -> None:
+        """The program is lowered: `phases` are executors, which call the regions compiled."""
+        if self.level != "off":
+            verify_lowered(program)
+        self._record(program, "lower", program.num_regions, program.lowering_seconds, exact=True)
+        if self.dump is not None:
+            self.dump.finished(program, compiled)
+
+    def failed(self, program: Program, name: str, error: Exception) -> None:
+        """A pass raised an error; the dump keeps it."""
+        if self.dump is not None:
+            self.dump.failed(program, name, error)
+
+    def _record(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool) -> Stage:
+        num_nodes = sum(n.op.startswith("call") for p in program.phases.values() for n in p.module.graph.nodes)
+        stage = Stage(name, rewrites, seconds, print_program(program), num_nodes, exact)
+        program.history.append(stage)
+        log.info("%s: %d rewrites in %.2f s%s", name, rewrites, seconds, "" if exact else ", may change numerics")
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s:\n%s", name, stage.folded)
+        trace_stage(program, stage)
+        if self.dump is not None:
+            self.dump.stage(program, stage, self._next(name))
+        return stage
+
+    def _next(self, name: str) -> Pass | None:
+        """The pass that follows the one named; the first after capture."""
+        following = dict(zip(("capture", *(step.name for step in self.passes)), self.passes))
+        return following.get(name)
+
+    def _check_count(self, name: str, rewrites: int, now: tuple[str, Plan | None]) -> None:
+        if self._last is None:
+            return
+        if rewrites == 0 and now != self._last:
+            raise PassError(f"{name}: rewrite returned 0, but the program changed. Return the number of rewrites.")
+        if rewrites != 0 and now == self._last:
+            raise PassError(f"{name}: rewrite returned {rewrites}, but the program is what it was. Return 0.")

@@ -1,0 +1,213 @@
+"""The order of compilation, on one screen, and how users change it."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass, replace
+
+from graphshard.ir.errors import ArgumentError, GraphshardError, PassError
+from graphshard.ir.program import Phase, Program
+from graphshard.passes import (
+    AccumulateGradients,
+    Bucketing,
+    DropUnusedTangents,
+    InsertCollectives,
+    MakePlan,
+    MixedPrecision,
+    Offload,
+    Pass,
+    RegatherInGroup,
+    Reorder,
+    ReshardAfterForward,
+)
+from graphshard.passes.partition import Partition
+from graphshard.pipeline.observe import Observer
+from graphshard.schedule.by_unit import PlanByUnit
+
+DEFAULT_PASSES: tuple[Pass, ...] = (
+    InsertCollectives(),  # parameters become shards
+    MixedPrecision(),  # storage dtype at the edges, so that gathers carry the compute dtype
+    ReshardAfterForward(),  # what the partitioner must recompute or save
+    Partition(),  # joint -> forward + backward
+    DropUnusedTangents(),  # outputs that are not differentiated cost nothing in backward
+    MakePlan(),  # which collectives travel together, and when
+    Bucketing(),  # they travel together
+    Reorder(),  # they start and are waited for when the plan says
+)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The passes between capture and lowering, in order. Edits return a new pipeline; names must be there.
+
+    passes = graphshard.Pipeline().insert(MyPass(), after="partition").disable("reorder")
+    graphshard.compile(model, mesh, passes=passes)
+    """
+
+    passes: tuple[Pass, ...] = DEFAULT_PASSES
+
+    def __iter__(self) -> Iterator[Pass]:
+        return iter(self.passes)
+
+    def __str__(self) -> str:
+        """One line per pass: name, what it does, and whether it may change numerics."""
+        width = max(len(step.name) for step in self)
+        return "\n".join(f"{step.name:{width}}  {_summary(step)}{'' if step.exact else '  [inexact]'}" for step in self)
+
+    def insert(self, new: Pass, *, after: str | None = None, before: str | None = None) -> Pipeline:
+        """With another pass, after or before the one of a name.
+
+        Raises:
+            ArgumentError: both or neither of `after` and `before` are given, no pass has the name, or `new` is no
+                pass or has a name that is taken.
+        """
+        if (after is None) == (before is None):
+            raise ArgumentError(f"insert {_name(new)}: give either after= or before=, the name of a pass.")
+        self._check_new(new, self.passes)
+        index = self._index(before) if before is not None else self._index(after or "") + 1
+        return Pipeline((*self.passes[:index], new, *self.passes[index:]))
+
+    def replace(self, name: str, new: Pass) -> Pipeline:
+        """With another pass in the place of the one named; raises `ArgumentError` as `insert` does."""
+        index = self._index(name)
+        rest = (*self.passes[:index], *self.passes[index + 1 :])
+        self._check_new(new, rest)
+        return Pipeline((*self.passes[:index], new, *self.passes[index + 1 :]))
+
+    def disable(self, *names: str) -> Pipeline:
+        """Without the passes named; raises `ArgumentError` if there is none of a name."""
+        gone = {self._index(name) for name in names}
+        return Pipeline(tuple(step for i, step in enumerate(self.passes) if i not in gone))
+
+    def _index(self, name: str) -> int:
+        names = [step.name for step in self.passes]
+        if name not in names:
+            close = difflib.get_close_matches(str(name), names, 1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ArgumentError(f"the pipeline has no pass {name!r}. It has {', '.join(names)}.{hint}")
+        return names.index(name)
+
+    def _check_new(self, new: Pass, others: tuple[Pass, ...]) -> None:
+        if not isinstance(new, Pass) or not is_dataclass(new) or not getattr(type(new), "name", ""):
+            raise ArgumentError(
+                f"{_name(new)} is not a pass: derive a frozen dataclass from graphshard.Pass and give it a name."
+            )
+        if new.name in {step.name for step in others}:
+            raise ArgumentError(f"the pipeline has a pass {new.name!r} already. Rename yours, or use replace().")
+
+
+def with_offload(pipeline: Pipeline) -> Pipeline:
+    """With `offload` before the plan is made, unless the user put it somewhere."""
+    return _before_plan(pipeline, Offload())
+
+
+def with_regather(pipeline: Pipeline) -> Pipeline:
+    """With `regather-in-group` before the plan is made, unless the user put it somewhere."""
+    return _before_plan(pipeline, RegatherInGroup())
+
+
+def _before_plan(pipeline: Pipeline, new: Pass) -> Pipeline:
+    names = [step.name for step in pipeline]
+    return pipeline if new.name in names or "plan" not in names else pipeline.insert(new, before="plan")
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """The backward graph as the partitioner left it, and the passes that follow: where another backward begins."""
+
+    backward: Phase
+    rest: tuple[Pass, ...]
+    established: frozenset[str]
+
+    def passes(self, used: frozenset[str], accumulate: AccumulateGradients | None) -> Iterator[Pass]:
+        """What makes the backward for these tangents of it; gradients are dropped before others are accumulated.
+
+        A rank may need other tangents alone, so their backward is planned by unit: that plan depends on nothing but the
+        collectives, and is the same on every rank that ever makes it.
+        """
+        yield from (replace(step, used=used) for step in self.rest if isinstance(step, DropUnusedTangents))
+        if accumulate is not None:
+            yield accumulate
+        for step in self.rest:
+            if isinstance(step, MakePlan) and accumulate is None:
+                step = replace(step, planner=PlanByUnit())
+            if not isinstance(step, DropUnusedTangents):
+                yield step
+
+
+def run_pipeline(pipeline: Pipeline, program: Program, observer: Observer) -> Partitioned | None:
+    """Run all passes over a captured program, in place; None if the program has no backward."""
+    partitioned = None
+    for index, step in enumerate(pipeline.passes):
+        run_pass(step, program, observer)
+        if partitioned is None and "backward" in program.phases:
+            rest = pipeline.passes[index + 1 :]
+            partitioned = Partitioned(program.phases["backward"].clone(), rest, frozenset(program.established))
+    observer.end(program)
+    return partitioned
+
+
+def rerun_backward(
+    partitioned: Partitioned,
+    program: Program,
+    used: frozenset[str],
+    accumulate: AccumulateGradients | None,
+    observer: Observer,
+) -> Program:
+    """The program's backward for gradients through other outputs than were thought likely, or for microbatches."""
+    phase = partitioned.backward.clone()
+    variant = replace(
+        program,
+        phases={"backward": phase},
+        plan=None,
+        history=[],
+        established=set(partitioned.established),
+        differentiated=phase.differentiated,
+    )
+    for step in partitioned.passes(used, accumulate):
+        run_pass(step, variant, observer)
+    observer.end(variant)
+    return variant
+
+
+def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> None:
+    """requires -> rewrite -> rules -> ensures; the observer verifies, records and dumps.
+
+    Raises:
+        PassError: addressed to the author of the pass.
+    """
+    observer = observer or Observer("each")
+    start = time.perf_counter()
+    doing = "requires"
+    try:
+        step.requires(program)
+        doing = "rewrite"
+        rewrites = step.rewrite(program)
+        seconds = time.perf_counter() - start
+        if not isinstance(rewrites, int):
+            raise PassError(f"{step.name}: rewrite must return the number of rewrites, it returned {rewrites!r}")
+        program.established |= step.establishes
+        observer.after(program, step.name, rewrites, seconds, exact=step.exact)
+        doing = "ensures"
+        step.ensures(program)
+    except Exception as error:
+        observer.failed(program, step.name, error)
+        if isinstance(error, GraphshardError):
+            raise
+        where = f"{type(step).__module__}.{type(step).__qualname__}.{doing}"
+        raise PassError(f"{step.name}: {where} failed with {type(error).__name__}: {error}") from error
+
+
+def _summary(step: Pass) -> str:
+    """The first line of the module that defines the pass, or of the class where that says nothing."""
+    import inspect
+
+    module = inspect.getmodule(type(step))
+    text = (module and module.__name__.startswith("graphshard") and module.__doc__) or type(step).__doc__ or ""
+    return text.strip().splitlines()[0] if text.strip() else ""
+
+
+def _name(value: object) -> str:
+    return str(getattr(value, "name", None) or getattr(value, "__name__", None) or type(value).__name__)

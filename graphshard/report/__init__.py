@@ -1,0 +1,1 @@
+"""A program and its predicted timeline as one HTML page."""

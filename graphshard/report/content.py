@@ -1,0 +1,176 @@
+"""What the HTML report shows of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import load_profile
+from graphshard.ir.plan import Bucket
+from graphshard.ir.printer import dtype_name
+from graphshard.ir.program import Program
+from graphshard.report.page import Alive, BucketView, Memory, MemoryPoint, RegionView, Report, Span, StageView, Timeline
+from graphshard.schedule.timeline import WHY, Estimate, Step, Tensor, estimate, tensors
+
+# How steps are coloured.
+_KINDS = {"upload": "gather", "download": "reduce", "all_reduce": "reduce"}
+
+
+def report_of(
+    program: Program, *, error: str = "", kernels: Collection[str] = (), costs: Costs | None = None
+) -> Report:
+    """The report of a program; before it is lowered, only its stages.
+
+    Args:
+        error: text of the error that ended compilation.
+        kernels: names of the regions that have a file of generated kernels.
+        costs: what the timeline is estimated with; None is an H100 node.
+    """
+    costs = costs or Costs(load_profile("h100"), mesh=program.mesh)
+    stages = tuple(
+        StageView(s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, s.folded, s.text, f"{i:02d}-{s.name}.txt")
+        for i, s in enumerate(program.history)
+    )
+    facts = (
+        ("captured because", program.reason),
+        ("mesh", ", ".join(f"{axis.size} ranks, axis {axis.name}" for axis in program.axes)),
+        ("device", program.device.type),
+        ("torch", str(torch.__version__)),
+        ("times and memory", f"estimated for {costs.profile.title}"),
+        ("plan", program.plan.hash[:12] if program.plan else "none"),
+    )
+    if not program.regions or error:
+        return Report(program.title, facts, stages, error=error)
+    found = estimate(program, costs)
+    return Report(
+        title=program.title,
+        facts=facts,
+        stages=stages,
+        buckets=_buckets(program, found),
+        timeline=_timeline(program, found, costs),
+        memory=memory_of(tensors(program, found), found.seconds),
+        regions=_regions(program, found, costs, kernels),
+    )
+
+
+def _buckets(program: Program, found: Estimate) -> tuple[BucketView, ...]:
+    if program.plan is None:
+        return ()
+    exposed: dict[str, float] = {}
+    for step in found.steps:
+        if step.kind == "exposed":
+            exposed[step.name] = exposed.get(step.name, 0.0) + step.seconds
+    compute = [step for step in found.steps if step.kind == "compute"]
+    views = []
+    for step in found.steps:
+        if step.kind not in ("gather", "reduce", "all_reduce"):
+            continue
+        bucket = program.plan.bucket(step.name)
+        calls = [s for s in compute if s.phase == step.phase]
+        _, waited = found.waits[step.name]
+        views.append(
+            BucketView(
+                name=bucket.name,
+                kind=bucket.kind,
+                phase=bucket.phase,
+                params=bucket.params,
+                packed=bucket.packed,
+                num_bytes=bucket.num_bytes,
+                dtype=_dtype(program, bucket),
+                axis=bucket.axis,
+                start=_place(calls, step.order),
+                wait=_place(calls, waited),
+                hidden_by=", ".join(f"{s.name} of {s.where or 'the root'}" for s in calls[step.order : waited]),
+                seconds=step.seconds,
+                exposed_seconds=exposed.get(step.name, 0.0),
+            )
+        )
+    return tuple(views)
+
+
+def _dtype(program: Program, bucket: Bucket) -> str:
+    row = program.params[bucket.members[0]]
+    return dtype_name(row.sent_dtype(bucket.kind))
+
+
+def _place(calls: list[Step], order: int) -> str:
+    """A point between two region calls, in words."""
+    beside = calls[order].where if order < len(calls) else "the end"
+    return f"after {order} of {len(calls)} regions, before {beside or 'the root'}"
+
+
+def _timeline(program: Program, found: Estimate, costs: Costs) -> Timeline:
+    lanes = {bucket.name: bucket.axis for bucket in program.plan.buckets} if program.plan else {}
+    spans = tuple(
+        Span(
+            lane="compute" if step.kind in ("compute", "exposed") else lanes.get(step.name, step.link),
+            kind=_KINDS.get(step.kind, step.kind),
+            name=f"{step.name} {step.where}".strip(),
+            start=step.start,
+            end=step.end,
+            detail=_detail(step),
+        )
+        for step in found.steps
+    )
+    return Timeline(
+        spans=spans,
+        phases=tuple((name, start, end) for name, (start, end) in found.phases.items()),
+        seconds=found.seconds,
+        compute_seconds=found.total("compute"),
+        communication_seconds=found.communication,
+        exposed_seconds=found.total("exposed"),
+        assumptions=f"Estimated for {costs.profile.title} (profile {costs.profile.hash[:12]}, network "
+        f"{costs.network}), whatever this program ran on: a roofline of each kernel, latency and bandwidth of each "
+        "collective. Optimizer not included.",
+    )
+
+
+def _detail(step: Step) -> str:
+    """What is said of a span beside its name and its time."""
+    if step.why:
+        return f"{WHY[step.why]}{f', behind {step.behind}' if step.behind else ''}"
+    return f"{step.num_bytes} bytes" if step.num_bytes else ""
+
+
+def memory_of(held: list[Tensor], seconds: float) -> Memory:
+    """The memory curve of values that live within a step of `seconds`, and what is alive at its peak."""
+    changes: dict[float, int] = {}
+    for tensor in held:
+        changes[tensor.start] = changes.get(tensor.start, 0) + tensor.num_bytes
+        if tensor.end < seconds:
+            changes[tensor.end] = changes.get(tensor.end, 0) - tensor.num_bytes
+    points, total = [], 0
+    for time in sorted(changes):
+        total += changes[time]
+        points.append(MemoryPoint(time, total))
+    peak = max(points, key=lambda point: point.num_bytes, default=MemoryPoint(0.0, 0))
+    alive = [t for t in held if t.start <= peak.time < t.end or t.end == seconds == peak.time]
+    alive.sort(key=lambda tensor: -tensor.num_bytes)
+    return Memory(
+        points=tuple(points),
+        peak_bytes=peak.num_bytes,
+        peak_time=peak.time,
+        alive=tuple(Alive(t.name, t.what, t.num_bytes) for t in alive),
+    )
+
+
+def _regions(program: Program, found: Estimate, costs: Costs, kernels: Collection[str]) -> tuple[RegionView, ...]:
+    views = []
+    for name, key in program.region_names.items():
+        region = program.regions[key]
+        where = list(dict.fromkeys(step.where or "the root" for step in found.steps if step.name == name))
+        views.append(
+            RegionView(
+                name=name,
+                key=key,
+                calls=program.region_calls.count(key),
+                ops=sum(node.op == "call_function" for node in region.module.graph.nodes),
+                modules=", ".join(where) if len(where) < 4 else f"{where[0]} to {where[-1]}",
+                seconds=costs.region(region),
+                file=f"regions/{name}.py",
+                kernels=f"regions/{name}.kernels.py" if name in kernels else "",
+            )
+        )
+    return tuple(views)

@@ -1,0 +1,203 @@
+"""The HTML report of one compiled program: one file that opens without a network.
+
+Tables are written here, so that they can be read and printed as they are. What depends on a choice or on the zoom
+(the diff of two stages, the timeline, the memory curve) is drawn by the page from data it carries. Texts of stages
+are carried compressed: at 126 layers they are megabytes each, and few of them are ever looked at.
+
+Times are in seconds and sizes in bytes, here and in the page's data; only what is shown has other units.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+
+@dataclass(frozen=True)
+class StageView:
+    """The program after one pass.
+
+    Attributes:
+        exact: False if the pass says that it may change numerics.
+        folded: the text with repeated blocks folded; `full` is the whole text.
+        file: relative link to the text, or "".
+    """
+
+    name: str
+    rewrites: int
+    seconds: float
+    nodes: int
+    exact: bool
+    folded: str
+    full: str
+    file: str = ""
+
+
+@dataclass(frozen=True)
+class BucketView:
+    """Tensors that travel in one collective.
+
+    Attributes:
+        name: equals the `name` of the bucket's spans in the timeline.
+        kind: "gather" or "reduce".
+        phase: "forward" or "backward".
+        params: parameters that travel as they are; those in `packed` share one flat buffer.
+        start: where the collective is launched, in words; `wait` is where its result is waited for.
+        hidden_by: names of the regions that run in between, or "".
+        exposed_seconds: how much of `seconds` the compute stream waits.
+    """
+
+    name: str
+    kind: str
+    phase: str
+    params: tuple[str, ...]
+    packed: tuple[str, ...]
+    num_bytes: int
+    dtype: str
+    axis: str
+    start: str
+    wait: str
+    hidden_by: str
+    seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time on one lane: "compute", or a mesh axis.
+
+    `kind` is "compute", "gather", "reduce", or "exposed": the compute lane is idle, waiting for a bucket.
+    """
+
+    lane: str
+    kind: str
+    name: str
+    start: float
+    end: float
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step as the cost model sees it. `phases` are (name, start, end); `assumptions` is one sentence."""
+
+    spans: tuple[Span, ...]
+    phases: tuple[tuple[str, float, float], ...]
+    seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    assumptions: str
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """From `time` on, until the next point, `num_bytes` are allocated."""
+
+    time: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Alive:
+    """A value that is alive at the peak; `what` is the group it is counted in, such as "gradients"."""
+
+    name: str
+    what: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Allocated bytes over one step, on the time axis of the timeline; `alive` is sorted, largest first."""
+
+    points: tuple[MemoryPoint, ...]
+    peak_bytes: int
+    peak_time: float
+    alive: tuple[Alive, ...]
+
+
+@dataclass(frozen=True)
+class RegionView:
+    """A distinct compiled region. `seconds` is for one call; `file` and `kernels` are relative links, or ""."""
+
+    name: str
+    key: str
+    calls: int
+    ops: int
+    modules: str
+    seconds: float
+    file: str = ""
+    kernels: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a report shows. `error` is the traceback of the pass that failed; later parts may be missing then."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    stages: tuple[StageView, ...]
+    buckets: tuple[BucketView, ...] = ()
+    timeline: Timeline | None = None
+    memory: Memory | None = None
+    regions: tuple[RegionView, ...] = ()
+    error: str = ""
+
+
+def render(data: Report) -> str:
+    """The report as the text of one HTML file; equal data give equal text."""
+    loader = PackageLoader("graphshard.report", "")
+    env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    env.filters |= {"size": format_bytes, "time": format_seconds, "pack": _pack}
+    env.globals["asset"] = lambda name: Markup(loader.get_source(env, name)[0])
+    groups = Counter[str]()
+    for value in data.memory.alive if data.memory else ():
+        groups[value.what] += value.num_bytes
+    return env.get_template("page.html.j2").render(report=data, page=_page(data), groups=groups.most_common())
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Three digits and a binary unit: `1.50 MiB`."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):  # noqa: B007
+        num_bytes /= 1024
+        if num_bytes < 999.5:
+            break
+    return f"{_three_digits(num_bytes)} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits and a unit: `12.3 ms`."""
+    if seconds == 0:
+        return "0"
+    factor, unit = (1e6, "us") if seconds < 0.9995e-3 else (1e3, "ms") if seconds < 0.9995 else (1, "s")
+    return f"{_three_digits(seconds * factor)} {unit}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+
+
+def _pack(text: str) -> str:
+    return base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+def _page(data: Report) -> dict[str, Any]:
+    """What the page's scripts need, apart from texts."""
+    texts = [stage.full for stage in data.stages]
+    differ = [i for i in range(1, len(texts)) if texts[i - 1] != texts[i]]
+    after = differ[-1] if differ else len(texts) - 1
+    memory = data.memory
+    return {
+        "compare": [max(after - 1, 0), after],
+        "timeline": data.timeline and asdict(data.timeline),
+        "memory": memory and asdict(replace(memory, alive=())),
+    }

@@ -1,0 +1,1 @@
+"""One step on one rank: shards, process groups, executors, autograd, microbatches."""

@@ -1,0 +1,185 @@
+"""Parameters as DTensors: how a module's parameters become shards, and how a shard meets the graph.
+
+A rank stores its piece without gaps, in a buffer of the padded shard's size where the padding lies behind it, so that
+the graph, which is the same on every rank, can read the padded shard without a copy. What lies in the padding is never
+used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from graphshard.ir.errors import ParameterError
+from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.runtime.groups import placements, shard_index
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where shards are kept: on the mesh's device or, offloaded, on the host, pinned if they are copied from there."""
+
+    device: torch.device
+    pinned: bool = False
+
+
+def shard_module(
+    module: nn.Module, table: ParamTable, mesh: DeviceMesh, device: torch.device, storage: Storage
+) -> None:
+    """Replace every parameter by its shard, and move the buffers to the device, in place.
+
+    All shards are made before the first parameter is replaced. Meta tensors stay on the meta device.
+    """
+    rank = shard_index(mesh)
+    shards = {
+        row.name: _shard(module.get_parameter(row.name), row, mesh, rank, storage) for row in table if not row.ignored
+    }
+    for prefix, owner in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name, param in owner._parameters.items():
+            if param is not None and not table[f"{dot}{name}"].ignored:
+                owner._parameters[name] = shards[table[f"{dot}{name}"].name]
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                owner._buffers[name] = buffer.to(device)
+
+
+@torch.no_grad()
+def _shard(param: nn.Parameter, row: ParamRow, mesh: DeviceMesh, rank: int, storage: Storage) -> nn.Parameter:
+    start, length = row.local_range(rank)
+    if param.is_meta:
+        shape = row.local_shape(rank)
+        local = torch.empty_strided(shape, row.stride_of(shape), dtype=row.dtype, device="meta")
+    else:
+        local = _stored(param.detach().narrow(row.dim, start, length), row, storage)
+    return nn.Parameter(as_dtensor(local, row, mesh), requires_grad=param.requires_grad)
+
+
+def _stored(piece: torch.Tensor, row: ParamRow, storage: Storage) -> torch.Tensor:
+    """A dense copy of a rank's piece; with room for the padding behind it, if it is behind it that padding lies."""
+    if row.memory_dim == 0:
+        padded = _padded(piece, row, storage.device)
+        return (padded.pin_memory() if storage.pinned else padded).narrow(row.dim, 0, piece.shape[row.dim])
+    copied = dense(piece, row, storage.device)
+    return copied.pin_memory() if storage.pinned else copied
+
+
+def _padded(piece: torch.Tensor, row: ParamRow, device: torch.device) -> torch.Tensor:
+    """A padded shard that begins with a piece; the rest is zero."""
+    padded = torch.empty_strided(row.padded_shape, row.padded_stride, dtype=piece.dtype, device=device).zero_()
+    padded.narrow(row.dim, 0, piece.shape[row.dim]).copy_(piece)
+    return padded
+
+
+def dense(piece: torch.Tensor, row: ParamRow, device: torch.device) -> torch.Tensor:
+    """A copy without gaps in the parameter's memory order."""
+    strides = row.stride_of(piece.shape)
+    return torch.empty_strided(piece.shape, strides, dtype=piece.dtype, device=device).copy_(piece)
+
+
+def as_dtensor(local: torch.Tensor, row: ParamRow, mesh: DeviceMesh) -> DTensor:
+    """A shard (of a parameter or its gradient) as the DTensor that FSDP2 would make."""
+    shape, stride = torch.Size(row.shape), row.stride_of(row.shape)
+    return DTensor.from_local(local, mesh, placements(mesh, row.dim), run_check=False, shape=shape, stride=stride)
+
+
+def padded_shard(param: nn.Parameter, row: ParamRow) -> torch.Tensor:
+    """The padded shard that the graph reads, sharing memory with the parameter where its padding lies behind it.
+
+    Whoever replaced the local tensor (`to_empty`, `load_state_dict(assign=True)`) may have left no room behind
+    it; it then gets a buffer with room, once. A short shard whose padding lies between its elements is copied.
+    """
+    assert isinstance(param, DTensor)
+    local = param._local_tensor
+    whole = local.shape == row.padded_shape
+    if whole and local.stride() == row.padded_stride:
+        return local
+    if row.memory_dim > 0 and not whole:
+        return _padded(local, row, local.device)
+    if not _has_room(local, row):
+        local = _stored(local, row, Storage(local.device, pinned=local.is_pinned()))
+        param._local_tensor = local
+    return local.as_strided(row.padded_shape, row.padded_stride)
+
+
+def _has_room(local: torch.Tensor, row: ParamRow) -> bool:
+    numel = torch.Size(row.padded_shape).numel()
+    laid_out = local.numel() == 0 or local.stride() == row.stride_of(local.shape)
+    return laid_out and local.untyped_storage().nbytes() >= (local.storage_offset() + numel) * local.element_size()
+
+
+@dataclass(frozen=True)
+class ParamRef:
+    """Where a parameter lives; the parameter object itself may be replaced at any time."""
+
+    row: ParamRow
+    owner: nn.Module
+    attribute: str
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter as it is now."""
+        param = self.owner._parameters[self.attribute]
+        assert param is not None
+        return param
+
+    def check(self) -> None:
+        """Raise ParameterError if the parameter was removed, or replaced by something that is no shard of it."""
+        param = self.owner._parameters.get(self.attribute)
+        if param is None:
+            raise ParameterError(
+                f"parameter {self.row.name} was removed, or registered under another name, after graphshard.compile. "
+                "Change the model's parameters first (parametrizations, adapters, tied weights), then compile it."
+            )
+        if tuple(param.shape) != self.row.shape:
+            raise ParameterError(
+                f"parameter {self.row.name} has shape {list(param.shape)}, it had {list(self.row.shape)} when "
+                "graphshard.compile was called. Resize it first, then compile."
+            )
+        if not isinstance(param, DTensor) and not self.row.ignored:
+            raise ParameterError(
+                f"parameter {self.row.name} was replaced by a plain tensor. Assign a DTensor: torch.distributed.tensor."
+                f"distribute_tensor(value, mesh, [Shard({self.row.dim})]), or copy into the one that is there."
+            )
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name of a parameter: the attribute that must hold the same object."""
+
+    name: str
+    ref: ParamRef
+    owner: nn.Module
+    attribute: str
+
+    def tie(self) -> None:
+        """Let the name mean the parameter again."""
+        self.owner._parameters[self.attribute] = self.ref.param
+
+    def check(self) -> None:
+        """Raise ParameterError if the name means something else than the parameter."""
+        if self.owner._parameters.get(self.attribute) is not self.ref.param:
+            raise ParameterError(
+                f"{self.name} was tied to {self.ref.row.name} when graphshard.compile was called, and is not any more. "
+                f"Tie it again, or untie it before the model is compiled."
+            )
+
+
+def aliases(module: nn.Module, refs: Iterable[ParamRef]) -> Iterator[Alias]:
+    """The names of tied parameters behind their first."""
+    for ref in refs:
+        for name in ref.row.names[1:]:
+            prefix, _, attribute = name.rpartition(".")
+            yield Alias(name, ref, module.get_submodule(prefix), attribute)
+
+
+def param_refs(module: nn.Module, table: ParamTable) -> Iterator[ParamRef]:
+    """References to the parameters of a table in its order."""
+    for row in table:
+        prefix, _, attribute = row.name.rpartition(".")
+        yield ParamRef(row, module.get_submodule(prefix), attribute)

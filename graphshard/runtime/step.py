@@ -1,0 +1,227 @@
+"""Run an installed program: bind names to tensors, call the executors, connect them to autograd.
+
+Step.forward    parameters, buffers and inputs -> outputs, with what backward needs saved
+Step.backward   saved values and tangents -> gradients, as DTensors like their parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from graphshard.ir.copies import finish_downloads
+from graphshard.ir.graph import fake, restride
+from graphshard.ir.program import Phase, Program, Slot
+from graphshard.ir.sizes import evaluate, expression, given_sizes
+from graphshard.ir.torch_internals import disable_autocast, sharded_like
+from graphshard.lower.regions import Boxed
+from graphshard.passes import AccumulateGradients
+from graphshard.runtime.accumulation import LEFT, Accumulation
+from graphshard.runtime.exchange import exchange_reductions
+from graphshard.runtime.gloo import gather_into_buffers
+from graphshard.runtime.groups import bind_groups, is_fake, shard_index
+from graphshard.runtime.ranges import profiling, with_ranges
+from graphshard.runtime.shards import ParamRef, dense, padded_shard
+from graphshard.runtime.unsharded import Unsharded
+
+# Which tangents arrive, and what is done about microbatches.
+Variant = tuple[frozenset[str], AccumulateGradients | None]
+BackwardFactory = Callable[[Variant], Phase]
+
+
+class Executable:
+    """A lowered program bound to a module and a mesh.
+
+    Args:
+        program: lowered; its axis names are replaced by the names of the mesh's process groups.
+        module: the module that owns the buffers.
+        params: where the parameters live.
+        mesh: the mesh the parameters are sharded over.
+        make_backward: makes the backward phase for another variant than the likely one; None if there is no backward.
+        accumulation: what is shared with the other programs of the model.
+        names: names of the parameters in the model by their names in the program.
+        unsharded: parameters that were gathered by hand.
+        groups: names of the process groups by the names of the axes.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        module: nn.Module,
+        params: Sequence[ParamRef],
+        mesh: DeviceMesh,
+        make_backward: BackwardFactory | None,
+        accumulation: Accumulation,
+        names: Mapping[str, str],
+        unsharded: Unsharded,
+        groups: Mapping[str, str],
+    ) -> None:
+        self.program = program
+        self.mesh = mesh
+        self._rank = shard_index(mesh)
+        self._module = module
+        self._params = {ref.row.name: ref for ref in params}
+        self._make_backward = make_backward
+        self._accumulation = accumulation
+        self._names = names
+        self._unsharded = unsharded
+        self._groups = groups
+        self._forward = self._bind(program.phases["forward"])
+        outputs = zip(self._forward.results, self._forward.outputs)
+        self._results = [(value, slot.name) for value, slot in outputs if slot.kind == "output"]
+        # Names of the outputs that are tensors; the others are constants.
+        self.names = [name for value, name in self._results if isinstance(value, Node)]
+        self._grads: tuple[Slot, ...] = ()
+        self._downloads = any(stage.name == "offload" and stage.rewrites for stage in program.history)
+        self._ranged: dict[GraphModule, GraphModule] = {}
+        self._backwards: dict[Variant, Phase] = {}
+        if "backward" in program.phases:
+            phase = self._bind(program.phases["backward"])
+            self._grads = phase.outputs
+            self._backwards[frozenset(s.name for s in phase.inputs if s.kind == "tangent"), None] = phase
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Run the program on the tensors among a call's inputs; return what the module returns."""
+        if self._backwards:
+            wrt = [self._params[s.name].param if s.of == "param" else tensors[int(s.name)] for s in self._grads]
+            results = iter(Step.apply(self, tensors, *wrt))
+        else:
+            with torch.no_grad():
+                results = iter(self.forward(tensors)[0])
+        flat = [next(results) if isinstance(value, Node) else value for value, _ in self._results]
+        return pytree.tree_unflatten(flat, self.program.out_spec)
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[Slot, Any]]:
+        """Run the forward executor; return the module's tensors and the values saved for backward."""
+        with disable_autocast():
+            run = self._code(self._forward)
+            values = run([self._read(slot, tensors) for slot in self._forward.inputs])
+        results: list[torch.Tensor] = []
+        saved: dict[Slot, Any] = {}
+        mutations: dict[Slot, torch.Tensor] = {}
+        for value, slot in zip(values, self._forward.outputs, strict=True):
+            if slot.kind == "mutation":
+                assert slot.of is not None
+                mutations[Slot(slot.of, slot.name)] = value
+            elif slot.kind != "output":
+                saved[slot] = value
+            elif isinstance(value, torch.Tensor):
+                results.append(value)
+        for slot, value in mutations.items():
+            if slot in saved:
+                saved[slot] = saved[slot].clone()  # backward must see what forward saw
+            self._read(slot, tensors).copy_(value)
+        return tuple(results), saved
+
+    def backward(self, saved: dict[Slot, Any], tangents: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
+        """Run the backward executor for the tangents at hand; `saved` is emptied."""
+        variant = frozenset(tangents), self._accumulation.step(self._names)
+        phase = self._backwards.get(variant)
+        if phase is None:
+            assert self._make_backward is not None
+            phase = self._backwards[variant] = self._bind(self._make_backward(variant))
+
+        def read(slot: Slot, node: Node) -> Any:
+            if slot.kind == "tangent":
+                return restride(tangents.pop(slot.name), self._stride(node, saved))
+            if slot.kind in LEFT:
+                return restride(self._accumulation.take(slot, self._names), fake(node).stride())
+            return saved[slot]
+
+        inputs = [read(slot, node) for slot, node in zip(phase.inputs, phase.placeholders, strict=True)]
+        saved.clear()
+        with disable_autocast():
+            values = self._code(phase)(inputs)
+        self._unsharded.free(set(self._unsharded.full) - self._unsharded.kept)
+        if self._downloads:
+            finish_downloads(self.program.device)
+        results = dict(zip(phase.outputs, values, strict=True))
+        for slot, value in results.items():
+            if slot.kind in LEFT:
+                self._accumulation.put(slot, self._names, value)
+        return [self._as_gradient(results.get(slot), slot) for slot in self._grads]
+
+    def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
+        """The dynamic sizes of a call."""
+        return {Slot("size", name): size for name, size in given_sizes(self.program.sizes, tensors).items()}
+
+    def _stride(self, node: Node, known: dict[Slot, Any]) -> tuple[int, ...]:
+        stride = fake(node).stride()
+        if not self.program.sizes:
+            return stride
+        env = {size.symbol: known[Slot("size", size.name)] for size in self.program.sizes}
+        return tuple(evaluate(expression(size), env) for size in stride)
+
+    def _code(self, phase: Phase) -> Boxed:
+        """The phase's code; while a profiler runs, the one with ranges."""
+        if not profiling():
+            return phase.module.forward
+        if phase.module not in self._ranged:
+            self._ranged[phase.module] = with_ranges(phase.module)
+        return self._ranged[phase.module].forward
+
+    def _read(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
+        if slot.kind == "param":
+            ref = self._params[slot.name]
+            return ref.param.detach() if ref.row.ignored else padded_shard(ref.param, ref.row)
+        if slot.kind == "gathered":
+            return self._unsharded.read(self._names[slot.name])
+        if slot.kind == "input":
+            return tensors[int(slot.name)].detach()
+        if slot.kind == "size":
+            return self.sizes(tensors)[slot]
+        constant = self.program.constants.get(slot.name)
+        return constant if constant is not None else self._module.get_buffer(slot.name)
+
+    def _as_gradient(self, value: torch.Tensor | None, slot: Slot) -> torch.Tensor | None:
+        if value is None or slot.of != "param":
+            return value
+        param, row = self._params[slot.name].param, self._params[slot.name].row
+        if row.ignored or not isinstance(param, DTensor):
+            return value
+        local = value.narrow(row.dim, 0, row.local_range(self._rank)[1])
+        if row.memory_dim > 0 and local.shape != value.shape:
+            local = dense(local, row, local.device)
+        return sharded_like(local, param)
+
+    def _bind(self, phase: Phase) -> Phase:
+        """Put the process groups' names in the place of the axis names."""
+        bind_groups(phase.module.graph, self._groups)
+        exchange_reductions(phase)
+        if self.mesh.device_type == "cpu" and not is_fake(self.mesh):
+            gather_into_buffers(phase)
+        phase.module.recompile()
+        return phase
+
+
+class Step(torch.autograd.Function):
+    """One call of a program with gradients. The parameters are passed so that autograd sees them."""
+
+    @staticmethod
+    def forward(ctx: Any, executable: Executable, tensors: Sequence[torch.Tensor], *wrt: torch.Tensor) -> Any:
+        results, saved = executable.forward(tensors)
+        ctx.executable = executable
+        ctx.set_materialize_grads(False)
+        ctx.slots = list(saved)
+        ctx.sizes = executable.sizes(tensors)
+        ctx.save_for_backward(*saved.values())
+        differentiable = executable.program.tangents
+        constant = [r for r, name in zip(results, executable.names, strict=True) if name not in differentiable]
+        ctx.mark_non_differentiable(*constant)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        saved = {**dict(zip(ctx.slots, ctx.saved_tensors, strict=True)), **ctx.sizes}
+        ctx.maybe_clear_saved_tensors()  # so that the executor can free them, unless the graph is retained
+        tangents = {name: grad for name, grad in zip(ctx.executable.names, grads) if grad is not None}
+        return (None, None, *ctx.executable.backward(saved, tangents))

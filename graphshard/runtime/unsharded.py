@@ -1,0 +1,87 @@
+"""Parameters that are gathered by hand, ahead of the calls that use them, and kept for several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from graphshard.ir.graph import aten, c10d
+from graphshard.ir.params import ParamRow
+from graphshard.passes.insert_collectives import carrier, landing
+from graphshard.runtime.shards import padded_shard
+
+
+@dataclass
+class Unsharded:
+    """State of a compiled model that all its programs share; parameters go by their names in the model.
+
+    Attributes:
+        full: gathered parameters, or what is on its way.
+        kept: those that stay gathered after a backward.
+    """
+
+    full: dict[str, _Gathering | torch.Tensor] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A gathered parameter; waits until it has arrived."""
+        value = self.full[name]
+        if isinstance(value, _Gathering):
+            value = self.full[name] = value.wait()
+        return value
+
+    def free(self, names: Iterable[str]) -> None:
+        """Forget gathered parameters; what is on its way is waited for first."""
+        for name in list(names):
+            if name in self.full:
+                self.read(name)
+                del self.full[name]
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """An all-gather under way."""
+
+    buffer: torch.Tensor
+    row: ParamRow
+
+    def wait(self) -> torch.Tensor:
+        full = c10d.wait_tensor(self.buffer)
+        for target, args, kwargs in landing(self.row):
+            full = target(full, *args, **kwargs)
+        return full
+
+
+@torch.no_grad()
+def start_gathering(params: Iterable[tuple[ParamRow, torch.nn.Parameter]], mesh: DeviceMesh) -> dict[str, _Gathering]:
+    """Start to gather parameters, in their compute dtypes; one launch for each dtype that travels."""
+    sent: dict[torch.dtype, list[tuple[ParamRow, torch.Tensor]]] = {}
+    for row, param in params:
+        shard = padded_shard(param, row).to(row.compute_dtype)
+        shard = aten.permute.default(shard, row.order) if row.order else shard
+        sent.setdefault(carrier(shard.dtype), []).append((row, shard.view(carrier(shard.dtype))))
+    group, size = mesh.get_group(mesh.ndim - 1).group_name, mesh.size(mesh.ndim - 1)
+    found = {}
+    for members in sent.values():
+        buffers = c10d.all_gather_into_tensor_coalesced([shard.contiguous() for _, shard in members], size, group)
+        found.update(
+            {row.name: _Gathering(buffer, row) for (row, _), buffer in zip(members, pytree.tree_leaves(buffers))}
+        )
+    return found
+
+
+class UnshardHandle:
+    """What `unshard(async_op=True)` returns."""
+
+    def __init__(self, unsharded: Unsharded, names: Iterable[str]) -> None:
+        self._unsharded, self._names = unsharded, tuple(names)
+
+    def wait(self) -> None:
+        """Return when the parameters have arrived; the next call of the model waits otherwise."""
+        for name in self._names:
+            if name in self._unsharded.full:
+                self._unsharded.read(name)

@@ -1,0 +1,204 @@
+"""Make the plan that costs say is best: the planner that weighs, beside the one that follows FSDP2's order."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from graphshard.cost.costs import Costs
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.graph import collectives
+from graphshard.ir.plan import Bucket, Event, Plan, Prediction
+from graphshard.ir.program import Program
+from graphshard.passes.keep_gathered import keep_gathered
+from graphshard.runtime.exchange import RANKS
+from graphshard.schedule.bounds import lower_bound
+from graphshard.schedule.build import Built, Constraints, Settings, build, to_buckets
+from graphshard.schedule.by_unit import PlanByUnit, account
+from graphshard.schedule.problem import InfeasibleError, Problem, Schedule
+from graphshard.schedule.solve import Solution, Solver, one_ahead
+
+log = logging.getLogger(__name__)
+
+# Bytes of a shard below which NCCL's bandwidth falls off, so that a copy pays.
+SMALL = 64 * 1024
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan and its prediction."""
+
+    plan: Plan
+    prediction: Prediction
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.step_seconds
+
+    @property
+    def bound(self) -> float:
+        return self.prediction.lower_bound
+
+    def above(self, bound: float) -> _Planned:
+        """With another lower bound."""
+        prediction = replace(self.prediction, lower_bound=bound)
+        return _Planned(replace(self.plan, prediction=prediction), prediction)
+
+
+@dataclass(frozen=True)
+class PlanByCost:
+    """Buckets and launch positions with the shortest predicted step under a memory limit.
+
+    The costs come from a profile file, never from what this rank measures while it plans: all ranks must make the
+    same plan.
+
+    Attributes:
+        costs: of compute, collectives and copies.
+        memory_limit: bytes that shards, optimizer state, gathered parameters, gradients and saved values may take at
+            any time; None does not limit them.
+        constraints: what the user fixes.
+        exact_reductions: gradients are reduced in FSDP2's buckets and packed in its order, which keeps its bits where
+            the sum depends on the place in the buffer, as on gloo. None does so on CPUs.
+        pack_below: bytes of a shard below which a tensor may be packed with others; None is 64 KiB, and on CPUs, where
+            each tensor of a coalesced collective takes long, as many as are copied in that time.
+        optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam.
+        worth, worth_seconds: share of the step, and seconds for each unit, that must be gained before the plan departs
+            from FSDP2's order, one unit ahead, and again before it departs from its buckets; without a memory limit
+            what that order takes is the limit then. 0 and 0 look for the shortest step only.
+    """
+
+    costs: Costs
+    memory_limit: int | None = None
+    constraints: Constraints = field(default_factory=Constraints)
+    exact_reductions: bool | None = None
+    pack_below: int | None = None
+    optimizer_states: int = 2
+    worth: float = 0.0
+    worth_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.memory_limit is not None and self.memory_limit <= 0:
+            raise ArgumentError(f"memory_limit must be a positive number of bytes, got {self.memory_limit}.")
+
+    def __call__(self, program: Program) -> Plan:
+        """Plan a partitioned program.
+
+        Raises:
+            InfeasibleError: no plan fits in the memory limit; the message has the least bytes that one needs.
+        """
+        self._check_units(program)
+        if program.replicate is not None or program.subgroup is not None:
+            return self._unplanned(program)
+        settings = self._settings(program)
+        if not (self.worth or self.worth_seconds):
+            return self._planned(program, settings, Solver(self._limit)).plan
+        return self._worthwhile(program, settings).plan
+
+    def _unplanned(self, program: Program) -> Plan:
+        """The plan by units, where there are links that the problem does not have.
+
+        Raises:
+            ArgumentError: a memory limit was given.
+        """
+        why = "gradients are reduced over two axes" if program.replicate else "backward gathers within a subgroup"
+        if self.memory_limit is not None:
+            raise ArgumentError(
+                f"memory_limit={self.memory_limit} cannot be kept: {why}, which is not planned by cost."
+            )
+        log.info("%s: planned by unit, not by cost", why)
+        return PlanByUnit()(program)
+
+    def _settings(self, program: Program) -> Settings:
+        on_cpu = program.device.type == "cpu"
+        exact = on_cpu if self.exact_reductions is None else self.exact_reductions
+        pack_below = self.pack_below
+        if pack_below is None:
+            profile = self.costs.profile
+            copied = profile.inside["gather"].tensor_seconds * profile.memory_bandwidth / 2 / program.axis.size
+            pack_below = max(SMALL, int(copied)) if on_cpu else SMALL
+        # An exchange makes a second buffer, which the memory of the problem does not count, and its order of summation
+        # is the same on two ranks only.
+        exchange = on_cpu and program.axis.size == RANKS and self.memory_limit is None
+        return Settings(self.constraints, exact, exchange, pack_below, self.optimizer_states)
+
+    def _worthwhile(self, program: Program, settings: Settings) -> _Planned:
+        """FSDP2's order, or the best of its buckets, or the best of all, if that beats what comes before by enough."""
+        together = replace(settings, constraints=replace(self.constraints, units=True))
+        best = self._planned(program, together, one_ahead)
+        # Without a limit what FSDP2's order takes is the limit.
+        limit = self._limit if self.memory_limit is not None else best.prediction.peak_bytes
+        bound = min(best.bound, lower_bound(build(program, self.costs, settings).problem, limit=limit))
+        fits = best.prediction.peak_bytes <= limit
+        change = self.worth_seconds * len(program.params.units)
+        for attempt in dict.fromkeys((together, settings)):
+            if fits and best.seconds <= max(bound * (1 + self.worth), bound + change):
+                break
+            try:
+                found = self._planned(program, attempt, Solver(limit))
+            except InfeasibleError:
+                if not fits and attempt == settings:
+                    raise
+                continue
+            if not fits or best.seconds > max(found.seconds * (1 + self.worth), found.seconds + change):
+                best, fits = found, True
+        return best.above(min(bound, best.seconds))
+
+    @property
+    def _limit(self) -> float:
+        return math.inf if self.memory_limit is None else self.memory_limit
+
+    def _planned(self, program: Program, settings: Settings, solver: Callable[[Problem], Solution]) -> _Planned:
+        built = build(program, self.costs, settings)
+        solution = solver(built.problem)
+        bound, kept = solution.lower_bound, built.kept(solution.schedule.kept)
+        if kept:
+            # Positions, and what is alive, are those of the graph in which they stay gathered.
+            settings = replace(settings, constraints=replace(settings.constraints, keep=False))
+            keeping = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
+            keep_gathered(keeping, kept)
+            try:
+                built = build(keeping, self.costs, settings)
+                program, solution = keeping, solver(built.problem)
+            except InfeasibleError:  # it fitted by a hair's breadth
+                kept, built = (), build(program, self.costs, settings)
+                solution = solver(built.problem)
+        profile = self.costs.profile
+        prediction = Prediction(
+            solution.step_seconds, bound, solution.peak, profile.name, profile.hash, self.costs.network
+        )
+        plan = self._plan(program, built, solution.schedule, settings)
+        return _Planned(replace(plan, kept=kept, prediction=prediction), prediction)
+
+    def _plan(self, program: Program, built: Built, schedule: Schedule, settings: Settings) -> Plan:
+        axis = program.axis
+
+        def exchange(num_bytes: int) -> bool:
+            cost = self.costs.collective("reduce", num_bytes, 1, axis)
+            return settings.exchange and bool(self.costs.exchange(num_bytes, axis) < cost)
+
+        buckets: list[Bucket] = []
+        events: dict[str, tuple[Event, ...]] = {}
+        gathered: dict[str, int] = {}
+        for chain, placement in zip(built.problem.chains, schedule.placements):
+            if chain.name not in program.phases:
+                continue
+            phase, mapped = program.phases[chain.name], built.maps[chain.name]
+            made, placed = to_buckets(chain.name, chain, mapped, placement, axis, settings.pack_below, exchange)
+            of_row = {(c.kind, c.params[0]): c for c in collectives(phase)}
+            groups = [(bucket, [of_row[bucket.kind, name] for name in bucket.members]) for bucket in made]
+            buckets += made
+            events[chain.name] = tuple(placed)
+            gathered[chain.name] = account(phase, groups, placed, program.params)
+        return Plan(tuple(buckets), events, gathered)
+
+    def _check_units(self, program: Program) -> None:
+        lists = (self.constraints.forward_prefetch, self.constraints.backward_prefetch)
+        named = {name for ahead in lists for unit, units in ahead.items() for name in (unit, *units)}
+        unknown = sorted(named - set(program.params.units))
+        if unknown:
+            raise ArgumentError(
+                f"prefetch names {unknown[0]!r}, which is no unit with parameters. The units are "
+                f"{', '.join(map(repr, program.params.units[:8]))}."
+            )

@@ -1,0 +1,236 @@
+"""Make a plan: one bucket per unit, prefetch one ahead.
+
+    gather 0 | gather 1      | gather 2      |
+             | compute 0     | compute 1     | compute 2
+                                                          backward: | reduce 2    | reduce 1 ...
+
+This is FSDP2's order: the next unit's gather starts when the current one's has arrived, so at most two units are
+gathered at a time; a reduction starts where its unit's backward ends and is waited for when the next one starts, which
+frees what it was given. An all-reduce, which copies that, is waited for at the end. A planner that weighs costs has the
+same type: a program in, a plan out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.graph import Collective, Layout, collectives, fake
+from graphshard.ir.liveness import last_use
+from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
+from graphshard.ir.program import Phase, Program
+
+Planner = Callable[[Program], Plan]
+
+# Buckets whose gathers start when that of another has arrived.
+Prefetch = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class PlanByUnit:
+    """The planner that knows nothing of costs.
+
+    NCCL's bandwidth falls off below some tens of kilobytes per rank, so only small tensors pay for a copy. Gloo runs
+    a coalesced reduction tensor by tensor at about a millisecond each, and its summation order depends on where in a
+    buffer an element lies: one packed buffer is faster, and has the bits of FSDP2.
+
+    Attributes:
+        pack_gathers_below: bytes of a shard below which it is packed with others of its bucket.
+        pack_reductions_below: the same for gradients; None packs what suits the device.
+        forward_prefetch: by a unit's name, the units whose gathers start when its own has arrived; the next one of
+            those that are not named here. "" is the root.
+        backward_prefetch: the same for backward.
+    """
+
+    pack_gathers_below: float = 64 * 1024
+    pack_reductions_below: float | None = None
+    forward_prefetch: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    backward_prefetch: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def __call__(self, program: Program) -> Plan:
+        """Bucket every collective of the program and place its start and wait."""
+        buckets: list[Bucket] = []
+        events: dict[str, tuple[Event, ...]] = {}
+        gathered_bytes: dict[str, int] = {}
+        for name, phase in program.phases.items():
+            groups = self._group(program, name, phase)
+            buckets += [bucket for bucket, _ in groups]
+            events[name] = tuple(_place(phase, groups, self._prefetch(program, name, groups)))
+            gathered_bytes[name] = account(phase, groups, events[name], program.params)
+        return Plan(tuple(buckets), events, gathered_bytes)
+
+    def _prefetch(self, program: Program, phase: str, groups: list[tuple[Bucket, list[Collective]]]) -> Prefetch:
+        """The lists for a phase, by the names of buckets."""
+        buckets: dict[str, list[str]] = {}
+        for bucket, _ in groups:
+            if bucket.kind == "gather":
+                buckets.setdefault(program.params[bucket.members[0]].unit, []).append(bucket.name)
+        given = {"forward": self.forward_prefetch, "backward": self.backward_prefetch}.get(phase, {})
+        for unit in [unit for first, following in given.items() for unit in (first, *following)]:
+            if unit not in program.params.units:
+                known = ", ".join(map(repr, program.params.units))
+                raise ArgumentError(f"{phase}_prefetch: {unit!r} is no unit that has parameters; there are {known}.")
+        return {
+            name: [other for unit in following for other in buckets.get(unit, [])]
+            for first, following in given.items()
+            for name in buckets.get(first, [])
+        }
+
+    def _group(self, program: Program, phase_name: str, phase: Phase) -> list[tuple[Bucket, list[Collective]]]:
+        """Collectives of one kind, unit and dtype travel together, in the order of the parameter table."""
+        groups: dict[tuple[str, ...], list[Collective]] = {}
+        for collective in collectives(phase):
+            row = program.params[collective.params[0]]
+            dtypes = f"{row.sent_dtype(collective.kind)} as {fake(collective.node.all_input_nodes[0]).dtype}"
+            key = collective.kind, row.unit, str(collective.node.args[-1]), dtypes
+            groups.setdefault(key, []).append(collective)
+        found: list[tuple[Bucket, list[Collective]]] = []
+        for (kind, unit, axis, _), members in groups.items():
+            rows = {c.params[0]: program.params[c.params[0]] for c in members}
+            ordered = [row for row in program.params if row.name in rows]
+            name = self._name(kind, unit, phase_name, [bucket.name for bucket, _ in found])
+            bucket = self._bucket(program, members[0].kind, name, phase_name, ordered, axis)
+            found.append((bucket, members))
+        return found
+
+    def _name(self, kind: str, unit: str, phase_name: str, taken: Iterable[str]) -> str:
+        name = f"{kind} {unit or '(root)'} in {phase_name}"
+        same = sum(other.startswith(name) for other in taken)
+        return f"{name} {same + 1}" if same else name
+
+    def _reduction_limit(self, program: Program) -> float:
+        if self.pack_reductions_below is not None:
+            return self.pack_reductions_below
+        return self.pack_gathers_below if program.device.type == "cuda" else math.inf
+
+    def _bucket(
+        self, program: Program, kind: CollectiveKind, name: str, phase_name: str, rows: list[ParamRow], axis: str
+    ) -> Bucket:
+        limit = self.pack_gathers_below if kind == "gather" else self._reduction_limit(program)
+        packed = tuple(row.name for row in rows if row.shard_bytes(row.sent_dtype(kind)) < limit)
+        if len(packed) == 1:
+            packed = ()
+        return Bucket(
+            name=name,
+            kind=kind,
+            phase=phase_name,
+            params=tuple(row.name for row in rows if row.name not in packed),
+            packed=packed,
+            axis=axis,
+            num_bytes=sum(row.sent_bytes(kind) for row in rows),
+        )
+
+
+def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]], prefetch: Prefetch) -> list[Event]:
+    """Starts and waits of a phase in order of execution."""
+    layout = Layout.of(phase)
+    end = len(layout.compute)
+    needed = {b.name: first_use(members, layout) for b, members in groups if b.kind == "gather"}
+    ready = {
+        names: next_boundary(last_input(members, layout), needed.values())
+        for names, members in _reductions(groups).items()
+    }
+
+    gathers: list[Event] = []
+    order = sorted(needed, key=needed.__getitem__)
+    waiting = dict.fromkeys(order)
+
+    def start(names: Iterable[str], at: int) -> None:
+        for name in names:
+            if name in waiting:  # not started yet
+                gathers.append(Event("start", name, at))
+                del waiting[name]
+
+    start(order[:1], 0)
+    for index, name in enumerate(order):
+        start([name], needed[name])
+        gathers.append(Event("wait", name, needed[name]))
+        start(prefetch.get(name, order[index + 1 : index + 2]), needed[name])
+    all_reduces = {bucket.name for bucket, _ in groups if bucket.kind == "all_reduce"}
+    reductions: list[Event] = []
+    under_way: list[list[str]] = []
+    for names in sorted(ready, key=ready.__getitem__):
+        reductions += _continue(under_way, ready[names], held=all_reduces)
+        reductions.append(Event("start", names[0], ready[names]))
+        under_way.append(list(names))
+    while any(names[0] not in all_reduces for names in under_way):
+        reductions += _continue(under_way, end, held=all_reduces)
+    reductions += _continue(under_way, end)
+    return list(heapq.merge(reductions, gathers, key=lambda event: event.at))
+
+
+def _reductions(groups: list[tuple[Bucket, list[Collective]]]) -> dict[tuple[str, ...], list[Collective]]:
+    """What reduces the same gradients one after another: names of the buckets, and members of the first of them."""
+    found: dict[str, tuple[list[str], list[Collective]]] = {}
+    for kind in ("reduce", "all_reduce"):
+        for bucket, members in groups:
+            if bucket.kind == kind:
+                found.setdefault(bucket.members[0], ([], members))[0].append(bucket.name)
+    return {tuple(names): members for names, members in found.values()}
+
+
+def _continue(under_way: list[list[str]], at: int, held: Collection[str] = ()) -> list[Event]:
+    """Wait for the reductions under way, the oldest first, and start what follows each; what is done is dropped.
+
+    Those that are `held` stay under way.
+    """
+    events = []
+    for names in under_way:
+        if names[0] in held:
+            continue
+        events.append(Event("wait", names.pop(0), at))
+        events += [Event("start", name, at) for name in names[:1]]
+    under_way[:] = [names for names in under_way if names]
+    return events
+
+
+def account(
+    phase: Phase,
+    groups: list[tuple[Bucket, list[Collective]]],
+    events: Iterable[Event],
+    params: ParamTable,
+) -> int:
+    """The most bytes of gathered parameters alive at once: each from its start to the last compute that reads it."""
+    layout = Layout.of(phase)
+    position = {**layout.index, phase.module.graph.output_node(): len(layout.compute)}
+    alive: list[tuple[int, int]] = []
+    most = 0
+    gathers = {bucket.name: (bucket, members) for bucket, members in groups if bucket.kind == "gather"}
+    for event in events:
+        if event.action == "start" and event.bucket in gathers:
+            alive = [(end, size) for end, size in alive if end >= event.at]
+            bucket, members = gathers[event.bucket]
+            ends = {m.params[0]: max(event.at, last_use(m.waits, layout, position)) for m in members}
+            last_packed = max((ends[name] for name in bucket.packed), default=0)
+            ends.update(dict.fromkeys(bucket.packed, last_packed))
+            alive += [(end, params[name].sent_bytes("gather")) for name, end in ends.items()]
+            most = max(most, sum(size for _, size in alive))
+    return most
+
+
+def next_boundary(position: int, boundaries: Iterable[int]) -> int:
+    """The next boundary between units, if there is one.
+
+    A unit's last gradient is ready a few operators before its backward ends. Starting its reduction there, as FSDP2
+    does, keeps those operators in one region with the rest.
+    """
+    return min((b for b in boundaries if b >= position), default=position)
+
+
+def first_use(members: list[Collective], layout: Layout) -> int:
+    """Position of the first compute node that needs one of the gathered parameters."""
+    waits = [wait for c in members for wait in c.waits]
+    sources = waits + [node for wait in waits for node in layout.after[wait]]
+    users = (user for node in sources for user in node.users)
+    return min((layout.index[user] for user in users if user in layout.index), default=len(layout.compute))
+
+
+def last_input(members: list[Collective], layout: Layout) -> int:
+    """Position after the last compute node that the gradients come from."""
+    users = [node for c in members for node in (*layout.before[c.node], c.node)]
+    inputs = (layout.index[n] for node in users for n in node.all_input_nodes if n in layout.index)
+    return max(inputs, default=-1) + 1

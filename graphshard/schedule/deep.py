@@ -1,0 +1,228 @@
+"""Buckets and their order on the link for a deep phase: a dynamic program over (gathers issued, reductions issued).
+
+Between two entries of the channel, compute has come to the first use of the next gather, and what matters of the past
+are two clocks, the channel's and compute's there. When a bucket starts at an earlier position, compute was there at
+most the seconds of the items between earlier: if it was held up in between, then by something that ended on the
+channel before, so the channel is later than either. States keep the clocks that no other pair beats. Without a memory
+limit, without copies and with one channel this is exact; the number of states is linear in depth.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import itemgetter
+from typing import Any
+
+from graphshard.ir.plan import CollectiveKind
+from graphshard.schedule.coarse import coarsen
+from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link, Load, Transfer, load, modes, runs
+from graphshard.schedule.rates import rate_below
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How far the dynamic program looks.
+
+    Attributes:
+        window: most transfers in a bucket.
+        lag: most reductions that are ready and not issued.
+        labels: most pairs of clocks per state.
+        most_bytes: largest bucket of several transfers.
+        reserve: bytes of gradients that wait for their reduction, for which room is left.
+        below: seconds that the result must stay below to be of interest.
+        coarse: neighbours are joined first until they take so many latencies.
+    """
+
+    window: int = 8
+    lag: int = 8
+    labels: int = 4
+    most_bytes: float = math.inf
+    reserve: float = 0.0
+    below: float = math.inf
+    coarse: float = 0.0
+
+
+_CHANNEL = itemgetter(0)
+
+EXACT = Effort(window=1 << 30, lag=1 << 30, labels=1 << 30)
+
+
+# Two clocks, the channel's and compute's, the last bucket, and the label before it.
+_Label = tuple[float, float, "Bucketed | None", Any]
+
+
+def channel_order(chain: Chain, link: Link, effort: Effort, limit: float = math.inf) -> list[Bucketed] | None:
+    """The buckets of a chain in the order in which they are started; None if none is of interest."""
+    if effort.coarse and (coarse := coarsen(chain, link, effort.coarse)) is not None:
+        found = channel_order(coarse.joined, link, replace(effort, coarse=0.0), limit)
+        return None if found is None else coarse.original(found)
+    if link.separate and chain.gathers and chain.reductions:
+        gathers = channel_order(replace(chain, reductions=()), link, effort, limit)
+        if gathers is None:
+            return None
+        seconds = _held_up(chain, link, gathers)
+        reductions = channel_order(replace(chain, seconds=seconds, gathers=()), link, effort, limit)
+        return None if reductions is None else gathers + reductions
+    return _Program(chain, link, effort, limit).run()
+
+
+def _held_up(chain: Chain, link: Link, gathers: list[Bucketed]) -> tuple[float, ...]:
+    """Seconds of the items, each with what compute waits before it when gathers start as early as they can."""
+    waits = [0.0] * len(chain.seconds)
+    channel = held = 0.0
+    for bucket in gathers:
+        members = chain.gathers[bucket.first : bucket.end]
+        at = members[0].at
+        channel += load(link, "gather", members, bucket.packed).seconds
+        late = max(0.0, channel - chain.elapsed[at] - held)
+        waits[at] += late
+        held += late
+    return tuple(second + wait for second, wait in zip(chain.seconds, waits))
+
+
+class _Program:
+    def __init__(self, chain: Chain, link: Link, effort: Effort, limit: float) -> None:
+        self.chain, self.link, self.effort = chain, link, effort
+        end = len(chain.seconds)
+        self.use = [chain.elapsed[at] for at in (*(g.at for g in chain.gathers), end)]
+        self.used_at = [*(g.at for g in chain.gathers), end]
+        self.launch = [chain.elapsed[p] for p in earliest_launches(chain, limit, effort.reserve)]
+        # Seconds of the link, at the least, for what is left from each transfer on.
+        rates = {kind: rate_below(chain, link, kind).per_byte for kind in KINDS}
+        self.work = {kind: [rest * rates[kind] for rest in _rests(chain.transfers(kind))] for kind in KINDS}
+        self.options = {
+            "gather": [list(self._buckets("gather", first)) for first in range(len(chain.gathers))],
+            "reduce": [list(self._buckets("reduce", first)) for first in range(len(chain.reductions))],
+        }
+
+    def _buckets(self, kind: CollectiveKind, first: int) -> Iterator[tuple[Bucketed, Load]]:
+        """Every bucket that begins with a transfer, and its costs."""
+        transfers = self.chain.transfers(kind)
+        for end in runs(transfers, first):
+            members = transfers[first:end]
+            if end > first + 1 and (
+                end - first > self.effort.window or sum(m.num_bytes for m in members) > self.effort.most_bytes
+            ):
+                return
+            costs = [(packed, load(self.link, kind, members, packed)) for packed in modes(members)]
+            for packed, cost in costs:
+                total = cost.seconds + cost.copy_in + cost.copy_out
+                if not any(c.seconds <= cost.seconds and total > c.seconds for p, c in costs if p != packed):
+                    yield Bucketed(kind, first, end, packed), cost
+
+    def run(self) -> list[Bucketed] | None:
+        chain = self.chain
+        num_gathers, num_reductions = len(chain.gathers), len(chain.reductions)
+        states: list[dict[int, list[_Label]]] = [{} for _ in range(num_gathers + 1)]
+        states[0][0] = [(0.0, self.use[0], None, None)]
+        ready_at = [bisect.bisect_right([r.at for r in chain.reductions], at) for at in self.used_at]
+        for gathered in range(num_gathers + 1):
+            ready = ready_at[gathered]
+            here = states[gathered]
+            for reduced in range(min(here, default=0), num_reductions + 1):
+                if reduced not in here:
+                    continue
+                labels = here[reduced] = self._best(here[reduced], gathered, reduced)
+                if not labels:
+                    continue
+                if reduced < ready:
+                    self._reduce(labels, gathered, reduced, ready, here)
+                if gathered < num_gathers and ready - reduced <= self.effort.lag:
+                    self._gather(labels, gathered, reduced, states)
+            if gathered < num_gathers:
+                states[gathered] = {}
+        final = states[-1].get(num_reductions)
+        return _path(min(final, key=lambda label: max(label[:2]))) if final else None
+
+    def _gather(self, labels: list[_Label], gathered: int, reduced: int, states: list[dict[int, list[_Label]]]) -> None:
+        use = self.use[gathered]
+        for bucket, cost in self.options["gather"][gathered]:
+            if self.launch[bucket.end - 1] > use and bucket.end > bucket.first + 1:
+                break  # it does not fit when its first transfer is needed
+            back = use - self.launch[bucket.end - 1]
+            ahead = self.use[bucket.end] - use + cost.copy_in + cost.copy_out
+            new = states[bucket.end].setdefault(reduced, [])
+            seconds = cost.seconds
+            for label in labels:
+                before, compute, _, _ = label
+                channel = (before if before > compute - back else compute - back) + seconds
+                new.append((channel, (compute if compute > channel else channel) + ahead, bucket, label))
+
+    def _reduce(
+        self, labels: list[_Label], gathered: int, reduced: int, ready: int, here: dict[int, list[_Label]]
+    ) -> None:
+        use, elapsed, reductions = self.use[gathered], self.chain.elapsed, self.chain.reductions
+        for bucket, cost in self.options["reduce"][reduced]:
+            if bucket.end > ready:
+                return
+            back = use - elapsed[reductions[bucket.end - 1].at]
+            new = here.setdefault(bucket.end, [])
+            seconds, copy_in = cost.seconds, cost.copy_in
+            for label in labels:
+                before, compute, _, _ = label
+                compute += copy_in
+                channel = (before if before > compute - back else compute - back) + seconds
+                new.append((channel, compute, bucket, label))
+
+    def _best(self, labels: list[_Label], gathered: int, reduced: int) -> list[_Label]:
+        """Those of interest whose clocks no other has both as early; evenly among them if they are too many."""
+        below = self.effort.below
+        rest, work = self.use[-1] - self.use[gathered], self.work["gather"][gathered] + self.work["reduce"][reduced]
+        labels.sort(key=_CHANNEL)
+        found: list[_Label] = []
+        earliest = below - rest
+        for label in labels:
+            if label[1] < earliest and label[0] + work < below:
+                found.append(label)
+                earliest = label[1]
+        most = self.effort.labels
+        if len(found) > most:
+            found = [found[i * (len(found) - 1) // (most - 1)] for i in range(most)]
+        return found
+
+
+def _rests(transfers: Sequence[Transfer]) -> list[int]:
+    """Bytes of the transfers from each on, and 0."""
+    return [*accumulate((t.num_bytes for t in reversed(transfers)), initial=0)][::-1]
+
+
+def _path(label: _Label) -> list[Bucketed]:
+    found = []
+    step: _Label | None = label
+    while step is not None:
+        _, _, bucket, step = step
+        if bucket is not None:
+            found.append(bucket)
+    return found[::-1]
+
+
+def earliest_launches(chain: Chain, limit: float, reserve: float = 0.0) -> list[int]:
+    """Per gather, the earliest position from which it, and all before it, fit beside what must be there."""
+    if limit == math.inf:
+        return [0] * len(chain.gathers)
+    used = least_memory(chain)
+    found: list[int] = []
+    for gather in chain.gathers:
+        position = gather.at
+        first = found[-1] if found else 0
+        while position > first and used[position - 1] + gather.num_bytes + reserve <= limit:
+            position -= 1
+            used[position] += gather.num_bytes
+        found.append(position)
+    return found
+
+
+def least_memory(chain: Chain) -> list[int]:
+    """Bytes that every schedule needs during each item: its base, what it reads, and the gradients it makes."""
+    change = [0] * (len(chain.seconds) + 1)
+    for gather in chain.gathers:
+        change[gather.at] += gather.num_bytes
+        change[gather.last + 1] -= gather.num_bytes
+    for reduction in chain.reductions:
+        change[reduction.at - 1] += reduction.num_bytes
+        change[reduction.at] -= reduction.num_bytes
+    return [base + held for base, held in zip(chain.base, accumulate(change))]

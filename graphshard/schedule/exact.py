@@ -1,0 +1,271 @@
+"""The best schedule of a small phase, exactly: every sequence of events, except those that another is no worse than.
+
+A state is what has happened: items run, buckets started, buckets waited for. It is reached with several clocks; one
+set of clocks is no worse than another of the same items and starts if compute, every channel, and every transfer in
+flight are no later, and no more is in flight. States only grow, so they are taken in order.
+
+Waiting for a reduction that has ended costs nothing and frees its gradients, so it is done at once. Waiting for one
+that has not ended is only ever useful to free memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from graphshard.ir.plan import CollectiveKind
+from graphshard.schedule.problem import (
+    KINDS,
+    Bucketed,
+    Chain,
+    Link,
+    Load,
+    Occurrence,
+    Placement,
+    Rate,
+    load,
+    modes,
+    runs,
+    startable,
+)
+from graphshard.schedule.rates import rate_below
+
+
+class _Flight(NamedTuple):
+    """A bucket that was started and not waited for."""
+
+    bucket: int
+    first: int
+    end: int
+    done: float
+    copy_out: float
+    transient: int
+
+
+@dataclass(frozen=True)
+class _State:
+    """Where a sequence of events has come to.
+
+    Attributes:
+        at: items that have run.
+        compute, channels: clocks.
+        gathered, reduced: transfers that were started.
+        freed: reductions that were waited for.
+        gathers, reductions: in flight, oldest first.
+        num_buckets: that were started.
+        path: the last decision and those before it.
+    """
+
+    at: int
+    compute: float
+    channels: tuple[float, float]
+    gathered: int
+    reduced: int
+    freed: int
+    gathers: tuple[_Flight, ...]
+    reductions: tuple[_Flight, ...]
+    num_buckets: int
+    path: _Path | None
+
+
+class _Path(NamedTuple):
+    """A started bucket (or None) and an event, and what happened before."""
+
+    bucket: Bucketed | None
+    event: Occurrence
+    before: _Path | None
+
+
+def best_placement(
+    chain: Chain, link: Link, limit: float = math.inf, below: float = math.inf
+) -> tuple[float, Placement] | None:
+    """The shortest schedule of a chain that keeps its memory within `limit` bytes, and its seconds.
+
+    None if there is none that takes less than `below` seconds. The time grows exponentially with the number of
+    transfers; about a dozen are quick, the more so the closer `below` is to the optimum.
+    """
+    return _Search(chain, link, limit, below).run()
+
+
+class _Search:
+    def __init__(self, chain: Chain, link: Link, limit: float, below: float) -> None:
+        self.chain, self.link, self.limit, self.below = chain, link, limit, below
+        self.end = len(chain.seconds)
+        self.rates: dict[CollectiveKind, Rate] = {kind: rate_below(chain, link, kind) for kind in KINDS}
+        self.kept: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
+
+    def run(self) -> tuple[float, Placement] | None:
+        frontier = deque([_State(0, 0.0, (0.0, 0.0), 0, 0, 0, (), (), 0, None)])
+        best: _State | None = None
+        # An item is run last, so all states of a position are there when its first successor is taken.
+        while frontier:
+            following: list[_State] = []
+            while frontier:
+                state = frontier.popleft()
+                if state.at == self.end:
+                    done = self._finish(state)
+                    if done is not None and done.compute < self.below:
+                        best, self.below = done, done.compute
+                frontier.extend(new for new in map(self._settle, self._events(state)) if self._is_new(new))
+                if (advanced := self._advance(state)) is not None:
+                    following.append(advanced)
+            self.kept.clear()
+            frontier = deque(state for state in following if self._is_new(state))
+        return None if best is None else (best.compute, _placement(best))
+
+    def _events(self, state: _State) -> Iterator[_State]:
+        for kind in KINDS:
+            yield from self._starts(kind, state)
+        if state.gathers and self.chain.gathers[state.gathers[0].first].at == state.at:
+            yield from self._wait_gather(state)
+        if state.reductions and self.limit < math.inf:
+            yield self._wait_reduction(state)
+
+    def _starts(self, kind: CollectiveKind, state: _State) -> Iterator[_State]:
+        """Every bucket of a kind that could start now."""
+        transfers = self.chain.transfers(kind)
+        begun = state.gathered if kind == "gather" else state.reduced
+        for end in runs(transfers, begun) if begun < len(transfers) else ():
+            members = transfers[begun:end]
+            for packed in modes(members) if startable(members, kind, state.at) else ():
+                cost = load(self.link, kind, members, packed)
+                new = self._started(state, Bucketed(kind, begun, end, packed), cost)
+                # A gather's buffer is there at its wait, a reduction's at its start.
+                if self._fits(new, 0 if kind == "gather" else cost.transient):
+                    yield new
+
+    def _started(self, state: _State, bucket: Bucketed, cost: Load) -> _State:
+        compute = state.compute + cost.copy_in
+        channel = self.link.channel(bucket.kind)
+        done = max(compute, state.channels[channel]) + cost.seconds
+        flight = _Flight(state.num_buckets, bucket.first, bucket.end, done, cost.copy_out, cost.transient)
+        new = replace(
+            state,
+            compute=compute,
+            channels=(done, state.channels[1]) if channel == 0 else (state.channels[0], done),
+            num_buckets=state.num_buckets + 1,
+            path=_Path(bucket, Occurrence("start", state.num_buckets, state.at), state.path),
+        )
+        if bucket.kind == "gather":
+            return replace(new, gathered=bucket.end, gathers=(*state.gathers, flight))
+        return replace(new, reduced=bucket.end, reductions=(*state.reductions, flight))
+
+    def _wait_gather(self, state: _State) -> Iterator[_State]:
+        flight = state.gathers[0]
+        if self._fits(state, flight.transient):
+            yield replace(
+                state,
+                compute=max(state.compute, flight.done) + flight.copy_out,
+                gathers=state.gathers[1:],
+                path=_Path(None, Occurrence("wait", flight.bucket, state.at), state.path),
+            )
+
+    def _wait_reduction(self, state: _State) -> _State:
+        flight = state.reductions[0]
+        return replace(
+            state,
+            compute=max(state.compute, flight.done),
+            freed=flight.end,
+            reductions=state.reductions[1:],
+            path=_Path(None, Occurrence("wait", flight.bucket, state.at), state.path),
+        )
+
+    def _settle(self, state: _State) -> _State:
+        """Wait for the reductions that have ended."""
+        while state.reductions and state.reductions[0].done <= state.compute:
+            state = self._wait_reduction(state)
+        return state
+
+    def _advance(self, state: _State) -> _State | None:
+        """Run the next item, if everything that gates it is there and it fits."""
+        gathers = self.chain.gathers
+        if state.at == self.end:
+            return None
+        if state.gathers and gathers[state.gathers[0].first].at == state.at:
+            return None
+        if state.gathered < len(gathers) and gathers[state.gathered].at == state.at:
+            return None
+        if self.chain.base[state.at] + self._gathered(state, state.at) + self._unreduced(state, state.at) > self.limit:
+            return None
+        seconds = self.chain.seconds[state.at]
+        return self._settle(replace(state, at=state.at + 1, compute=state.compute + seconds))
+
+    def _finish(self, state: _State) -> _State | None:
+        """Wait for everything, if everything was started."""
+        if state.reduced < len(self.chain.reductions):
+            return None
+        while state.reductions:
+            state = self._wait_reduction(state)
+        return state
+
+    def _fits(self, state: _State, transient: int = 0) -> bool:
+        """Whether what is alive between two items, and a buffer, fit."""
+        alive = self._gathered(state, state.at) + self._unreduced(state, state.at - 1)
+        return self.chain.boundary[state.at] + alive + transient <= self.limit
+
+    def _gathered(self, state: _State, item: int) -> int:
+        return sum(g.num_bytes for g in self.chain.gathers[: state.gathered] if g.last >= item)
+
+    def _unreduced(self, state: _State, item: int) -> int:
+        return sum(r.num_bytes for r in self.chain.reductions[state.freed :] if r.at - 1 <= item)
+
+    def _is_new(self, state: _State) -> bool:
+        """Whether it may become the best and no state that was seen is as good; what it is as good as is forgotten."""
+        if self._least(state) >= self.below:
+            return False
+        key = (state.at, state.gathered, state.reduced)
+        clocks = self._clocks(state)
+        others = self.kept.setdefault(key, [])
+        if any(all(a <= b for a, b in zip(other, clocks)) for other in others):
+            return False
+        others[:] = [other for other in others if not all(a <= b for a, b in zip(clocks, other))]
+        others.append(clocks)
+        return True
+
+    def _least(self, state: _State) -> float:
+        """Seconds that every schedule takes from here: the rest of the compute, or of the bytes."""
+        left = [0.0, 0.0]
+        for kind, rate in self.rates.items():
+            rest = self.chain.transfers(kind)[state.gathered if kind == "gather" else state.reduced :]
+            if rest:
+                left[self.link.channel(kind)] += rate(sum(t.num_bytes for t in rest), 1)
+        compute = state.compute + self.chain.elapsed[-1] - self.chain.elapsed[state.at]
+        return max(compute, state.channels[0] + left[0], state.channels[1] + left[1])
+
+    def _clocks(self, state: _State) -> tuple[float, ...]:
+        """Everything that decides what can still be reached: less is better in every entry.
+
+        A transfer in flight counts with the end of its bucket, the copies and the buffer at the bucket's first.
+        """
+        clocks = [state.compute, *state.channels]
+        first = next((i for i, g in enumerate(self.chain.gathers) if g.at >= state.at), state.gathered)
+        pending = {flight.first: flight for flight in state.gathers}
+        done, begun = -math.inf, False
+        waiting = state.gathers[0].first if state.gathers else state.gathered
+        for i in range(first, state.gathered):
+            flight = pending.get(i)
+            begun = begun or i >= waiting
+            done = flight.done if flight else done
+            clocks += [
+                done if begun else -math.inf,
+                flight.copy_out if flight else 0,
+                flight.transient if flight else 0,
+            ]
+        ends = {i: f.done for f in state.reductions for i in range(f.first, f.end)}
+        clocks += [ends.get(i, -math.inf) for i in range(state.reduced)]
+        return tuple(clocks)
+
+
+def _placement(state: _State) -> Placement:
+    buckets: list[Bucketed] = []
+    events: list[Occurrence] = []
+    path = state.path
+    while path is not None:
+        events.append(path.event)
+        if path.bucket is not None:
+            buckets.append(path.bucket)
+        path = path.before
+    return Placement(tuple(reversed(buckets)), tuple(reversed(events)))

@@ -1,0 +1,1 @@
+"""Values of sharded parameters on disk and at initialisation."""

@@ -1,0 +1,181 @@
+"""Checkpoints that are whole, or refused: torch.distributed.checkpoint (DCP) and a manifest.
+
+step-100/           made as .step-100.partial, renamed when everything is in it
+    .metadata       DCP's index; __0_0.distcp, __1_0.distcp, ... hold the shards
+    extra.pt        plain data, the same for all ranks; rank-0.pt, rank-1.pt, ...: each rank's own
+    manifest.json   what else there is, written last
+
+An error on one rank is a CheckpointError on all, as every step ends with an exchange of errors. Nothing is unpickled
+before it was compared with the manifest, nor freely (`state/unpickling.py`), so a forged checkpoint runs no
+code either.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from graphshard.ir.errors import CheckpointError
+from graphshard.state.manifest import check_contents, measure, read_manifest, sync, write_manifest
+from graphshard.state.unpickling import SafePlanner, SafeReader, load_plain, serialize_plain
+
+T = TypeVar("T")
+
+_EXTRA, _PER_RANK = "extra.pt", "rank-{}.pt"
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    *,
+    extra: Any = None,
+    per_rank: Any = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a model and its optimizers as a new directory; every rank calls it. It is on the disk when this returns.
+
+    Args:
+        path: the directory, on a file system that all ranks share.
+        model: compiled by graphshard, or sharded by FSDP2: a checkpoint of one loads into the other.
+        optimizers: one or several.
+        extra: step, scheduler's state, ...: tensors, numbers, strings, and lists, tuples and dicts of them. Rank
+            0's is saved.
+        per_rank: the same for what differs between ranks: random state, position in the data, ...
+        group: the ranks that call; None is all.
+
+    Raises:
+        CheckpointError: on all ranks; there is nothing at `path` then.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    ranks = _Ranks(group, f"cannot save {path}")
+    with ranks.together():
+        state = _state(model, optimizers)
+        serialize_plain(pytree.tree_map_only(torch.Tensor, lambda _: None, state), "state")  # or it would not load
+        plain = {_PER_RANK.format(ranks.rank): serialize_plain(per_rank, "per_rank")}
+        if ranks.rank == 0:
+            plain[_EXTRA] = serialize_plain(extra, "extra")
+            if path.exists():
+                raise CheckpointError("it exists already. Remove it, or choose another name")
+            shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
+            partial.mkdir(parents=True)
+    with ranks.together():
+        for name, content in plain.items():
+            (partial / name).write_bytes(content)
+            sync(partial / name)
+    with ranks.together():
+        dcp.save(state, checkpoint_id=partial, process_group=group)
+        names = SafeReader(partial).files | {_EXTRA, *(_PER_RANK.format(rank) for rank in range(ranks.size))}
+        share = measure(partial, ranks.share(names))
+    files = {name: measured for part in ranks.gather(share) for name, measured in part.items()}
+    with ranks.together():
+        if ranks.rank == 0:
+            write_manifest(partial, files)
+            sync(partial)
+            partial.rename(path)
+            sync(path.parent)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Any, Any]:
+    """Load what `save_checkpoint` saved, on any number of ranks; every rank calls it.
+
+    Returns:
+        What was saved as `extra`, and what this rank saved as `per_rank`: None if there were fewer ranks then.
+
+    Raises:
+        CheckpointError: on all ranks; the message names the file that is missing, truncated or damaged, or the
+            parameter that does not fit. Nothing was loaded then (unless manifest and contents were forged).
+    """
+    path = Path(path)
+    ranks = _Ranks(group, f"cannot load {path}")
+    with ranks.together():
+        manifest = read_manifest(path)
+        files = manifest["files"]
+        check_contents(path, {name: files[name] for name in ranks.share(files)})
+    if len(set(ranks.gather(manifest["time"]))) > 1:
+        raise CheckpointError(f"cannot load {path}: ranks see different checkpoints there. Use a shared file system")
+    with ranks.together():
+        state, reader = _state(model, optimizers), SafeReader(path)
+        if foreign := reader.files - set(files):
+            raise CheckpointError(f"{', '.join(foreign)} is not in the manifest")
+        unknown = reader.names("model") - set(state["model"])
+        if state["optim"]:
+            unknown |= {f"state of {n}" for n in reader.names("optim", "state") - set(state["optim"]["state"])}
+        if unknown:
+            raise CheckpointError(f"it holds {', '.join(sorted(unknown)[:5])}, which model or optimizers have not")
+        extra, per_rank = (
+            load_plain((path / name).read_bytes()) if name in files else None
+            for name in (_EXTRA, _PER_RANK.format(ranks.rank))
+        )
+    with ranks.together():
+        dcp.load(state, storage_reader=reader, planner=SafePlanner(), process_group=group)
+        set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    return extra, per_rank
+
+
+def _state(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
+    """What DCP saves, or loads into: shards that share memory with the parameters, under the original names."""
+    model_state, optim_state = get_state_dict(model, optimizers)
+    return {"model": model_state, "optim": optim_state}
+
+
+class _Ranks:
+    """The ranks that save or load together; `task` begins their error messages."""
+
+    def __init__(self, group: dist.ProcessGroup | None, task: str) -> None:
+        self.group, self.task = group, task
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def share(self, names: Iterable[str]) -> list[str]:
+        """This rank's part of some work that is the same on all ranks."""
+        return sorted(names)[self.rank :: self.size]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, self.group)
+        return values
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """At the end of the block, an exception in it on any rank is a CheckpointError on all."""
+        cause: BaseException | None = None
+        failed: dict[int, str] = {}
+        try:
+            yield
+        except CheckpointException as error:  # of DCP, the same on all ranks
+            cause, failed = error, {rank: _in_words(failure) for rank, (failure, _) in error.failures.items()}
+        except Exception as error:
+            cause, failed = error, {self.rank: _in_words(error)}
+        for others in self.gather(failed):
+            failed.update(others)
+        reasons: dict[str, list[str]] = {}
+        for rank, reason in sorted(failed.items()):
+            reasons.setdefault(reason, []).append(str(rank))
+        if reasons:
+            listed = "; ".join(f"{reason} (rank {', '.join(ranks)})" for reason, ranks in reasons.items())
+            raise CheckpointError(f"{self.task}: {listed}") from cause
+
+
+def _in_words(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

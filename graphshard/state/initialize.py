@@ -1,0 +1,61 @@
+"""Initialise sharded parameters with the values they would have unsharded, one full parameter at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphshard.ir.params import chunk_range
+
+
+@contextlib.contextmanager
+def unsharded_init() -> Iterator[None]:
+    """Let random operators on sharded parameters draw what they would draw on the full ones.
+
+        model.to_empty(device=device)
+        torch.manual_seed(0)  # the same on all ranks
+        with graphshard.unsharded_init():
+            model.init_weights()
+
+    An operator such as `normal_` then draws the whole parameter on every rank, keeps this rank's piece and frees the
+    rest: the values are those of the unsharded model, bit for bit, and memory holds one full parameter besides the
+    shards. Everything else runs on the shards, as it does without.
+    """
+    with _DrawWhole():
+        yield
+
+
+class _DrawWhole(TorchDispatchMode):
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        fills = torch.Tag.nondeterministic_seeded in func.tags and func._schema.name.endswith(("_", "_like"))
+        if fills and isinstance(args[0], DTensor) and isinstance(args[0].placements[-1], Shard):
+            return _draw(func, args[0], args[0].placements[-1].dim, args[1:], kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _draw(
+    func: torch._ops.OpOverload, like: DTensor, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> DTensor:
+    """Fill a full tensor, and keep this rank's piece of it: in place, or as a new tensor."""
+    local, mesh = like.to_local(), like.device_mesh
+    whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=local.device)
+    drawn = func(whole, *args, **kwargs)
+    axis = mesh.ndim - 1
+    piece = drawn.narrow(dim, *chunk_range(like.shape[dim], mesh.size(axis), mesh.get_local_rank(axis)))
+    if func._schema.name.endswith("_"):
+        local.copy_(piece)
+        return like
+    return DTensor.from_local(
+        piece.clone(), mesh, like.placements, run_check=False, shape=drawn.shape, stride=drawn.stride()
+    )

@@ -1,0 +1,171 @@
+"""Split the joint graph into forward and backward.
+
+What is saved between them is AOTAutograd's min-cut decision, under the marks that `reshard_after_forward` left. The
+placeholders get readable names here: the partitioner was the last to give meaning to theirs.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
+
+from graphshard.ir.graph import aten, base_of, emit, erase_dead, fake, is_communication, is_part, is_view
+from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.program import Phase, Program, Slot
+from graphshard.ir.sizes import lift_sizes
+from graphshard.ir.torch_internals import hint, min_cut_partition, run_and_save_rng_state, run_with_rng_state
+from graphshard.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class Partition(Pass):
+    """Requires: a joint graph.  Preserves: numerics; nodes that are cheap to recompute may appear in both graphs."""
+
+    name: ClassVar[str] = "partition"
+
+    def rewrite(self, program: Program) -> int:
+        joint = program.phases.get("joint")
+        if joint is None:
+            return 0
+        num_outputs = sum(slot.kind != "grad" for slot in joint.outputs)
+        slots = {node.name: slot for node, slot in joint.slot_of().items()}
+        forward, backward = min_cut_partition(joint.module, num_outputs)
+        _name_random_states(forward, backward)
+        _drop_idle(forward, backward, num_outputs)
+        saved = tuple(_saved_slot(node, slots) for node in _results(forward)[num_outputs:])
+        program.phases = {
+            "forward": Phase(
+                forward,
+                tuple(slots[n.name] for n in forward.graph.find_nodes(op="placeholder")),
+                (*joint.outputs[:num_outputs], *saved),
+            ),
+            "backward": Phase(
+                backward,
+                tuple(_saved_slot(n, slots) for n in backward.graph.find_nodes(op="placeholder")),
+                joint.outputs[num_outputs:],
+            ),
+        }
+        for phase in program.phases.values():
+            lift_sizes(phase, program.sizes)
+            _rename_placeholders(phase)
+            for node in phase.module.graph.nodes:
+                for mark in ("recompute", "ac_graph_id", "partitioner_tag"):  # they have done their work
+                    node.meta.pop(mark, None)
+        _mark_recomputed(forward, backward)
+        _unalias(program.phases["backward"], program.params)
+        return 1
+
+
+def _name_random_states(forward: GraphModule, backward: GraphModule) -> None:
+    """Finish what the partitioner makes of random operators that are computed again.
+
+        %s, %y = run_and_save_rng_state(bernoulli, %x)        %y = run_with_rng_state(%s, bernoulli, %x)
+
+    It gives the states in both graphs in the same order, but not the same names, and few of the fake values.
+    """
+    states = [n for n in _results(forward) if isinstance(n, Node) and _is_random_state(n)]
+    placeholders = [n for n in backward.graph.find_nodes(op="placeholder") if n.name.startswith("rng_state_output")]
+    for index, (state, placeholder) in enumerate(zip(states, placeholders, strict=True)):
+        draw = state.all_input_nodes[0]
+        (value,) = (user for user in draw.users if user is not state)
+        (redraw,) = placeholder.users
+        # The partitioner says that the size of a state is dynamic.
+        like = fake(state).new_empty([hint(fake(state).shape[0])])
+        draw.meta = {**value.meta, "val": (like, value.meta["val"])}
+        redraw.meta = dict(value.meta)
+        state.meta = {**value.meta, "val": like}
+        placeholder.meta["val"] = like
+        for node in (draw, state):
+            node.meta.pop("number", None)  # the value keeps its own
+        state.name = placeholder.name = placeholder.target = f"random_state_{index}"
+
+
+def _is_random_state(node: Node) -> bool:
+    return node.target is operator.getitem and node.all_input_nodes[0].target is run_and_save_rng_state
+
+
+def _saved_slot(node: Node, slots: dict[str, Slot]) -> Slot:
+    """An input of the step keeps its slot when it is saved; anything else is a saved value."""
+    return slots.get(node.name) or Slot("saved", node.name)
+
+
+def _mark_recomputed(forward: GraphModule, backward: GraphModule) -> None:
+    names = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+    for node in backward.graph.nodes:
+        again = node.op == "call_function" and (node.name in names or node.target is run_with_rng_state)
+        if again and not (is_view(node) or is_part(node) or is_communication(node)):
+            node.meta["recomputed"] = True
+
+
+def _results(module: GraphModule) -> list[Node]:
+    (output,) = module.graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def _drop_idle(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
+    """Save nothing that backward does not read, such as a parameter that was only marked to be kept."""
+    erase_dead(backward.graph)
+    idle = {n.name: n for n in backward.graph.find_nodes(op="placeholder") if not n.users and "tangent" not in n.name}
+    (output,) = forward.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    saved = [node for node in results[num_outputs:] if node.name not in idle]
+    output.args = ((*results[:num_outputs], *saved),)
+    erase_dead(forward.graph)
+    for node in idle.values():
+        backward.graph.erase_node(node)
+
+
+def _unalias(backward: Phase, params: ParamTable) -> None:
+    """Copy gradients that would share memory with a tangent or with each other, or are laid out unlike the parameter.
+
+    `.grad` is written in place, and FSDP2's is contiguous.
+    """
+    graph, results = backward.module.graph, backward.results
+    seen: set[Node] = set()
+    for index, (node, slot) in enumerate(zip(backward.results, backward.outputs, strict=True)):
+        if not isinstance(node, Node):
+            continue
+        base = base_of(node)
+        row = params[slot.name] if slot.of == "param" else None
+        if base.op == "placeholder" or base in seen or (row and not _laid_out(node, row)):
+            results[index] = _copy(graph, node, row)
+        seen.add(base)
+    backward.set_results(results)
+
+
+def _laid_out(node: Node, row: ParamRow) -> bool:
+    return (fake(node).permute(row.order) if row.order else fake(node)).is_contiguous()
+
+
+def _copy(graph: Graph, node: Node, row: ParamRow | None) -> Node:
+    """A copy, laid out like the parameter if it is a parameter's."""
+    steps: list[tuple[OpOverload, list[list[int]], dict[str, Any]]] = [
+        (aten.clone.default, [], {"memory_format": torch.contiguous_format})
+    ]
+    if row and row.order:
+        there, back = list(row.order), list(row.inverse_order)
+        steps = [(aten.permute.default, [there], {}), *steps, (aten.permute.default, [back], {})]
+    copied = node
+    for target, args, kwargs in steps:
+        with graph.inserting_after(copied):
+            copied = emit(graph, target, copied, *args, like=node, **kwargs)
+    return copied
+
+
+def _rename_placeholders(phase: Phase) -> None:
+    taken: set[str] = {n.name for n in phase.module.graph.nodes}
+    for node, slot in phase.slot_of().items():
+        stem = re.sub(r"\W", "_", slot.name if slot.kind in ("param", "buffer", "saved") else str(slot))
+        name = stem if not stem[:1].isdigit() else f"_{stem}"
+        if name != node.name:
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            node.name = node.target = name
+    phase.module.recompile()

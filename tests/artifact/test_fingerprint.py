@@ -1,0 +1,316 @@
+"""Each field of an artifact's fingerprint alone is refused, with its name, both values and the remedy."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.export import Dim
+
+import graphshard
+from graphshard.artifact.fingerprint import differences, environment
+from graphshard.artifact.model_code import attributes, code_hash
+from tests.artifact.test_artifact import refused
+from tests.distributed.twins import assert_same, grads_of
+from tests.exported import Layer, Net, batch, export_net, rewritten
+from tests.ranks import FakeWorld
+
+KINDS = {"torch": "torch", "graphshard": "graphshard"}
+
+
+@pytest.fixture(scope="module")
+def net_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_net(tmp_path_factory.mktemp("net") / "net.gshard", [(2,), (4,)])
+
+
+@pytest.fixture
+def mesh(fake_world: FakeWorld) -> DeviceMesh:
+    fake_world(2)
+    return init_device_mesh("cpu", (2,))
+
+
+def in_facts(section: str, field: str, value: Any) -> Callable[[dict[str, Any], Any], None]:
+    def change(facts: dict[str, Any], _: Any) -> None:
+        facts[section][field] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("graphshard", "0.0.9", "Install that version, or export again with this one"),
+        ("torch", "2.10.0", "Install that version, or export again with this one"),
+        ("device", "cuda", "Load it on a mesh of such devices, or export again for these"),
+        ("capability", [9, 0], "export again on this one"),
+        ("cpu", {"machine": "riscv64"}, "export again on a machine like this one"),
+        ("threads", 96, "call torch.set_num_threads, set OMP_NUM_THREADS, or export with threads="),
+        ("matmul_precision", "high", "Call torch.set_float32_matmul_precision"),
+        ("deterministic", True, "Call torch.use_deterministic_algorithms accordingly"),
+    ],
+)
+def test_versions_and_machine(net_file: Path, mesh: DeviceMesh, field: str, value: Any, remedy: str) -> None:
+    error = refused(rewritten(net_file, in_facts("environment", field, value)), mesh)
+    assert error.field == field
+    assert f"{field} was {value} when it was exported and is " in str(error)
+    assert remedy in str(error)
+
+
+def test_what_matters_to_compiled_regions_only_is_compared_where_there_are_any() -> None:
+    device = torch.device("cpu")
+    operators, native = environment(device, native=False), environment(device, native=True)
+    for field in ("cpu", "threads", "matmul_precision", "deterministic"):
+        assert operators[field] is None
+        assert native[field] is not None
+    with mock.patch("torch.get_num_threads", return_value=77), mock.patch("torch.__version__", "2.99.0+rocm"):
+        changed = environment(device, native=True)
+        assert environment(device, native=False)["torch"] == "2.99.0"
+    assert {found.field for found in differences(native, changed)} == {"threads", "torch"}
+    with mock.patch("torch.backends.cpu.get_cpu_capability", return_value="AVX9"):
+        (found,) = differences(native, environment(device, native=True))
+    assert (found.field, found.where, found.here) == ("cpu", "vectors", "AVX9")
+
+
+def test_mesh_shape(net_file: Path, fake_world: FakeWorld) -> None:
+    fake_world(3)
+    error = refused(net_file, init_device_mesh("cpu", (3,)))
+    assert error.field == "mesh"
+    assert "mesh was {'shard': 2} or {'shard': 4} when it was exported and is {'shard': 3} here" in str(error)
+    assert "Export again with this mesh in the list" in str(error)
+
+
+def test_mesh_axis_names(net_file: Path, fake_world: FakeWorld) -> None:
+    fake_world(2)
+    error = refused(net_file, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    assert "and is {'dp': 2} here" in str(error)
+
+
+class Renamed(Net):
+    """Another class with the same parameters."""
+
+
+def _untied() -> Net:
+    model = Net()
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return model
+
+
+def _frozen() -> Net:
+    model = Net()
+    model.layers[0].linear.bias.requires_grad_(False)
+    return model
+
+
+def _transposed() -> Net:
+    model = Net()
+    model.layers[0].linear.weight = nn.Parameter(torch.zeros(6, 6).t())
+    return model
+
+
+def _more_buffers() -> Net:
+    model = Net()
+    model.register_buffer("extra", torch.zeros(3))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "field", "texts"),
+    [
+        (Renamed, "model", ["was Net when", "is Renamed here", "Load it into that class"]),
+        (_untied, "parameter names", ["embed.weight = head.weight when", "is embed.weight here", "tied alike"]),
+        (lambda: Net(width=8), "parameter shape", ["of embed.weight", "[10, 6]", "[10, 8]"]),
+        (lambda: Net().double(), "parameter dtype", ["of embed.weight", "float32", "float64", "Convert the model"]),
+        (_frozen, "requires_grad", ["of layers.0.linear.bias was True", "is False here", "Freeze and unfreeze"]),
+        (_transposed, "memory layout", ["of layers.0.linear.weight", "[1, 0]"]),
+        (_more_buffers, "buffers", ["of extra was None", "float32[3]"]),
+        (lambda: Net(p=0.5), "attributes", ["of layers.0.p was 0.2", "is 0.5 here", "same configuration"]),
+    ],
+)
+def test_model(net_file: Path, mesh: DeviceMesh, make: Callable[[], Net], field: str, texts: list[str]) -> None:
+    error = refused(net_file, mesh, make())
+    assert error.field == field
+    assert all(text in str(error) for text in texts), error
+
+
+def test_code_of_the_model(net_file: Path, mesh: DeviceMesh) -> None:
+    def forward(self: Layer, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    with mock.patch.object(Layer, "forward", forward):
+        error = refused(net_file, mesh)
+    assert error.field == "code"
+    assert "The source of the model's modules, or of what they call, was changed" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "texts"),
+    [
+        ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, "mp_policy", ["of param_dtype", "bfloat16"]),
+        ({"mp_policy": MixedPrecisionPolicy(output_dtype=torch.float64)}, "mp_policy", ["of output_dtype", "float64"]),
+        ({"units": ["layers.0"]}, "units", ["['layers.0', 'layers.1']", "['layers.0']"]),
+        ({"shard_placement_fn": lambda p: Shard(p.dim() - 1)}, "shard_placement_fn", ["of embed.weight was 0", "is 1"]),
+        ({"reshard_after_forward": False}, "reshard_after_forward", ["was True", "is False", "Give the option"]),
+        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, "offload_policy", ["was None", "pin_memory"]),
+        ({"backend": "inductor"}, "backend", ["was eager", "is inductor"]),
+        ({"passes": graphshard.Pipeline().disable("reorder")}, "passes", ["of reorder was {}", "is None"]),
+        ({"activation": "full"}, "passes", ["of activation-checkpointing was None", "full"]),
+        ({"dynamic_shapes": ({0: torch.export.Dim("n")}, None)}, "dynamic_shapes", ["was None", "n(0, "]),
+    ],
+)
+def test_options(net_file: Path, mesh: DeviceMesh, options: dict[str, Any], field: str, texts: list[str]) -> None:
+    error = refused(net_file, mesh, **options)
+    assert error.field == field
+    assert all(text in str(error) for text in texts), error
+
+
+def test_ignored_params(net_file: Path, mesh: DeviceMesh) -> None:
+    model = Net()
+    error = refused(net_file, mesh, model, ignored_params=[model.layers[0].linear.bias])
+    assert error.field == "ignored_params"
+    assert "of layers.0.linear.bias was False" in str(error)
+
+
+def test_plan_options(net_file: Path, mesh: DeviceMesh) -> None:
+    planner = graphshard.schedule.by_unit.PlanByUnit(pack_gathers_below=1)
+    error = refused(net_file, mesh, passes=graphshard.Pipeline().replace("plan", graphshard.passes.MakePlan(planner)))
+    assert error.field == "passes"
+    assert "passes of plan was" in str(error)
+
+
+def test_the_options_of_the_export_may_be_given(net_file: Path, mesh: DeviceMesh) -> None:
+    model = graphshard.load(
+        net_file, Net(), mesh, backend="eager", mp_policy=MixedPrecisionPolicy(), units=["layers.*"]
+    )
+    model(*batch())["loss"].backward()
+    with pytest.raises(graphshard.ArgumentError, match="unexpected keyword argument 'colour'"):
+        graphshard.load(net_file, Net(), mesh, colour="red")
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda m: m(batch()[0][:1], batch()[1][:1]), r"input 0 was int64\[2, 3\] .* and is int64\[1, 3\]"),
+        (lambda m: m(batch()[0].int(), batch()[1]), r"input 0 was int64\[2, 3\] .* and is int32\[2, 3\]"),
+        (lambda m: m(batch()[0].T.contiguous().T, batch()[1]), r"with strides \[3, 1\] and is .* strides \[1, 2\]"),
+        (lambda m: m(tokens=batch()[0], targets=batch()[1]), "new structure of the inputs"),
+        (lambda m: m.eval()(*batch()), r"train\(\) or eval\(\) was called"),
+        (lambda m: torch.no_grad()(m)(*batch()), "gradients are off"),
+        (lambda m: torch.autocast("cpu")(m)(*batch()), "autocast changed"),
+        (lambda m: m.requires_grad_(False)(*batch()), "requires_grad of a parameter changed"),
+    ],
+)
+def test_inputs_and_modes_of_a_call(net_file: Path, mesh: DeviceMesh, call: Callable[[Net], Any], text: str) -> None:
+    model = graphshard.load(net_file, Net(), mesh)
+    with pytest.raises(graphshard.ArtifactError, match=text) as caught:
+        call(model)
+    assert caught.value.field == "inputs"
+    assert "Export it with calls=[graphshard.Call(...)]" in str(caught.value)
+
+
+def test_gradients_that_were_not_exported(tmp_path: Path, mesh: DeviceMesh) -> None:
+    path = graphshard.export(Net(), (2,), tmp_path / "n.gshard", example_inputs=batch(), backend="eager")
+    model = graphshard.load(path, Net(), mesh)
+    with pytest.raises(
+        graphshard.ArtifactError, match=r"no backward for gradients through outputs 1 .*gradients=\[\(1,"
+    ):
+        model(*batch())["logits"].sum().backward()
+
+
+# --- compile(..., artifact=) ------------------------------------------------------------------------------------
+
+
+def test_compile_loads_what_fits(net_file: Path, mesh: DeviceMesh) -> None:
+    with mock.patch("graphshard.module.runner.capture", side_effect=AssertionError("captured")):
+        model = graphshard.compile(Net(), mesh, backend="eager", artifact=net_file, example_inputs=batch())
+        model(*batch())["loss"].backward()
+    model(batch()[0]).sum().backward()  # in training mode: not in the file, so captured
+    assert [program.reason for program in graphshard.programs(model)][-1].startswith("train() or eval()")
+
+
+def test_compile_says_why_it_compiles(net_file: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    model = graphshard.compile(Net(), mesh, backend="eager", artifact=net_file, reshard_after_forward=False)
+    assert "compiling instead of loading" in caplog.text
+    assert "reshard_after_forward of layers.0.norm.weight was True" in caplog.text
+    model(*batch())["loss"].backward()
+    graphshard.compile(Net(), mesh, backend="eager", artifact=net_file.with_name("none.gshard"))
+    assert "none.gshard cannot be read: No such file" in caplog.text
+
+
+def test_compile_makes_backwards_that_the_file_lacks(
+    tmp_path: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On dynamic sizes, too; the model is not captured again."""
+    options: dict[str, Any] = {"backend": "eager", "dynamic_shapes": ({0: Dim("batch")}, {0: Dim("batch")})}
+    path = graphshard.export(Net(p=0.0), (2,), tmp_path / "n.gshard", example_inputs=batch(), **options)
+    torch.manual_seed(0)
+    model = Net(p=0.0)
+    twin = graphshard.compile(copy.deepcopy(model), mesh, **options)
+    with mock.patch("graphshard.module.runner.capture", side_effect=AssertionError("captured")):
+        graphshard.compile(model, mesh, artifact=path, **options)
+        for size in (2, 3):
+            inputs = [torch.cat([tensor, tensor])[:size] for tensor in batch()]
+            model(*inputs)["logits"].square().mean().backward()
+    assert caplog.text.count("compiling instead of loading: ") == 1  # what is made serves both sizes
+    assert "n.gshard has no backward for gradients through outputs 1 of the model" in caplog.text
+    for size in (2, 3):
+        twin(*(torch.cat([tensor, tensor])[:size] for tensor in batch()))["logits"].square().mean().backward()
+    assert_same(grads_of(model), grads_of(twin), "gradients")
+
+
+# --- code and attributes ----------------------------------------------------------------------------------------
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return x.relu()
+
+
+@dataclasses.dataclass
+class Config:
+    """Held by a module."""
+
+    theta: float = 1.0
+    names: tuple[str, ...] = ("a",)
+
+
+class Calls(nn.Module):
+    """Refers to a function and a configuration."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.call = helper
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return helper(x) * self.config.theta
+
+
+def test_code_hash_follows_functions_but_not_comments() -> None:
+    before = code_hash(Calls(Config()))
+    source = "def helper(x: torch.Tensor) -> torch.Tensor:\n    return x.{}  # {}\n"
+
+    def hashed(text: str) -> str:
+        real = __import__("inspect").getsource
+
+        def getsource(item: Any) -> str:
+            return text if item is helper else real(item)
+
+        with mock.patch("graphshard.artifact.model_code.inspect.getsource", getsource):
+            return code_hash(Calls(Config()))
+
+    assert hashed(source.format("relu()", "another comment")) == before
+    assert hashed(source.format("tanh()", "")) != before
+
+
+def test_attributes_are_followed_into_configurations() -> None:
+    found = attributes(Calls(Config(theta=2.0)))
+    assert found == {"config": "{names: ['a'], theta: 2.0}"}

@@ -1,0 +1,80 @@
+"""What cannot be captured: errors that name the line and the remedy."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from graphshard.ir.errors import CaptureError
+from tests.helpers import Scale, captured
+
+X = torch.ones(4)
+
+
+class _Branch(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.w
+        if y.sum() > 0:
+            return y
+        return -y
+
+
+class _Item(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.sum().item()
+        return x * self.w * scale
+
+
+class _Int(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.w if int(x.sum()) > 3 else x
+
+
+class _Mask(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.w
+        return y[y > 0].sum()
+
+
+class _Cond(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda v: v * 2, lambda v: v + 1, (x * self.w,))
+
+
+class _Shapes(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.w) @ torch.ones(5, 5)
+
+
+UNCAPTURABLE = [
+    (_Branch, "if y.sum() > 0:", "The condition depends on the values of a tensor. Use torch.where"),
+    (_Item, "scale = x.sum().item()", "A tensor's value becomes a Python number. Keep it a tensor"),
+    (_Int, "return x * self.w if int(x.sum()) > 3 else x", "A tensor's value becomes a Python number."),
+    (_Mask, "return y[y > 0].sum()", "The size of the result depends on the values of a tensor."),
+    (
+        _Cond,
+        "return torch.cond(x.sum() > 0, lambda v: v * 2, lambda v: v + 1, (x * self.w,))",
+        "This operator takes functions, which graphshard cannot schedule yet.",
+    ),
+    (_Shapes, "return (x * self.w) @ torch.ones(5, 5)", "torch.export cannot trace this line"),
+]
+
+
+@pytest.mark.parametrize(("cls", "line", "advice"), UNCAPTURABLE, ids=[cls.__name__ for cls, *_ in UNCAPTURABLE])
+def test_an_error_names_the_line(cls: type[nn.Module], line: str, advice: str) -> None:
+    """File and number of the line, the line, and what to do about it."""
+    lines, start = inspect.getsourcelines(cls)
+    number = next(i for i, text in enumerate(lines, start) if text.strip() == line)
+    expected = f"graphshard cannot capture {cls.__name__}.forward at {__file__}:{number}\n    {line}\n{advice}"
+    with pytest.raises(CaptureError, match=re.escape(expected)):
+        captured(cls(4), (X,), grad=False)
+
+
+def test_the_line_may_be_in_a_submodule() -> None:
+    expected = r"(?s)cannot capture Sequential.forward at .*test_uncapturable.py.*if y.sum"
+    with pytest.raises(CaptureError, match=expected):
+        captured(nn.Sequential(nn.ReLU(), _Branch(4)), (X,))

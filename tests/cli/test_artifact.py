@@ -1,0 +1,206 @@
+"""`graphshard show`, `verify` and `finish`, and files whose regions are compiled later or elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import graphshard
+from graphshard.artifact.members import read_artifact
+from graphshard.cli.main import main
+from graphshard.lower.backends import compile_operators
+from graphshard.lower.packages import Package
+from tests.artifact.test_artifact import package, refused
+from tests.exported import Small, export_net, rewritten
+from tests.helpers import Blocks
+from tests.ranks import FakeWorld
+
+
+@pytest.fixture(scope="module")
+def net_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_net(tmp_path_factory.mktemp("net") / "net.gshard", [(2,), (4,)])
+
+
+@pytest.fixture
+def mesh(fake_world: FakeWorld) -> DeviceMesh:
+    fake_world(2)
+    return init_device_mesh("cpu", (2,))
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> Path:
+    """Exported for Inductor, without code."""
+    inputs = (torch.zeros(2, 8),)
+    return graphshard.export(
+        Small(), (2,), tmp_path / "small.gshard", example_inputs=inputs, compile_regions=False, device="cpu"
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_native() -> Iterator[None]:
+    with mock.patch("graphshard.lower.packages.load_package", side_effect=AssertionError("native code is loaded")):
+        yield
+
+
+def printed(capsys: pytest.CaptureFixture[str], *args: Any, status: int = 0) -> str:
+    assert main([str(arg) for arg in args]) == status
+    return capsys.readouterr().out
+
+
+def test_show(net_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "show", net_file)
+    for part in (
+        "model      Net, code ",
+        f"made with  graphshard {graphshard.__version__}, torch {torch.__version__.partition('+')[0]}, eager",
+        "device     cpu, any",
+        "bucket, reorder",
+        "mesh       shard 2: 9 parameters, 336 B of shards per rank",
+        "mesh       shard 4: ",
+        "programs/0: the model(int64[2, 3], int64[2, 3]): forward and backward, ",
+        "gradients of outputs 1, gradients of outputs 0, 1",
+        "programs/1: the model(int64[2, 3]): forward, ",
+        "programs/2: layers.1(float32[2, 3, 6]): forward and backward",
+        "hardware       cpu-gloo",
+        "step           ",
+        "memory         ",
+        "that run as ATen operators; 0 B of code",
+    ):
+        assert part in text, text
+
+
+def test_show_graph(net_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "show", net_file, "--graph")
+    assert "programs/0 (the model, shard 2)\nforward:\n" in text
+    assert "programs/5 (layers.1, shard 4)" in text
+    assert "all_gather_into_tensor" in text
+    assert "[gather layers.0 in forward]" in text
+
+
+def test_graph_is_of_exported_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(tmp_path), "--graph"]) == 2
+    assert "--graph is for files of graphshard.export, which end in .gshard" in capsys.readouterr().err
+
+
+def test_verify(net_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "verify", net_file)
+    assert "net.gshard: whole. " in text
+    assert "10 programs for 2 meshes, " in text
+    assert text.endswith("; no native code\n")
+    copy = tmp_path / "copy.gshard"
+    content = bytearray(net_file.read_bytes())
+    content[len(content) // 2] ^= 1
+    copy.write_bytes(content)
+    assert "copy.gshard" in printed(capsys, "verify", copy, status=1)
+    assert main(["show", str(copy)]) == 2
+    assert "graphshard show: " in capsys.readouterr().err
+
+
+def test_verify_finds_what_has_right_checksums_and_is_wrong(net_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def other_region(facts: dict[str, Any], members: dict[str, bytes]) -> None:
+        name = f"regions/{next(iter(facts['regions']))}.json"
+        members[name] = members[name].replace(b'"text": "', b'"text": " ')
+
+    def no_plan(_: dict[str, Any], members: dict[str, bytes]) -> None:
+        members["programs/0.json"] = json.dumps({**json.loads(members["programs/0.json"]), "phases": {}}).encode()
+
+    def no_operator(_: dict[str, Any], members: dict[str, bytes]) -> None:
+        name = "programs/0.partitioned.json"
+        members[name] = members[name].replace(b"aten.mm.default", b"aten.mm.missing")
+
+    text = printed(capsys, "verify", rewritten(net_file, other_region), status=1)
+    assert "is another than its key says" in text
+    assert "a program cannot be read" in printed(capsys, "verify", rewritten(net_file, no_plan), status=1)
+    assert "a backward cannot be read" in printed(capsys, "verify", rewritten(net_file, no_operator), status=1)
+
+
+def test_finish_compiles_what_is_left(unfinished: Path, mesh: DeviceMesh, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "to be compiled on the target, by `graphshard finish`" in printed(capsys, "show", unfinished)
+    before = read_artifact(unfinished)
+    assert not before.native
+    assert before.facts["environment"]["cpu"] is None
+    packages = [Package(package()), Package(problem="AOTInductor cannot compile it. NotImplementedError: no")]
+    with mock.patch("graphshard.lower.inductor.package", side_effect=packages * len(before.later)) as compiled:
+        text = printed(capsys, "finish", unfinished, "--threads", "3")
+    assert [call.args[0].key for call in compiled.call_args_list] == before.later
+    assert f"compiled {(len(before.later) + 1) // 2} of {len(before.later)} regions\n" in text
+    assert "AOTInductor cannot compile it. NotImplementedError: no" in text
+    after = read_artifact(unfinished)
+    assert after.native
+    assert not after.later
+    assert after.facts["environment"]["threads"] == 3
+    assert "3 threads" in printed(capsys, "show", unfinished)
+    assert "native code: trust it as you would a program" in printed(capsys, "verify", unfinished)
+    assert "nothing to do" in printed(capsys, "finish", unfinished)
+    with mock.patch("torch.get_num_threads", return_value=4):
+        error = refused(unfinished, mesh, Small())
+    assert error.field == "threads"
+
+
+def test_interrupted_finish_leaves_the_file_as_it_was(unfinished: Path) -> None:
+    before = unfinished.read_bytes()
+    with (
+        mock.patch("graphshard.lower.inductor.package", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        main(["finish", str(unfinished)])
+    assert unfinished.read_bytes() == before
+    assert list(unfinished.parent.iterdir()) == [unfinished]
+
+
+def test_unfinished_regions_are_compiled_when_they_are_loaded(
+    unfinished: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mock.patch("graphshard.lower.inductor.compile_inductor", lambda region, _: compile_operators(region)):
+        model = graphshard.load(unfinished, Small(), mesh)
+    assert "Run `graphshard finish" in caplog.text
+    model(torch.ones(2, 8)).backward()
+    assert model.linear.weight.grad is not None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_for_gpus_on_a_machine_without(tmp_path: Path, mesh: DeviceMesh, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "blocks.gshard"
+    given = {"example_inputs": (torch.zeros(2, 4),), "device": "cuda"}
+    graphshard.export(Blocks(2), (8,), path, **given)
+    text = printed(capsys, "show", path)
+    assert "device     cuda, any" in text
+    assert "hardware       h100" in text
+    assert "to be compiled on the target" in text
+    assert "; no native code" in printed(capsys, "verify", path)
+    assert main(["finish", str(path)]) == 2
+    assert "there is no GPU here: run this where it will be loaded" in capsys.readouterr().err
+    error = refused(path, mesh, Blocks(2))
+    assert "device was cuda when it was exported and is cpu here" in str(error)
+    with pytest.raises(graphshard.ArgumentError, match="compile_regions=True needs a GPU"):
+        graphshard.export(Blocks(2), (8,), path, **given, compile_regions=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mesh": (2, 2, 2)}, "mesh must have one axis (to shard over) or two (to replicate and to shard over), got 3"),
+        ({"accumulate": "yes"}, "accumulate must be True or False, got 'yes'"),
+        ({"mesh": []}, "mesh must"),
+        ({"mode": "test"}, "mode must be one of 'training', 'inference', 'both', got 'test'"),
+        ({"example_inputs": None}, "export needs example_inputs, example_kwargs or calls"),
+        ({"calls": [(1,)]}, "calls must be a list of graphshard.Call"),
+        ({"calls": [graphshard.Call((torch.zeros(2, 4),), entry="layer")]}, "entry='layer' is no submodule of Blocks"),
+        ({"calls": [graphshard.Call((torch.zeros(2, 4),), gradients=[(3,)])]}, "differentiable through outputs 0 only"),
+        ({"device": "tpu"}, "device must be 'cpu', 'cuda' or None, got 'tpu'"),
+        ({"colour": 1}, "export has no option 'colour'"),
+        ({"path": "/nowhere/b.gshard"}, "/nowhere/b.gshard cannot be written"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    arguments = {"mesh": (2,), "path": tmp_path / "b.gshard", "example_inputs": (torch.zeros(2, 4),), **given}
+    with pytest.raises(graphshard.ArgumentError) as caught:
+        graphshard.export(Blocks(1), backend="eager", **arguments)
+    assert message in str(caught.value)
+    assert not list(tmp_path.iterdir())

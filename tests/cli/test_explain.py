@@ -1,0 +1,108 @@
+"""`graphshard explain` on the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from graphshard.cli.main import main
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens)).sum()
+
+def with_inputs():
+    return Small(), (torch.zeros(2, 8, dtype=torch.long),)
+
+def broken():
+    return None
+
+def failing():
+    raise ValueError("no config")
+"""
+
+
+@pytest.fixture
+def factory(tmp_path):
+    """A file with factories."""
+    path = tmp_path / "small_factory.py"
+    path.write_text(FACTORY)
+    return path
+
+
+def test_command(factory, tmp_path, capsys):
+    """A single prediction with every file."""
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "trace")}
+    written = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    options = ["--mesh", "8", "--batch", "2,8", "--param-dtype", "bfloat16", *written]
+    assert main(["explain", f"{factory}:Small", *options]) == 0
+    out = capsys.readouterr().out
+    assert "Small, 16 tokens per rank" in out
+    assert json.loads(files["json"].read_text())["mesh"] == {"shard": 8}
+    assert json.loads(files["trace"].read_text())["traceEvents"]
+    assert "<html" in files["html"].read_text()
+
+
+def test_command_with_a_grid(factory, capsys, monkeypatch):
+    """Several of each give a table; a module's name works as well as a file's."""
+    monkeypatch.chdir(factory.parent)
+    options = ["--mesh", "8", "shard=64", "--batch", "2,8", "4,8", "--network", "isolated", "in-training"]
+    assert main(["explain", "small_factory:Small", *options]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 8
+    assert main(["explain", "small_factory:with_inputs", "--mesh", "8"]) == 0
+
+
+def test_command_with_two_axes(factory, tmp_path):
+    """Without names they replicate and shard; names are the user's."""
+    options = ["--mesh", "2,4", "dp=2,tp=4", "--batch", "2,8"]
+    assert main(["explain", f"{factory}:Small", *options, "--json", str(tmp_path / "x.json")]) == 0
+    rows = json.loads((tmp_path / "x.json").read_text())
+    assert [row["mesh"] for row in rows] == [{"replicate": 2, "shard": 4}, {"dp": 2, "tp": 4}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["FILE:Small", "--mesh", "8"], "give --batch, or let"),
+        (["FILE:with_inputs", "--mesh", "8", "--batch", "1,2"], "returns its inputs; leave --batch out"),
+        (["FILE:Missing", "--mesh", "8", "--batch", "1,2"], "has no function or class Missing"),
+        (["FILE:broken", "--mesh", "8", "--batch", "1,2"], "must return an nn.Module"),
+        (["FILE:failing", "--mesh", "8", "--batch", "1,2"], "failed on the meta device with ValueError: no config"),
+        (["nowhere:x", "--mesh", "8", "--batch", "1,2"], "nowhere cannot be imported"),
+        (["nowhere.py:x", "--mesh", "8", "--batch", "1,2"], "there is no file nowhere.py"),
+        (["FILE", "--mesh", "8", "--batch", "1,2"], "factory must be module:name"),
+        (["FILE:Small", "--mesh", "x", "--batch", "1,2"], "--mesh must have positive sizes such as 8, got 'x'"),
+        (
+            ["FILE:Small", "--mesh", "2,2,2", "--batch", "1,2"],
+            "or two (to replicate and to shard over), got 3: [2",
+        ),
+        (["FILE:Small", "--mesh", "shard=2,shard=2", "--batch", "1,2"], "--mesh must name each axis, with a name of"),
+        (["FILE:Small", "--mesh", "shard=2,4", "--batch", "1,2"], "its own, or none, got 'shard=2,4'"),
+        (["FILE:Small", "--mesh", "8", "--batch", "1,0"], "--batch must have positive sizes such as 1,4096"),
+        (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--param-dtype", "bf17"], "torch has no dtype 'bf17'"),
+        (["FILE:Small", "--mesh", "8", "16", "--batch", "1,2", "--html", "x"], "need one mesh, machine"),
+        (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--hardware", "tpu"], "hardware 'tpu' is neither"),
+    ],
+)
+def test_wrong_commands(factory, capsys, arguments, message):
+    """One line on stderr and exit status 2."""
+    arguments = [a.replace("FILE", str(factory)) for a in arguments]
+    assert main(["explain", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1

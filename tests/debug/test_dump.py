@@ -1,0 +1,209 @@
+"""What a dump holds, that it is never half written, and that what it holds runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from graphshard import Pass, Pipeline, Program
+from graphshard.codec.stage import program_from_json
+from graphshard.ir.errors import ArgumentError, PassError
+from graphshard.ir.files import write_text
+from graphshard.ir.fold import fold
+from graphshard.ir.plan import Plan
+from graphshard.ir.printer import print_program
+from tests.helpers import Blocks
+from tests.ranks import FakeWorld
+
+BATCH = (torch.ones(3, 4),)
+STAGES = ["capture", *(step.name for step in Pipeline()), "lower"]
+
+
+def compiled(world: FakeWorld, dump: Path | None, *, model: nn.Module | None = None, **options: object) -> nn.Module:
+    """A model compiled on rank 0 of two, dumped to a directory."""
+    world(2)
+    options = {"backend": "eager", "example_inputs": BATCH, **options}
+    return graphshard.compile(model or Blocks(2), init_device_mesh("cpu", (2,)), dump=dump, **options)
+
+
+@pytest.fixture
+def dump(fake_world: FakeWorld, tmp_path: Path) -> Path:
+    compiled(fake_world, tmp_path)
+    return tmp_path / "rank0" / "Blocks-0"
+
+
+def test_files(dump: Path) -> None:
+    """Numbered texts, differences, serialised stages, code, plan, regions and the report."""
+    names = {str(path.relative_to(dump)) for path in dump.rglob("*") if path.is_file()}
+    stems = [f"{i:02d}-{name}" for i, name in enumerate(STAGES)]
+    wanted = {f"{stem}.txt" for stem in stems} | {f"{stem}.diff" for stem in stems[1:]}
+    wanted |= {f"{stem}.json" for stem in stems[:-1]}
+    wanted |= {"forward.py", "backward.py", "plan.json", "saved.txt", "index.html", "summary.json"}
+    assert {name for name in names if not name.startswith("regions")} == wanted
+    assert names - wanted == {f"regions/region_{i}.py" for i in range(len(names - wanted))}
+
+
+def test_contents(dump: Path, fake_world: FakeWorld, tmp_path: Path) -> None:
+    """The files say what the program says."""
+    (program,) = graphshard.programs(compiled(fake_world, tmp_path / "other"))
+    for index, stage in enumerate(program.history):
+        text = (dump / f"{index:02d}-{stage.name}.txt").read_text()
+        assert text == stage.folded
+        if stage.name != "lower":
+            reloaded = program_from_json((dump / f"{index:02d}-{stage.name}.json").read_text())
+            assert print_program(reloaded) == stage.text
+    assert Plan.from_json((dump / "plan.json").read_text()) == program.plan
+    diff = (dump / "01-insert-collectives.diff").read_text()
+    assert diff.startswith("--- 00-capture.txt\n+++ 01-insert-collectives.txt\n")
+    assert re.search(r"^\+\* %\d+: f32\[4, 4\] = all_gather_into_tensor", diff, re.M)
+    assert (dump / "05-drop-unused-tangents.diff").read_text() == ""
+    summary = json.loads((dump / "summary.json").read_text())
+    assert [stage["name"] for stage in summary["stages"]] == STAGES
+    assert summary["regions"] == {"calls": program.num_regions, "distinct": program.num_distinct_regions}
+    assert summary["communication"] == program.communication
+    assert "<title>Blocks-0" in (dump / "index.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_code_runs(dump: Path) -> None:
+    """Executors and regions are programs: with made-up inputs they print what they return."""
+
+    def run(name: str) -> list[str]:
+        done = subprocess.run([sys.executable, name], cwd=dump, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    assert run("forward.py")[0] == "output:0 (torch.float32, [])"
+    assert run("backward.py") == [f"grad:layers.{i}.weight (torch.float32, [2, 4])" for i in (0, 1)]
+    assert all(re.fullmatch(r"torch.float32 \[.*\]", line) for line in run("regions/region_0.py"))
+
+
+def test_kernels(fake_world: FakeWorld, tmp_path: Path) -> None:
+    """With Inductor the generated code of each region lies beside its operators, and the report links to it."""
+    compiled(fake_world, tmp_path, backend="inductor")
+    dump = tmp_path / "rank0" / "Blocks-0"
+    kernels = sorted(path.name for path in dump.glob("regions/*.kernels.py"))
+    assert kernels
+    assert "cpp_fused" in (dump / "regions" / kernels[0]).read_text()
+    assert f"regions/{kernels[0]}" in (dump / "index.html").read_text()
+
+
+def test_environment(fake_world: FakeWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRAPHSHARD_DUMP names the directory, GRAPHSHARD_DUMP_RANKS the ranks; the argument goes before."""
+    monkeypatch.setenv("GRAPHSHARD_DUMP", str(tmp_path / "a"))
+    compiled(fake_world, None)
+    compiled(fake_world, tmp_path / "b")
+    monkeypatch.setenv("GRAPHSHARD_DUMP_RANKS", "1,3")
+    compiled(fake_world, tmp_path / "c")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    monkeypatch.setenv("GRAPHSHARD_DUMP_RANKS", "all")
+    compiled(fake_world, tmp_path / "d")
+    assert (tmp_path / "d" / "rank0" / "Blocks-0" / "index.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("dump", "ranks", "message"),
+    [
+        (3, "0", "dump must be a directory, got int"),
+        ("d", "zero", "GRAPHSHARD_DUMP_RANKS must be 'all' or ranks such as '0,3', got 'zero'"),
+    ],
+)
+def test_wrong_arguments(
+    fake_world: FakeWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dump: object, ranks: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRAPHSHARD_DUMP_RANKS", ranks)
+    with pytest.raises(ArgumentError, match=message):
+        compiled(fake_world, dump)
+    assert not list(tmp_path.iterdir())
+
+
+@dataclass(frozen=True)
+class _Crash(Pass):
+    """Raises an error."""
+
+    name: ClassVar[str] = "crash"
+
+    def rewrite(self, program: Program) -> int:
+        raise KeyError("no such thing")
+
+
+def test_a_crash_leaves_the_stages_up_to_it(fake_world: FakeWorld, tmp_path: Path) -> None:
+    with pytest.raises(PassError):
+        compiled(fake_world, tmp_path, passes=Pipeline().insert(_Crash(), after="partition"))
+    dump = tmp_path / "rank0" / "Blocks-0"
+    assert sorted(path.stem for path in dump.glob("*.txt")) == [
+        *(f"{i:02d}-{name}" for i, name in enumerate(STAGES[:5])),
+        "error",
+    ]
+    error = (dump / "error.txt").read_text()
+    assert "KeyError: 'no such thing'" in error
+    assert "in rewrite" in error
+    assert json.loads((dump / "summary.json").read_text())["error"] == "crash: 'no such thing'"
+    assert "no such thing" in (dump / "index.html").read_text()
+
+
+def test_an_earlier_dump_is_replaced(dump: Path, fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another process; a second model of the same class in this process gets a directory of its own."""
+    (dump / "regions" / "region_99.py").write_text("left over")
+    compiled(fake_world, dump.parents[1])
+    assert sorted(path.name for path in dump.parent.iterdir()) == ["Blocks-0", "Blocks-0.2"]
+    pid = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+    compiled(fake_world, dump.parents[1])
+    assert not (dump / "regions" / "region_99.py").exists()
+
+
+def test_files_of_others_are_left_alone(fake_world: FakeWorld, tmp_path: Path) -> None:
+    mine = tmp_path / "rank0" / "Blocks-0" / "thesis.tex"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("")
+    with pytest.raises(ArgumentError, match=r"dump: .*Blocks-0 holds files that are no dump"):
+        compiled(fake_world, tmp_path)
+    assert mine.exists()
+
+
+def test_a_second_capture_and_a_second_backward(fake_world: FakeWorld, tmp_path: Path) -> None:
+    """Each program has a directory, and so has a backward for other gradients than the likely ones."""
+
+    class TwoOutputs(Blocks):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(x), x * self.layers[0].weight[0]
+
+    model = compiled(fake_world, tmp_path, model=TwoOutputs(2))
+    model(torch.ones(5, 4))[1].sum().backward()
+    dumps = sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("summary.json"))
+    assert dumps == ["rank0/TwoOutputs-0", "rank0/TwoOutputs-1", "rank0/TwoOutputs-1/backward-1"]
+
+
+def test_files_are_never_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is renamed when it is complete; an interrupt leaves the old one and nothing else."""
+    path = tmp_path / "file"
+    write_text(path, "old")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(path, "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert path.read_text() == "old"
+
+
+def test_folded_text_is_dumped(fake_world: FakeWorld, tmp_path: Path) -> None:
+    compiled(fake_world, tmp_path, model=Blocks(8))
+    text = (tmp_path / "rank0" / "Blocks-0" / "08-reorder.txt").read_text()
+    assert "times" in text
+    assert fold(text) == text

@@ -1,0 +1,283 @@
+"""One pass on one dumped stage: the same result, the same fault, and nothing else needed."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from graphshard.codec.stage import program_to_json
+from graphshard.debug.repro import main
+from graphshard.ir.fold import fold
+from graphshard.passes import MakePlan
+from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.pipeline import Pipeline, run_pass
+from tests.helpers import COALESCED, PACKED, Blocks, captured
+
+STAGES = ("capture", *(step.name for step in Pipeline()))
+
+
+def write_dump(directory: Path, pipeline: Pipeline) -> Path:
+    """The files of a dump: NN-name.txt, NN-name.json and summary.json."""
+    directory.mkdir(parents=True)
+    program = captured(Blocks(4, bias=True), (torch.randn(2, 4),))
+    observer = Observer("off")
+    observer.after(program, "capture", 0, 0.5)
+    steps = (None, *pipeline)
+    for index, (step, following) in enumerate(zip(steps, (*pipeline, None), strict=True)):
+        if step is not None:
+            run_pass(step, program, observer)
+        stem = directory / f"{index:02d}-{program.history[-1].name}"
+        stem.with_suffix(".txt").write_text(fold(program.history[-1].text))
+        stem.with_suffix(".json").write_text(program_to_json(program, next_pass=following))
+    stages = [
+        {"name": s.name, "rewrites": s.rewrites, "seconds": s.seconds, "nodes": s.num_nodes, "exact": s.exact}
+        for s in program.history
+    ]
+    summary = {"title": "Blocks-0", "reason": "first call", "axes": {"shard": 2}, "stages": stages}
+    (directory / "summary.json").write_text(json.dumps(summary))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dump(tmp_path_factory.mktemp("dumps") / "Blocks-0", Pipeline())
+
+
+def edit(path: Path, **values: Any) -> None:
+    """Write other values under some keys of a stage."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def copy_stage(dump: Path, stem: str, to: Path) -> Path:
+    copied = to / f"{stem}.json"
+    copied.write_text((dump / f"{stem}.json").read_text())
+    return copied
+
+
+@pytest.mark.parametrize("index", range(len(STAGES) - 1), ids=STAGES[:-1])
+def test_every_pass_does_what_it_did(dump: Path, capsys: pytest.CaptureFixture[str], index: int):
+    """From each stage the next one, verified, without a process group."""
+    assert not dist.is_initialized()
+    assert main([str(dump / f"{index:02d}-{STAGES[index]}.json")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{STAGES[index + 1]} (as it ran) on {dump}")
+    assert "rules: all hold, before and after the pass\n" in out
+    assert f"{index + 1:02d}-{STAGES[index + 1]}.txt: the same\n" in out
+
+
+def test_the_difference_is_printed(dump: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(dump / "00")]) == 0
+    out = capsys.readouterr().out
+    assert "--- 00-capture\n+++ after insert-collectives\n" in out
+    assert "\n+* %" in out
+    assert "... layers.1 to layers.3" in out
+    main([str(dump / "00"), "--full"])
+    assert "... layers.1 to layers.3" not in capsys.readouterr().out
+
+
+def test_a_text_stands_for_its_json(dump: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(dump / "06-plan.txt")]) == 0
+    assert capsys.readouterr().out.startswith("bucket (as it ran)")
+
+
+class Coalesced(MakePlan):
+    """A planner of its own in the default pass."""
+
+    def __init__(self) -> None:
+        super().__init__(COALESCED)
+
+
+def test_options_of_the_pass_are_those_it_ran_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The plan of a planner with other options packs what the default one would not."""
+    directory = write_dump(tmp_path / "packed", Pipeline().replace("plan", MakePlan(PACKED)))
+    stage = str(directory / "05")
+    assert main([stage, "--verify", "off"]) == 0
+    out = capsys.readouterr().out
+    assert "rules: not checked\n" in out
+    assert "06-plan.txt: the same\n" in out
+    assert main([stage, "--pass", "tests.debug.test_repro:Coalesced"]) == 0
+    assert "06-plan.txt: the same text, but another plan than the pass made here\n" in capsys.readouterr().out
+
+
+def test_another_pass_may_be_chosen(dump: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(dump / "04"), "--pass", "plan"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("plan (with default options)")
+    assert "the dump holds no stage of plan to compare with" in out
+
+
+def test_a_difference_from_the_dump_is_said(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    stage = copy_stage(dump, "00-capture", tmp_path)
+    (tmp_path / "01-insert-collectives.txt").write_text("joint:\n")
+    assert main([str(stage)]) == 0
+    assert "01-insert-collectives.txt: another text than the pass made here" in capsys.readouterr().out
+
+
+def test_a_stage_that_does_not_say_takes_the_default(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    stage = copy_stage(dump, "01-insert-collectives", tmp_path)
+    edit(stage, next=None)
+    assert main([str(stage)]) == 0
+    assert capsys.readouterr().out.startswith("mixed-precision (with default options)")
+
+
+# A user's own pass.
+
+MY_PASSES = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import graphshard
+
+
+@dataclass(frozen=True)
+class Rename(graphshard.Pass):
+    name: ClassVar[str] = "rename"
+    count: int = 0
+
+    def rewrite(self, program):
+        return self.count
+
+
+@dataclass(frozen=True)
+class Drop(graphshard.Pass):
+    name: ClassVar[str] = "drop-wait"
+
+    def rewrite(self, program):
+        graph = program.phases["joint"].module.graph
+        (wait, *_) = [node for node in graph.nodes if "wait" in str(node.target)]
+        wait.replace_all_uses_with(wait.args[0])
+        graph.erase_node(wait)
+        return 1
+
+
+@dataclass(frozen=True)
+class Needs(graphshard.Pass):
+    option: int
+"""
+
+
+@pytest.fixture
+def my_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in the current directory, which a console script does not look into by itself."""
+    (tmp_path / "repro_passes.py").write_text(MY_PASSES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "repro_passes", raising=False)
+
+
+@pytest.mark.usefixtures("my_passes")
+def test_a_users_pass(dump: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(dump / "01"), "--pass", "repro_passes:Rename"]) == 0
+    assert capsys.readouterr().out.startswith("rename (given) on ")
+
+
+@pytest.mark.usefixtures("my_passes")
+def test_a_pass_that_breaks_a_rule(dump: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(dump / "01"), "--pass", "repro_passes:Drop"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"drop-wait on {dump}")
+    assert "drop-wait broke the rule waited_once in joint" in out
+
+
+@pytest.mark.usefixtures("my_passes")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("repro_passes:Nothing", "repro_passes has no pass 'Nothing'; a pass derives from graphshard.Pass"),
+        ("repro_passes:dataclass", "repro_passes has no pass 'dataclass'"),
+        ("repro_passes:Needs", "repro_passes:Needs cannot be made without arguments"),
+        ("no_such_module:Drop", "--pass: cannot import 'no_such_module'"),
+        ("reordr", "the default pipeline has no 'reordr', it has insert-collectives,"),
+        ("reordr", "Did you mean 'reorder'?"),
+    ],
+)
+def test_passes_that_are_none(dump: Path, capsys: pytest.CaptureFixture[str], name: str, message: str):
+    assert main([str(dump / "01"), "--pass", name]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_pass_that_cannot_be_made_again_is_asked_for(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    stage = copy_stage(dump, "01-insert-collectives", tmp_path)
+    edit(stage, next={"name": "mine", "class": "my_passes:Mine", "options": {}})
+    assert main([str(stage)]) == 2
+    err = capsys.readouterr().err
+    assert "the next pass, 'mine', cannot be made again: my_passes:Mine is not graphshard's own" in err
+    assert "Give --pass my_passes:Mine" in err
+
+
+# Faults.
+
+
+def test_a_pass_whose_precondition_fails(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    stage = copy_stage(dump, "06-plan", tmp_path)
+    edit(stage, plan=None)
+    assert main([str(stage)]) == 1
+    assert "bucket: the program has no plan; run a planner first" in capsys.readouterr().out
+
+
+def test_a_stage_that_breaks_a_rule_is_not_the_passs_fault(
+    dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    stage = copy_stage(dump, "01-insert-collectives", tmp_path)
+    content = json.loads(stage.read_text())
+    node = next(n for n in content["phases"]["joint"]["nodes"] if n["target"] == "aten.relu.default")
+    node["val"]["tensor"][0] = "float64"
+    stage.write_text(json.dumps(content))
+    assert main([str(stage)]) == 1
+    out = capsys.readouterr().out
+    assert "the stage itself breaks a rule, before the pass runs" in out
+    assert "broke the rule consistent_values" in out
+
+
+def test_a_stage_the_rules_cannot_read(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    stage = copy_stage(dump, "01-insert-collectives", tmp_path)
+    content = json.loads(stage.read_text())
+    node = next(n for n in content["phases"]["joint"]["nodes"] if "all_gather" in n["target"])
+    del node["val"]
+    stage.write_text(json.dumps(content))
+    assert main([str(stage)]) == 1
+    assert "the stage cannot be checked: KeyError: 'val'" in capsys.readouterr().out
+
+
+def test_after_the_last_pass_there_is_none(dump: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(dump / "08")]) == 2
+    assert "no pass follows 'reorder'. Give --pass, one of insert-collectives" in capsys.readouterr().err
+
+
+def test_a_text_alone_is_not_enough(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    text = tmp_path / "07-bucket.txt"
+    text.write_text((dump / text.name).read_text())
+    assert main([str(text)]) == 2
+    assert "has no 07-bucket.json beside it, from which the program could be made again" in capsys.readouterr().err
+
+
+def test_an_unknown_operator_needs_its_library(
+    dump: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """--import registers it; nothing is imported because a file says so."""
+    library = "import torch\nlib = torch.library.Library('repro_lib', 'DEF')\n"
+    library += "lib.define('relu(Tensor x) -> Tensor')\nlib.impl('relu', torch.relu, 'CompositeExplicitAutograd')\n"
+    (tmp_path / "repro_library.py").write_text(library)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    stage = copy_stage(dump, "00-capture", tmp_path)
+    stage.write_text(stage.read_text().replace("aten.relu.default", "repro_lib.relu.default"))
+    assert main([str(stage)]) == 2
+    assert "unknown operator repro_lib.relu.default: import the library that registers it" in capsys.readouterr().err
+    assert main([str(stage), "--import", "repro_library"]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # it is, in this process
+def test_as_a_module(dump: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """`python -m graphshard.debug.repro`"""
+    monkeypatch.setattr(sys, "argv", ["repro", str(dump / "07-bucket.json"), "--pass", "nothing"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("graphshard.debug.repro", run_name="__main__")
+    assert capsys.readouterr().err.startswith("graphshard repro: --pass: the default pipeline has no 'nothing'")

@@ -1,0 +1,455 @@
+"""explain: predicted steps of models on meta, for meshes and machines that are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import graphshard
+from graphshard.explain.study import Study, mesh_axes
+from graphshard.ir.program import Axis
+from graphshard.passes import MakePlan, Offload
+from graphshard.schedule.by_unit import PlanByUnit
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Net(nn.Module):
+    """An embedding, four wide blocks and a head: enough to have a head, a tail and something in between."""
+
+    def __init__(self, width: int = 512, depth: int = 4, vocab: int = 1024) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth)
+        )
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x).float().logsumexp(-1).mean()
+
+
+def meta_net(**sizes: int) -> Net:
+    """On meta, as models that do not fit are."""
+    with torch.device("meta"):
+        return Net(**sizes)
+
+
+TOKENS = torch.zeros(2, 128, dtype=torch.long)
+RANKS = 8
+
+
+@pytest.fixture(scope="module")
+def study() -> Study:
+    """One capture for many tests."""
+    return Study(meta_net(), (TOKENS,), None, {"mp_policy": BF16})
+
+
+@pytest.fixture(scope="module")
+def found(study):
+    """On 8 H100."""
+    return study.explain((RANKS,), graphshard.load_profile("h100"), "isolated")
+
+
+def test_no_process_group_and_no_memory():
+    """The model stays on meta, uncompiled; nobody initialises torch.distributed."""
+    model = meta_net()
+    before = dict(model.named_parameters())
+    result = graphshard.explain(model, {"shard": 64}, example_inputs=(TOKENS,))
+    assert not dist.is_initialized()
+    assert type(model) is Net
+    assert dict(model.named_parameters()) == before
+    assert all(param.is_meta for param in model.parameters())
+    assert result.mesh == {"shard": 64}
+    assert result.tokens == 256
+    assert result.hardware == "h100"
+
+
+def test_numbers_fit_together(found):
+    """The parts make the whole, and the bound is below."""
+    parts = found.compute_s + found.exposed_comm_s + found.optimizer_s
+    assert found.step_time_s == pytest.approx(parts)
+    assert 0 < found.lower_bound_s <= found.step_time_s * (1 + 1e-9)
+    assert found.gap == pytest.approx(found.step_time_s / found.lower_bound_s - 1)
+    assert found.tokens_per_second == pytest.approx(256 * RANKS / found.step_time_s)
+    assert found.exposed_comm_s == pytest.approx(sum(wait.seconds for wait in found.waits))
+    assert found.busy["compute"] == pytest.approx(found.compute_s / found.step_time_s)
+    assert found.busy["node"] == pytest.approx(found.communication_s / found.step_time_s)
+    assert found.compute_s == pytest.approx(sum(r.calls * r.seconds for r in found.regions))
+    assert found.peak_memory_bytes == sum(found.memory.values())
+    assert found.communication_s >= found.exposed_comm_s
+
+
+def test_flops_and_mfu(found):
+    """Six per parameter and token for the layers' weights, at the peak of bfloat16."""
+    weights = 4 * 2 * 4 * 512**2 + 512 * 1024
+    assert found.flop == 6 * weights * 256
+    peak = graphshard.load_profile("h100").rate("bfloat16").peak
+    assert found.mfu == pytest.approx(found.flop / peak / found.step_time_s)
+
+
+def test_state_is_sharded(study, found):
+    """Sharded state is a rank's part of parameters and optimizer: twice the ranks, half of it."""
+    trained = sum(p.numel() for p in study.model.parameters()) * 4
+    assert found.memory["optimizer state"] == pytest.approx(2 * trained / RANKS, rel=0.01)
+    twice = study.explain((2 * RANKS,), graphshard.load_profile("h100"), "isolated")
+    assert twice.memory["optimizer state"] == pytest.approx(found.memory["optimizer state"] / 2, rel=0.01)
+    plain = graphshard.explain(study.model, (RANKS,), example_inputs=(TOKENS,), mp_policy=BF16, optimizer_states=0)
+    assert plain.memory["optimizer state"] == 0
+    assert plain.optimizer_s == pytest.approx(found.optimizer_s * 3 / 7)
+
+
+def test_table(found):
+    """What a user reads."""
+    text = str(found)
+    for part in ("Net, 256 tokens per rank", "shard 8", "network isolated", found.profile_hash[:12], "tokens/s", "MFU"):
+        assert part in text
+    assert f"limited by     {found.limit}" in text
+    assert all(f"* {line}" in text for line in found.advice)
+
+
+def test_waits_have_reasons(study, found):
+    """The first gather has nothing to hide behind, the last reduction neither; on a slow network buckets queue."""
+    of_bucket = {wait.bucket: wait for wait in found.waits}
+    gathers, reductions = ([s.name for s in found._timeline.steps if s.kind == kind] for kind in ("gather", "reduce"))
+    assert of_bucket[gathers[0]].why == "head"
+    assert of_bucket[reductions[-1]].why == "tail"
+    assert [wait.seconds for wait in found.waits] == sorted((w.seconds for w in found.waits), reverse=True)
+    slow = study.explain((64,), graphshard.load_profile("a100"), "in-training")
+    queued = [wait for wait in slow.waits if wait.why == "link"]
+    assert queued
+    assert all(wait.behind and wait.behind != wait.bucket for wait in queued)
+    assert slow.busy.keys() == {"compute", "network"}
+    assert f"longest waits  {slow.waits[0]}" in str(slow)
+    assert f"link between nodes {slow.busy['network']:.1%}" in str(slow)
+
+
+def test_parameters_on_the_host(found, tmp_path):
+    """Copies to and from the host have a link of their own; a gather starts when its shard has come."""
+    passes = graphshard.Pipeline().insert(Offload(), before="plan")
+    away = graphshard.explain(
+        meta_net(), (RANKS,), example_inputs=(TOKENS,), mp_policy=BF16, hardware="h100", passes=passes
+    )
+    steps = away._timeline.steps
+    arrived = {step.name.removeprefix("upload "): step.end for step in steps if step.kind == "upload"}
+    trained = sum(p.numel() for p in meta_net().parameters()) * 4
+    uploads = [step for step in steps if step.kind == "upload" and step.phase == "forward"]
+    assert sum(step.num_bytes for step in uploads) == pytest.approx(trained / RANKS, rel=0.01)
+    assert sum(s.num_bytes for s in steps if s.kind == "download") == pytest.approx(trained / RANKS, rel=0.01)
+    gather = next(step for step in steps if step.kind == "gather")
+    bucket = away._program.plan.bucket(gather.name)
+    assert all(arrived[name] <= gather.start for name in bucket.members if name in arrived)
+    on_link = sorted((s.start, s.end) for s in steps if s.link == "host")
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(on_link))
+    assert 0 < away.busy["host"] < 1
+    assert "link to the host" in str(away)
+    assert away.memory["optimizer state"] == 0 < found.memory["optimizer state"]
+    assert away.memory.get("shards", 0) < found.memory["shards"]
+    assert away.exposed_comm_s > found.exposed_comm_s
+    away.save_trace(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {"copies to and from the host", "communication"} <= {e["args"].get("name") for e in events if e["ph"] == "M"}
+    away.save_html(tmp_path / "r.html")
+    assert "upload embed.weight" in (tmp_path / "r.html").read_text()
+
+
+def test_two_axes(study, tmp_path):
+    """Gathers stay in the node while all-reduces cross nodes: two links, which run at the same time."""
+    found = study.explain((8, 8), graphshard.load_profile("h100"), "isolated")
+    assert (found.mesh, found.num_ranks) == ({"replicate": 8, "shard": 8}, 64)
+    links = {(s.kind, s.link) for s in found._timeline.steps if s.link}
+    assert links == {("gather", "node"), ("reduce", "node"), ("all_reduce", "network")}
+    assert found.busy.keys() == {"compute", "node", "network"}
+    assert found.communication_s == pytest.approx(sum(s.seconds for s in found._timeline.steps if s.link))
+    assert found.compute_s + found.exposed_comm_s + found.optimizer_s == pytest.approx(found.step_time_s)
+    assert found.lower_bound_s <= found.step_time_s
+    together = [
+        (a, b)
+        for a, b in itertools.product(found._timeline.steps, repeat=2)
+        if (a.link, b.link) == ("node", "network") and max(a.start, b.start) < min(a.end, b.end)
+    ]
+    assert together
+    # All-reduces are launched one by one, and waited for at the end.
+    events = [e for e in found._program.plan.events["backward"] if e.bucket.startswith("all_reduce")]
+    assert [e.action for e in events] == ["start"] * (len(events) // 2) + ["wait"] * (len(events) // 2)
+    found.save_trace(tmp_path / "x.json")
+    events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+    assert {e["tid"] for e in events if e["ph"] == "X"} == {1, 2, 3}
+    found.save_html(tmp_path / "x.html")
+    assert "all_reduce" in (tmp_path / "x.html").read_text()
+
+
+def test_formulas_on_two_axes():
+    """They say what explain says, also for another number of shards, while the number of replicas stays."""
+    study = Study(meta_net(width=64), (TOKENS,), None, {"mp_policy": BF16, "symbols": {"batch": 0}})
+    h100 = graphshard.load_profile("h100")
+    found, more = (study.explain((4, ranks), h100, "isolated") for ranks in (4, 8))
+    for name, value in (("step_time_s", more.step_time_s), ("communication_s", more.communication_s)):
+        assert found.formulas.evaluate(batch=2)[name] == pytest.approx(getattr(found, name))
+        assert found.formulas.evaluate(batch=2, ranks=8)[name] == pytest.approx(value, rel=0.05)
+    assert "formulas around" in str(found)
+
+
+def test_two_axes_are_planned_as_compile_plans_them(fake_world):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    predicted = graphshard.explain(meta_net(), (2, 2), example_inputs=(TOKENS,), hardware="cpu-gloo")
+    fake_world(4)
+    model = Net()
+    graphshard.compile(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), backend="eager")
+    model(TOKENS)
+    (program,) = graphshard.programs(model)
+    assert program.plan.hash == predicted.plan_hash
+    assert program.regions.keys() == {region.key for region in predicted.regions}
+
+
+def test_json(found):
+    """Plain numbers; what is private stays out."""
+    data = json.loads(found.to_json())
+    assert data["step_time_s"] == found.step_time_s
+    assert data["tokens_per_second"] == found.tokens_per_second
+    assert data["regions"][0]["key"] == found.regions[0].key
+    assert not any(name.startswith("_") for name in data)
+
+
+def test_html(found, tmp_path):
+    """The report of the same program, for the same machine."""
+    found.save_html(tmp_path / "x.html")
+    text = (tmp_path / "x.html").read_text()
+    assert "NVIDIA H100 SXM" in text
+    assert found.profile_hash[:12] in text
+    assert "gather layers.1 in forward" in text
+
+
+def test_trace(found, tmp_path):
+    """Trace events that a parser accepts: known phases with their fields, and no overlap on a track."""
+    found.save_trace(tmp_path / "x.json")
+    trace = json.loads((tmp_path / "x.json").read_text())
+    fields = {"X": {"ts", "dur", "tid", "cat"}, "C": {"ts", "args"}, "M": {"args"}}
+    for event in trace["traceEvents"]:
+        assert {"ph", "name", "pid"} | fields[event["ph"]] <= event.keys()
+    tracks: dict[int, list] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            tracks.setdefault(event["tid"], []).append(event)
+    assert tracks.keys() == {1, 2}
+    for events in tracks.values():
+        for a, b in itertools.pairwise(events):
+            assert a["ts"] + a["dur"] <= b["ts"] + 1e-6
+    waits = sum(e["dur"] for e in tracks[1] if e["cat"] == "exposed")
+    assert waits == pytest.approx(found.exposed_comm_s * 1e6)
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    assert {"compute", "communication"} <= names
+    peak = max(e["args"]["bytes"] for e in trace["traceEvents"] if e["ph"] == "C")
+    assert peak == found.peak_memory_bytes - found.memory["optimizer state"]
+
+
+def test_equal_to_what_compile_makes(fake_world):
+    """The plan and the regions are those that compile makes with the same arguments."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    cpu = dataclasses.replace(graphshard.load_profile("h100"), name="cpu", device="cpu")
+    predicted = graphshard.explain(meta_net(), (4,), example_inputs=(TOKENS,), hardware=cpu)
+    fake_world(4)
+    model = Net()
+    graphshard.compile(model, init_device_mesh("cpu", (4,)), backend="eager", hardware=cpu)
+    model(TOKENS)
+    (program,) = graphshard.programs(model)
+    assert program.plan.hash == predicted.plan_hash
+    assert program.regions.keys() == {region.key for region in predicted.regions}
+
+
+# What limits, and what helps
+
+
+def test_limits(study):
+    """A slow network is a link; much work for few bytes is compute; too little memory is memory."""
+    h100 = graphshard.load_profile("h100")
+    assert study.explain((1024,), h100, "in-training").limit == "link"
+    slow = dataclasses.replace(
+        h100, rates={n: dataclasses.replace(r, peak=r.peak / 1e4) for n, r in h100.rates.items()}
+    )
+    assert study.explain((RANKS,), slow, "isolated").limit == "compute"
+    small = study.explain((RANKS,), dataclasses.replace(h100, memory_capacity=1e6), "isolated")
+    assert small.limit == "memory"
+    assert "are needed" in small.advice[0]
+    assert study.explain((RANKS,), h100, "isolated").limit in ("head", "tail", "link")
+
+
+def test_advice_is_right(study):
+    """With somewhat more tokens than the advice names, communication does hide; with a quarter it does not."""
+    h100 = graphshard.load_profile("h100")
+    # The planner would join buckets where latencies count, and so change the communication that the advice is about.
+    by_unit = {"mp_policy": BF16, "passes": graphshard.Pipeline().replace("plan", MakePlan(PlanByUnit()))}
+    link = Study(study.model, (TOKENS,), None, by_unit).explain((1024,), h100, "in-training")
+    (line,) = [line for line in link.advice if "tokens per rank" in line]
+    tokens = int(line.split("from about ")[1].split(" tokens")[0].replace(",", ""))
+    rate = h100.rate("bfloat16")
+    assert tokens == pytest.approx(link.communication_s / (link.flop / 256 / (rate.peak * rate.matmul)), rel=0.01)
+    assert any("reshard_after_forward=False drops A'" in line for line in link.advice)
+    assert any("halves R" in line for line in link.advice)
+
+    def at(count: int) -> graphshard.Explanation:
+        inputs = (torch.zeros(1, count, dtype=torch.long),)
+        return graphshard.explain(study.model, (1024,), example_inputs=inputs, network="in-training", **by_unit)
+
+    enough, few = at(tokens), at(tokens // 4)
+    assert enough.communication_s < 1.01 * enough.compute_s
+    assert few.communication_s > few.compute_s
+
+
+def test_keeping_parameters_is_what_the_advice_says(study):
+    """No gathers in backward: communication shrinks by A'."""
+    h100 = graphshard.load_profile("h100")
+    again = study.explain((64,), h100, "isolated")
+    kept = graphshard.explain(study.model, (64,), example_inputs=(TOKENS,), mp_policy=BF16, reshard_after_forward=False)
+    gathers = [step for step in again._timeline.steps if step.kind == "gather" and step.phase == "backward"]
+    assert kept.communication_s == pytest.approx(again.communication_s - sum(s.seconds for s in gathers))
+
+
+# Measured regions
+
+
+def test_measured_regions_replace_estimates(study, found):
+    """One region measured to take a second; the rest stays."""
+    region = found.regions[0]
+    result = study.explain((RANKS,), graphshard.load_profile("h100"), "isolated", measured={region.key: 1.0})
+    assert result.compute_s == pytest.approx(found.compute_s + region.calls * (1.0 - region.seconds))
+    assert [r.key for r in result.regions if r.measured] == [region.key]
+
+
+def test_measure_regions(fake_world, tmp_path):
+    """Regions of a compiled model are timed and fit the prediction's by key, through a file."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    fake_world(2)
+    model = Net(width=16, vocab=32)
+    with pytest.raises(graphshard.ArgumentError, match="Net has no program to measure"):
+        graphshard.measure_regions(model)
+    graphshard.compile(model, init_device_mesh("cpu", (2,)), backend="eager")
+    with pytest.raises(graphshard.ArgumentError, match="Net has no program to measure"):
+        graphshard.measure_regions(model)
+    model(TOKENS)
+    measured = graphshard.measure_regions(model, budget=0.001)
+    (program,) = graphshard.programs(model)
+    assert measured.keys() == program.regions.keys()
+    assert all(0 < seconds < 10 for seconds in measured.values())
+    graphshard.save_measured(measured, tmp_path / "m.json")
+    assert graphshard.load_measured(tmp_path / "m.json") == measured
+    cpu = dataclasses.replace(graphshard.load_profile("h100"), name="cpu", device="cpu")
+    small = meta_net(width=16, vocab=32)
+    result = graphshard.explain(small, (2,), example_inputs=(TOKENS,), hardware=cpu, measured=measured)
+    assert all(region.measured for region in result.regions)
+    assert result.compute_s == pytest.approx(sum(measured[key] for key in program.region_calls))
+
+
+def test_measurements_of_something_else(study, tmp_path):
+    """A key that is no region, and a file that holds something else."""
+    with pytest.raises(graphshard.ArgumentError, match="measured has 'abc', which is no region of this program"):
+        study.explain((RANKS,), graphshard.load_profile("h100"), "isolated", measured={"abc": 1.0})
+    (tmp_path / "m.json").write_text('{"abc": "fast"}')
+    with pytest.raises(graphshard.ArgumentError, match="must hold seconds by region key"):
+        graphshard.load_measured(tmp_path / "m.json")
+
+
+# Grids
+
+
+def test_grid(study):
+    """One capture for all meshes and machines; a line for each; the best fits into memory."""
+    said = []
+    grid = graphshard.explain_grid(
+        study.model,
+        [(8,), {"shard": 64}],
+        example_inputs=(TOKENS,),
+        hardware=["h100", "a100"],
+        network=["isolated", "in-training"],
+        settings={"f32": {}, "bf16": {"mp_policy": BF16}},
+        show=said.append,
+    )
+    assert len(grid.rows) == 2 * 2 * 2 * 2
+    assert said.count("capture") == 2
+    assert len([text for text in said if text.startswith("schedule")]) == 4
+    assert [row.label for row in grid.rows[:1] + grid.rows[-1:]] == ["f32", "bf16"]
+    assert grid.best.tokens_per_second == max(row.tokens_per_second for row in grid.rows)
+    lines = str(grid).splitlines()
+    assert len(lines) == 17
+    assert lines[0].split()[:4] == ["setting", "mesh", "hardware", "network"]
+    assert [row["hardware"] for row in json.loads(grid.to_json())] == [row.hardware for row in grid.rows]
+    single = study.explain((64,), graphshard.load_profile("a100"), "in-training")
+    assert grid.rows[-1].step_time_s == pytest.approx(single.step_time_s)
+
+
+# Wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (8, "mesh must be a DeviceMesh or a shape such as"),
+        ("8", "mesh must be a DeviceMesh or a shape such as"),
+        ((0,), "mesh must have positive sizes"),
+        ({}, "mesh must have positive sizes"),
+        ((), "mesh must have positive sizes"),
+        ((2, 2, 2), r"mesh must have one axis \(to shard over\) or two .*, got 3: \(2, 2, 2\)"),
+    ],
+)
+def test_wrong_meshes(mesh, message):
+    """Before anything is captured."""
+    with pytest.raises(graphshard.ArgumentError, match=message):
+        mesh_axes(mesh)
+
+
+def test_meshes():
+    """Names are the mesh's, or "replicate" and "shard"."""
+    assert mesh_axes((8,)) == mesh_axes({"shard": 8}) == (Axis("shard", 8),)
+    assert mesh_axes({"dp": 3}) == (Axis("dp", 3),)
+    assert mesh_axes((2, 8)) == mesh_axes({"replicate": 2, "shard": 8}) == (Axis("replicate", 2), Axis("shard", 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hardware": "tpu"}, "hardware 'tpu' is neither"),
+        ({"network": "dsl"}, "network must be one of 'isolated', 'in-training' for h100, got 'dsl'"),
+        ({"optimizer_states": -1}, "optimizer_states must be a number"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward must be"),
+        ({"mp_policy": "bf16"}, "mp_policy must be"),
+        ({"passes": []}, "passes must be"),
+        ({"example_inputs": TOKENS}, "example_inputs must be a tuple"),
+        ({"example_inputs": None}, "explain needs example_inputs"),
+        ({"units": "layers.*"}, "units must be a sequence"),
+    ],
+)
+def test_wrong_arguments(options, message):
+    """The message names the argument."""
+    with pytest.raises(graphshard.ArgumentError, match=message):
+        graphshard.explain(meta_net(width=16), (8,), **{"example_inputs": (TOKENS,), **options})
+
+
+def test_wrong_grids():
+    """A list was forgotten; an option is none."""
+    with pytest.raises(graphshard.ArgumentError, match=r"hardware of a grid must be a list, got 'h100'"):
+        graphshard.explain_grid(meta_net(width=16), [(8,)], example_inputs=(TOKENS,), hardware="h100")
+    with pytest.raises(graphshard.ArgumentError, match="explain has no option 'reshard'"):
+        graphshard.explain_grid(meta_net(width=16), [(8,)], example_inputs=(TOKENS,), settings={"x": {"reshard": 1}})
+
+
+def test_mesh_of_one_rank(study):
+    """Nothing travels."""
+    alone = study.explain((1,), graphshard.load_profile("h100"), "isolated")
+    assert alone.communication_s == 0
+    assert alone.limit == "compute"
+    assert math.isfinite(alone.gap)

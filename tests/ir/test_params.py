@@ -1,0 +1,177 @@
+"""The parameter table and the arithmetic of shards."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from graphshard.ir.params import ParamRow, ParamTable, build_table, memory_order, named_parameters
+from graphshard.ir.precision import Precision
+from graphshard.ir.units import find_units
+from tests.helpers import Blocks, Tied
+
+
+def _row(*shape: int, num_shards: int = 2) -> ParamRow:
+    f32 = torch.float32
+    return ParamRow(("w",), shape, f32, f32, f32, True, num_shards, "", False)
+
+
+def _table(
+    model: nn.Module,
+    *,
+    num_shards: int = 2,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    reshard: bool | None = None,
+) -> ParamTable:
+    return build_table(
+        model,
+        num_shards=num_shards,
+        units=find_units(model),
+        precision=Precision(MixedPrecisionPolicy(param_dtype, reduce_dtype)),
+        reshard_after_forward=reshard,
+    )
+
+
+@st.composite
+def _rows(draw: st.DrawFn) -> tuple[ParamRow, torch.Tensor]:
+    """A row of any shape, dim, memory order and number of shards, and a parameter of that kind."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    order = draw(st.permutations(range(len(shape))))
+    memory = torch.arange(math.prod(shape)).view([shape[d] for d in order])
+    full = memory.permute(sorted(range(len(shape)), key=order.__getitem__))
+    row = replace(
+        _row(*shape, num_shards=draw(st.integers(1, 5))),
+        dim=draw(st.integers(0, len(shape) - 1)),
+        order=memory_order(full),
+    )
+    return row, full
+
+
+@given(_rows())
+@settings(deadline=None)
+def test_shards_are_the_chunks_of_torch(drawn: tuple[ParamRow, torch.Tensor]) -> None:
+    """torch.chunk makes fewer chunks when elements run out; the ranks behind them hold nothing."""
+    row, full = drawn
+    empty = full.narrow(row.dim, 0, 0)
+    chunks = [*full.chunk(row.num_shards, row.dim), *[empty] * row.num_shards]
+    for rank in range(row.num_shards):
+        assert torch.equal(full.narrow(row.dim, *row.local_range(rank)), chunks[rank])
+        assert row.local_shape(rank) == tuple(chunks[rank].shape)
+    assert row.padded_shape == tuple(chunks[0].shape)
+    assert row.is_even == (row.shape[row.dim] % row.num_shards == 0)
+
+
+@given(_rows())
+@settings(deadline=None)
+def test_strides_are_dense_in_the_memory_order(drawn: tuple[ParamRow, torch.Tensor]) -> None:
+    """A contiguous tensor has order (); lengths of 1 leave the order open, and then the strides do not matter."""
+    row, full = drawn
+    assert (row.order == ()) == full.is_contiguous()
+    in_memory = torch.empty_strided(row.shape, row.stride_of(row.shape)).permute(row.order or tuple(range(full.dim())))
+    assert in_memory.is_contiguous()
+    assert row.in_memory(row.shape) == tuple(in_memory.shape)
+    if 1 not in row.shape:
+        assert row.stride_of(row.shape) == full.stride()
+    assert row.in_memory(row.shape)[row.memory_dim] == row.shape[row.dim]
+
+
+def test_tensors_with_gaps_have_no_order() -> None:
+    gaps = torch.empty(4, 6)[:, ::2]
+    overlapping = torch.empty(4, 1).expand(4, 3)
+    assert memory_order(gaps) == memory_order(overlapping) == ()
+
+
+def test_units_and_their_defaults() -> None:
+    """Without a choice the root keeps its parameters, and the units gather theirs again."""
+    model = nn.ModuleDict({"blocks": Blocks(2), "head": nn.Linear(4, 4)})
+    table = _table(model)
+    assert table.units == ("blocks.layers.0", "blocks.layers.1", "")
+    assert {row.name: (row.unit, row.reshard) for row in table} == {
+        "blocks.layers.0.weight": ("blocks.layers.0", True),
+        "blocks.layers.1.weight": ("blocks.layers.1", True),
+        "head.weight": ("", False),
+        "head.bias": ("", False),
+    }
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_choice_holds_for_all(reshard: bool) -> None:
+    table = _table(nn.ModuleDict({"blocks": Blocks(1), "head": nn.Linear(4, 4)}), reshard=reshard)
+    assert {row.reshard for row in table} == {reshard}
+
+
+def test_tied_weights_share_a_row() -> None:
+    table = _table(Tied())
+    (row,) = table
+    assert row.names == ("embed.weight", "head.weight")
+    assert table["head.weight"] is table["embed.weight"] is row
+    assert len(table) == 1
+
+
+def test_a_module_under_two_names_shares_rows() -> None:
+    layer = nn.Linear(2, 2)
+    model = nn.ModuleDict({"a": layer, "b": layer})
+    assert list(named_parameters(model)) == [("a.weight", "b.weight"), ("a.bias", "b.bias")]
+
+
+def test_rows_are_in_registration_order() -> None:
+    model = nn.Module()
+    model.b = nn.Parameter(torch.ones(2))
+    model.a = nn.Linear(2, 2)
+    model.c = nn.Parameter(torch.ones(2))
+    # A module's own parameters come before those of its children.
+    assert [row.name for row in _table(model)] == ["b", "c", "a.weight", "a.bias"]
+
+
+def test_precision_follows_fsdp2() -> None:
+    """Only floating parameters are computed in `param_dtype`; without `reduce_dtype` gradients keep theirs."""
+    model = nn.Module()
+    model.w = nn.Parameter(torch.ones(4))
+    model.index = nn.Parameter(torch.ones(4, dtype=torch.int64), requires_grad=False)
+    bf16, f32 = torch.bfloat16, torch.float32
+
+    def dtypes(**policy: torch.dtype) -> tuple[torch.dtype, ...]:
+        row = _table(model, **policy)["w"]
+        return row.dtype, row.compute_dtype, row.reduce_dtype
+
+    assert dtypes() == (f32, f32, f32)
+    assert dtypes(param_dtype=bf16) == (f32, bf16, bf16)
+    assert dtypes(param_dtype=bf16, reduce_dtype=f32) == (f32, bf16, f32)
+    assert dtypes(reduce_dtype=bf16) == (f32, f32, bf16)
+    assert _table(model, param_dtype=bf16)["index"].compute_dtype == torch.int64
+
+
+def test_frozen_parameters_are_marked() -> None:
+    model = Blocks(2)
+    model.layers[0].requires_grad_(False)
+    assert [row.trainable for row in _table(model)] == [False, True]
+
+
+def test_a_row_is_plain_data() -> None:
+    data = json.loads(json.dumps(_row(3, 2).to_dict()))
+    assert data == {
+        "names": ["w"],
+        "shape": [3, 2],
+        "dtype": "torch.float32",
+        "compute_dtype": "torch.float32",
+        "reduce_dtype": "torch.float32",
+        "trainable": True,
+        "num_shards": 2,
+        "unit": "",
+        "reshard": False,
+        "dim": 0,
+        "order": [],
+        "ignored": False,
+        "divide_factor": None,
+        "force_sum": False,
+        "held": False,
+    }

@@ -1,0 +1,112 @@
+"""Calibration: fits of measured times, the profile file, the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import graphshard
+from graphshard.cli.main import main
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import Link
+from graphshard.ir.program import Axis
+from graphshard.measure import chip as calibrate_chip
+from graphshard.measure.links import Links, fit
+from tests.explain.test_explain import TOKENS, meta_net
+
+
+def test_fit():
+    """Exact times give exact numbers; noise that says that nothing has a latency gives none that is negative."""
+    sizes = (10**3, 10**5, 10**7)
+    latency, per_byte = fit(sizes, [5e-4 + size / 1e9 for size in sizes])
+    assert latency == pytest.approx(5e-4)
+    assert per_byte == pytest.approx(1e-9)
+    latency, per_byte = fit(sizes, [1e-3, 9e-4, 8e-4])
+    assert latency > 0
+    assert per_byte > 0
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Everything is called once and takes a millisecond."""
+
+    def seconds_of(fn, device, budget=0.0):
+        fn()
+        return 1e-3
+
+    monkeypatch.setattr(calibrate_chip, "seconds_of", seconds_of)
+    monkeypatch.setattr(calibrate_chip, "_SQUARES", {"cpu": (64, 128)})
+
+
+def test_command(quick, tmp_path, capsys):
+    """One rank measures compute, and writes a profile that explain takes, with where and when in it."""
+    path = tmp_path / "here.json"
+    assert main(["calibrate", "--out", str(path), "--device", "cpu", "--ranks", "1"]) == 0
+    profile = graphshard.load_profile(path)
+    assert capsys.readouterr().out == f"{path}: profile here, hash {profile.hash[:12]}\n"
+    assert profile.name == "here"
+    assert profile.device == "cpu"
+    assert profile.made["torch"] == torch.__version__
+    assert profile.made["ranks"] == 1
+    assert profile.made["date"].startswith("20")
+    assert profile.sources["memory_bandwidth"].startswith("measured, 1 ranks")
+    assert profile.sources["inside.gather.bandwidth"] == "assumed: not measured, one rank"
+    # 2 * 64**3 and 2 * 128**3 in a millisecond, less half of it for the launch.
+    assert profile.rate("float32").peak == pytest.approx((64**3 + 128**3) / 5e-4)
+    found = graphshard.explain(meta_net(width=16, vocab=32), (2,), example_inputs=(TOKENS,), hardware=path)
+    assert found.hardware == "here"
+    assert found.profile_hash == profile.hash
+    assert [p.name for p in tmp_path.iterdir()] == ["here.json"]
+
+
+def test_wrong_commands(tmp_path, capsys):
+    """One line, status 2, nothing written."""
+    path = tmp_path / "x.json"
+    assert main(["calibrate", "--out", str(path), "--ranks", "-1"]) == 2
+    assert "--ranks must be positive, got -1" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main(["calibrate", "--out", str(path), "--device", "cuda"]) == 2
+        assert "torch.cuda.is_available() is False" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_calibrated_profile_changes_the_prediction(quick, tmp_path):
+    """Other numbers, another hash, another time: a profile is what a prediction is made of."""
+    path = tmp_path / "here.json"
+    main(["calibrate", "--out", str(path), "--device", "cpu", "--ranks", "1"])
+    data = json.loads(path.read_text())
+    data["kernel_seconds"]["value"] *= 10
+    other = Path(tmp_path / "other.json")
+    other.write_text(json.dumps(data))
+    grid = graphshard.explain_grid(
+        meta_net(width=16, vocab=32), [(2,)], example_inputs=(TOKENS,), hardware=[path, other]
+    )
+    assert grid.rows[0].profile_hash != grid.rows[1].profile_hash
+    assert grid.rows[1].compute_s > 5 * grid.rows[0].compute_s
+
+
+def test_the_best_of_several_rounds():
+    """Number by number, and link by link: a slow moment of a shared machine does not count."""
+    fast = calibrate_chip.Chip(1e-6, 1e10, 1e9, 1e10, {"float32": 1e11}, {"float32": 1e10})
+    slow = calibrate_chip.Chip(2e-6, 5e9, 2e9, 5e9, {"float32": 2e11}, {"float32": 5e9})
+    best = calibrate_chip.Chip(1e-6, 1e10, 2e9, 1e10, {"float32": 2e11}, {"float32": 1e10})
+    assert fast.better(slow) == slow.better(fast) == best
+    once = Links(1, {"gather": Link(1e9, 1e-3, 1e-4)}, {"isolated": 1e9}, 0.8)
+    again = Links(1, {"gather": Link(5e8, 5e-3, 5e-5)}, {"isolated": 5e8}, 0.7)
+    assert once.better(again) == again.better(once) == replace(once, contention=0.7)
+
+
+def test_builtin_profile_of_a_cpu():
+    """This project's own machine: gloo's reduce-scatter costs more than its all-gather."""
+    profile = graphshard.load_profile("cpu-gloo")
+    assert profile.device == "cpu"
+    assert all(
+        source.startswith(("measured", "reported", "assumed", "as measured", "part of", "not modelled"))
+        for source in profile.sources.values()
+    )
+    costs, axis = Costs(profile), Axis("shard", 2)
+    assert costs.collective("reduce", 2**24, 1, axis) > costs.collective("gather", 2**24, 1, axis)

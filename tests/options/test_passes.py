@@ -1,0 +1,147 @@
+"""The planner that compile and explain choose: which profile, which order, memory limits."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from graphshard.codec.passes import decode_pass, encode_pass
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import load_profile
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.program import Axis, Program
+from graphshard.options.passes import agreeing, profile_here, with_planner
+from graphshard.passes import MakePlan
+from graphshard.pipeline.pipeline import Pipeline
+from graphshard.schedule import InfeasibleError
+from graphshard.schedule.agreed import AgreedPlanner, outline
+from graphshard.schedule.build import Constraints
+from graphshard.schedule.by_cost import PlanByCost
+from graphshard.schedule.by_unit import PlanByUnit
+from tests.helpers import Blocks, captured, through
+from tests.ranks import FakeWorld
+
+CPU = torch.device("cpu")
+COSTS = Costs(load_profile("cpu-gloo"), mesh=(Axis("shard", 2),))
+BATCH = (torch.randn(3, 16),)
+
+
+@pytest.fixture(scope="module")
+def partitioned() -> Program:
+    """Four units with two parameters each."""
+    return through(captured(Blocks(4, 16, bias=True), BATCH), "partition")
+
+
+def test_the_profile_of_the_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As given, by the environment, by the device's name; an unknown GPU has none and is logged."""
+    monkeypatch.delenv("GRAPHSHARD_HARDWARE", raising=False)
+    assert profile_here(CPU, None).name == "cpu-gloo"
+    assert profile_here(CPU, "h100").name == "h100"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
+    assert profile_here(torch.device("cuda", 0), None).name == "a100"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce")
+    with caplog.at_level(logging.WARNING, "graphshard"):
+        assert profile_here(torch.device("cuda", 0), None) is None
+    assert "no hardware profile of nvidia geforce: collectives are planned unit by unit" in caplog.text
+    monkeypatch.setenv("GRAPHSHARD_HARDWARE", "b200")
+    assert profile_here(CPU, None).name == "b200"
+
+
+def test_small_gains_keep_the_order_of_fsdp2(partitioned: Program) -> None:
+    """Another plan costs compilation; a prediction is there all the same."""
+    (step,) = (s for s in with_planner(Pipeline(), COSTS, memory_limit=None, units_given=False) if s.name == "plan")
+    ours, theirs = step.planner(partitioned), PlanByUnit()(partitioned)
+    assert ours.events == theirs.events
+    assert [b.members for b in ours.buckets] == [b.members for b in theirs.buckets]
+    assert ours.prediction.lower_bound <= ours.prediction.step_seconds
+
+
+def test_what_is_worth_it_is_taken(partitioned: Program) -> None:
+    """The larger the gain that is asked for, the closer the plan is to FSDP2's; never more memory than that takes."""
+    plans = [PlanByCost(COSTS, worth=worth)(partitioned) for worth in (1e9, 0.02)]
+    assert plans[1].prediction.step_seconds < 0.98 * plans[0].prediction.step_seconds
+    assert plans[1].prediction.peak_bytes <= plans[0].prediction.peak_bytes
+
+
+def test_a_memory_limit_overrules_it(partitioned: Program) -> None:
+    """Where FSDP2's order does not fit, the best that does is taken, and if nothing does the error says what would."""
+    free = PlanByCost(COSTS, worth=1e9)(partitioned).prediction
+    with pytest.raises(InfeasibleError, match="The least possible is") as error:
+        PlanByCost(COSTS, 1, worth=1e9)(partitioned)
+    assert error.value.smallest < free.peak_bytes
+    tight = PlanByCost(COSTS, error.value.smallest, worth=1e9)(partitioned).prediction
+    assert tight.peak_bytes == error.value.smallest
+
+
+def test_the_passes_own_planner_stays() -> None:
+    pipeline = Pipeline().replace("plan", MakePlan(PlanByUnit()))
+    assert with_planner(pipeline, COSTS, memory_limit=None, units_given=False) is pipeline
+    with pytest.raises(ArgumentError, match="memory_limit=5 cannot be kept, as passes has a planner of its own"):
+        with_planner(pipeline, COSTS, memory_limit=5, units_given=False)
+    with pytest.raises(ArgumentError, match="no hardware profile of this device is known: measure one"):
+        with_planner(Pipeline(), None, memory_limit=5, units_given=False)
+
+
+def test_named_units_are_constraints() -> None:
+    planners = [
+        s.planner for s in with_planner(Pipeline(), COSTS, memory_limit=9, units_given=True) if s.name == "plan"
+    ]
+    assert [(p.constraints, p.memory_limit) for p in planners] == [(Constraints(units=True), 9)]
+
+
+def test_a_planner_in_a_file() -> None:
+    """All that decides a plan is in a dumped stage, the numbers of the profile included."""
+    constraints = Constraints(units=True, forward_prefetch={"a": ["b"]})
+    step = MakePlan(PlanByCost(replace(COSTS, measured={"r": 1.0}), 1 << 30, constraints, worth=0.1))
+    pipeline = agreeing(Pipeline((step,)), None, str, None)
+    for stored in (step, *pipeline):
+        assert decode_pass(encode_pass(stored)).step == step
+
+
+def test_the_plan_of_a_size_serves_others(partitioned: Program) -> None:
+    """A rank may capture another batch size alone; with a memory limit the plan is made anew."""
+    other = through(captured(Blocks(4, 16, bias=True), (torch.randn(2, 16),)), "partition")
+    assert outline(other) == outline(partitioned) != outline(through(captured(Blocks(2, 16), BATCH), "partition"))
+
+
+def test_compile_takes_it(fake_world: FakeWorld) -> None:
+    """Arguments of compile reach the planner; the error of a limit that nothing keeps leaves the model as it was."""
+    fake_world(2)
+    mesh = init_device_mesh("cpu", (2,))
+    model = Blocks(2, 16)
+    with pytest.raises(ArgumentError, match="memory_limit must be a positive number of bytes, got 0"):
+        graphshard.compile(model, mesh, memory_limit=0)
+    with pytest.raises(InfeasibleError, match=r"memory_limit of 10 bytes\. The least possible is"):
+        graphshard.compile(model, mesh, backend="eager", example_inputs=BATCH, memory_limit=10)
+    assert type(model) is Blocks
+    assert isinstance(model.get_parameter(next(iter(dict(model.named_parameters())))), nn.Parameter)
+    graphshard.compile(model, mesh, backend="eager", example_inputs=BATCH, memory_limit=10**6, hardware="a100")
+    (program,) = graphshard.programs(model)
+    assert program.plan.prediction.profile == "a100"
+    assert program.plan.prediction.peak_bytes <= 10**6
+
+
+def test_ranks_take_the_plan_of_the_first(partitioned: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first rank made is used if it fits; if the programs differ, each rank plans, and the check says how."""
+    made: list[dict] = []
+
+    def first(mesh, tag, timeout, program, make):
+        made.append(make())
+        return made[-1]
+
+    def another(mesh, tag, timeout, program, make):
+        return made[0]
+
+    cheap, dear = PlanByCost(COSTS), PlanByCost(Costs(load_profile("h100")), exact_reductions=False)
+    monkeypatch.setattr("graphshard.schedule.agreed.from_first", first)
+    plan = AgreedPlanner(cheap, None, str, None)(partitioned)
+    monkeypatch.setattr("graphshard.schedule.agreed.from_first", another)
+    assert AgreedPlanner(dear, None, str, None)(partitioned) == plan
+    different = through(captured(Blocks(2, 16), BATCH), "partition")
+    assert AgreedPlanner(dear, None, str, None)(different) == dear(different)

@@ -1,0 +1,103 @@
+"""What other tools see: torch's logs, its structured trace, and the profiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from graphshard import Pipeline
+from tests.helpers import Blocks
+from tests.ranks import FakeWorld
+
+SCRIPT = """
+import torch, torch.distributed as dist, graphshard
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+graphshard.compile(model, init_device_mesh("cpu", (2,)), backend="eager", example_inputs=(torch.ones(3, 4),))
+"""
+STAGES = ["capture", *(step.name for step in Pipeline()), "lower"]
+
+
+def _run(**environment: str) -> str:
+    command = [sys.executable, "-c", SCRIPT]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.slow
+def test_torch_logs() -> None:
+    """`TORCH_LOGS=graphshard` says what each pass did, `+graphshard` shows the program after it; silent otherwise."""
+    assert "graphshard" not in _run()
+    brief = _run(TORCH_LOGS="graphshard")
+    assert "capture 0 of Sequential: first call" in brief
+    assert all(f"{name}: " in brief for name in STAGES)
+    assert "all_gather_into_tensor" not in brief
+    assert "* %" in _run(TORCH_LOGS="+graphshard")
+
+
+@pytest.mark.slow
+def test_tlparse(tmp_path: Path) -> None:
+    """`TORCH_TRACE=dir` and the public tlparse tool show every stage."""
+    _run(TORCH_TRACE=str(tmp_path / "trace"))
+    tlparse = Path(sys.executable).with_name("tlparse")
+    (log,) = (tmp_path / "trace").glob("*.log")
+    command = [str(tlparse), str(log), "-o", str(tmp_path / "out"), "--no-browser", "--strict"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = {path.name: path for path in (tmp_path / "out").rglob("graphshard_*")}
+    for index, stage in enumerate(STAGES):
+        (name,) = [name for name in found if name.startswith(f"graphshard_Sequential-0_{index:02d}_{stage}")]
+        assert name in (tmp_path / "out" / "index.html").read_text()
+        assert found[name].read_text().startswith(("joint:", "forward:"))
+
+
+def _ranges(model: nn.Module, batch: torch.Tensor) -> list[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(batch).backward()
+    names = [(event.time_range.start, event.name) for event in profile.events()]
+    return [name for _, name in sorted(names) if name.startswith(("region_", "start ", "wait "))]
+
+
+def test_profiler_ranges(fake_world: FakeWorld) -> None:
+    """A profile reads like the plan: starts, waits and regions by name, in order; without a profiler there is none."""
+    fake_world(2)
+    batch = torch.ones(3, 4)
+    model = graphshard.compile(Blocks(2), init_device_mesh("cpu", (2,)), backend="eager")
+    model(batch).backward()
+    (program,) = graphshard.programs(model)
+    assert program.plan is not None
+    found = _ranges(model, batch)
+    planned = [f"{e.action} {e.bucket}" for phase in ("forward", "backward") for e in program.plan.events[phase]]
+    assert [name for name in found if not name.startswith("region")] == planned
+    regions = [name.split()[0] for name in found if name.startswith("region")]
+    assert regions == [f"region_{list(program.regions).index(key)}" for key in program.region_calls]
+    assert "region_0 layers.0" in found
+    assert _ranges(model, batch) == found
+
+
+def test_ranges_change_nothing(fake_world: FakeWorld) -> None:
+    """The profiled code is the code that runs, frees included."""
+    from graphshard.pipeline.frees import faults
+    from graphshard.runtime.ranges import with_ranges
+
+    fake_world(2)
+    model = graphshard.compile(
+        Blocks(2), init_device_mesh("cpu", (2,)), backend="eager", example_inputs=(torch.ones(3, 4),)
+    )
+    (program,) = graphshard.programs(model)
+    for phase in program.phases.values():
+        code = with_ranges(phase.module).code
+        assert code != phase.module.code
+        assert not list(faults(code))
+        plain = [line.split("): ", 1)[1] if "record_function" in line else line.strip() for line in code.splitlines()]
+        assert plain == [line.strip() for line in phase.module.code.splitlines()]

@@ -1,0 +1,108 @@
+"""The HTML report: what is in the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from graphshard.report.page import (
+    Alive,
+    RegionView,
+    Report,
+    Span,
+    StageView,
+    format_bytes,
+    format_seconds,
+    render,
+)
+from tests.reports import HOSTILE, small_report
+
+
+def test_hostile_names_are_text() -> None:
+    stage = StageView(HOSTILE, 0, 1.0, 1, True, HOSTILE, HOSTILE + "\n", HOSTILE)
+    plain = small_report()
+    assert plain.timeline
+    assert plain.memory
+    report = Report(
+        HOSTILE,
+        ((HOSTILE, HOSTILE),),
+        (stage, stage),
+        (dataclasses.replace(plain.buckets[0], name=HOSTILE, params=(HOSTILE,), packed=(HOSTILE,), start=HOSTILE),),
+        dataclasses.replace(
+            plain.timeline, spans=(Span("shard", "gather", HOSTILE, 0, 1, HOSTILE),), assumptions=HOSTILE
+        ),
+        dataclasses.replace(plain.memory, alive=(Alive(HOSTILE, HOSTILE, 1),)),
+        (RegionView(HOSTILE, HOSTILE, 1, 1, HOSTILE, 1.0, HOSTILE, HOSTILE),),
+        HOSTILE,
+    )
+    page = render(report)
+    assert "<img" not in page
+    assert "onerror=alert(1)>" not in page
+    assert page.count("</script>") == render(dataclasses.replace(plain, stages=(stage, stage), error="e")).count(
+        "</script>"
+    )
+
+
+def test_links_cannot_run_scripts() -> None:
+    region = RegionView("region_0", "key", 1, 1, "layers.0", 1.0, "javascript:alert(1)", "kernels/a b.py")
+    page = render(small_report(regions=(region,)))
+    assert 'href="javascript:' not in page
+    assert 'href="kernels/a%20b.py"' in page
+
+
+def test_nothing_is_loaded() -> None:
+    page = render(small_report())
+    assert not re.search(r"https?://|@import|\bsrc=|<iframe|<object", page)
+    assert "default-src 'none'" in page
+    assert set(re.findall(r"url\\(([^)]*)\\)", page)) <= {"#hatch"}
+
+
+def test_equal_reports_are_equal_files() -> None:
+    assert render(small_report()) == render(small_report())
+
+
+def test_without_later_parts() -> None:
+    """The failure comes first, and each missing part says so."""
+    failed = small_report(
+        buckets=(), timeline=None, memory=None, regions=(), error="PassError: bucket left a <broken> graph"
+    )
+    page = render(failed)
+    assert "PassError: bucket left a &lt;broken&gt; graph" in page
+    assert page.index('role="alert"') < page.index('id="passes"')
+    assert page.count("; compilation failed before this part.") == 4
+    page = render(Report("empty", (), ()))
+    assert page.count('class="missing"') == 6
+    assert "failed" not in re.sub(r"<style>.*?</style>|<script.*?</script>", "", page, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (1023 * 1024, "1.00 MiB"),
+        (80 * 2**30, "80.0 GiB"),
+        (2**50, "1024 TiB"),
+    ],
+)
+def test_bytes(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0"),
+        (2e-6, "2.00 us"),
+        (0.9999e-3, "1.00 ms"),
+        (0.0123, "12.3 ms"),
+        (0.456, "456 ms"),
+        (1.5, "1.50 s"),
+        (3600, "3600 s"),
+    ],
+)
+def test_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

@@ -1,0 +1,74 @@
+"""Reductions as all-to-all: who gets them, what they cost, what runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import load_profile
+from graphshard.ir.graph import REDUCES, WAIT
+from graphshard.ir.printer import print_communication
+from graphshard.ir.program import Axis, Program
+from graphshard.passes import MakePlan
+from graphshard.pipeline.pipeline import Pipeline, run_pass
+from graphshard.runtime.exchange import EXCHANGE, exchange_reductions, pair_sum
+from graphshard.schedule.build import make_link
+from graphshard.schedule.by_cost import PlanByCost
+from tests.helpers import Blocks, captured
+
+GLOO = Costs(load_profile("cpu-gloo"))
+BATCH = (torch.randn(3, 16),)
+
+
+def reordered(planner: PlanByCost, world_size: int = 2) -> Program:
+    """Two units with two parameters each, planned and bucketed."""
+    program = captured(Blocks(2, 16, bias=True), BATCH, world_size=world_size)
+    for step in Pipeline().replace("plan", MakePlan(planner)):
+        run_pass(step, program)
+    return program
+
+
+def exchanged(program: Program) -> list[bool]:
+    return [bucket.exchanged for bucket in program.plan.buckets if bucket.kind == "reduce"]
+
+
+def test_who_gets_them() -> None:
+    """Two ranks on the CPU, where it is cheaper and no memory limit would have to count the second buffer."""
+    assert all(exchanged(reordered(PlanByCost(GLOO))))
+    assert not any(exchanged(reordered(PlanByCost(GLOO), world_size=4)))
+    assert not any(exchanged(reordered(PlanByCost(GLOO, memory_limit=1 << 30))))
+    assert not any(exchanged(reordered(PlanByCost(GLOO, exact_reductions=False, pack_below=0))))  # several tensors
+
+
+def test_what_they_cost() -> None:
+    """The link of the problem takes the cheaper one; all-to-all is for one tensor."""
+    axis = Axis("shard", 2)
+    plain, either = make_link(GLOO, axis), make_link(GLOO, axis, exchange=True)
+    assert either.reduce(1 << 20, 1) == pytest.approx(float(GLOO.exchange(1 << 20, axis)))
+    assert either.reduce(1 << 20, 1) < plain.reduce(1 << 20, 1)
+    assert either.reduce(1 << 20, 2) == plain.reduce(1 << 20, 2)
+
+
+def test_what_runs() -> None:
+    """Every marked reduction becomes all-to-all, a wait and a sum; ranks compare that it did."""
+    program = reordered(PlanByCost(GLOO))
+    reduced = [line for line in print_communication(program) if line.startswith("backward: reduce")]
+    assert reduced
+    assert all(line.endswith(", by all-to-all") for line in reduced)
+    phase = program.phases["backward"]
+    reductions = [node for node in phase.module.graph.nodes if node.target in REDUCES]
+    exchange_reductions(phase)
+    phase.module.graph.lint()
+    nodes = list(phase.module.graph.nodes)
+    assert not any(node.target in REDUCES for node in nodes)
+    sums = [node for node in nodes if node.target is pair_sum]
+    assert len(sums) == len(reductions) == sum(node.target is EXCHANGE for node in nodes)
+    assert all(node.args[0].target is WAIT and node.args[1] == "avg" for node in sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_sum_of_two(dtype: torch.dtype) -> None:
+    parts = torch.randn(6, 4).to(dtype)
+    assert torch.equal(pair_sum(parts, "sum"), parts[3:] + parts[:3])
+    assert torch.equal(pair_sum(parts, "avg"), (parts[:3] + parts[3:]) / 2)
