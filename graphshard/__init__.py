@@ -4,6 +4,8 @@ mesh = init_device_mesh("cuda", (8,))
 model = graphshard.compile(model, mesh)
 """
 
+from importlib.metadata import version
+
 from graphshard.api import compile, programs, register_forward_method
 from graphshard.artifact.export import Call, export
 from graphshard.artifact.load import load
@@ -35,7 +37,7 @@ from graphshard.state.checkpoint import load_checkpoint, save_checkpoint
 from graphshard.state.initialize import unsharded_init
 from graphshard.state.manifest import latest_checkpoint
 
-__version__ = "0.1.0"
+__version__ = version("graphshard")
 
 __all__ = [
     "ArgumentError",

@@ -14,15 +14,15 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
-from graphshard.artifact.load import stored_for
+from graphshard.artifact.load import library_for
 from graphshard.cost.profile import Hardware
-from graphshard.debug.dump import dump_directory
+from graphshard.debug.dump import dump_directory, recorder
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.precision import PolicySpec
 from graphshard.ir.program import Program
 from graphshard.ir.units import UnitSpec
 from graphshard.lower.backends import Backend
-from graphshard.module.prepare import device_of, prepare, shard
+from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.sharded_module import ShardedModule, install_method
 from graphshard.options.checks import check_examples, check_mesh, check_model, default_mesh
 from graphshard.pipeline.observe import Level
@@ -115,11 +115,10 @@ def compile(
     check_mesh(mesh)
     check_examples(units, example_inputs, example_kwargs, dynamic_shapes)
     axis, replicate = axes_of(mesh)
-    runner = prepare(
+    tracer = prepare(
         model,
         axis,
         device_of(mesh),
-        mesh,
         replicate=replicate,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
@@ -135,21 +134,21 @@ def compile(
         hardware=hardware,
         memory_limit=memory_limit,
         verify=verify,
-        directory=dump_directory(dump, dist.get_rank()),
     )
-    stored = None if artifact is None else stored_for(artifact, model, runner)
+    runner = make_runner(model, tracer, mesh, recorder(dump_directory(dump, dist.get_rank())))
+    library = None if artifact is None else library_for(artifact, model, runner)
     prepared = None
     if example_inputs is not None or example_kwargs is not None:
         leaves, structure = pytree.tree_flatten((tuple(example_inputs or ()), dict(example_kwargs or {})))
-        leaves = runner.on_device(leaves, structure)
-        signature = runner.signature(model, leaves, structure)
-        if stored is None or not stored.serves(signature):
+        leaves = tracer.on_device(leaves, structure)
+        signature = tracer.signature(model, leaves, structure)
+        if library is None or not library.serves(signature):
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             prepared = signature, runner.build(model, args, kwargs, signature)
 
     shard(model, runner)
-    if stored is not None:
-        stored.install(model, runner)
+    if library is not None:
+        library.install(model, runner)
     if prepared is not None:
         runner.install(model, *prepared)
     return model
@@ -184,7 +183,9 @@ def register_forward_method(model: nn.Module, method: str) -> None:
     prefix, _, name = method.rpartition(".")
     owner = dict(model.named_modules()).get(prefix)
     if owner is None:
-        raise ArgumentError(f"method: {model._graphshard.spec.forward_class.__name__} has no submodule {prefix!r}.")
+        raise ArgumentError(
+            f"method: {model._graphshard.tracer.spec.forward_class.__name__} has no submodule {prefix!r}."
+        )
     if not callable(getattr(type(owner), name, None)):
         raise ArgumentError(f"method: {type(owner).__name__.removeprefix('Sharded')} has no method {name!r}.")
     if method not in model._graphshard.methods:

@@ -21,8 +21,8 @@ from graphshard.ir.graph import aten, behind, emit, erase_dead, fake
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Axis, Phase, Program, Slot, SlotKind
 from graphshard.ir.torch_internals import fake_mode_of
+from graphshard.ir.transport import OF_A_REDUCTION, over_replicas, over_shards, reduced_over
 from graphshard.passes.base import Pass
-from graphshard.passes.insert_collectives import OF_A_REDUCTION, over_replicas, over_shards, reduced_over
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from graphshard.ir.errors import PassError
 from graphshard.ir.graph import collectives, erase_dead, fake
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Phase, Program, Slot
+from graphshard.ir.transport import landing
 from graphshard.passes.base import Pass
-from graphshard.passes.insert_collectives import landing
 
 
 @dataclass(frozen=True)

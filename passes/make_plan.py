@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.program import Program
+from graphshard.ir.program import Planner, Program
 from graphshard.passes.base import Pass
-from graphshard.schedule.by_unit import PlanByUnit, Planner
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,8 @@ class MakePlan(Pass):
     """Requires: a partitioned program without a plan.  Preserves: the graph.
 
     Attributes:
-        planner: a function from a program to its plan. None is for `compile` to choose, and unit by unit elsewhere.
+        planner: a function from a program to its plan. None leaves the choice to `compile`; in a pipeline that
+            runs without it, the plan is made unit by unit.
     """
 
     name: ClassVar[str] = "plan"
@@ -27,6 +27,8 @@ class MakePlan(Pass):
             raise PassError(f"{self.name}: the program is not partitioned yet; plan after partition")
 
     def rewrite(self, program: Program) -> int:
+        if self.planner is None:
+            raise PassError(f"{self.name}: it has no planner; give it one, such as MakePlan(graphshard.PlanByUnit())")
         before = program.plan
-        program.plan = (self.planner or PlanByUnit())(program)
+        program.plan = self.planner(program)
         return 0 if program.plan == before else max(1, len(program.plan.buckets))

@@ -18,9 +18,9 @@ from typing import ClassVar
 
 from torch.fx import Graph, Node
 
-from graphshard.ir.copies import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.ir.errors import PassError
 from graphshard.ir.graph import emit, fake, rewrite_gradients
+from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass
 

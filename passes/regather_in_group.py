@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graphshard.ir.chunks import OWN_CHUNK
 from graphshard.ir.errors import PassError
 from graphshard.ir.graph import Collective, collectives, emit, erase_dead, fake
+from graphshard.ir.operators import OWN_CHUNK
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.passes.base import Pass
 

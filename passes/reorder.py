@@ -19,9 +19,9 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.ir.copies import UPLOAD
 from graphshard.ir.errors import PassError
 from graphshard.ir.graph import Collective, Layout, collectives, with_parts
+from graphshard.ir.operators import UPLOAD
 from graphshard.ir.plan import Event, Plan
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass

@@ -17,8 +17,8 @@ from graphshard.ir.graph import WAIT
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
 from graphshard.ir.torch_internals import CheckpointPolicy
+from graphshard.ir.transport import landing
 from graphshard.passes.base import Pass
-from graphshard.passes.insert_collectives import landing
 
 
 @dataclass(frozen=True)

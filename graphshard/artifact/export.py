@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.artifact.exporter import Exporter, in_mode, operators_only, with_threads
 from graphshard.artifact.fingerprint import environment, model_facts, options_of
-from graphshard.artifact.members import Captured, MeshPrograms, Stored, write_artifact
+from graphshard.artifact.members import Captured, MeshPrograms, StoredRegion, write_artifact
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Profile, load_profile
 from graphshard.explain.study import Mesh, mesh_axes
@@ -125,7 +125,7 @@ def export(
         options["ignored_params"] = list(options["ignored_params"] or ())
     if target.suffix == ".pt2":
         return _plain(model, meshes, wanted, kind, target, options)
-    regions: dict[str, Stored] = {}
+    regions: dict[str, StoredRegion] = {}
     compiled: dict[str, RegionCall] = {}
     found = []
     with progress(f"graphshard: export {type(model).__name__}") as show, with_threads(threads):
@@ -133,15 +133,15 @@ def export(
         compiler, later = _compiler(options.get("backend", "inductor"), kind, compile_regions)
         for axes in meshes:
             device_here = torch.device("cpu") if moved else kind
-            runner = prepare(model, axes[-1], device_here, None, replicate=replicated_over(axes), **options)
-            described = options_of(runner)
-            runner.compiled = compiled
+            tracer = prepare(model, axes[-1], device_here, replicate=replicated_over(axes), **options)
+            described = options_of(tracer)
+            tracer.compiled = compiled
             if moved:
-                runner.pipeline = Pipeline((ToDevice(kind.type), *runner.pipeline))
+                tracer.pipeline = Pipeline((ToDevice(kind.type), *tracer.pipeline))
             costs = Costs(machine, mesh=axes)
-            exporter = Exporter(runner, model, compiler, costs, later, accumulate, regions, _prefixed(show, axes))
+            exporter = Exporter(tracer, model, compiler, costs, later, accumulate, regions, _prefixed(show, axes))
             programs = tuple(_captured(exporter, call) for call in wanted)
-            found.append(MeshPrograms(axes, described, runner.spec.params, programs))
+            found.append(MeshPrograms(axes, described, tracer.spec.params, programs))
         native = any(stored.code == "native" for stored in regions.values())
         fingerprint = {
             "environment": environment(kind, native=native),
@@ -168,8 +168,8 @@ def _plain(
     from graphshard.artifact.plain import export_plain
 
     ((axis,),), (call,) = meshes, calls
-    runner = prepare(model, axis, device, None, **options)
-    export_plain(runner, model, call.inputs, call.kwargs, path, options.get("dynamic_shapes"))
+    tracer = prepare(model, axis, device, **options)
+    export_plain(tracer, model, call.inputs, call.kwargs, path, options.get("dynamic_shapes"))
     return path
 
 

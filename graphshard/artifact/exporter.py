@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphshard.artifact.members import Captured, Stored, StoredBackward, stored_region
+from graphshard.artifact.members import Captured, StoredBackward, StoredRegion, stored_region
 from graphshard.capture.inputs import count_tokens
 from graphshard.codec.lowered import encode_lowered
 from graphshard.codec.partitioned import encode_partitioned
@@ -21,10 +21,10 @@ from graphshard.cost.multiplications import flop_of
 from graphshard.explain.predict import Bound, bound_of, explained
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.program import Phase, Program, Region
-from graphshard.lower.backends import num_kernels
+from graphshard.lower.operators import num_kernels
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import Boxed, Compiler, lower
-from graphshard.module.runner import Runner
+from graphshard.module.tracer import Tracer
 from graphshard.passes import AccumulateGradients
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Partitioned, rerun_backward
@@ -36,7 +36,7 @@ class Exporter:
     """Captures the calls of a module for one mesh.
 
     Attributes:
-        runner: without a mesh.
+        tracer: of the module.
         model: the module.
         compiler: of regions.
         costs: of the machine that predictions are for.
@@ -46,13 +46,13 @@ class Exporter:
         show: told what is being done.
     """
 
-    runner: Runner
+    tracer: Tracer
     model: nn.Module
     compiler: Compiler
     costs: Costs
     later: bool
     accumulate: bool
-    regions: dict[str, Stored]
+    regions: dict[str, StoredRegion]
     show: Callable[[str], None]
     _count: int = field(default=0, init=False)
 
@@ -70,18 +70,18 @@ class Exporter:
         Raises:
             ArgumentError: `entry` is no submodule, or `gradients` are no outputs.
         """
-        runner, module = self.runner, self.model
+        tracer, module = self.tracer, self.model
         if entry:
             module = self._submodule(entry)
-            runner = runner.entry(entry, "forward", module)
+            tracer = tracer.entry(entry, "forward", module)
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        leaves = runner.on_device([_allocated(leaf) for leaf in leaves], structure)
+        leaves = tracer.on_device([_allocated(leaf) for leaf in leaves], structure)
         with torch.set_grad_enabled(grad):
-            signature = runner.signature(module, leaves, structure)
+            signature = tracer.signature(module, leaves, structure)
         call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
         self.show("capture and passes")
-        observer = _Watch(runner.verify, None, runner.pipeline.passes, costs=self.costs)
-        program, partitioned = runner.trace(module, call_args, call_kwargs, observer, "exported", grad=grad)
+        observer = _Watch(tracer.verify, None, tracer.pipeline.passes, costs=self.costs)
+        program, partitioned = tracer.trace(module, call_args, call_kwargs, observer, "exported", grad=grad)
         program.capture = self._count
         self._count += 1
         text = program.history[-1].text
@@ -92,7 +92,7 @@ class Exporter:
         backwards: list[StoredBackward] = []
         prediction, start = "", None
         if partitioned is not None:
-            again = _Again(self, program, partitioned, runner, module)
+            again = _Again(self, program, partitioned, tracer, module)
             backwards = list(again.backwards(wanted))
             prediction = self._prediction(program, observer, leaves)
             start = encode_partitioned(partitioned, program)
@@ -100,12 +100,12 @@ class Exporter:
 
     def lower(self, program: Program, observer: Observer) -> None:
         """Compile its regions and write its executors."""
-        lower(program, self.compiler, self.runner.compiled, self.show)
-        observer.lowered(program, self.runner.compiled)
+        lower(program, self.compiler, self.tracer.compiled, self.show)
+        observer.lowered(program, self.tracer.compiled)
 
     def encoded(self, program: Program, module: nn.Module) -> dict[str, Any]:
         """The program as data; its regions are kept. One compiled under conditions on dynamic sizes is its own."""
-        compiled = self.runner.compiled
+        compiled = self.tracer.compiled
         names = {key: key if compiled[key].within is None else f"{key}-{program.capture}" for key in program.regions}
         for key, name in names.items():
             if name not in self.regions:
@@ -143,7 +143,7 @@ class _Again:
     exporter: Exporter
     program: Program
     partitioned: Partitioned
-    runner: Runner
+    tracer: Tracer
     module: nn.Module
 
     def backwards(self, gradients: Sequence[frozenset[str]]) -> Iterator[StoredBackward]:
@@ -160,7 +160,7 @@ class _Again:
 
         Until the last one gradients are not reduced at all, or over shards only.
         """
-        names = self.runner.model_names
+        names = self.tracer.model_names
         settings = {"no-sync": "unsynced", "no-all-reduce": "unreplicated"}
         if self.program.replicate is None:
             del settings["no-all-reduce"]
@@ -179,7 +179,7 @@ class _Again:
     def _backward(
         self, used: frozenset[str], step: AccumulateGradients | None, microbatch: str = ""
     ) -> tuple[Phase, StoredBackward]:
-        observer = Observer(self.runner.verify, None, tuple(self.partitioned.passes(used, step)))
+        observer = Observer(self.tracer.verify, None, tuple(self.partitioned.passes(used, step)))
         variant = rerun_backward(self.partitioned, self.program, used, step, observer)
         self.exporter.lower(variant, observer)
         data = self.exporter.encoded(variant, self.module)

@@ -10,6 +10,7 @@ import json
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import graphshard
 from graphshard.artifact.model_code import attributes, code_hash
 from graphshard.codec.passes import encode_pass
 from graphshard.codec.values import encode, short_name
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.params import ParamTable
-from graphshard.module.runner import Runner
+from graphshard.module.tracer import Tracer
 from graphshard.passes import MakePlan, Pass
 from graphshard.schedule.by_cost import PlanByCost
 
@@ -91,7 +91,7 @@ def environment(device: torch.device, *, native: bool) -> dict[str, Any]:
     """The fields of versions and machine. What matters to compiled regions only is None without them (`native`)."""
     on_cpu = native and device.type == "cpu"
     return {
-        "graphshard": graphshard.__version__,
+        "graphshard": version("graphshard"),
         # Compiled regions call the very build; a program needs the operators of the version.
         "torch": str(torch.__version__) if native else str(torch.__version__).partition("+")[0],
         "device": device.type,
@@ -123,10 +123,10 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def options_of(runner: Runner) -> dict[str, Any]:
+def options_of(tracer: Tracer) -> dict[str, Any]:
     """The fields of `compile`'s options, as far as parameters do not show them."""
-    spec = runner.spec
-    steps = list(runner.pipeline)
+    spec = tracer.spec
+    steps = list(tracer.pipeline)
     offload = any(step.name == "offload" for step in steps)
     return {
         "units": list(spec.units),
@@ -134,8 +134,8 @@ def options_of(runner: Runner) -> dict[str, Any]:
         "mp_policies": {unit: _policy(policy) for unit, policy in spec.precision.by_unit.items()},
         # Among how many ranks, if that is not all of the axis; the rest of it is in the rows of the parameters.
         "reshard_after_forward": spec.subgroup.size if spec.subgroup is not None else None,
-        "offload_policy": {"pin_memory": runner.storage.pinned} if offload else None,
-        "backend": runner.backend,
+        "offload_policy": {"pin_memory": tracer.storage.pinned} if offload else None,
+        "backend": tracer.backend,
         "passes": {
             **{step.name: _settings(step) for step in steps},
             "(classes)": ", ".join(encode_pass(step)["class"] for step in steps),

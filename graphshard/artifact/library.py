@@ -19,7 +19,7 @@ from graphshard.codec.passes import decode_pass
 from graphshard.codec.signature import decode_signature
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.program import Phase, Program, Region
-from graphshard.lower.backends import compile_eager, compile_operators
+from graphshard.lower.operators import compile_eager, compile_operators
 from graphshard.lower.packages import PackagedRegion
 from graphshard.lower.regions import Boxed, RegionCall
 from graphshard.module.runner import Runner
@@ -44,7 +44,7 @@ class Record:
 
 
 @dataclass
-class Stored:
+class StoredPrograms:
     """The programs for one mesh, read for a module that is not sharded yet; a copy of it has them read again."""
 
     path: Path
@@ -57,9 +57,9 @@ class Stored:
 
     def read(self, module: nn.Module, runner: Runner) -> list[Program]:
         """All programs, for a module."""
-        device = runner.spec.device
+        device = runner.tracer.spec.device
         return [
-            decode_lowered(record.data, runner.compiled, module.get_submodule(record.entry), device)
+            decode_lowered(record.data, runner.tracer.compiled, module.get_submodule(record.entry), device)
             for record in self.records
         ]
 
@@ -74,13 +74,13 @@ class Stored:
     def _backward_factory(
         self, record: Record, program: Program, owner: nn.Module, runner: Runner
     ) -> BackwardFactory | None:
-        partitioned, device = record.partitioned, runner.spec.device
+        partitioned, device = record.partitioned, runner.tracer.spec.device
         if partitioned is None:
             return None
 
         def make_backward(variant: Variant) -> Phase:
             if variant in record.backwards:
-                other = decode_lowered(record.backwards[variant], runner.compiled, owner, device)
+                other = decode_lowered(record.backwards[variant], runner.tracer.compiled, owner, device)
                 if variant[1] is not None:
                     runner.agreement.check_accumulation(other)
                 return other.phases["backward"]
@@ -88,7 +88,7 @@ class Stored:
             if runner.sealed:
                 raise lacks
             log.warning("compiling instead of loading: %s", lacks)
-            passes = runner.agreement.pipeline(runner.pipeline)
+            passes = runner.agreement.pipeline(runner.tracer.pipeline)
             return runner.rerun(program, decode_partitioned(partitioned(), program, passes, device), variant)
 
         return make_backward
@@ -120,18 +120,18 @@ class Stored:
 
     def missing(self, runner: Runner, signature: Signature) -> ArtifactError:
         """The error for a call for which there is no program."""
-        known = list(runner.executables)
+        known = list(runner.executables.known)
         why = min((signature.details(other) for other in known), key=len, default="it has none at all")
-        why = "; ".join(runner.misfits) or why
+        why = "; ".join(runner.executables.misfits) or why
         return ArtifactError(
-            f"{self.path} has no program for this call of {runner.name or 'the model'}: {why}. Export it with "
+            f"{self.path} has no program for this call of {runner.tracer.name or 'the model'}: {why}. Export it with "
             "calls=[graphshard.Call(...)] for such calls too, or use graphshard.compile(..., artifact=...), which "
             "compiles what the file lacks.",
             field="inputs",
         )
 
 
-def read_stored(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> Stored:
+def read_programs(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> StoredPrograms:
     """The programs for a mesh; the regions they call are added to the runner's.
 
     Raises:
@@ -145,18 +145,18 @@ def read_stored(artifact: Artifact, index: int, model: nn.Module, runner: Runner
         raise ArtifactError(f"{artifact.path}: a program cannot be read ({error!r}).") from error
 
 
-def _read(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> Stored:
+def _read(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> StoredPrograms:
     records = []
     for program in artifact.meshes[index]["programs"]:
         data = artifact.archive.json(f"{program['file']}.json")
         files = (artifact.archive.json(backward_file(program["file"], row)) for row in program["backwards"])
         backwards = {_variant(row, item): item for row, item in zip(program["backwards"], files)}
         for key in {key for item in (data, *backwards.values()) for key in item["regions"]}:
-            if key not in runner.compiled:
-                runner.compiled[key] = _region(artifact, key, runner)
+            if key not in runner.tracer.compiled:
+                runner.tracer.compiled[key] = _region(artifact, key, runner)
         start = next((functools.partial(artifact.archive.json, name) for name in partitioned_file(program)), None)
         records.append(Record(program["entry"], decode_signature(program["signature"]), data, backwards, start))
-    stored = Stored(artifact.path, tuple(records))
+    stored = StoredPrograms(artifact.path, tuple(records))
     stored.ready = stored.read(model, runner)
     return stored
 
@@ -173,14 +173,14 @@ def _variant(row: Mapping[str, Any], data: Mapping[str, Any]) -> Variant:
 
 def _region(artifact: Artifact, key: str, runner: Runner) -> RegionCall:
     """What calls a region."""
-    code, device = artifact.facts["regions"][key]["code"], runner.spec.device
+    code, device = artifact.facts["regions"][key]["code"], runner.tracer.spec.device
     conditional = "-" in key  # on dynamic sizes, which were recorded with the program that it was compiled for
     within = _CONDITIONAL if conditional else None
     if code == "native":
         return RegionCall(PackagedRegion(key, artifact.package_of(key), device), within)
     region = decode_region(key, artifact.archive.json(f"regions/{key}.json"), device)
     if code == "operators":
-        return RegionCall((compile_eager if runner.backend == "eager" else compile_operators)(region), within)
+        return RegionCall((compile_eager if runner.tracer.backend == "eager" else compile_operators)(region), within)
     return RegionCall(_compiled_here(region, artifact), within)
 
 

@@ -24,15 +24,16 @@ from graphshard.artifact.fingerprint import (
     refuse,
     table_differences,
 )
-from graphshard.artifact.library import Stored, read_stored
+from graphshard.artifact.library import StoredPrograms, read_programs
 from graphshard.artifact.members import Artifact, read_artifact
 from graphshard.codec.values import Decoder
 from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.params import ParamTable, build_table
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Axis
-from graphshard.module.prepare import device_of, prepare, shard
+from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.runner import Runner
+from graphshard.module.tracer import Tracer
 from graphshard.options.checks import check_mesh, check_model, default_mesh
 from graphshard.runtime.groups import axes_of
 
@@ -73,32 +74,35 @@ def load(path: str | os.PathLike[str], model: ModuleT, mesh: DeviceMesh | None =
     _check_model(artifact, model, params)
     wanted = {**_options(artifact.meshes[index]["options"], model, params), **options}
     try:
-        runner = prepare(model, axis, device, mesh, replicate=replicate, **wanted)
+        tracer = prepare(model, axis, device, replicate=replicate, **wanted)
     except TypeError as error:
         raise ArgumentError(f"load: {error}") from None
     # Passes and dynamic dims did their work when it was exported; they need not be given again.
     given = {"passes": {"passes", "activation"}, "dynamic_shapes": {"dynamic_shapes"}}
     left_out = [field for field, names in given.items() if not names & set(options)]
-    _check_options(artifact, index, runner, params, left_out)
-    runner.stored, runner.sealed = read_stored(artifact, index, model, runner), True
+    _check_options(artifact, index, tracer, params, left_out)
+    runner = make_runner(model, tracer, mesh)
+    library = read_programs(artifact, index, model, runner)
+    runner.library, runner.sealed = library, True
     shard(model, runner)
-    runner.stored.install(model, runner)
+    library.install(model, runner)
     return model
 
 
-def stored_for(path: str | os.PathLike[str], model: nn.Module, runner: Runner) -> Stored | None:
+def library_for(path: str | os.PathLike[str], model: nn.Module, runner: Runner) -> StoredPrograms | None:
     """The programs of a file for a runner; None, and a warning that says why, if it does not fit."""
     try:
         artifact = read_artifact(_path(path))
-        index = _check_place(artifact, runner.spec.device, runner.spec.axis, runner.spec.replicate)
+        spec = runner.tracer.spec
+        index = _check_place(artifact, spec.device, spec.axis, spec.replicate)
         params = artifact.params(index)
         _check_model(artifact, model, params)
-        _check_options(artifact, index, runner, params)
-        runner.stored = read_stored(artifact, index, model, runner)
+        _check_options(artifact, index, runner.tracer, params)
+        runner.library = library = read_programs(artifact, index, model, runner)
     except ArtifactError as error:
         log.warning("compiling instead of loading: %s", error)
         return None
-    return runner.stored
+    return library
 
 
 def _path(path: Any) -> Path:
@@ -136,13 +140,13 @@ def _check_model(artifact: Artifact, model: nn.Module, params: ParamTable) -> No
 
 
 def _check_options(
-    artifact: Artifact, index: int, runner: Runner, params: ParamTable, left_out: Collection[str] = ()
+    artifact: Artifact, index: int, tracer: Tracer, params: ParamTable, left_out: Collection[str] = ()
 ) -> None:
-    """Raise ArtifactError if the runner's options, but for some, are others than those of the export."""
-    exported, here = artifact.meshes[index]["options"], options_of(runner)
+    """Raise ArtifactError if the tracer's options, but for some, are others than those of the export."""
+    exported, here = artifact.meshes[index]["options"], options_of(tracer)
     first = {name: exported[name] for name in ("units", "mp_policy", "mp_policies", "reshard_after_forward")}
     refuse(artifact.path, differences(first, here))
-    refuse(artifact.path, table_differences(params, runner.spec.params, OPTION_FIELDS))
+    refuse(artifact.path, table_differences(params, tracer.spec.params, OPTION_FIELDS))
     refuse(artifact.path, differences({name: exported[name] for name in exported if name not in left_out}, here))
 
 

@@ -93,7 +93,7 @@ class MeshPrograms:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredRegion:
     """A region on its way into a file, or out of it: its operators, and its package or why there is none."""
 
     region: Mapping[str, Any]
@@ -199,7 +199,7 @@ def backward_file(program: str, row: Mapping[str, Any]) -> str:
 
 
 def write_artifact(
-    path: Path, fingerprint: Mapping[str, Any], meshes: Sequence[MeshPrograms], regions: Mapping[str, Stored]
+    path: Path, fingerprint: Mapping[str, Any], meshes: Sequence[MeshPrograms], regions: Mapping[str, StoredRegion]
 ) -> None:
     """Write a file that is either whole or not there.
 
@@ -264,10 +264,10 @@ def _add_program(file: str, captured: Captured, members: dict[str, bytes]) -> di
     }
 
 
-def stored_region(region: Region, package: Package, *, later: bool) -> Stored:
+def stored_region(region: Region, package: Package, *, later: bool) -> StoredRegion:
     """A region for a file: its package if there is one, otherwise its operators."""
     code = "native" if package.content else "later" if later else "operators"
-    return Stored(encode_region(region), code, package)
+    return StoredRegion(encode_region(region), code, package)
 
 
 def _json(value: Any) -> bytes:

@@ -15,12 +15,12 @@ from graphshard.artifact.exporter import in_mode
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import replacing
 from graphshard.ir.program import Phase, Program
-from graphshard.module.runner import Runner
+from graphshard.module.tracer import Tracer
 from graphshard.pipeline.observe import Observer
 
 
 def export_plain(
-    runner: Runner, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path, dynamic_shapes: Any
+    tracer: Tracer, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path, dynamic_shapes: Any
 ) -> None:
     """Write the program that one rank runs in inference, with the model's weights, for `torch.export.load`.
 
@@ -36,11 +36,11 @@ def export_plain(
             ".gshard file."
         )
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    leaves = runner.on_device(leaves, structure)
+    leaves = tracer.on_device(leaves, structure)
     call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
     with in_mode(model, False), torch.no_grad():
-        observer = Observer(runner.verify, None, runner.pipeline.passes)
-        program, _ = runner.trace(model, call_args, call_kwargs, observer, "exported", grad=False)
+        observer = Observer(tracer.verify, None, tracer.pipeline.passes)
+        program, _ = tracer.trace(model, call_args, call_kwargs, observer, "exported", grad=False)
         plain = _Plain(program, model)
         dynamic = _for_plain(model, args, kwargs, dynamic_shapes)
         exported = torch.export.export(plain, call_args, call_kwargs, dynamic_shapes=dynamic, strict=False)

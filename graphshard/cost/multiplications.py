@@ -22,9 +22,6 @@ from graphshard.ir.torch_internals import hint
 Scalar = Any
 Shape = tuple[Scalar, ...]
 
-# In `meta`: sizes with symbols, beside the numbers that the graph was captured with.
-SYMBOLS = "symbolic_sizes"
-
 
 @dataclass(frozen=True)
 class Gemm:

@@ -23,7 +23,8 @@ from graphshard.ir.errors import ArgumentError
 from graphshard.ir.graph import fake
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes
-from graphshard.lower.backends import compile_eager, compiler_for
+from graphshard.lower.backends import compiler_for
+from graphshard.lower.operators import compile_eager
 from graphshard.lower.regions import Boxed, RegionCall, lower, reshape_views
 from graphshard.module.runner import Runner
 from graphshard.module.sharded_module import ShardedModule
@@ -125,7 +126,7 @@ def bisect(
             "with graphshard.compile and the options of the export."
         )
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    leaves = runner.on_device(leaves, structure)
+    leaves = runner.tracer.on_device(leaves, structure)
     snapshots = _Snapshots("off")
     call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
     program, _ = runner.trace(model, call_args, call_kwargs, snapshots, "bisect", grad=torch.is_grad_enabled())
@@ -137,7 +138,7 @@ def bisect(
         if before is not None:
             stages.append(Difference(taken.name, *_compare(before, now, runner), taken.exact))
         before = now
-    regions = _compare_regions(runner, program, stage) if runner.backend == "inductor" else ()
+    regions = _compare_regions(runner, program, stage) if runner.tracer.backend == "inductor" else ()
     if tolerance is None:
         dtypes = {row.compute_dtype for row in program.params} | {row.reduce_dtype for row in program.params}
         tolerance = max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
@@ -208,7 +209,7 @@ class _Inputs:
 
     def _read(self, slot: Slot, traced: torch.Tensor, *, sharded: bool) -> Any:
         if slot.kind == "param":
-            ref = next(ref for ref in self.runner.params if ref.row.name == slot.name)
+            ref = next(ref for ref in self.runner.tracer.params if ref.row.name == slot.name)
             row = self.program.params[slot.name]
             return (padded_shard(ref.param, row) if sharded else _full(ref)).to(traced.dtype)
         if slot.kind == "input":
@@ -220,7 +221,7 @@ class _Inputs:
             fill = float(slot.name in self._used_tangents())
             env = {size.symbol: sizes[size.name] for size in self.program.sizes}
             shape = [evaluate(expression(size), env) for size in traced.shape]
-            return torch.full(shape, fill, dtype=traced.dtype, device=self.runner.spec.device)
+            return torch.full(shape, fill, dtype=traced.dtype, device=self.runner.tracer.spec.device)
         constant = self.program.constants.get(slot.name)
         return (constant if constant is not None else self.model.get_buffer(slot.name)).clone()
 
@@ -253,7 +254,7 @@ def _compare(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]
     """The largest relative error over all tensors and ranks, and where it is."""
     names = sorted({*before, *now})
     errors = [_error(before.get(name), now.get(name)) for name in names]
-    everywhere = torch.tensor(errors, dtype=torch.float64, device=runner.spec.device)
+    everywhere = torch.tensor(errors, dtype=torch.float64, device=runner.tracer.spec.device)
     for group in runner.mesh.get_all_groups():
         dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=group)
     worst = int(everywhere.argmax()) if names else 0
@@ -279,12 +280,12 @@ def _compare_regions(runner: Runner, program: Program, stage: _Inputs) -> list[D
     """Lower the program and compare each call of a compiled region with its operators, on the operators' inputs."""
     lowered = copy.copy(program)
     lowered.phases = _clone(program)
-    lower(lowered, compiler_for(runner.backend), runner.compiled)
+    lower(lowered, compiler_for(runner.tracer.backend), runner.tracer.compiled)
     found: list[Difference] = []
     names = {key: name for name, key in lowered.region_names.items()}
 
     def check(key: str) -> Boxed:
-        eager, compiled = compile_eager(lowered.regions[key]), runner.compiled[key]
+        eager, compiled = compile_eager(lowered.regions[key]), runner.tracer.compiled[key]
 
         def call(inputs: list[Any]) -> Any:
             values = list(inputs)

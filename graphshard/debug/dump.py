@@ -3,7 +3,7 @@
 DIR/rank0/Llama-0/
   index.html                 the report: open it in a browser
   00-capture.txt             a stage, repeated blocks folded; `graphshard show --full` unfolds
-  00-capture.json            the stage for `python -m graphshard.debug.repro`
+  00-capture.json            the stage for `graphshard repro`
   01-insert-collectives.txt .diff .json ...
   plan.json  saved.txt  forward.py  backward.py  regions/region_0.py  regions/region_0.kernels.py ...
   summary.json  error.txt    what `graphshard show` reads; the error that ended compilation
@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,11 @@ def dump_directory(dump: str | os.PathLike[str] | None, rank: int) -> Path | Non
     except ValueError:
         raise ArgumentError(f"GRAPHSHARD_DUMP_RANKS must be 'all' or ranks such as '0,3', got {ranks!r}.") from None
     return Path(root) / f"rank{rank}" if chosen else None
+
+
+def recorder(directory: Path | None) -> Callable[[str], Dump | None]:
+    """What makes the dump of a program by its name; nothing is written without a directory."""
+    return lambda name: None if directory is None else Dump(directory / name)
 
 
 @dataclass

@@ -151,14 +151,3 @@ def _compare(stage: StageFile, step: Pass, program: Program) -> str:
     if following.path.with_suffix(".json").exists() and plan_of(following.json()) != program.plan:
         return f"{following.path}: the same text, but another plan than the pass made here"
     return f"{following.path}: the same"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m graphshard.debug.repro`; `graphshard repro` does the same."""
-    from graphshard.cli.main import main as command_line
-
-    return command_line(["repro", *(sys.argv[1:] if argv is None else argv)])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,7 +12,7 @@ import torch
 
 from graphshard.cost.costs import Costs
 from graphshard.ir.program import Program
-from graphshard.report.page import format_bytes, format_seconds
+from graphshard.ir.text import format_bytes, format_seconds
 from graphshard.schedule.timeline import Estimate, Step
 
 # Exposed communication below this share of a step is not what limits it.

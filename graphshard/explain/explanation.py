@@ -20,8 +20,9 @@ from graphshard.cost.costs import Costs
 from graphshard.explain.formulas import Formulas
 from graphshard.ir.files import write_text
 from graphshard.ir.program import Program
+from graphshard.ir.text import format_bytes, format_seconds
 from graphshard.report.content import report_of
-from graphshard.report.page import Memory, format_bytes, format_seconds, render
+from graphshard.report.page import Memory, render
 from graphshard.report.trace_events import trace_events
 from graphshard.schedule.timeline import Estimate
 

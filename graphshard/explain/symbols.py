@@ -18,9 +18,10 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from graphshard.cost.multiplications import SYMBOLS, sizes
+from graphshard.cost.multiplications import sizes
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.program import Program
+from graphshard.ir.sizes import SYMBOLS
 
 # The number of ranks, in every formula.
 RANKS = sympy.Symbol("ranks", integer=True, positive=True)

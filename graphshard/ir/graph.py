@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.ir.chunks import OWN_CHUNK
-from graphshard.ir.copies import ARRIVED, DOWNLOAD, UPLOAD
+from graphshard.ir.operators import ARRIVED, DOWNLOAD, OWN_CHUNK, UPLOAD
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase
 

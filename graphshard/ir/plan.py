@@ -18,6 +18,10 @@ from typing import Any, Literal
 CollectiveKind = Literal["gather", "reduce", "all_reduce"]
 
 
+# With how many ranks an exchange (`Bucket.exchanged`) has the bits of a reduce-scatter.
+EXCHANGE_RANKS = 2
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Collectives of one kind that are launched as one.

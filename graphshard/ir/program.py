@@ -7,6 +7,7 @@ passes, split by `partition`, and lowered. It holds no rank, no process group an
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -304,3 +305,7 @@ class Program:
     def num_distinct_regions(self) -> int:
         """Regions that were compiled."""
         return len(self.regions)
+
+
+# What decides when collectives start and which travel together.
+Planner = Callable[[Program], Plan]

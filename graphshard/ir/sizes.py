@@ -28,6 +28,9 @@ from graphshard.ir.program import Phase, Size, Slot
 SymNumber: TypeAlias = torch.SymInt | torch.SymFloat | torch.SymBool
 _SYM = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
+# In `meta` of nodes: sizes with symbols, beside the numbers that the graph was captured with.
+SYMBOLS = "symbolic_sizes"
+
 
 def expression(size: Any) -> Any:
     """The sympy expression of a dynamic number; a number itself."""

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
-from graphshard.lower.backends import compile_operators, num_kernels, outputs_of
+from graphshard.lower.operators import compile_operators, num_kernels, outputs_of
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import Boxed
 

@@ -22,11 +22,10 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard.cost.multiplications import SYMBOLS
 from graphshard.ir.graph import OWN, aten, fake, is_communication, is_view, module_of
 from graphshard.ir.printer import describe, print_graph
 from graphshard.ir.program import Phase, Program, Region
-from graphshard.ir.sizes import is_size, rename, size_inputs, symbols_of
+from graphshard.ir.sizes import SYMBOLS, is_size, rename, size_inputs, symbols_of
 from graphshard.ir.torch_internals import use_boxed_calls
 from graphshard.ir.units import unit_of
 

@@ -42,12 +42,12 @@ def measure_regions(
             f"{type(model).__name__} has no program to measure. Call graphshard.compile(model, mesh, "
             "example_inputs=...) first, or the compiled model once."
         )
-    if model._graphshard.stored is not None:
+    if model._graphshard.library is not None:
         raise ArgumentError(
             f"{type(model).__name__} runs programs of a file. Measure a model that graphshard.compile compiled: its "
             "regions are the same."
         )
-    compiled = model._graphshard.compiled
+    compiled = model._graphshard.tracer.compiled
     regions = {key: region for program in model._graphshard.programs for key, region in program.regions.items()}
     found = {}
     for done, (key, region) in enumerate(regions.items()):

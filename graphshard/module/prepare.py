@@ -1,4 +1,4 @@
-"""The two halves of `compile`: check the arguments and make a runner; shard the module and let the runner run it.
+"""The two halves of `compile`: check the arguments and make a tracer; shard the module and let a runner run it.
 
 Between them programs are captured, or loaded. `export` needs the first half only, and no mesh.
 """
@@ -6,8 +6,7 @@ Between them programs are captured, or loaded. `export` needs the first half onl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,17 +25,17 @@ from graphshard.lower.backends import Backend
 from graphshard.module.agreement import Agreement
 from graphshard.module.runner import Runner
 from graphshard.module.sharded_module import attach, retie, sharded_class
+from graphshard.module.tracer import Tracer
 from graphshard.options.checks import (
     check_activation_units,
     check_arguments,
     check_debugging,
     check_memory_limit,
-    with_activation,
 )
-from graphshard.options.passes import profile_here, with_planner
+from graphshard.options.passes import profile_here, with_activation, with_offload, with_planner, with_regather
 from graphshard.options.table import checked_table
-from graphshard.pipeline.observe import Level
-from graphshard.pipeline.pipeline import Pipeline, with_offload, with_regather
+from graphshard.pipeline.observe import Level, Recorder
+from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.groups import make_groups, subgroup_of
 from graphshard.runtime.shards import Storage, aliases, param_refs, shard_module
 from graphshard.state.load_hook import shard_values
@@ -46,7 +45,6 @@ def prepare(
     model: nn.Module,
     axis: Axis,
     device: torch.device,
-    mesh: DeviceMesh | None,
     *,
     replicate: Axis | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -63,16 +61,13 @@ def prepare(
     hardware: Hardware | None = None,
     memory_limit: int | None = None,
     verify: Level | None = None,
-    directory: Path | None = None,
-) -> Runner:
-    """Check the options of `compile` and make the runner of a module; nothing is changed.
+) -> Tracer:
+    """Check the options of `compile` and make the tracer of a module; nothing is changed.
 
     Args:
         axis: the mesh axis to shard over.
         replicate: the one to replicate over, if there is one.
-        device: this rank's; without a mesh, what the program is for.
-        mesh: None if it does not exist; such a runner captures programs and cannot run them.
-        directory: where this rank dumps.
+        device: this rank's; where it is not here, what the program is for.
 
     Raises:
         ArgumentError: an option is wrong.
@@ -107,28 +102,44 @@ def prepare(
     if isinstance(offload_policy, CPUOffloadPolicy):
         storage = Storage(torch.device("cpu"), pinned=offload_policy.pin_memory and device.type != "cpu")
         pipeline = with_offload(pipeline)
-    refs = tuple(param_refs(model, table))
-    return Runner(
+    return Tracer(
         spec=CaptureSpec(
             table, unit_names, axis, device, precision, type(model), dynamic_shapes, replicate, subgroup=subgroup
         ),
-        mesh=cast(DeviceMesh, mesh),
+        params=tuple(param_refs(model, table)),
         backend=backend,
         pipeline=pipeline,
         verify=level,
-        dump=directory,
-        max_captures=max_captures,
-        params=refs,
         storage=storage,
+        max_captures=max_captures,
+    )
+
+
+def make_runner(
+    model: nn.Module,
+    tracer: Tracer,
+    mesh: DeviceMesh,
+    recorder: Callable[[str], Recorder | None] = lambda name: None,
+) -> Runner:
+    """The runner of a module on a mesh; all ranks must call this together.
+
+    Args:
+        recorder: what records a program, by its name.
+    """
+    return Runner(
+        tracer,
+        mesh,
+        groups=make_groups(mesh, tracer.spec.subgroup),
         agreement=Agreement(mesh),
-        groups={} if mesh is None else make_groups(mesh, subgroup),
-        aliases=tuple(aliases(model, refs)),
+        recorder=recorder,
+        aliases=tuple(aliases(model, tracer.params)),
     )
 
 
 def shard(model: nn.Module, runner: Runner) -> None:
     """Shard a module over the runner's mesh and let the runner run it, in place."""
-    shard_module(model, runner.spec.params, runner.mesh, runner.spec.device, runner.storage)
+    spec = runner.tracer.spec
+    shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage)
     object.__setattr__(model, "__class__", sharded_class(type(model)))
     model.register_load_state_dict_pre_hook(shard_values)
     attach(model, runner)

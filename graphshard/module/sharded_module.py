@@ -72,7 +72,7 @@ class ShardedModule(Unsupported, nn.Module):
         chosen = self._params_of(recurse, units)
         unreplicated = self._graphshard.accumulation.unreplicated
         unreplicated -= chosen
-        if not requires_all_reduce and self._graphshard.spec.replicate is not None:
+        if not requires_all_reduce and self._graphshard.tracer.spec.replicate is not None:
             unreplicated |= chosen
 
     def set_reshard_after_forward(
@@ -129,7 +129,7 @@ class ShardedModule(Unsupported, nn.Module):
         self._graphshard.change(self._params_of(True, units), force_sum=enable)
 
     def _params_of(self, recurse: bool, units: Sequence[str] | None) -> set[str]:
-        return self._graphshard.spec.params.of_units(units if recurse else ("",))
+        return self._graphshard.tracer.spec.params.of_units(units if recurse else ("",))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """For programs written for FSDP2: every backward waits for its own reductions, so there is nothing to do."""

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 from graphshard.capture.entry import Entry
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.params import named_parameters
-from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline.observe import Level
 from graphshard.pipeline.pipeline import Pipeline
 
@@ -83,40 +82,6 @@ def check_debugging(passes: Any, verify: Any) -> Level:
     if level not in get_args(Level):
         raise ArgumentError(f"{where} must be one of {', '.join(map(repr, get_args(Level)))}, got {level!r}.")
     return cast(Level, level)
-
-
-def with_activation(pipeline: Pipeline, activation: Any) -> Pipeline:
-    """The pipeline with this policy of activation checkpointing in front.
-
-    Raises:
-        ArgumentError: it is no policy, or the pipeline has one already.
-    """
-    if activation is None:
-        return pipeline
-    if isinstance(activation, (list, tuple, set, frozenset)):
-        for op in activation:
-            if not isinstance(op, torch._ops.OpOverload):
-                raise ArgumentError(
-                    f"activation lists operators whose results are saved, such as torch.ops.aten.mm.default, got {op!r}"
-                    + (f". Choose one of its overloads: {_overloads(op)}." if hasattr(op, "overloads") else ".")
-                )
-        policy: Any = tuple(sorted(activation, key=str))
-    elif activation == "full" and isinstance(activation, str):
-        policy = activation
-    elif isinstance(activation, (int, float)) and not isinstance(activation, bool) and 0 <= activation <= 1:
-        policy = float(activation)
-    else:
-        raise ArgumentError(
-            "activation must be None, 'full', a list of operators to save, or the share of memory from 0 to 1 "
-            f"that activations may take, got {activation!r}."
-        )
-    if ActivationCheckpointing.name in {step.name for step in pipeline}:
-        raise ArgumentError(f"activation: passes has {ActivationCheckpointing.name!r} already. Give one of the two.")
-    return Pipeline((ActivationCheckpointing(policy), *pipeline))
-
-
-def _overloads(packet: Any) -> str:
-    return ", ".join(f"torch.ops.{packet}.{name}" for name in packet.overloads())
 
 
 def check_activation_units(model: nn.Module, activation: Any, units: Sequence[str]) -> None:

@@ -1,4 +1,6 @@
-"""The planner of `compile` and `explain` where the user's passes name none: costs of the machine decide.
+"""What the options of `compile` do to the passes: activation checkpointing, offloading, regathering, and the planner.
+
+Where the user's passes name no planner, costs of the machine decide.
 
 FSDP2's order, one unit ahead, stays unless another one is predicted to gain what it is worth: others split blocks
 where equal blocks would share their compiled regions, which costs compilation and fusion that no cost model sees.
@@ -8,20 +10,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Hardware, Profile, builtin_profiles, load_profile
 from graphshard.ir.errors import ArgumentError
-from graphshard.passes import GatherInFloat8, MakePlan
+from graphshard.passes import ActivationCheckpointing, GatherInFloat8, MakePlan, Offload, Pass, RegatherInGroup
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.schedule.agreed import AgreedPlanner
 from graphshard.schedule.build import Constraints
 from graphshard.schedule.by_cost import PlanByCost
 
@@ -98,12 +96,50 @@ def with_planner(
     return Pipeline(tuple(passes))
 
 
-def agreeing(pipeline: Pipeline, mesh: DeviceMesh, tag: Callable[[], str], timeout: timedelta) -> Pipeline:
-    """The pipeline with a planner by cost that plans alike on all ranks of the mesh."""
+def with_offload(pipeline: Pipeline) -> Pipeline:
+    """With `offload` before the plan is made, unless the user put it somewhere."""
+    return _before_plan(pipeline, Offload())
 
-    def agreed(step: Any) -> Any:
-        if isinstance(step, MakePlan) and isinstance(step.planner, PlanByCost):
-            return replace(step, planner=AgreedPlanner(step.planner, mesh, tag, timeout))
-        return step
 
-    return Pipeline(tuple(map(agreed, pipeline)))
+def with_regather(pipeline: Pipeline) -> Pipeline:
+    """With `regather-in-group` before the plan is made, unless the user put it somewhere."""
+    return _before_plan(pipeline, RegatherInGroup())
+
+
+def _before_plan(pipeline: Pipeline, new: Pass) -> Pipeline:
+    names = [step.name for step in pipeline]
+    return pipeline if new.name in names or "plan" not in names else pipeline.insert(new, before="plan")
+
+
+def with_activation(pipeline: Pipeline, activation: Any) -> Pipeline:
+    """The pipeline with this policy of activation checkpointing in front.
+
+    Raises:
+        ArgumentError: it is no policy, or the pipeline has one already.
+    """
+    if activation is None:
+        return pipeline
+    if isinstance(activation, (list, tuple, set, frozenset)):
+        for op in activation:
+            if not isinstance(op, torch._ops.OpOverload):
+                raise ArgumentError(
+                    f"activation lists operators whose results are saved, such as torch.ops.aten.mm.default, got {op!r}"
+                    + (f". Choose one of its overloads: {_overloads(op)}." if hasattr(op, "overloads") else ".")
+                )
+        policy: Any = tuple(sorted(activation, key=str))
+    elif activation == "full" and isinstance(activation, str):
+        policy = activation
+    elif isinstance(activation, (int, float)) and not isinstance(activation, bool) and 0 <= activation <= 1:
+        policy = float(activation)
+    else:
+        raise ArgumentError(
+            "activation must be None, 'full', a list of operators to save, or the share of memory from 0 to 1 "
+            f"that activations may take, got {activation!r}."
+        )
+    if ActivationCheckpointing.name in {step.name for step in pipeline}:
+        raise ArgumentError(f"activation: passes has {ActivationCheckpointing.name!r} already. Give one of the two.")
+    return Pipeline((ActivationCheckpointing(policy), *pipeline))
+
+
+def _overloads(packet: Any) -> str:
+    return ", ".join(f"torch.ops.{packet}.{name}" for name in packet.overloads())

@@ -1,12 +1,11 @@
-"""What happens between passes: verification, history, dumps. Passes and pipeline know nothing of it."""
+"""What happens between passes: verification, history, records. Passes and pipeline know nothing of it."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
-from graphshard.debug.dump import Dump
 from graphshard.ir.errors import PassError
 from graphshard.ir.liveness import peak_gathered
 from graphshard.ir.plan import Plan
@@ -24,18 +23,31 @@ log = logging.getLogger(__name__)
 Level = Literal["off", "ends", "each"]
 
 
+class Recorder(Protocol):
+    """Writes down what becomes of one program."""
+
+    def stage(self, program: Program, stage: Stage, next_pass: Pass | None) -> None:
+        """A pass, or capture or lowering, is done; `next_pass` follows."""
+
+    def failed(self, program: Program, name: str, error: Exception) -> None:
+        """A pass ended with an error."""
+
+    def finished(self, program: Program, compiled: dict[str, RegionCall]) -> None:
+        """The program is lowered to these regions."""
+
+
 @dataclass
 class Observer:
-    """Verifies a program between passes, keeps its history and writes its dump.
+    """Verifies a program between passes, keeps its history and has it recorded.
 
     Attributes:
         level: when the rules are checked.
-        dump: where stages are written.
-        passes: those that are going to run, so that the dump of a stage can say what comes next.
+        recorder: what writes stages down.
+        passes: those that are going to run, so that a record of a stage can say what comes next.
     """
 
     level: Level = "ends"
-    dump: Dump | None = None
+    recorder: Recorder | None = None
     passes: tuple[Pass, ...] = ()
     _last: tuple[str, Plan | None] | None = field(default=None, init=False)
 
@@ -61,13 +73,13 @@ class Observer:
         if self.level != "off":
             verify_lowered(program)
         self._record(program, "lower", program.num_regions, program.lowering_seconds, exact=True)
-        if self.dump is not None:
-            self.dump.finished(program, compiled)
+        if self.recorder is not None:
+            self.recorder.finished(program, compiled)
 
     def failed(self, program: Program, name: str, error: Exception) -> None:
-        """A pass raised an error; the dump keeps it."""
-        if self.dump is not None:
-            self.dump.failed(program, name, error)
+        """A pass raised an error; the recorder keeps it."""
+        if self.recorder is not None:
+            self.recorder.failed(program, name, error)
 
     def _record(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool) -> Stage:
         num_nodes = sum(n.op.startswith("call") for p in program.phases.values() for n in p.module.graph.nodes)
@@ -77,8 +89,8 @@ class Observer:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s:\n%s", name, stage.folded)
         trace_stage(program, stage)
-        if self.dump is not None:
-            self.dump.stage(program, stage, self._next(name))
+        if self.recorder is not None:
+            self.recorder.stage(program, stage, self._next(name))
         return stage
 
     def _next(self, name: str) -> Pass | None:

@@ -16,9 +16,7 @@ from graphshard.passes import (
     InsertCollectives,
     MakePlan,
     MixedPrecision,
-    Offload,
     Pass,
-    RegatherInGroup,
     Reorder,
     ReshardAfterForward,
 )
@@ -98,21 +96,6 @@ class Pipeline:
             raise ArgumentError(f"the pipeline has a pass {new.name!r} already. Rename yours, or use replace().")
 
 
-def with_offload(pipeline: Pipeline) -> Pipeline:
-    """With `offload` before the plan is made, unless the user put it somewhere."""
-    return _before_plan(pipeline, Offload())
-
-
-def with_regather(pipeline: Pipeline) -> Pipeline:
-    """With `regather-in-group` before the plan is made, unless the user put it somewhere."""
-    return _before_plan(pipeline, RegatherInGroup())
-
-
-def _before_plan(pipeline: Pipeline, new: Pass) -> Pipeline:
-    names = [step.name for step in pipeline]
-    return pipeline if new.name in names or "plan" not in names else pipeline.insert(new, before="plan")
-
-
 @dataclass(frozen=True)
 class Partitioned:
     """The backward graph as the partitioner left it, and the passes that follow: where another backward begins."""
@@ -181,6 +164,8 @@ def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> 
     observer = observer or Observer("each")
     start = time.perf_counter()
     doing = "requires"
+    if isinstance(step, MakePlan) and step.planner is None:
+        step = replace(step, planner=PlanByUnit())
     try:
         step.requires(program)
         doing = "rewrite"

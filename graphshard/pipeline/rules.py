@@ -29,7 +29,7 @@ from graphshard.ir.liveness import peak_gathered_bytes
 from graphshard.ir.printer import describe, dtype_name
 from graphshard.ir.program import Program
 from graphshard.ir.torch_internals import fake_mode_of
-from graphshard.passes.insert_collectives import reduced_over
+from graphshard.ir.transport import reduced_over
 from graphshard.pipeline.frees import faults
 
 

@@ -14,12 +14,10 @@ import torch
 from torch.fx import Node
 
 from graphshard.ir.graph import REDUCES, WAIT, c10d, fake
+from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.ir.program import Phase
 
 EXCHANGE = c10d.all_to_all_single.default
-
-# With how many ranks an exchange has the bits of a reduce-scatter.
-RANKS = 2
 
 
 def exchange_reductions(phase: Phase) -> None:
@@ -30,10 +28,10 @@ def exchange_reductions(phase: Phase) -> None:
             continue
         gradient, op, size, group = node.args
         assert isinstance(gradient, Node)
-        assert size == RANKS
+        assert size == EXCHANGE_RANKS
         (wait,) = (user for user in node.users if user.target is WAIT)
         rows = fake(node).shape[0]
-        node.target, node.args = EXCHANGE, (gradient, [rows] * RANKS, [rows] * RANKS, group)
+        node.target, node.args = EXCHANGE, (gradient, [rows] * EXCHANGE_RANKS, [rows] * EXCHANGE_RANKS, group)
         node.meta["val"] = fake(gradient)
         with graph.inserting_after(wait):
             total = graph.call_function(pair_sum)
@@ -45,6 +43,6 @@ def exchange_reductions(phase: Phase) -> None:
 
 def pair_sum(parts: torch.Tensor, op: str) -> torch.Tensor:
     """The sum, or with "avg" the mean, of the two halves along dim 0."""
-    first, second = parts.chunk(RANKS)
+    first, second = parts.chunk(EXCHANGE_RANKS)
     total = first + second
-    return total.div_(RANKS) if op == "avg" else total
+    return total.div_(EXCHANGE_RANKS) if op == "avg" else total

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Graph
 
-from graphshard.ir.chunks import OWN_CHUNK
 from graphshard.ir.graph import is_collective
+from graphshard.ir.operators import OWN_CHUNK
 from graphshard.ir.program import Axis
 
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from graphshard.ir.copies import finish_downloads
 from graphshard.ir.graph import fake, restride
+from graphshard.ir.operators import finish_downloads
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes
 from graphshard.ir.torch_internals import disable_autocast, sharded_like

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.ir.graph import aten, c10d
 from graphshard.ir.params import ParamRow
-from graphshard.passes.insert_collectives import carrier, landing
+from graphshard.ir.transport import carrier, landing
 from graphshard.runtime.shards import padded_shard
 
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
-
-from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.ir.graph import Layout, collectives
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
-from graphshard.module.agree import from_first
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import first_use, last_input
 from graphshard.schedule.problem import InfeasibleError
+
+# A program and what makes plain data for it; the result is that of the first rank.
+Share = Callable[[Program, Callable[[], dict[str, Any]]], dict[str, Any]]
 
 
 @dataclass
@@ -30,18 +29,13 @@ class AgreedPlanner:
 
     Attributes:
         planner: what plans on that rank.
-        tag: names the model, the same on every rank; asked when the first plan is made.
-        timeout: how long to wait for the first rank.
+        share: what the first rank makes for a program (plain data), on all ranks, which call it together.
         known: plans by what they fit.
-        occasions: plans that were asked of the first rank.
     """
 
     planner: PlanByCost
-    mesh: DeviceMesh
-    tag: Callable[[], str]
-    timeout: timedelta
+    share: Share
     known: dict[str, Plan] = field(default_factory=dict)
-    occasions: int = 0
 
     def __call__(self, program: Program) -> Plan:
         """The plan; raises `InfeasibleError` on all ranks if the first rank finds none within the limit."""
@@ -56,8 +50,7 @@ class AgreedPlanner:
             except InfeasibleError as error:
                 return {"error": str(error), "smallest": error.smallest}
 
-        self.occasions += 1
-        made = from_first(self.mesh, f"{self.tag()}/plan-{self.occasions}", self.timeout, program, make)
+        made = self.share(program, make)
         if "error" in made:
             raise InfeasibleError(made["error"], made["smallest"])
         plan = Plan.from_json(made["plan"]) if made["outline"] == mine else self.planner(program)

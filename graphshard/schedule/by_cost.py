@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from graphshard.cost.costs import Costs
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.graph import collectives
-from graphshard.ir.plan import Bucket, Event, Plan, Prediction
+from graphshard.ir.plan import EXCHANGE_RANKS, Bucket, Event, Plan, Prediction
 from graphshard.ir.program import Program
 from graphshard.passes.keep_gathered import keep_gathered
-from graphshard.runtime.exchange import RANKS
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build import Built, Constraints, Settings, build, to_buckets
 from graphshard.schedule.by_unit import PlanByUnit, account
@@ -120,7 +119,7 @@ class PlanByCost:
             pack_below = max(SMALL, int(copied)) if on_cpu else SMALL
         # An exchange makes a second buffer, which the memory of the problem does not count, and its order of summation
         # is the same on two ranks only.
-        exchange = on_cpu and program.axis.size == RANKS and self.memory_limit is None
+        exchange = on_cpu and program.axis.size == EXCHANGE_RANKS and self.memory_limit is None
         return Settings(self.constraints, exact, exchange, pack_below, self.optimizer_states)
 
     def _worthwhile(self, program: Program, settings: Settings) -> _Planned:

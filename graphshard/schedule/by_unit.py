@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphshard.ir.errors import ArgumentError
@@ -23,8 +23,6 @@ from graphshard.ir.liveness import last_use
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import Phase, Program
-
-Planner = Callable[[Program], Plan]
 
 # Buckets whose gathers start when that of another has arrived.
 Prefetch = Mapping[str, Sequence[str]]

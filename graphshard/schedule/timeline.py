@@ -13,8 +13,8 @@ from torch.fx import Node
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.copies import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.ir.graph import WAIT, is_collective, is_view, kind_of, module_of
+from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.ir.program import Axis, Phase, Program
 from graphshard.schedule.simulate import Why, why_waits
 

@@ -230,7 +230,7 @@ def test_gradients_that_were_not_exported(tmp_path: Path, mesh: DeviceMesh) -> N
 
 
 def test_compile_loads_what_fits(net_file: Path, mesh: DeviceMesh) -> None:
-    with mock.patch("graphshard.module.runner.capture", side_effect=AssertionError("captured")):
+    with mock.patch("graphshard.module.tracer.capture", side_effect=AssertionError("captured")):
         model = graphshard.compile(Net(), mesh, backend="eager", artifact=net_file, example_inputs=batch())
         model(*batch())["loss"].backward()
     model(batch()[0]).sum().backward()  # in training mode: not in the file, so captured
@@ -255,7 +255,7 @@ def test_compile_makes_backwards_that_the_file_lacks(
     torch.manual_seed(0)
     model = Net(p=0.0)
     twin = graphshard.compile(copy.deepcopy(model), mesh, **options)
-    with mock.patch("graphshard.module.runner.capture", side_effect=AssertionError("captured")):
+    with mock.patch("graphshard.module.tracer.capture", side_effect=AssertionError("captured")):
         graphshard.compile(model, mesh, artifact=path, **options)
         for size in (2, 3):
             inputs = [torch.cat([tensor, tensor])[:size] for tensor in batch()]

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import graphshard
 from graphshard.artifact.members import read_artifact
 from graphshard.cli.main import main
-from graphshard.lower.backends import compile_operators
+from graphshard.lower.operators import compile_operators
 from graphshard.lower.packages import Package
 from tests.artifact.test_artifact import package, refused
 from tests.exported import Small, export_net, rewritten

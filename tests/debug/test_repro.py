@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from graphshard.cli.main import main as command
 from graphshard.codec.stage import program_to_json
-from graphshard.debug.repro import main
 from graphshard.ir.fold import fold
 from graphshard.passes import MakePlan
 from graphshard.pipeline.observe import Observer
@@ -43,6 +42,11 @@ def write_dump(directory: Path, pipeline: Pipeline) -> Path:
     summary = {"title": "Blocks-0", "reason": "first call", "axes": {"shard": 2}, "stages": stages}
     (directory / "summary.json").write_text(json.dumps(summary))
     return directory
+
+
+def main(arguments: list[str]) -> int:
+    """`graphshard repro`."""
+    return command(["repro", *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -272,12 +276,3 @@ def test_an_unknown_operator_needs_its_library(
     assert main([str(stage)]) == 2
     assert "unknown operator repro_lib.relu.default: import the library that registers it" in capsys.readouterr().err
     assert main([str(stage), "--import", "repro_library"]) == 0
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # it is, in this process
-def test_as_a_module(dump: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """`python -m graphshard.debug.repro`"""
-    monkeypatch.setattr(sys, "argv", ["repro", str(dump / "07-bucket.json"), "--pass", "nothing"])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_module("graphshard.debug.repro", run_name="__main__")
-    assert capsys.readouterr().err.startswith("graphshard repro: --pass: the default pipeline has no 'nothing'")

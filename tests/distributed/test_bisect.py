@@ -178,8 +178,8 @@ def _wrong_region(rank: int, world_size: int) -> None:
     model(tokens)[0].backward()
     (program,) = graphshard.programs(model)
     key = program.region_calls[3]
-    right = model._graphshard.compiled[key]
-    model._graphshard.compiled[key] = RegionCall(lambda inputs: [r * 1.5 for r in right(inputs)])
+    right = model._graphshard.tracer.compiled[key]
+    model._graphshard.tracer.compiled[key] = RegionCall(lambda inputs: [r * 1.5 for r in right(inputs)])
     found = graphshard.bisect(model, (tokens,))
     assert found.culprit is not None
     name = f"region_{list(program.regions).index(key)}"

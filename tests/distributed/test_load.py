@@ -66,7 +66,7 @@ def nothing_is_compiled() -> Iterator[None]:
         "torch.fx.experimental.proxy_tensor.make_fx",
         "torch._functorch.partitioners.min_cut_rematerialization_partition",
         "graphshard.capture.capture.capture",
-        "graphshard.module.runner.capture",
+        "graphshard.module.tracer.capture",
         "graphshard.module.runner.lower",
         "graphshard.ir.torch_internals.min_cut_rematerialization_partition",
         "subprocess.Popen",
@@ -286,7 +286,7 @@ def _compile_what_is_missing(rank: int, world_size: int, path: Path, shape: tupl
     torch.manual_seed(1)
     model = Net()
     twin = graphshard.compile(copy.deepcopy(model), mesh, backend="eager")
-    with mock.patch("graphshard.module.runner.capture", side_effect=AssertionError("captured")):
+    with mock.patch("graphshard.module.tracer.capture", side_effect=AssertionError("captured")):
         graphshard.compile(model, mesh, backend="eager", artifact=path)
         found = [_accumulate(model, rank, setting, "logits") for setting in SETTINGS[: len(shape)]]
     for setting, ours in zip(SETTINGS, found):
@@ -323,7 +323,7 @@ def _train_native(rank: int, world_size: int, path: Path) -> list[str]:
         graphshard.load(path, model, mesh)
         _train_small(model, rank)
         _accumulate_small(model, rank)
-    codes = [type(call.fn).__name__ for call in model._graphshard.compiled.values()]
+    codes = [type(call.fn).__name__ for call in model._graphshard.tracer.compiled.values()]
     graphshard.compile(twin, mesh)
     _train_small(twin, rank)
     _accumulate_small(twin, rank)

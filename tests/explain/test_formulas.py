@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import graphshard
-from graphshard.cost.multiplications import SYMBOLS
 from graphshard.explain.study import Study
+from graphshard.ir.sizes import SYMBOLS
 from graphshard.passes import MakePlan
 from tests.explain.test_explain import BF16, TOKENS, meta_net
 from tests.helpers import COALESCED

@@ -15,8 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import graphshard.lower.inductor
 from graphshard.ir.graph import is_view
 from graphshard.ir.program import Program, Region
-from graphshard.lower.backends import compile_eager, compiler_for
+from graphshard.lower.backends import compiler_for
 from graphshard.lower.inductor import compile_inductor
+from graphshard.lower.operators import compile_eager
 from graphshard.lower.regions import Boxed, RegionCall, cut, lower, make_region
 from tests.helpers import Blocks, Scales, assert_gradients, captured, copied, step, through
 

@@ -20,7 +20,8 @@ from graphshard.codec.stage import program_from_json, program_to_json
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.errors import ArgumentError, CaptureError
 from graphshard.ir.program import Program
-from graphshard.options.checks import check_activation_units, with_activation
+from graphshard.options.checks import check_activation_units
+from graphshard.options.passes import with_activation
 from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.pipeline.saved import saved_by_unit, saved_values

@@ -16,7 +16,7 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.program import Axis, Program
-from graphshard.options.passes import agreeing, profile_here, with_planner
+from graphshard.options.passes import profile_here, with_planner
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.schedule import InfeasibleError
@@ -99,8 +99,8 @@ def test_a_planner_in_a_file() -> None:
     """All that decides a plan is in a dumped stage, the numbers of the profile included."""
     constraints = Constraints(units=True, forward_prefetch={"a": ["b"]})
     step = MakePlan(PlanByCost(replace(COSTS, measured={"r": 1.0}), 1 << 30, constraints, worth=0.1))
-    pipeline = agreeing(Pipeline((step,)), None, str, None)
-    for stored in (step, *pipeline):
+    agreed = MakePlan(AgreedPlanner(step.planner, lambda program, make: make()))
+    for stored in (step, agreed):
         assert decode_pass(encode_pass(stored)).step == step
 
 
@@ -127,21 +127,19 @@ def test_compile_takes_it(fake_world: FakeWorld) -> None:
     assert program.plan.prediction.peak_bytes <= 10**6
 
 
-def test_ranks_take_the_plan_of_the_first(partitioned: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_take_the_plan_of_the_first(partitioned: Program) -> None:
     """What the first rank made is used if it fits; if the programs differ, each rank plans, and the check says how."""
     made: list[dict] = []
 
-    def first(mesh, tag, timeout, program, make):
+    def first(program, make):
         made.append(make())
         return made[-1]
 
-    def another(mesh, tag, timeout, program, make):
+    def another(program, make):
         return made[0]
 
     cheap, dear = PlanByCost(COSTS), PlanByCost(Costs(load_profile("h100")), exact_reductions=False)
-    monkeypatch.setattr("graphshard.schedule.agreed.from_first", first)
-    plan = AgreedPlanner(cheap, None, str, None)(partitioned)
-    monkeypatch.setattr("graphshard.schedule.agreed.from_first", another)
-    assert AgreedPlanner(dear, None, str, None)(partitioned) == plan
+    plan = AgreedPlanner(cheap, first)(partitioned)
+    assert AgreedPlanner(dear, another)(partitioned) == plan
     different = through(captured(Blocks(2, 16), BATCH), "partition")
-    assert AgreedPlanner(dear, None, str, None)(different) == dear(different)
+    assert AgreedPlanner(dear, another)(different) == dear(different)

@@ -16,8 +16,8 @@ from graphshard.ir.errors import PassError
 from graphshard.ir.params import ParamRow
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Axis
+from graphshard.ir.transport import division
 from graphshard.passes import InsertCollectives
-from graphshard.passes.insert_collectives import division
 from graphshard.pipeline.pipeline import run_pass
 from graphshard.pipeline.verify import verify
 from tests.helpers import (

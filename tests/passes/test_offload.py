@@ -7,13 +7,14 @@ import torch
 from expecttest import assert_expected_inline
 
 from graphshard.codec.stage import program_from_json, program_to_json
-from graphshard.ir.copies import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.ir.errors import PassError
 from graphshard.ir.graph import calls_of, is_collective
+from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.ir.printer import print_phase, print_program
 from graphshard.ir.program import Program
+from graphshard.options.passes import with_offload
 from graphshard.passes import Offload
-from graphshard.pipeline.pipeline import Pipeline, run_pass, with_offload
+from graphshard.pipeline.pipeline import Pipeline, run_pass
 from tests.helpers import Blocks, Scale, captured, copied, step, through
 
 

@@ -1,0 +1,94 @@
+"""Operators of our own that graphs may hold: one whose value depends on the rank, and copies between host and device.
+
+    own_chunk(whole, num_ranks, axis)   this rank's chunk of a tensor that all ranks have
+    upload(shard, device)               start a copy of a shard that lives on the host; in flight until `arrived`
+    arrived(copy)                       what is computed from here on sees the copy
+    download(gradient)                  start a copy to the host; complete after `finish_downloads`
+
+With `own_chunk` the graph stays the same on every rank: it names the mesh axis, as a collective does. On CUDA copies
+run beside the compute on a stream of their own, to and from pinned memory; on a CPU they are plain copies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from graphshard.ir.torch_internals import rank_in_group
+
+_LIBRARY = torch.library.Library("graphshard", "FRAGMENT")
+
+
+def _own_chunk(whole: Tensor, num_ranks: int, group: str) -> Tensor:
+    return whole.chunk(num_ranks)[rank_in_group(group)].clone()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _current() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _upload(shard: Tensor, device: str) -> Tensor:
+    if device == "cpu":
+        return shard.clone()
+    with torch.cuda.stream(_stream(_current())):
+        copy = shard.to(_current(), non_blocking=True)
+    copy.record_stream(torch.cuda.current_stream())
+    return copy
+
+
+def _arrived(copy: Tensor) -> Tensor:
+    if copy.is_cuda:
+        torch.cuda.current_stream().wait_stream(_stream(copy.device))
+    # An operator must not return its input: this shares its memory.
+    return copy.view_as(copy)
+
+
+def _download(gradient: Tensor) -> Tensor:
+    if not gradient.is_cuda:
+        return gradient.clone()
+    stream = _stream(gradient.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        host = torch.empty_like(gradient, device="cpu", pin_memory=True).copy_(gradient, non_blocking=True)
+    gradient.record_stream(stream)
+    return host
+
+
+def _define(schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> torch._ops.OpOverload:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.impl(name, run, "CUDA")
+    torch.library.register_fake(f"graphshard::{name}", fake, lib=_LIBRARY)
+    operator: torch._ops.OpOverload = getattr(torch.ops.graphshard, name).default
+    return operator
+
+
+OWN_CHUNK = _define(
+    "own_chunk(Tensor whole, int num_ranks, str group) -> Tensor",
+    _own_chunk,
+    lambda whole, num_ranks, group: whole.new_empty([whole.shape[0] // num_ranks, *whole.shape[1:]]),
+)
+UPLOAD = _define(
+    "upload(Tensor shard, str device) -> Tensor",
+    _upload,
+    lambda shard, device: torch.empty_like(shard, device=device),
+)
+ARRIVED = _define("arrived(Tensor copy) -> Tensor", _arrived, torch.empty_like)
+DOWNLOAD = _define(
+    "download(Tensor gradient) -> Tensor", _download, lambda gradient: torch.empty_like(gradient, device="cpu")
+)
+
+
+def finish_downloads(device: torch.device) -> None:
+    """Wait on the host until what was downloaded is there."""
+    if device.type == "cuda":
+        _stream(_current()).synchronize()

@@ -1,0 +1,51 @@
+"""Regions run operator by operator, without a compiler; and what a region holds and returns."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from graphshard.ir.graph import is_part, is_view, restride
+from graphshard.ir.program import Region
+from graphshard.ir.sizes import evaluate, expression, is_size, size_inputs
+from graphshard.ir.torch_internals import use_boxed_calls
+from graphshard.lower.regions import Boxed, reshape_views
+
+
+def compile_eager(region: Region) -> Boxed:
+    """Run the region's ATen operators one by one, freeing each value at its last use."""
+    graph = copy.deepcopy(region.module.graph)
+    reshape_views(graph)
+    use_boxed_calls(graph)
+    forward: Boxed = GraphModule(region.module, graph).forward
+    return forward
+
+
+def compile_operators(region: Region) -> Boxed:
+    """As `compile_eager`, with results of the strides that compiled regions rely on; some operators return others."""
+    fn, module = compile_eager(region), region.module
+    placeholders = module.graph.find_nodes(op="placeholder")
+    sizes = {symbol: placeholders.index(node) for symbol, node in size_inputs(module.graph).items()}
+    strides = [[expression(size) for size in value.stride()] for value in outputs_of(module)]
+
+    def call(inputs: list[Any]) -> list[torch.Tensor]:
+        env = {symbol: inputs[index] for symbol, index in sizes.items()}
+        values = zip(fn(inputs), strides, strict=True)
+        return [restride(value, tuple(evaluate(size, env) for size in stride)) for value, stride in values]
+
+    return call
+
+
+def num_kernels(module: GraphModule) -> int:
+    """Operators of a region that compute or copy."""
+    calls = (node for node in module.graph.nodes if node.op == "call_function" and not is_size(node))
+    return sum(not is_view(node) and not is_part(node) for node in calls)
+
+
+def outputs_of(module: GraphModule) -> list[Any]:
+    """The fake values a region returns."""
+    (output,) = module.graph.find_nodes(op="output")
+    return [node.meta["val"] for node in output.args[0]]

@@ -1,0 +1,146 @@
+"""From calls of a module to programs: what is captured, under which options. There need be no process group.
+
+`export` has a tracer alone; `Runner` has one, and runs what it makes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphshard.capture.capture import CaptureSpec, capture
+from graphshard.capture.inputs import moved_to
+from graphshard.capture.signature import Signature, leaf_key
+from graphshard.ir.params import ParamTable
+from graphshard.ir.program import Program
+from graphshard.ir.units import units_within
+from graphshard.lower.backends import Backend
+from graphshard.lower.regions import RegionCall
+from graphshard.pipeline.observe import Level, Observer
+from graphshard.pipeline.pipeline import Partitioned, Pipeline, run_pipeline
+from graphshard.runtime.shards import ParamRef, Storage, param_refs
+
+
+@dataclass
+class Tracer:
+    """Captures programs of a module, of a submodule or of another method, and runs the passes over them.
+
+    Attributes:
+        spec: what capture has to know: parameters, units, the mesh, the device.
+        params: the module's parameters, with their rows of the table.
+        backend: what regions are lowered with.
+        pipeline: the passes.
+        verify: when the rules are checked.
+        storage: where shards are kept between steps.
+        max_captures: how many programs there may be of the module, and of each entry.
+        name: of the submodule or method; "" for the model itself.
+        names: names of the parameters in the whole model by their names here; empty for the model itself.
+        compiled: regions that were compiled, by key; shared by all programs of a model and its copies.
+    """
+
+    spec: CaptureSpec
+    params: tuple[ParamRef, ...]
+    backend: Backend
+    pipeline: Pipeline
+    verify: Level
+    storage: Storage
+    max_captures: int
+    name: str = ""
+    names: dict[str, str] = field(default_factory=dict)
+    compiled: dict[str, RegionCall] = field(default_factory=dict)
+
+    def trace(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        observer: Observer,
+        reason: str,
+        *,
+        grad: bool,
+        number: int = 0,
+        passes: Pipeline | None = None,
+    ) -> tuple[Program, Partitioned | None]:
+        """Capture a program and run the passes; `Partitioned` is where another backward begins.
+
+        Args:
+            reason: why, for the log and the dump.
+            grad: whether the call is to be differentiated.
+            number: how many programs were captured before.
+            passes: to run in the place of the tracer's.
+        """
+        start = time.perf_counter()
+        program = capture(module, args, kwargs, self.current_spec(), grad=grad)
+        program.model, program.reason, program.capture = self.label, reason, number
+        observer.after(program, "capture", 0, time.perf_counter() - start)
+        return program, run_pipeline(passes or self.pipeline, program, observer)
+
+    def entry(self, name: str, method: str, module: nn.Module) -> Tracer:
+        """The tracer of a submodule, or of another method of the model (its name is ""), that is called on its own."""
+        table = self.spec.params.within(name) if name else self.spec.params
+        spec = replace(
+            self.spec,
+            params=table,
+            units=units_within(name, self.spec.units) if name else self.spec.units,
+            precision=self.spec.precision.within(name, self.spec.units) if name else self.spec.precision,
+            forward_class=type(module) if name else self.spec.forward_class,
+            method=method,
+            dynamic_shapes=None,
+        )
+        names = {row.name: self.spec.params[f"{name}.{row.name}" if name else row.name].name for row in table}
+        return replace(
+            self, spec=spec, params=tuple(param_refs(module, table)), name=entry_name(name, method), names=names
+        )
+
+    def for_copy(self, module: nn.Module) -> Tracer:
+        """The tracer of a copy of the module."""
+        return replace(self, params=tuple(param_refs(module, self.spec.params)))
+
+    def change(self, names: Collection[str], **choices: Any) -> None:
+        """Make other choices for parameters from the next program on."""
+        rows = {ref.row.name: replace(ref.row, **choices) if ref.row.name in names else ref.row for ref in self.params}
+        self.params = tuple(replace(ref, row=rows[ref.row.name]) for ref in self.params)
+        self.spec = replace(self.spec, params=ParamTable(tuple(rows.values())))
+
+    def current_spec(self) -> CaptureSpec:
+        """The spec with the parameters' flags and dtypes as they are now."""
+        rows = tuple(ref.row.as_now(ref.param, self.spec.precision.of(ref.row.unit)) for ref in self.params)
+        return replace(self.spec, params=ParamTable(rows))
+
+    def signature(self, module: nn.Module, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Signature:
+        """The signature of a call with these input leaves."""
+        device_type = self.spec.device.type
+        return Signature(
+            structure=structure,
+            inputs=tuple(leaf_key(leaf) for leaf in leaves),
+            training=tuple(sub.training for sub in module.modules()),
+            grad=torch.is_grad_enabled(),
+            autocast=torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
+            params=tuple((ref.param.requires_grad, ref.param.dtype) for ref in self.params),
+            settings=tuple(ref.row.settings for ref in self.params),
+        )
+
+    def on_device(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
+        """Input leaves where the model is; raises `InputError` for those that cannot be used."""
+        return moved_to(self.spec.device, leaves, structure)
+
+    @property
+    def model_names(self) -> dict[str, str]:
+        """Names of the parameters in the whole model by their names here."""
+        return self.names or {ref.row.name: ref.row.name for ref in self.params}
+
+    @property
+    def label(self) -> str:
+        """What programs are called, before their number."""
+        return f"{self.spec.forward_class.__name__}{'-' if self.name else ''}{self.name}"
+
+
+def entry_name(name: str, method: str) -> str:
+    """What an entry is called: "encoder", "encode" or "encoder.encode"."""
+    return ".".join(part for part in (name, method) if part not in ("", "forward"))

@@ -1,0 +1,109 @@
+"""The floors of the house: which package may import which, and what the source says about it.
+
+`python -m tests.layers [ROOT]` counts floors, arrows between packages and files, and circles.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import networkx as nx
+
+ROOT = Path(__file__).parents[1]
+
+# From the ground: a package may import those on lower floors, and nothing else.
+FLOORS = (
+    ("ir",),
+    ("capture", "cost", "lower", "state"),
+    ("passes",),
+    ("schedule", "runtime"),
+    ("pipeline", "report"),
+    ("options", "codec"),
+    ("module", "explain"),
+    ("artifact", "debug", "measure"),
+    ("api", "cli"),
+    ("__init__", "__main__"),
+)
+
+# The only files that import torch's private packages.
+TORCH_INTERNALS = ("graphshard.capture.capture", "graphshard.lower.inductor", "graphshard.ir.torch_internals")
+
+
+@dataclass(frozen=True)
+class Import:
+    """That one module imports another, by their dotted names."""
+
+    source: str
+    target: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line} imports {self.target}"
+
+
+def modules(root: Path = ROOT) -> dict[str, Path]:
+    """Files of the package by dotted name; `graphshard/passes` is a link to `passes`."""
+    inside = [path for path in (root / "graphshard").rglob("*.py") if (root / "graphshard/passes") not in path.parents]
+    files = {path.relative_to(root): path for path in inside}
+    files |= {Path("graphshard") / path.relative_to(root): path for path in (root / "passes").rglob("*.py")}
+    return {".".join(name.with_suffix("").parts).removesuffix(".__init__"): path for name, path in files.items()}
+
+
+def package(module: str) -> str:
+    """The room that a module is in."""
+    return [*module.split("."), "__init__"][1]
+
+
+def imports(root: Path = ROOT) -> Iterator[Import]:
+    """All imports of the package's modules by each other, those inside functions included."""
+    known = modules(root)
+    for source, path in known.items():
+        for target, line in imported(path):
+            if target.startswith("graphshard"):
+                while target not in known:  # a name of a module, not a module
+                    target = target.rpartition(".")[0]
+                if target != source:
+                    yield Import(source, target, line)
+
+
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """What a file imports, and where; of `from a import b` it is a.b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def floors(graph: nx.DiGraph) -> int:
+    """How many floors a graph of arrows takes, each circle being one room."""
+    return int(nx.dag_longest_path_length(nx.condensation(graph))) + 1
+
+
+def circles(graph: nx.DiGraph) -> list[list[str]]:
+    """Groups of rooms that import each other."""
+    return sorted(sorted(group) for group in nx.strongly_connected_components(graph) if len(group) > 1)
+
+
+def main() -> None:
+    """Print the counts."""
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
+    found = list(imports(root))
+    of_files = nx.DiGraph([(each.source, each.target) for each in found])
+    rooms = {(package(each.source), package(each.target)) for each in found}
+    of_packages = nx.DiGraph([(a, b) for a, b in rooms if a != b])
+    print(f"{len(modules(root))} files")
+    for what, graph in (("packages", of_packages), ("files", of_files)):
+        print(
+            f"{what}: {graph.number_of_nodes()} with imports, {floors(graph)} floors, {graph.number_of_edges()} arrows"
+        )
+        for circle in circles(graph):
+            print(f"  circle: {', '.join(circle)}")
+
+
+if __name__ == "__main__":
+    main()

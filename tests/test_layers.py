@@ -1,0 +1,51 @@
+"""Who may import whom: the floors hold, and so do two promises about passes and torch's internals."""
+
+import networkx as nx
+import pytest
+
+from tests.layers import FLOORS, TORCH_INTERNALS, circles, floors, imported, imports, modules, package
+
+FLOOR = {name: index for index, names in enumerate(FLOORS) for name in names}
+
+
+def test_every_package_has_a_floor() -> None:
+    assert {package(name) for name in modules()} == set(FLOOR)
+
+
+def test_packages_import_lower_floors_only() -> None:
+    upwards = [
+        str(each)
+        for each in imports()
+        if package(each.source) != package(each.target) and FLOOR[package(each.source)] <= FLOOR[package(each.target)]
+    ]
+    assert not upwards
+
+
+def test_no_two_files_import_each_other() -> None:
+    arrows = nx.DiGraph([(each.source, each.target) for each in imports()])
+    assert not circles(arrows)
+
+
+def test_passes_see_neither_capture_nor_lowering_nor_runtime() -> None:
+    """They see programs, parameters, plans and questions to graphs, and what things cost."""
+    seen = {package(each.target) for each in imports() if package(each.source) == "passes"}
+    assert seen <= {"passes", "ir", "cost"}
+
+
+def test_torch_internals_are_imported_in_named_files_only() -> None:
+    """So that a new release of torch is a change in few places; ruff's banned-api rule says the same to editors."""
+    private = ("torch._functorch", "torch._inductor", "torch._subclasses")
+    using = {name for name, path in modules().items() for target, _ in imported(path) if target.startswith(private)}
+    assert using == set(TORCH_INTERNALS)
+
+
+@pytest.mark.parametrize(
+    ("arrows", "depth", "groups"),
+    [
+        ([("a", "b"), ("b", "c"), ("a", "c")], 3, []),
+        ([("a", "b"), ("b", "a"), ("a", "c")], 2, [["a", "b"]]),
+    ],
+)
+def test_counting(arrows: list[tuple[str, str]], depth: int, groups: list[list[str]]) -> None:
+    graph = nx.DiGraph(arrows)
+    assert (floors(graph), circles(graph)) == (depth, groups)
