@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 STAGES = ("capture", "passes", "planning", "lowering")
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import graphshard
 from graphshard.explain.study import Study
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import llama
 
 SHAPES = {

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import llama
 
 SIZES = (

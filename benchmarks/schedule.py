@@ -109,7 +109,7 @@ def compare(shape: Shape, ranks: int, network: str, tokens: int, *, with_inducto
 
 def check_capture(layers: int) -> None:
     """The example's Llama at the widths of the 8B model, captured on the meta device, beside what shapes give."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from llama import Llama, LlamaConfig
 
     shape, ranks, tokens = replace(LLAMA_8B, layers=layers), 64, 4096

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import llama
 
 VARIANTS = ("graphshard inductor", "graphshard eager", "FSDP2", "FSDP2 compiled blocks", "DDP")

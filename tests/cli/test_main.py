@@ -18,7 +18,7 @@ from graphshard.ir.printer import print_program
 from graphshard.pipeline.pipeline import Pipeline
 from tests.debug.test_repro import copy_stage, write_dump
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
 
 

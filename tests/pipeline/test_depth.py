@@ -13,7 +13,7 @@ import graphshard
 
 def program_of(layers: int, **options) -> graphshard.Program:
     """The example's model at a depth, compiled for the ranks of the fake world."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     try:
         llama = importlib.import_module("llama")
     finally:
