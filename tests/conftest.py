@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 from collections.abc import Iterator
 
@@ -25,9 +23,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """`ranks(n)` is the session's pool of n gloo ranks; see tests/ranks.py."""
-    with contextlib.ExitStack() as pools:
-        yield functools.cache(lambda world_size: pools.enter_context(RankPool(world_size)))
+    """`ranks(n)` are n gloo ranks of the session's pool; see tests/ranks.py."""
+    with RankPool() as pool:
+        yield pool.world
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Run functions on real gloo ranks that stay alive from test to test.
 
-Importing torch and starting a process takes seconds, a test milliseconds. So the processes are started once
-per world size, and each test sends them a function of its own module:
+Importing torch and starting a process takes seconds, a test milliseconds. So the processes are started once, a run
+of n ranks takes the first n of them, and each test sends them a function of its own module:
 
     def _sum(rank: int, world_size: int, x: int) -> int:
         total = torch.tensor(rank * x)
@@ -21,6 +21,8 @@ depend on the order of tests. Leaving at once after an error wakes the ranks tha
 
 The processes are spawned, not forked: each then has its own hash seed, as in a real job, and a result that
 hangs on the order of a set differs between ranks.
+
+The rules are checked after every pass by the first rank only, as the program is the same on all of them by design.
 
 A rank that dies or hangs takes its pool along, and the next run starts a fresh one. What the ranks print, the
 test process prints again, so that pytest shows it with a test that fails.
@@ -64,19 +66,22 @@ ENVIRONMENT = {
 }
 START_TIMEOUT = 300.0
 
+# Of all ranks but the first.
+UNVERIFIED = {"GRAPHSHARD_VERIFY": "off"}
+
 
 class RankError(Exception):
     """A rank raised, died or hung. The message holds the traceback or stack of each, root cause first."""
 
 
 class RankPool:
-    """`world_size` processes: started by the first run, and by the run after one that lost a rank."""
+    """Processes that serve as ranks: started when a run first needs them, and after a run that lost one."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self) -> None:
         self._ranks: list[_Rank] = []
         self._store: dist.Store | None = None
         self._folder = contextlib.ExitStack()
+        self._runs = itertools.count()
 
     def __enter__(self) -> RankPool:
         return self
@@ -84,20 +89,26 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0, grace: float = 20.0) -> list[Any]:
+    def world(self, world_size: int) -> World:
+        """So many ranks of the pool."""
+        return World(self, world_size)
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0, grace: float = 20.0
+    ) -> list[Any]:
         """Call `function(rank, world_size, *args)` on every rank; return the values, in the order of ranks.
 
         `function` is sent by name, so it sits at the top level of its module. Arguments and values are sent
         by value, tensors too. The ranks have `timeout` seconds, and `grace` after the first error.
         """
         __tracebackhide__ = True
-        request = pickle.dumps((function, args))
+        request = pickle.dumps(_Request(next(self._runs), world_size, pickle.dumps((function, args))))
         try:
-            if not self._ranks:
-                self._start()
-            for rank in self._ranks:
+            self._start(world_size)
+            chosen = self._ranks[:world_size]
+            for rank in chosen:
                 rank.send(request)
-            answers = self._collect(timeout, grace)
+            answers = _collect(chosen, timeout, grace)
         except BaseException:
             self.close()  # after a KeyboardInterrupt, say, answers are left in the pipes
             raise
@@ -118,30 +129,20 @@ class RankPool:
         self._store = None
         self._folder.close()
 
-    def _start(self) -> None:
-        folder = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="ranks-")))
-        # Served from here, the store has a port that is free for certain, and outlives any rank.
-        self._store = store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank in range(self.world_size):
-            with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ, "PYTHONHASHSEED": str(rank)}):
-                self._ranks.append(_Rank.start(rank, self.world_size, store.port, folder))
-        _raise_errors(self._collect(START_TIMEOUT, grace=0.0))
-
-    def _collect(self, timeout: float, grace: float) -> list[_Answer]:
-        """Wait for an answer of each rank, and answer for those that hang."""
-        waiting = {rank.connection: rank for rank in self._ranks}
-        answers: list[_Answer] = []
-        deadline = time.monotonic() + timeout
-        limit = f"{timeout:g} s"
-        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
-            for connection in ready:
-                answer = waiting.pop(connection).receive()
-                answers.append(answer)
-                if answer.error and time.monotonic() + grace < deadline:
-                    deadline = time.monotonic() + grace
-                    limit = f"{grace:g} s after the first error"
-        answers += _hanging(list(waiting.values()), f"no answer within {limit}")
-        return sorted(answers, key=lambda answer: answer.rank)
+    def _start(self, world_size: int) -> None:
+        """Start as many processes as are missing."""
+        if not self._ranks:
+            self._directory = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="ranks-")))
+            # Served from here, the store has a port that is free for certain, and outlives any rank.
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        assert self._store is not None
+        missing = range(len(self._ranks), world_size)
+        for rank in missing:
+            own = {"PYTHONHASHSEED": str(rank)} if rank == 0 else {"PYTHONHASHSEED": str(rank), **UNVERIFIED}
+            with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ, **own}):
+                self._ranks.append(_Rank.start(rank, self._store.port, self._directory))
+        if missing:
+            _raise_errors(_collect(self._ranks[missing.start :], START_TIMEOUT, grace=0.0))
 
     def _relay_output(self) -> None:
         for rank in self._ranks:
@@ -149,8 +150,47 @@ class RankPool:
                 print(f"[rank {rank.rank}] {line}")
 
 
-Ranks: TypeAlias = Callable[[int], RankPool]
+@dataclass(frozen=True)
+class World:
+    """The first ranks of a pool, as a world of their own."""
+
+    pool: RankPool
+    world_size: int
+
+    def run(self, function: Callable[..., Any], *args: Any, **limits: float) -> list[Any]:
+        """See `RankPool.run`."""
+        __tracebackhide__ = True
+        return self.pool.run(self.world_size, function, *args, **limits)
+
+
+Ranks: TypeAlias = Callable[[int], World]
 FakeWorld: TypeAlias = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a rank is asked to do, as one of `world_size`."""
+
+    number: int
+    world_size: int
+    call: bytes  # the pickled function and its arguments; loading it imports the test's module
+
+
+def _collect(ranks: list[_Rank], timeout: float, grace: float) -> list[_Answer]:
+    """Wait for an answer of each rank, and answer for those that hang."""
+    waiting = {rank.connection: rank for rank in ranks}
+    answers: list[_Answer] = []
+    deadline = time.monotonic() + timeout
+    limit = f"{timeout:g} s"
+    while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+        for connection in ready:
+            answer = waiting.pop(connection).receive()
+            answers.append(answer)
+            if answer.error and time.monotonic() + grace < deadline:
+                deadline = time.monotonic() + grace
+                limit = f"{grace:g} s after the first error"
+    answers += _hanging(list(waiting.values()), f"no answer within {limit}")
+    return sorted(answers, key=lambda answer: answer.rank)
 
 
 @dataclass(frozen=True)
@@ -185,13 +225,13 @@ class _Rank:
     stacks: TextIO  # what it writes when asked where it hangs
 
     @classmethod
-    def start(cls, rank: int, world_size: int, port: int, folder: Path) -> _Rank:
+    def start(cls, rank: int, port: int, folder: Path) -> _Rank:
         log, stacks = folder / f"log{rank}", folder / f"stacks{rank}"
         log.touch()
         stacks.touch()
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        args = (rank, world_size, port, theirs, log, stacks)
+        args = (rank, port, theirs, log, stacks)
         process = context.Process(target=_serve, args=args, name=f"rank {rank}", daemon=True)
         process.start()
         theirs.close()  # the only other end is the rank's, so its death ends the pipe
@@ -226,7 +266,7 @@ def _hanging(ranks: list[_Rank], error: str) -> list[_Answer]:
     return [_Answer(r.rank, error=error, detail=r.stacks.read(), time=math.inf, lost=True) for r in ranks]
 
 
-def _serve(rank: int, world_size: int, port: int, connection: Connection, log: Path, stacks: Path) -> None:
+def _serve(rank: int, port: int, connection: Connection, log: Path, stacks: Path) -> None:
     """The life of a rank: answer requests until it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process
     threading.Thread(target=_leave_with_parent, daemon=True).start()
@@ -239,10 +279,10 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, log: P
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         connection.send_bytes(pickle.dumps(_Answer(rank)))
         frozen = 0
-        for number in itertools.count():
-            request = connection.recv_bytes()
+        while True:
+            request = pickle.loads(connection.recv_bytes())
             reset_distributed()  # not before all ranks have answered: one may still be in a collective
-            answer = _answer(request, dist.PrefixStore(f"run{number}", store), rank, world_size)
+            answer = _answer(request, dist.PrefixStore(f"run{request.number}", store), rank)
             connection.send_bytes(pickle.dumps(answer))
             if answer.error:
                 reset_distributed()
@@ -258,12 +298,12 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
-def _answer(request: bytes, store: dist.Store, rank: int, world_size: int) -> _Answer:
+def _answer(request: _Request, store: dist.Store, rank: int) -> _Answer:
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        function, args = pickle.loads(request)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=request.world_size)
+        function, args = pickle.loads(request.call)
         torch.manual_seed(0)  # last, as the first run of a module imports it here
-        return _Answer(rank, value=pickle.dumps(function(rank, world_size, *args)))
+        return _Answer(rank, value=pickle.dumps(function(rank, request.world_size, *args)))
     except BaseException as error:  # SystemExit and pytest.fail, too
         summary = "".join(traceback.format_exception_only(error)).strip()
         return _Answer(rank, error=summary, detail=traceback.format_exc(), time=time.monotonic())

@@ -41,11 +41,22 @@ def test_all_reduce(ranks: Ranks, world_size: int) -> None:
     assert ranks(world_size).run(_all_reduce) == [world_size * (world_size + 1) // 2] * world_size
 
 
-def test_pools_are_reused(ranks: Ranks) -> None:
-    assert ranks(2) is ranks(2)
-    pids = ranks(2).run(_pid)
-    assert ranks(2).run(_pid) == pids
-    assert len({os.getpid(), *pids, *ranks(1).run(_pid)}) == 4
+def test_processes_are_reused(ranks: Ranks) -> None:
+    """By runs of as many ranks, and of fewer: these are the first ones."""
+    pids = ranks(3).run(_pid)
+    assert len({os.getpid(), *pids}) == 4
+    assert ranks(3).run(_pid) == pids
+    assert ranks(1).run(_pid) == pids[:1]
+    assert ranks(4).run(_pid)[:3] == pids
+    assert ranks(2).run(_all_reduce) == [3, 3]
+
+
+def _level(rank: int, world_size: int) -> str | None:
+    return os.environ.get("GRAPHSHARD_VERIFY")
+
+
+def test_the_first_rank_verifies(ranks: Ranks) -> None:
+    assert ranks(3).run(_level) == ["each", "off", "off"]
 
 
 def _footprint(rank: int, world_size: int) -> tuple[int, str, bool]:
@@ -56,9 +67,9 @@ def _footprint(rank: int, world_size: int) -> tuple[int, str, bool]:
 def test_pool_is_small_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    with RankPool(1) as pool:
-        assert pool.run(_footprint) == [(1, "1", False)]
-        (pid,) = pool.run(_pid)
+    with RankPool() as pool:
+        assert pool.run(1, _footprint) == [(1, "1", False)]
+        (pid,) = pool.run(1, _pid)
         assert list(tmp_path.iterdir())
     assert not list(tmp_path.iterdir())
     with pytest.raises(ProcessLookupError):
