@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from graphshard.cost.costs import Costs
+from graphshard.ir.mesh import Axis
 from graphshard.ir.plan import CollectiveKind
-from graphshard.ir.program import Axis
 from graphshard.schedule import Chain, Link, Problem, Transfer
 from graphshard.schedule.build import make_link
 
@@ -72,7 +72,7 @@ def items(shape: Shape, seq: int) -> Iterator[Item]:
 
 def link_of(costs: Costs, ranks: int) -> Link:
     """All ranks shard over one axis."""
-    return make_link(costs, Axis("shard", ranks))
+    return make_link(costs, Axis("shard", ranks, "shard"))
 
 
 def problem(shape: Shape, costs: Costs, ranks: int, tokens: int, seq: int, link: Link) -> Problem:

@@ -27,7 +27,6 @@ from graphshard.module.sharded_module import ShardedModule, install_method
 from graphshard.options.checks import check_examples, check_mesh, check_model, default_mesh
 from graphshard.pipeline.observe import Level
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.runtime.groups import axes_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -112,14 +111,12 @@ def compile(
     """
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
-    check_mesh(mesh)
+    axes = check_mesh(mesh)
     check_examples(units, example_inputs, example_kwargs, dynamic_shapes)
-    axis, replicate = axes_of(mesh)
     tracer = prepare(
         model,
-        axis,
+        axes,
         device_of(mesh),
-        replicate=replicate,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,

@@ -18,8 +18,9 @@ import torch
 from torch.fx import Node
 
 from graphshard.ir.graph import aten, behind, emit, erase_dead, fake
+from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
-from graphshard.ir.program import Axis, Phase, Program, Slot, SlotKind
+from graphshard.ir.program import Phase, Program, Slot, SlotKind
 from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.ir.transport import OF_A_REDUCTION, over_replicas, over_shards, reduced_over
 from graphshard.passes.base import Pass

@@ -24,12 +24,12 @@ from graphshard.passes.base import Pass
 
 @dataclass(frozen=True)
 class RegatherInGroup(Pass):
-    """Requires: a partitioned program with a subgroup.  Preserves: every value."""
+    """Requires: a partitioned program whose mesh has an axis to regather over.  Preserves: every value."""
 
     name: ClassVar[str] = "regather-in-group"
 
     def requires(self, program: Program) -> None:
-        if program.subgroup is None:
+        if program.mesh.regather is None:
             raise PassError(
                 f"{self.name}: the program has no smaller group of ranks; give reshard_after_forward an int"
             )
@@ -37,10 +37,10 @@ class RegatherInGroup(Pass):
             raise PassError(f"{self.name}: the program is not partitioned yet; run this pass after partition")
 
     def rewrite(self, program: Program) -> int:
-        assert program.subgroup is not None
+        group = program.mesh.regather
+        assert group is not None
         if "backward" not in program.phases:
             return 0
-        group = program.subgroup
         backward = program.phases["backward"]
         again = {c.params[0]: c for c in collectives(backward) if c.kind == "gather"}
         first: dict[str, Collective] = {}

@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.capture import CaptureSpec, capture
 from graphshard.ir.graph import WAIT, fake, is_collective
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, build_table
 from graphshard.ir.precision import precision_of
-from graphshard.ir.program import Axis, Phase, Program, Slot
+from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.units import find_units
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
@@ -122,15 +123,15 @@ def captured(
     """What `graphshard.compile(model, mesh, ...)` captures for `model(*args, **kwargs)` on the CPU."""
     names = find_units(model, units)
     precision = precision_of(mp_policy, names)
+    mesh = Mesh.of_shape(world_size)
     table = build_table(
         model,
-        num_shards=world_size,
+        mesh=mesh,
         units=names,
         precision=precision,
         reshard_after_forward=reshard_after_forward,
     )
-    axis = Axis("shard", world_size)
-    spec = CaptureSpec(table, names, axis, torch.device("cpu"), precision, type(model), dynamic_shapes)
+    spec = CaptureSpec(table, names, mesh, torch.device("cpu"), precision, type(model), dynamic_shapes)
     return capture(model, tuple(args), dict(kwargs or {}), spec, grad=grad)
 
 

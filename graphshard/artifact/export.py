@@ -22,16 +22,14 @@ from graphshard.artifact.fingerprint import environment, model_facts, options_of
 from graphshard.artifact.members import Captured, MeshPrograms, StoredRegion, write_artifact
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Profile, load_profile
-from graphshard.explain.study import Mesh, mesh_axes
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.program import Axis
+from graphshard.ir.mesh import Mesh, MeshLike
 from graphshard.ir.progress import progress
 from graphshard.lower.regions import Compiler, RegionCall
 from graphshard.module.prepare import prepare
 from graphshard.options.checks import check_examples, check_model
 from graphshard.passes import ToDevice
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.runtime.groups import replicated_over
 
 Mode = Literal["training", "inference", "both"]
 
@@ -59,7 +57,7 @@ class Call:
 
 def export(
     model: nn.Module,
-    mesh: Mesh | Sequence[Mesh],
+    mesh: MeshLike | Sequence[MeshLike],
     path: str | os.PathLike[str],
     *,
     example_inputs: Sequence[Any] | None = None,
@@ -114,7 +112,7 @@ def export(
     check_model(model)
     check_examples(options.get("units"), example_inputs, example_kwargs, options.get("dynamic_shapes"))
     target = _target(path)
-    meshes = [mesh_axes(item) for item in _meshes(mesh)]
+    meshes = [Mesh.of_shape(item) for item in _meshes(mesh)]
     wanted = _calls(example_inputs, example_kwargs, mode, calls)
     kind = _device(device, mesh)
     if not isinstance(accumulate, bool):
@@ -131,17 +129,17 @@ def export(
     with progress(f"graphshard: export {type(model).__name__}") as show, with_threads(threads):
         moved = kind.type == "cuda" and not torch.cuda.is_available()
         compiler, later = _compiler(options.get("backend", "inductor"), kind, compile_regions)
-        for axes in meshes:
+        for item in meshes:
             device_here = torch.device("cpu") if moved else kind
-            tracer = prepare(model, axes[-1], device_here, replicate=replicated_over(axes), **options)
+            tracer = prepare(model, item, device_here, **options)
             described = options_of(tracer)
             tracer.compiled = compiled
             if moved:
                 tracer.pipeline = Pipeline((ToDevice(kind.type), *tracer.pipeline))
-            costs = Costs(machine, mesh=axes)
-            exporter = Exporter(tracer, model, compiler, costs, later, accumulate, regions, _prefixed(show, axes))
+            costs = Costs(machine, mesh=item)
+            exporter = Exporter(tracer, model, compiler, costs, later, accumulate, regions, _prefixed(show, item))
             programs = tuple(_captured(exporter, call) for call in wanted)
-            found.append(MeshPrograms(axes, described, tracer.spec.params, programs))
+            found.append(MeshPrograms(tracer.spec.mesh, described, tracer.spec.params, programs))
         native = any(stored.code == "native" for stored in regions.values())
         fingerprint = {
             "environment": environment(kind, native=native),
@@ -153,22 +151,22 @@ def export(
 
 def _plain(
     model: nn.Module,
-    meshes: list[tuple[Axis, ...]],
+    meshes: list[Mesh],
     calls: list[Call],
     device: torch.device,
     path: Path,
     options: Mapping[str, Any],
 ) -> Path:
     """Export one forward of one rank in PyTorch's own format."""
-    if [[axis.size for axis in axes] for axes in meshes] != [[1]] or len(calls) != 1 or calls[0].grad or calls[0].entry:
+    if [tuple(mesh.shape.values()) for mesh in meshes] != [(1,)] or len(calls) != 1 or calls[0].grad or calls[0].entry:
         raise ArgumentError(
             f"{path.name}: a .pt2 file holds one program for one rank, without gradients. Pass mesh=(1,) and "
             'mode="inference", or a path that ends in .gshard.'
         )
     from graphshard.artifact.plain import export_plain
 
-    ((axis,),), (call,) = meshes, calls
-    tracer = prepare(model, axis, device, **options)
+    (mesh,), (call,) = meshes, calls
+    tracer = prepare(model, mesh, device, **options)
     export_plain(tracer, model, call.inputs, call.kwargs, path, options.get("dynamic_shapes"))
     return path
 
@@ -178,8 +176,8 @@ def _captured(exporter: Exporter, call: Call) -> Captured:
         return exporter.capture(call.inputs, call.kwargs, entry=call.entry, grad=call.grad, gradients=call.gradients)
 
 
-def _prefixed(show: Callable[[str], None], axes: tuple[Axis, ...]) -> Callable[[str], None]:
-    ranks = " x ".join(str(axis.size) for axis in axes)
+def _prefixed(show: Callable[[str], None], mesh: Mesh) -> Callable[[str], None]:
+    ranks = " x ".join(map(str, mesh.shape.values()))
     return lambda text: show(f"{ranks} ranks: {text}")
 
 

@@ -162,7 +162,7 @@ class _Again:
         """
         names = self.tracer.model_names
         settings = {"no-sync": "unsynced", "no-all-reduce": "unreplicated"}
-        if self.program.replicate is None:
+        if self.program.mesh.replicate is None:
             del settings["no-all-reduce"]
         made = set()
         for setting, attribute in settings.items():

@@ -133,7 +133,7 @@ def options_of(tracer: Tracer) -> dict[str, Any]:
         "mp_policy": _policy(spec.precision.default),
         "mp_policies": {unit: _policy(policy) for unit, policy in spec.precision.by_unit.items()},
         # Among how many ranks, if that is not all of the axis; the rest of it is in the rows of the parameters.
-        "reshard_after_forward": spec.subgroup.size if spec.subgroup is not None else None,
+        "reshard_after_forward": spec.mesh.regather.size if spec.mesh.regather is not None else None,
         "offload_policy": {"pin_memory": tracer.storage.pinned} if offload else None,
         "backend": tracer.backend,
         "passes": {

@@ -26,16 +26,16 @@ from graphshard.artifact.fingerprint import (
 )
 from graphshard.artifact.library import StoredPrograms, read_programs
 from graphshard.artifact.members import Artifact, read_artifact
+from graphshard.codec.stage import decode_mesh
 from graphshard.codec.values import Decoder
 from graphshard.ir.errors import ArgumentError, ArtifactError
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, build_table
 from graphshard.ir.precision import Precision
-from graphshard.ir.program import Axis
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.runner import Runner
 from graphshard.module.tracer import Tracer
 from graphshard.options.checks import check_mesh, check_model, default_mesh
-from graphshard.runtime.groups import axes_of
 
 log = logging.getLogger(__name__)
 
@@ -65,16 +65,15 @@ def load(path: str | os.PathLike[str], model: ModuleT, mesh: DeviceMesh | None =
     """
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
-    check_mesh(mesh)
+    axes = check_mesh(mesh)
     artifact = read_artifact(_path(path))
     device = device_of(mesh)
-    axis, replicate = axes_of(mesh)
-    index = _check_place(artifact, device, axis, replicate)
+    index = _check_place(artifact, device, axes)
     params = artifact.params(index)
     _check_model(artifact, model, params)
     wanted = {**_options(artifact.meshes[index]["options"], model, params), **options}
     try:
-        tracer = prepare(model, axis, device, replicate=replicate, **wanted)
+        tracer = prepare(model, axes, device, **wanted)
     except TypeError as error:
         raise ArgumentError(f"load: {error}") from None
     # Passes and dynamic dims did their work when it was exported; they need not be given again.
@@ -94,7 +93,7 @@ def library_for(path: str | os.PathLike[str], model: nn.Module, runner: Runner) 
     try:
         artifact = read_artifact(_path(path))
         spec = runner.tracer.spec
-        index = _check_place(artifact, spec.device, spec.axis, spec.replicate)
+        index = _check_place(artifact, spec.device, spec.mesh)
         params = artifact.params(index)
         _check_model(artifact, model, params)
         _check_options(artifact, index, runner.tracer, params)
@@ -111,29 +110,29 @@ def _path(path: Any) -> Path:
     return Path(path)
 
 
-def _check_place(artifact: Artifact, device: torch.device, axis: Axis, replicate: Axis | None) -> int:
+def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh) -> int:
     """Raise ArtifactError if versions, machine or mesh do not fit; the index of the mesh among those of the file."""
     exported = artifact.facts["environment"]
     if exported["device"] != device.type:  # the machine's other facts are those of the other kind of device
         refuse(artifact.path, differences({"device": exported["device"]}, {"device": device.type}))
     refuse(artifact.path, differences(exported, environment(device, native=artifact.native)))
-    wanted = {each.name: each.size for each in (replicate, axis) if each is not None}
-    meshes = [mesh["axes"] for mesh in artifact.meshes]
-    here = [list(mesh.items()) == list(wanted.items()) for mesh in meshes]  # the last axis shards: order matters
-    if not any(here):
+    meshes = [decode_mesh(row["mesh"]) for row in artifact.meshes]
+    fits = [other.grid == mesh.grid for other in meshes]  # what is regathered over is an option, compared later
+    if not any(fits):
         raise ArtifactError(
-            f"{artifact.path} does not fit: mesh was {' or '.join(map(str, meshes))} when it was exported and is "
-            f"{wanted} here. Export again with this mesh in the list: export(model, [..., {wanted}], ...).",
+            f"{artifact.path} does not fit: mesh was {' or '.join(str(other.shape) for other in meshes)} when it was "
+            f"exported and is {mesh.shape} here. Export again with this mesh in the list: "
+            f"export(model, [..., {mesh.shape}], ...).",
             field="mesh",
         )
-    return here.index(True)
+    return fits.index(True)
 
 
 def _check_model(artifact: Artifact, model: nn.Module, params: ParamTable) -> None:
     """Raise ArtifactError if the module is another than was exported."""
     exported, here = artifact.facts["model"], model_facts(model)
     refuse(artifact.path, differences({"model": exported["model"]}, here))
-    table = build_table(model, num_shards=1, units=(), precision=Precision(), reshard_after_forward=None)
+    table = build_table(model, mesh=Mesh.of_shape(1), units=(), precision=Precision(), reshard_after_forward=None)
     refuse(artifact.path, table_differences(params, table, MODEL_FIELDS))
     for field in ("buffers", "attributes", "code"):
         refuse(artifact.path, differences({field: exported[field]}, here))

@@ -26,11 +26,11 @@ from graphshard.artifact.summary import summarize
 from graphshard.capture.signature import Signature
 from graphshard.codec.lowered import encode_region
 from graphshard.codec.signature import encode_signature
-from graphshard.codec.stage import decode_table, encode_table
-from graphshard.codec.values import strings
+from graphshard.codec.stage import decode_mesh, decode_table, encode_mesh, encode_table
 from graphshard.ir.errors import ArtifactError
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
-from graphshard.ir.program import Axis, Region
+from graphshard.ir.program import Region
 from graphshard.lower.packages import Package, check_package
 
 # What there is of a region: a package, its operators, which run as they are, or its operators, to be compiled.
@@ -86,7 +86,7 @@ class Captured:
 class MeshPrograms:
     """What there is for one mesh; `options` are those of `compile` there, see `artifact/fingerprint.py`."""
 
-    axes: tuple[Axis, ...]
+    mesh: Mesh
     options: Mapping[str, Any]
     params: ParamTable
     programs: tuple[Captured, ...]
@@ -153,8 +153,8 @@ def read_artifact(path: Path) -> Artifact:
     artifact = Artifact(read_archive(path))
     try:
         expected = set(_members(artifact.facts))
-        for mesh in artifact.meshes:
-            strings(list(mesh["axes"]))
+        for row in artifact.meshes:
+            decode_mesh(row["mesh"])
         for key, region in artifact.facts["regions"].items():
             if region["code"] not in CODES:
                 raise ArtifactError(f"{path}: region {key} is {region['code']!r}, which this version does not know.")
@@ -210,18 +210,18 @@ def write_artifact(
     members: dict[str, bytes] = {}
     listed = []
     number = 0
-    for index, mesh in enumerate(meshes):
-        members[f"meshes/{index}.json"] = _json(encode_table(mesh.params))
+    for index, item in enumerate(meshes):
+        members[f"meshes/{index}.json"] = _json(encode_table(item.params))
         programs = []
-        for captured in mesh.programs:
+        for captured in item.programs:
             programs.append(_add_program(f"programs/{number}", captured, members))
             number += 1
         listed.append(
             {
-                "axes": {axis.name: axis.size for axis in mesh.axes},
-                "options": mesh.options,
-                "num_parameters": len(mesh.params),
-                "shard_bytes": sum(row.shard_bytes(row.compute_dtype) for row in mesh.params),
+                "mesh": encode_mesh(item.mesh),
+                "options": item.options,
+                "num_parameters": len(item.params),
+                "shard_bytes": sum(row.shard_bytes(row.compute_dtype) for row in item.params),
                 "programs": programs,
             }
         )

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from graphshard.codec.stage import decode_mesh
 from graphshard.ir.text import format_bytes
 
 _CODES = {
@@ -39,9 +40,8 @@ def summarize(facts: Mapping[str, Any]) -> str:
 
 
 def _mesh(mesh: Mapping[str, Any]) -> Iterator[str]:
-    axes = ", ".join(f"{name} {size}" for name, size in mesh["axes"].items())
     shards = format_bytes(mesh["shard_bytes"])
-    yield f"mesh       {axes}: {mesh['num_parameters']} parameters, {shards} of shards per rank"
+    yield f"mesh       {decode_mesh(mesh['mesh'])}: {mesh['num_parameters']} parameters, {shards} of shards per rank"
     for program in mesh["programs"]:
         inputs = [item for item in program["signature"]["inputs"] if "shape" in item]
         shapes = ", ".join(f"{item['dtype']['dtype']}{item['shape']}" for item in inputs)

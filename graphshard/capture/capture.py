@@ -41,9 +41,10 @@ from graphshard.capture.entry import without_entries
 from graphshard.capture.flatten import flatten_signature, lift_constants, tie, unalias_outputs
 from graphshard.capture.rounding import capture_decompositions
 from graphshard.ir.errors import CaptureError
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
-from graphshard.ir.program import Axis, Phase, Program, Slot, SlotKind
+from graphshard.ir.program import Phase, Program, Slot, SlotKind
 from graphshard.ir.sizes import Size, find_sizes, lift_sizes
 from graphshard.ir.units import modules_of
 
@@ -57,14 +58,12 @@ class CaptureSpec:
 
     params: ParamTable
     units: tuple[str, ...]
-    axis: Axis
+    mesh: Mesh
     device: torch.device
     precision: Precision
     forward_class: type[nn.Module]
     dynamic_shapes: Any = None
-    replicate: Axis | None = None
     method: str = "forward"
-    subgroup: Axis | None = None
 
 
 def capture(
@@ -75,7 +74,7 @@ def capture(
     Args:
         module: the module; it is left exactly as it was.
         args, kwargs: inputs of a call; only shapes, dtypes, devices, marks and non-tensor values are used.
-        spec: parameter table, units, mesh axis, device, precision and dynamic dimensions.
+        spec: parameter table, units, mesh, device, precision and dynamic dimensions.
         grad: capture forward and backward; otherwise a forward that saves nothing.
 
     Raises:
@@ -121,7 +120,7 @@ def capture(
     return Program(
         {name: phase},
         spec.params,
-        spec.axis,
+        spec.mesh,
         torch.device(spec.device.type),
         constants,
         out_spec,
@@ -130,8 +129,6 @@ def capture(
         model=spec.forward_class.__name__,
         sizes=sizes,
         shapes=tuple((tuple(t.shape), t.stride()) for t in tensors) if sizes else (),
-        replicate=spec.replicate,
-        subgroup=spec.subgroup,
     )
 
 

@@ -25,6 +25,7 @@ from graphshard.artifact.members import (
 )
 from graphshard.codec.lowered import decode_lowered, decode_region
 from graphshard.codec.partitioned import decode_partitioned
+from graphshard.codec.stage import decode_mesh
 from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.fold import fold
 from graphshard.ir.plan import Plan
@@ -67,9 +68,8 @@ def show(path: Path, *, graph: bool, full: bool) -> None:
         return
     for mesh in artifact.meshes:
         for program in mesh["programs"]:
-            axes = ", ".join(f"{name} {size}" for name, size in mesh["axes"].items())
             text = artifact.archive.text(f"{program['file']}.txt")
-            print(f"{program['file']} ({program['entry'] or 'the model'}, {axes})")
+            print(f"{program['file']} ({program['entry'] or 'the model'}, {decode_mesh(mesh['mesh'])})")
             print(text if full else fold(text))
 
 

@@ -20,9 +20,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from graphshard.cost.profile import builtin_profiles, load_profile
 from graphshard.explain.explain import explain_grid
 from graphshard.explain.explanation import Explanation, Grid
-from graphshard.explain.study import Mesh, Study
+from graphshard.explain.study import Study
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import write_text
+from graphshard.ir.mesh import MeshLike
 from graphshard.ir.progress import progress
 from graphshard.measure.regions import load_measured
 
@@ -164,7 +165,7 @@ def _inputs(shape: tuple[int, ...], count: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.zeros(shape, dtype=torch.long) for _ in range(count))
 
 
-def _mesh(text: str) -> Mesh:
+def _mesh(text: str) -> MeshLike:
     """ "8" or "shard=8", several axes with commas; what axes without names are called is not decided here."""
     parts = [part.rpartition("=") for part in text.split(",")]
     names, sizes = [name for name, _, _ in parts], [_int(size, "--mesh", text) for _, _, size in parts]

@@ -17,7 +17,7 @@ from graphshard.codec.values import Decoder, encode
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Profile
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.program import Axis
+from graphshard.ir.mesh import Axis, Mesh
 from graphshard.passes import AccumulateGradients, ActivationCheckpointing, Pass
 from graphshard.schedule.agreed import AgreedPlanner
 from graphshard.schedule.build import Constraints
@@ -75,7 +75,7 @@ def _known() -> dict[str, type]:
     from graphshard.pipeline.pipeline import DEFAULT_PASSES  # which imports this module, to dump
 
     passes = (*map(type, DEFAULT_PASSES), ActivationCheckpointing, AccumulateGradients)
-    kinds = (*passes, PlanByUnit, PlanByCost, Constraints, Costs, Axis)
+    kinds = (*passes, PlanByUnit, PlanByCost, Constraints, Costs, Mesh, Axis)
     return {class_name(kind): kind for kind in kinds}
 
 

@@ -2,7 +2,8 @@
 
 {
  "format": 1,
- "model": "Llama", "capture": 0, "reason": "...",  "axis": ["shard", 8],  "device": "cuda",  "next_number": 310,
+ "model": "Llama", "capture": 0, "reason": "...",   "device": "cuda",  "next_number": 310,
+ "mesh": {"axes": [{"name": "shard", "size": 8, "role": "shard"}]},
  "tangents": ["0"],  "established": ["reduced_once"],  "differentiated": ["embed.weight"],
  "out_spec": "[1, {...}]",                           pytree.treespec_dumps
  "params": [{"names": ["embed.weight"], "shape": [256, 64], "dtype": "float32", ...}],    fields of ParamRow
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -44,12 +45,13 @@ from graphshard.codec.passes import NextPass, decode_pass, encode_pass
 from graphshard.codec.sizes import decode_sizes, encode_sizes
 from graphshard.codec.values import Decoder, encode, named, short_name, strings, typed
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.plan import Plan
-from graphshard.ir.program import Axis, Phase, Program
+from graphshard.ir.program import Phase, Program
 from graphshard.passes import Pass
 
-FORMAT = 2
+FORMAT = 3
 _PHASES = ("joint", "forward", "backward")
 _SAFE_SPECS = frozenset({None, "builtins.list", "builtins.tuple", "builtins.dict", "collections.OrderedDict"})
 # How many levels of a key's content have a line for each item; 1 for others.
@@ -72,8 +74,7 @@ def program_to_json(program: Program, *, next_pass: Pass | None = None) -> str:
         "model": program.model,
         "capture": program.capture,
         "reason": program.reason,
-        "axis": _encode_axis(program.axis),
-        "replicate": program.replicate and _encode_axis(program.replicate),
+        "mesh": encode_mesh(program.mesh),
         "device": str(program.device),
         "next_number": program.next_number,
         "tangents": list(program.tangents),
@@ -145,7 +146,7 @@ def decode_program(
     return Program(
         {name: phase_of(phase, decoder) for name, phase in data["phases"].items()},
         decode_table(data["params"]),
-        _decode_axis(data["axis"]),
+        decode_mesh(data["mesh"]),
         torch.device(data["device"]),
         {name: decoder.value(value) for name, value in data["constants"].items()},
         _decode_spec(data["out_spec"]),
@@ -159,17 +160,15 @@ def decode_program(
         next_number=typed(data["next_number"], int),
         sizes=sizes,
         shapes=tuple((tuple(shape), tuple(stride)) for shape, stride in decoder.value(data.get("shapes", []))),
-        replicate=_decode_axis(data["replicate"]) if data.get("replicate") else None,
     )
 
 
-def _encode_axis(axis: Axis) -> list[Any]:
-    return [axis.name, axis.size]
+def encode_mesh(mesh: Mesh) -> dict[str, Any]:
+    return {"axes": [asdict(axis) for axis in mesh.axes]}
 
 
-def _decode_axis(data: Any) -> Axis:
-    name, size = data
-    return Axis(typed(name, str), typed(size, int))
+def decode_mesh(data: dict[str, Any]) -> Mesh:
+    return Mesh(tuple(Axis(typed(axis["name"], str), typed(axis["size"], int), axis["role"]) for axis in data["axes"]))
 
 
 def _decode_plan(data: dict[str, Any]) -> Plan:

@@ -18,7 +18,8 @@ from torch.fx import Node
 from graphshard.cost.kernels import Work, work_of
 from graphshard.cost.multiplications import Gemm, Scalar
 from graphshard.cost.profile import Profile, Tile
-from graphshard.ir.program import Axis, Region
+from graphshard.ir.mesh import Axis, Mesh
+from graphshard.ir.program import Region
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,14 @@ class Costs:
     Attributes:
         profile: which machine, with `.name` and `.hash`.
         network: which of the profile's models of the network between nodes.
-        mesh: all axes of the mesh, outermost first: ranks along an axis are apart by the product of the sizes of the
-            axes behind it, and share a node accordingly. An axis that is not there has neighbours one apart.
+        mesh: its order says how far apart ranks along an axis are, and so how many of them share a node. Without one
+            they are neighbours.
         measured: seconds of regions by key; they replace the estimate.
     """
 
     profile: Profile
     network: str = "isolated"
-    mesh: tuple[Axis, ...] = ()
+    mesh: Mesh | None = None
     measured: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def compute(self, nodes: Sequence[Node]) -> Scalar:
@@ -140,9 +141,7 @@ class Costs:
 
     def _spread(self, axis: Axis) -> tuple[Scalar, Scalar]:
         """How many ranks of an axis share a node, and how many nodes that makes."""
-        names = [other.name for other in self.mesh]
-        behind = self.mesh[names.index(axis.name) + 1 :] if axis.name in names else ()
-        apart = math.prod(other.size for other in behind)
+        apart = self.mesh.distance(axis) if self.mesh is not None else 1
         room = maximum(self.profile.ranks_per_node // apart, 1)
         local = minimum(axis.size, room)
         return local, ceiling(axis.size / local)

@@ -8,6 +8,7 @@ region is compared with its own operators.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from graphshard.ir.errors import ArgumentError
 from graphshard.ir.graph import fake
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes
+from graphshard.ir.transport import reduced_over
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.operators import compile_eager
 from graphshard.lower.regions import Boxed, RegionCall, lower, reshape_views
@@ -240,9 +242,10 @@ class _Inputs:
         if sharded:
             return value.narrow(row.dim, 0, length).to(row.dtype)
         mean = value.to(row.reduce_dtype).contiguous()
-        for group in self.runner.mesh.get_all_groups():
-            dist.all_reduce(mean, group=group)
-        return (mean / self.runner.mesh.size()).narrow(row.dim, start, length).to(row.dtype)
+        axes = reduced_over(row, self.program)
+        for axis in axes:
+            dist.all_reduce(mean, group=self.runner.mesh.get_group(self.program.mesh.place(axis)))
+        return (mean / math.prod(axis.size for axis in axes)).narrow(row.dim, start, length).to(row.dtype)
 
 
 def _full(ref: ParamRef) -> torch.Tensor:

@@ -130,7 +130,7 @@ class Dump:
             "pid": os.getpid(),
             "reason": program.reason,
             "torch": str(torch.__version__),
-            "axes": {axis.name: axis.size for axis in program.axes},
+            "axes": {axis.name: axis.size for axis in program.mesh.axes},
             "stages": [
                 {
                     "name": stage.name,

@@ -64,7 +64,7 @@ def executor_source(program: Program, phase_name: str) -> str:
     methods = "".join(f"    def {name}(self, inputs):\n        return {name}(*inputs)\n\n" for name in names)
     code = "".join(f"    {line}\n" if line else "\n" for line in _code(phase).strip().splitlines())
     outputs = [str(slot) for slot in phase.outputs]
-    run = _RUN_PHASE.format(size=program.axis.size, axis=_axis(program), outputs=outputs)
+    run = _RUN_PHASE.format(size=program.mesh.shard.size, axis=_axis(program), outputs=outputs)
     return (
         f'"""The {phase_name} of {program.title} on every rank; regions run operator by operator."""\n\n'
         f"import os\n\n{_IMPORTS}import torch.distributed as dist\n{imports}\n\nclass Executor:\n{methods}{code}\n\n"
@@ -80,7 +80,8 @@ class _Variable(str):
 
 
 def _axis(program: Program) -> str:
-    return program.axis.name if program.axis.name.isidentifier() else "axis"
+    name = program.mesh.shard.name
+    return name if name.isidentifier() else "axis"
 
 
 def _code(phase: Phase) -> str:

@@ -107,7 +107,7 @@ def _fewer_bytes(program: Program, timeline: Estimate) -> Iterator[str]:
 
 def _memory(program: Program, costs: Costs, tokens: int, memory: Mapping[str, int]) -> str:
     """What shrinks with ranks is the state, what shrinks with tokens the rest, but for the gathered parameters."""
-    ranks, room = program.axis.size, costs.profile.memory_capacity
+    ranks, room = program.mesh.shard.size, costs.profile.memory_capacity
     state = memory.get("shards", 0) + memory.get("gradients", 0) + memory.get("optimizer state", 0)
     gathered = memory.get("gathered parameters", 0)
     rest = sum(memory.values()) - state - gathered

@@ -15,8 +15,9 @@ from torch.distributed.tensor import Shard
 
 from graphshard.cost.profile import Hardware, Profile, load_profile
 from graphshard.explain.explanation import Explanation, Grid
-from graphshard.explain.study import Mesh, Study
+from graphshard.explain.study import Study
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.mesh import MeshLike
 from graphshard.ir.precision import PolicySpec
 from graphshard.ir.units import UnitSpec
 from graphshard.pipeline.pipeline import Pipeline
@@ -30,7 +31,7 @@ OPTIONS = (
 
 def explain(
     model: nn.Module,
-    mesh: Mesh,
+    mesh: MeshLike,
     *,
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -85,7 +86,7 @@ def explain(
 
 def explain_grid(
     model: nn.Module,
-    meshes: Sequence[Mesh],
+    meshes: Sequence[MeshLike],
     *,
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,

@@ -25,7 +25,7 @@ from graphshard.explain.symbols import RANKS, symbolic
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.graph import WAIT, is_collective, kind_of
 from graphshard.ir.params import ParamRow
-from graphshard.ir.program import Axis, Phase, Program, Region
+from graphshard.ir.program import Phase, Program, Region
 
 # Of the numbers in a printed formula; costs are not known better.
 _DIGITS = 4
@@ -220,7 +220,7 @@ def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, states
         "state_bytes": state,
         "saved_bytes": sum((_saved(phase) for phase in program.phases.values()), sympy.Integer(0)),
     }
-    everything = {**at, RANKS.name: program.axis.size}
+    everything = {**at, RANKS.name: program.mesh.shard.size}
     return Formulas(everything, definitions, {name: sympy.sympify(value) for name, value in results.items()})
 
 
@@ -229,8 +229,7 @@ def _clock(
 ) -> tuple[Any, Any, Any, Any]:
     """Step, communication, bytes sent, and what it slows compute down: the clock of `estimate`, with expressions."""
     assert program.plan is not None
-    axis = Axis(program.axis.name, RANKS)
-    mesh = tuple(axis if other.name == axis.name else other for other in costs.mesh)
+    mesh = program.mesh.resized("shard", RANKS)
     here, costs = costs, Costs(costs.profile, costs.network, mesh)
     compute: Any = sympy.Integer(0)
     free: dict[str, Any] = {}  # by link
@@ -242,10 +241,8 @@ def _clock(
         for node in phase.module.graph.nodes:
             bucket = node.meta.get("bucket", "")
             if is_collective(node):
-                over = program.axis_named(program.plan.bucket(bucket).axis)
-                link = here.link(over)
-                if over == program.axis:
-                    over = axis
+                name = program.plan.bucket(bucket).axis
+                link, over = here.link(program.mesh.named(name)), mesh.named(name)
                 kind, size = kind_of(node), _sent(program, bucket)
                 if node.meta.get("exchanged"):
                     cost = costs.exchange(size, over)

@@ -82,7 +82,7 @@ def explained(
     return Explanation(
         model=program.model,
         label=label,
-        mesh={axis.name: axis.size for axis in program.mesh},
+        mesh=program.mesh.shape,
         hardware=costs.profile.name,
         profile_hash=costs.profile.hash,
         network=costs.network,

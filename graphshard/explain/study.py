@@ -8,7 +8,6 @@ profile's kind of device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.capture import CaptureSpec, capture
@@ -29,8 +27,9 @@ from graphshard.explain.formulas import formulas_of
 from graphshard.explain.predict import bound_of, explained
 from graphshard.explain.symbols import Inputs, spread_ranks, symbolize
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.mesh import Mesh, MeshLike
 from graphshard.ir.precision import precision_of
-from graphshard.ir.program import Axis, Program
+from graphshard.ir.program import Program
 from graphshard.ir.units import find_units
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.regions import lower
@@ -44,12 +43,6 @@ from graphshard.options.table import checked_table
 from graphshard.passes import MakePlan
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pass
-from graphshard.runtime.groups import replicated_over
-
-Mesh = DeviceMesh | Sequence[int] | Mapping[str, int]
-
-# Of the axes of a shape.
-_NAMES = ("replicate", "shard")
 
 
 @dataclass
@@ -71,8 +64,8 @@ class Study:
     _captured: Program | None = field(default=None, init=False)
     _flop: dict[str, float] = field(default_factory=dict, init=False)
     _at: dict[str, int] = field(default_factory=dict, init=False)
-    _before_plan: dict[tuple[tuple[Axis, ...], str], Program] = field(default_factory=dict, init=False)
-    _scheduled: dict[tuple[tuple[Axis, ...], str, str], Program] = field(default_factory=dict, init=False)
+    _before_plan: dict[tuple[Mesh, str], Program] = field(default_factory=dict, init=False)
+    _scheduled: dict[tuple[Mesh, str, str], Program] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -103,25 +96,25 @@ class Study:
         return self.options.get("optimizer_states", 2)
 
     def explain(
-        self, mesh: Mesh, profile: Profile, network: str, *, measured: Mapping[str, float] = MappingProxyType({})
+        self, shape: MeshLike, profile: Profile, network: str, *, measured: Mapping[str, float] = MappingProxyType({})
     ) -> Explanation:
         """Predict a step on one mesh and machine."""
         if network not in profile.outside:
             raise ArgumentError(
                 f"network must be one of {', '.join(map(repr, profile.outside))} for {profile.name}, got {network!r}."
             )
-        axes = mesh_axes(mesh)
-        planning = Costs(profile, network, axes)
-        program = self._program(axes, planning)
+        mesh = Mesh.of_shape(shape)
+        planning = Costs(profile, network, mesh)
+        program = self._program(mesh, planning)
         unknown = sorted(set(measured) - set(program.regions))
         if unknown:
             raise ArgumentError(
                 f"measured has {unknown[0]!r}, which is no region of this program. Measure with the same model, "
                 "inputs, mesh and settings."
             )
-        costs = Costs(profile, network, axes, dict(measured))
+        costs = Costs(profile, network, mesh, dict(measured))
         limit = self.options.get("memory_limit")
-        bound = bound_of(self._prepared(axes, profile.device), planning, program.plan, limit=limit, states=self.states)
+        bound = bound_of(self._prepared(mesh, profile.device), planning, program.plan, limit=limit, states=self.states)
         tokens = count_tokens(pytree.tree_leaves((self.example_inputs, self.example_kwargs)))
         found = explained(
             program,
@@ -136,18 +129,18 @@ class Study:
             found = replace(found, formulas=formulas_of(program, costs, self._at, states=self.states))
         return found
 
-    def _program(self, axes: tuple[Axis, ...], costs: Costs) -> Program:
+    def _program(self, mesh: Mesh, costs: Costs) -> Program:
         """The lowered program; its history is without text."""
-        planned = _copy(self._prepared(axes, costs.profile.device))
+        planned = _copy(self._prepared(mesh, costs.profile.device))
         passes = self._pipeline(costs).passes
         begin = next((i for i, step in enumerate(passes) if isinstance(step, MakePlan)), len(passes))
         for step in passes[begin : begin + 1]:
             run_pass(step, planned, Observer("off"))
         # Machines that are given the same schedule share what follows.
         schedule = replace(planned.plan, prediction=None).hash if planned.plan else ""
-        key = axes, costs.profile.device, schedule
+        key = mesh, costs.profile.device, schedule
         if key not in self._scheduled:
-            self.show(f"schedule for {math.prod(axis.size for axis in axes)} ranks")
+            self.show(f"schedule for {mesh.size} ranks")
             for step in passes[begin + 1 :]:
                 run_pass(step, planned, Observer("off"))
             if self.options.get("symbols"):
@@ -166,18 +159,16 @@ class Study:
             optimizer_states=self.states,
         )
 
-    def _prepared(self, axes: tuple[Axis, ...], device: str) -> Program:
+    def _prepared(self, mesh: Mesh, device: str) -> Program:
         """The program as the planner gets it."""
-        key = axes, device
+        key = mesh, device
         if key not in self._before_plan:
-            axis = axes[-1]
-            captured = self._capture(axis)
-            self.show(f"passes for {math.prod(axis.size for axis in axes)} ranks")
+            captured = self._capture(mesh)
+            self.show(f"passes for {mesh.size} ranks")
             program = replace(
                 _copy(captured),
-                params=captured.params.over(axis.size),
-                axis=axis,
-                replicate=replicated_over(axes),
+                params=captured.params.over(mesh),
+                mesh=mesh,
                 device=torch.device(device),
             )
             for step in self.options.get("passes") or Pipeline():
@@ -187,7 +178,7 @@ class Study:
             self._before_plan[key] = program
         return self._before_plan[key]
 
-    def _capture(self, axis: Axis) -> Program:
+    def _capture(self, mesh: Mesh) -> Program:
         if self._captured is None:
             self.show("capture")
             given = tuple(self.example_inputs or ()), dict(self.example_kwargs or {})
@@ -198,10 +189,8 @@ class Study:
                 for name in ("reshard_after_forward", "shard_placement_fn", "ignored_params")
             }
             precision = precision_of(self.options.get("mp_policy"), units)
-            table = checked_table(
-                self.model, units, device_type="cpu", num_shards=axis.size, precision=precision, **options
-            )
-            spec = CaptureSpec(table, units, axis, torch.device("cpu"), precision, type(self.model))
+            table = checked_table(self.model, units, device_type="cpu", mesh=mesh, precision=precision, **options)
+            spec = CaptureSpec(table, units, mesh, torch.device("cpu"), precision, type(self.model))
 
             def trace(inputs: Inputs) -> Program:
                 return capture(self.model, *inputs, spec, grad=True)
@@ -213,40 +202,6 @@ class Study:
             (phase,) = self._captured.phases.values()
             self._flop = flop_of(phase.module.graph.nodes)
         return self._captured
-
-
-def mesh_axes(mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes of a mesh, or of the shape of one that need not exist: the last shards, a first of two replicates.
-
-    Axes without names are called "shard", and "replicate" and "shard".
-
-    Raises:
-        ArgumentError: it is no mesh and no shape, or has more than two axes.
-    """
-    if isinstance(mesh, DeviceMesh):
-        shape = dict(zip(mesh.mesh_dim_names or _names(mesh.ndim), mesh.shape))
-    elif isinstance(mesh, Mapping):
-        shape = dict(mesh)
-    elif isinstance(mesh, Sequence) and not isinstance(mesh, str):
-        shape = dict(zip(_names(len(mesh)), mesh))
-    else:
-        raise ArgumentError(
-            "mesh must be a DeviceMesh or a shape such as (8,), (2, 4) or {'replicate': 2, 'shard': 4}, got "
-            f"{mesh!r}."
-        )
-    if not shape or not all(isinstance(size, int) and size > 0 for size in shape.values()):
-        raise ArgumentError(f"mesh must have positive sizes, got {mesh!r}.")
-    if len(shape) > len(_NAMES):
-        raise ArgumentError(
-            f"mesh must have one axis (to shard over) or two (to replicate and to shard over), got {len(shape)}: "
-            f"{mesh!r}."
-        )
-    return tuple(Axis(name, size) for name, size in shape.items())
-
-
-def _names(count: int) -> tuple[str, ...]:
-    """Of axes that have none."""
-    return _NAMES[-count:] if count <= len(_NAMES) else tuple(f"axis{i}" for i in range(count))
 
 
 def _copy(program: Program) -> Program:

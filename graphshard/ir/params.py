@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.precision import Precision
 from graphshard.ir.units import unit_of, units_within
@@ -191,8 +192,9 @@ class ParamTable:
             chosen.update(found)
         return {row.name for row in self if row.unit in chosen}
 
-    def over(self, num_shards: int) -> ParamTable:
-        """The same parameters in another number of shards."""
+    def over(self, mesh: Mesh) -> ParamTable:
+        """The same parameters on another mesh."""
+        num_shards = mesh.shard.size
         return ParamTable(tuple(r if r.ignored else dataclasses.replace(r, num_shards=num_shards) for r in self.rows))
 
     def within(self, module: str) -> ParamTable:
@@ -242,7 +244,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 def build_table(
     module: nn.Module,
     *,
-    num_shards: int,
+    mesh: Mesh,
     units: Sequence[str],
     precision: Precision,
     reshard_after_forward: bool | None,
@@ -267,7 +269,7 @@ def build_table(
             compute_dtype=param.dtype,
             reduce_dtype=param.dtype,
             trainable=param.requires_grad,
-            num_shards=1 if param in leave else num_shards,
+            num_shards=1 if param in leave else mesh.shard.size,
             unit=unit,
             reshard=unit != "" if reshard_after_forward is None else reshard_after_forward,
             dim=dims.get(names[0], 0),

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.fold import fold
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.plan import Plan
 
@@ -149,14 +150,6 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Axis:
-    """A mesh axis by its symbolic name; the process group is bound at installation."""
-
-    name: str
-    size: int
-
-
-@dataclass(frozen=True)
 class Region:
     """A maximal run of compute between collectives, in canonical form; equal regions have equal keys."""
 
@@ -199,9 +192,7 @@ class Program:
     Attributes:
         phases: {"joint"} until partition, then {"forward", "backward"}; {"forward"} for inference.
         params: the parameter table.
-        axis: the mesh axis parameters are sharded over.
-        replicate: the mesh axis they are replicated over, if there is one: gradients are then reduced over both.
-        subgroup: neighbours on the sharding axis, among which backward gathers again; None is the whole axis.
+        mesh: the axes it communicates over, by their roles; process groups are bound at installation.
         device: the kind of device it runs on, without an index.
         constants: tensors the module holds outside parameters and buffers, by name.
         out_spec: pytree structure of the module's output.
@@ -226,7 +217,7 @@ class Program:
 
     phases: dict[str, Phase]
     params: ParamTable
-    axis: Axis
+    mesh: Mesh
     device: torch.device
     constants: dict[str, torch.Tensor]
     out_spec: pytree.TreeSpec
@@ -247,22 +238,6 @@ class Program:
     capture: int = 0
     reason: str = ""
     next_number: int = 0
-    replicate: Axis | None = None
-    subgroup: Axis | None = None
-
-    @property
-    def mesh(self) -> tuple[Axis, ...]:
-        """The axes of the mesh, outermost first."""
-        return (self.axis,) if self.replicate is None else (self.replicate, self.axis)
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """The axes that something is communicated over."""
-        return tuple(axis for axis in (self.replicate, self.axis, self.subgroup) if axis is not None)
-
-    def axis_named(self, name: str) -> Axis:
-        """One of the axes."""
-        return next(axis for axis in self.axes if axis.name == name)
 
     @property
     def title(self) -> str:

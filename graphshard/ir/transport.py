@@ -10,8 +10,9 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.ir.graph import aten, behind, c10d, emit, fake
+from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
-from graphshard.ir.program import Axis, Program
+from graphshard.ir.program import Program
 
 # Mark of the operators between a full gradient and what the graph returns of it.
 OF_A_REDUCTION = "of_a_reduction"
@@ -77,7 +78,7 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
 
 def reduced_over(row: ParamRow, program: Program) -> tuple[Axis, ...]:
     """The axes that a parameter's gradient is reduced over: the sharding one first."""
-    axes = (program.axis, program.replicate)
+    axes = (program.mesh.shard, program.mesh.replicate)
     return () if row.ignored else tuple(axis for axis in axes if axis is not None and axis.size > 1)
 
 

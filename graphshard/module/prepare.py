@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard
 from graphshard.capture.capture import CaptureSpec
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Hardware
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.precision import PolicySpec, precision_of
-from graphshard.ir.program import Axis
 from graphshard.ir.units import UnitSpec, find_units
 from graphshard.lower.backends import Backend
 from graphshard.module.agreement import Agreement
@@ -36,17 +36,16 @@ from graphshard.options.passes import profile_here, with_activation, with_offloa
 from graphshard.options.table import checked_table
 from graphshard.pipeline.observe import Level, Recorder
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.runtime.groups import make_groups, subgroup_of
+from graphshard.runtime.groups import make_groups
 from graphshard.runtime.shards import Storage, aliases, param_refs, shard_module
 from graphshard.state.load_hook import shard_values
 
 
 def prepare(
     model: nn.Module,
-    axis: Axis,
+    mesh: Mesh,
     device: torch.device,
     *,
-    replicate: Axis | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: PolicySpec = None,
@@ -65,34 +64,33 @@ def prepare(
     """Check the options of `compile` and make the tracer of a module; nothing is changed.
 
     Args:
-        axis: the mesh axis to shard over.
-        replicate: the one to replicate over, if there is one.
+        mesh: the axes to shard and to replicate over.
         device: this rank's; where it is not here, what the program is for.
 
     Raises:
         ArgumentError: an option is wrong.
     """
-    check_arguments(reshard_after_forward, axis.size, offload_policy, backend, max_captures)
+    check_arguments(reshard_after_forward, mesh.shard.size, offload_policy, backend, max_captures)
     level = check_debugging(passes, verify)
     pipeline = with_activation(passes if passes is not None else Pipeline(), activation)
     unit_names = find_units(model, units)
     precision = precision_of(mp_policy, unit_names)
     check_activation_units(model, activation, unit_names)
-    subgroup = None
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
-        if 1 < reshard_after_forward < axis.size:
-            subgroup = subgroup_of(axis, reshard_after_forward)
+        if 1 < reshard_after_forward < mesh.shard.size:
+            mesh = mesh.with_regather(reshard_after_forward)
             pipeline = with_regather(pipeline)
         reshard_after_forward = reshard_after_forward > 1
     profile = profile_here(device, hardware)
-    costs = None if profile is None or replicate or subgroup else Costs(profile, mesh=(axis,))
-    check_memory_limit(memory_limit, only_axis=not (replicate or subgroup))
+    only_axis = len(mesh.axes) == 1
+    costs = Costs(profile, mesh=mesh) if profile is not None and only_axis else None
+    check_memory_limit(memory_limit, only_axis=only_axis)
     pipeline = with_planner(pipeline, costs, memory_limit=memory_limit, units_given=units is not None)
     table = checked_table(
         model,
         unit_names,
         device_type=device.type,
-        num_shards=axis.size,
+        mesh=mesh,
         precision=precision,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
@@ -103,9 +101,7 @@ def prepare(
         storage = Storage(torch.device("cpu"), pinned=offload_policy.pin_memory and device.type != "cpu")
         pipeline = with_offload(pipeline)
     return Tracer(
-        spec=CaptureSpec(
-            table, unit_names, axis, device, precision, type(model), dynamic_shapes, replicate, subgroup=subgroup
-        ),
+        spec=CaptureSpec(table, unit_names, mesh, device, precision, type(model), dynamic_shapes),
         params=tuple(param_refs(model, table)),
         backend=backend,
         pipeline=pipeline,
@@ -129,7 +125,7 @@ def make_runner(
     return Runner(
         tracer,
         mesh,
-        groups=make_groups(mesh, tracer.spec.subgroup),
+        groups=make_groups(tracer.spec.mesh, mesh),
         agreement=Agreement(mesh),
         recorder=recorder,
         aliases=tuple(aliases(model, tracer.params)),

@@ -165,7 +165,7 @@ class Runner:
         if missing:
             current = {row.name: row for row in self.tracer.current_spec().params}
             pairs = [(current[ref.row.name], ref.param) for ref in missing]
-            self.unsharded.full.update(start_gathering(pairs, self.mesh))
+            self.unsharded.full.update(start_gathering(pairs, self.tracer.spec.mesh.shard, self.groups))
             self.change({ref.row.name for ref in missing}, held=True)
         return UnshardHandle(self.unsharded, [ref.row.name for ref in chosen])
 

@@ -72,7 +72,7 @@ class ShardedModule(Unsupported, nn.Module):
         chosen = self._params_of(recurse, units)
         unreplicated = self._graphshard.accumulation.unreplicated
         unreplicated -= chosen
-        if not requires_all_reduce and self._graphshard.tracer.spec.replicate is not None:
+        if not requires_all_reduce and self._graphshard.tracer.spec.mesh.replicate is not None:
             unreplicated |= chosen
 
     def set_reshard_after_forward(

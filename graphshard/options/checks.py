@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.capture.entry import Entry
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import named_parameters
 from graphshard.pipeline.observe import Level
 from graphshard.pipeline.pipeline import Pipeline
@@ -126,25 +127,14 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
 
 
-def check_mesh(mesh: Any) -> None:
-    """Raise ArgumentError if the mesh is none to compile for."""
+def check_mesh(mesh: Any) -> Mesh:
+    """The axes of a mesh; raise ArgumentError if it is none to compile for."""
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(
             f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}. Make one with "
             "torch.distributed.device_mesh.init_device_mesh('cuda', (world_size,))."
         )
-    if mesh.ndim > 2:
-        named = mesh.mesh_dim_names
-        advice = f"such as mesh[{named[-2]!r}, {named[-1]!r}]" if named else "after naming them with mesh_dim_names"
-        raise ArgumentError(
-            f"mesh must have one axis (to shard over) or two (to replicate and to shard over), got {mesh.ndim} "
-            f"({named or 'no axis names'}). Pass those axes of it, {advice}."
-        )
-    if mesh.ndim == 2 and not mesh.mesh_dim_names:
-        raise ArgumentError(
-            "mesh has two axes without names. Name them, as in init_device_mesh('cuda', (2, 4), mesh_dim_names=("
-            "'replicate', 'shard')): parameters are replicated over the first and sharded over the second."
-        )
+    axes = Mesh.of(mesh)
     if mesh.device_type not in ("cpu", "cuda"):
         raise ArgumentError(f"mesh must be of 'cpu' or 'cuda' devices, got {mesh.device_type!r}.")
     if mesh.device_type == "cuda" and not torch.cuda.is_available():
@@ -153,6 +143,7 @@ def check_mesh(mesh: Any) -> None:
         )
     if mesh.get_coordinate() is None:
         raise ArgumentError("mesh does not contain this rank. Call compile on the ranks of the mesh only.")
+    return axes
 
 
 def check_model(model: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, build_table
 from graphshard.ir.precision import Precision
 from graphshard.options.checks import check_ignored, check_params, check_placements
@@ -17,7 +18,7 @@ def checked_table(
     unit_names: Sequence[str],
     *,
     device_type: str,
-    num_shards: int,
+    mesh: Mesh,
     precision: Precision,
     reshard_after_forward: bool | None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None,
@@ -37,7 +38,7 @@ def checked_table(
     check_params(model, device_type, ignored)
     return build_table(
         model,
-        num_shards=num_shards,
+        mesh=mesh,
         units=unit_names,
         precision=precision,
         reshard_after_forward=reshard_after_forward,

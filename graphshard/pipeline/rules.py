@@ -110,7 +110,7 @@ def no_rank(program: Program, phase_name: str) -> Iterator[Violation]:
     """No value of the graph depends on the rank: constants are plain, collectives name a mesh axis and its size."""
     for node in program.phases[phase_name].module.graph.nodes:
         if is_collective(node) and not _runs_over_an_axis(node, program):
-            wanted = " or ".join(f"{axis.size} ranks of axis {axis.name!r}" for axis in program.axes)
+            wanted = " or ".join(f"{axis.size} ranks of axis {axis.name!r}" for axis in program.mesh.axes)
             size = "" if node.target in ALL_REDUCES else f"{node.args[-2]} ranks of "
             yield Violation(f"the collective runs over {size}{node.args[-1]!r}, not {wanted}", node)
         for leaf in pytree.tree_leaves((node.args, node.kwargs)):
@@ -122,8 +122,8 @@ def no_rank(program: Program, phase_name: str) -> Iterator[Violation]:
 
 def _runs_over_an_axis(node: Node, program: Program) -> bool:
     if node.target in ALL_REDUCES:  # these are not told how many ranks there are
-        return node.args[-1] in [axis.name for axis in program.axes]
-    return node.args[-2:] in [(axis.size, axis.name) for axis in program.axes]
+        return node.args[-1] in [axis.name for axis in program.mesh.axes]
+    return node.args[-2:] in [(axis.size, axis.name) for axis in program.mesh.axes]
 
 
 def consistent_values(program: Program, phase_name: str) -> Iterator[Violation]:

@@ -35,7 +35,7 @@ def report_of(
     )
     facts = (
         ("captured because", program.reason),
-        ("mesh", ", ".join(f"{axis.size} ranks, axis {axis.name}" for axis in program.axes)),
+        ("mesh", ", ".join(f"{axis.size} ranks, axis {axis.name}" for axis in program.mesh.axes)),
         ("device", program.device.type),
         ("torch", str(torch.__version__)),
         ("times and memory", f"estimated for {costs.profile.title}"),

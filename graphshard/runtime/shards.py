@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graphshard.ir.errors import ParameterError
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, ParamTable
-from graphshard.runtime.groups import placements, shard_index
+from graphshard.runtime.groups import shard_index
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def dense(piece: torch.Tensor, row: ParamRow, device: torch.device) -> torch.Ten
 def as_dtensor(local: torch.Tensor, row: ParamRow, mesh: DeviceMesh) -> DTensor:
     """A shard (of a parameter or its gradient) as the DTensor that FSDP2 would make."""
     shape, stride = torch.Size(row.shape), row.stride_of(row.shape)
-    return DTensor.from_local(local, mesh, placements(mesh, row.dim), run_check=False, shape=shape, stride=stride)
+    placements = Mesh.of(mesh).placements(row.dim)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def padded_shard(param: nn.Parameter, row: ParamRow) -> torch.Tensor:

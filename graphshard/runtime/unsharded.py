@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.graph import aten, c10d
+from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
 from graphshard.ir.transport import carrier, landing
 from graphshard.runtime.shards import padded_shard
@@ -57,17 +57,23 @@ class _Gathering:
 
 
 @torch.no_grad()
-def start_gathering(params: Iterable[tuple[ParamRow, torch.nn.Parameter]], mesh: DeviceMesh) -> dict[str, _Gathering]:
-    """Start to gather parameters, in their compute dtypes; one launch for each dtype that travels."""
+def start_gathering(
+    params: Iterable[tuple[ParamRow, torch.nn.Parameter]], axis: Axis, groups: Mapping[str, str]
+) -> dict[str, _Gathering]:
+    """Start to gather parameters over an axis, in their compute dtypes; one launch for each dtype that travels.
+
+    Args:
+        groups: names of the process groups by the names of the axes.
+    """
     sent: dict[torch.dtype, list[tuple[ParamRow, torch.Tensor]]] = {}
     for row, param in params:
         shard = padded_shard(param, row).to(row.compute_dtype)
         shard = aten.permute.default(shard, row.order) if row.order else shard
         sent.setdefault(carrier(shard.dtype), []).append((row, shard.view(carrier(shard.dtype))))
-    group, size = mesh.get_group(mesh.ndim - 1).group_name, mesh.size(mesh.ndim - 1)
     found = {}
     for members in sent.values():
-        buffers = c10d.all_gather_into_tensor_coalesced([shard.contiguous() for _, shard in members], size, group)
+        shards = [shard.contiguous() for _, shard in members]
+        buffers = c10d.all_gather_into_tensor_coalesced(shards, axis.size, groups[axis.name])
         found.update(
             {row.name: _Gathering(buffer, row) for (row, _), buffer in zip(members, pytree.tree_leaves(buffers))}
         )

@@ -17,9 +17,10 @@ from torch.fx import Node
 from graphshard.cost.costs import Costs
 from graphshard.ir.graph import Layout, collectives, with_parts
 from graphshard.ir.liveness import last_use
+from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import Bucket, CollectiveKind, Event
-from graphshard.ir.program import Axis, Phase, Program
+from graphshard.ir.program import Phase, Program
 from graphshard.schedule.by_unit import first_use, last_input, next_boundary
 from graphshard.schedule.footprint import base_bytes, item_at
 from graphshard.schedule.problem import Chain, Link, Placement, Problem, Transfer
@@ -101,7 +102,7 @@ class Built:
 
 def build(program: Program, costs: Costs, settings: Settings) -> Built:
     """The scheduling problem of a program."""
-    link = make_link(costs, program.axis, exchange=settings.exchange)
+    link = make_link(costs, program.mesh.shard, exchange=settings.exchange)
     maker = _Maker(program, costs, settings, link)
     chains = [maker.chain(name, phase) for name, phase in program.phases.items()]
     trained = [row for row in program.params if row.trainable]

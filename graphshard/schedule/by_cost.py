@@ -88,7 +88,7 @@ class PlanByCost:
             InfeasibleError: no plan fits in the memory limit; the message has the least bytes that one needs.
         """
         self._check_units(program)
-        if program.replicate is not None or program.subgroup is not None:
+        if len(program.mesh.axes) > 1:
             return self._unplanned(program)
         settings = self._settings(program)
         if not (self.worth or self.worth_seconds):
@@ -101,7 +101,7 @@ class PlanByCost:
         Raises:
             ArgumentError: a memory limit was given.
         """
-        why = "gradients are reduced over two axes" if program.replicate else "backward gathers within a subgroup"
+        why = f"collectives run over {' and '.join(axis.name for axis in program.mesh.axes)}"
         if self.memory_limit is not None:
             raise ArgumentError(
                 f"memory_limit={self.memory_limit} cannot be kept: {why}, which is not planned by cost."
@@ -115,11 +115,11 @@ class PlanByCost:
         pack_below = self.pack_below
         if pack_below is None:
             profile = self.costs.profile
-            copied = profile.inside["gather"].tensor_seconds * profile.memory_bandwidth / 2 / program.axis.size
+            copied = profile.inside["gather"].tensor_seconds * profile.memory_bandwidth / 2 / program.mesh.shard.size
             pack_below = max(SMALL, int(copied)) if on_cpu else SMALL
         # An exchange makes a second buffer, which the memory of the problem does not count, and its order of summation
         # is the same on two ranks only.
-        exchange = on_cpu and program.axis.size == EXCHANGE_RANKS and self.memory_limit is None
+        exchange = on_cpu and program.mesh.shard.size == EXCHANGE_RANKS and self.memory_limit is None
         return Settings(self.constraints, exact, exchange, pack_below, self.optimizer_states)
 
     def _worthwhile(self, program: Program, settings: Settings) -> _Planned:
@@ -171,7 +171,7 @@ class PlanByCost:
         return _Planned(replace(plan, kept=kept, prediction=prediction), prediction)
 
     def _plan(self, program: Program, built: Built, schedule: Schedule, settings: Settings) -> Plan:
-        axis = program.axis
+        axis = program.mesh.shard
 
         def exchange(num_bytes: int) -> bool:
             cost = self.costs.collective("reduce", num_bytes, 1, axis)

@@ -14,8 +14,9 @@ from torch.fx import Node
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.graph import WAIT, is_collective, is_view, kind_of, module_of
+from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
-from graphshard.ir.program import Axis, Phase, Program
+from graphshard.ir.program import Phase, Program
 from graphshard.schedule.simulate import Why, why_waits
 
 # Why compute waits, in words.
@@ -192,7 +193,7 @@ class _Clock:
 
 def _axis(program: Program, bucket: str) -> Axis:
     assert program.plan is not None
-    return program.axis_named(program.plan.bucket(bucket).axis)
+    return program.mesh.named(program.plan.bucket(bucket).axis)
 
 
 @dataclass(frozen=True)

@@ -39,20 +39,18 @@ class _DrawWhole(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         fills = torch.Tag.nondeterministic_seeded in func.tags and func._schema.name.endswith(("_", "_like"))
-        if fills and isinstance(args[0], DTensor) and isinstance(args[0].placements[-1], Shard):
-            return _draw(func, args[0], args[0].placements[-1].dim, args[1:], kwargs or {})
+        if fills and isinstance(args[0], DTensor) and any(isinstance(p, Shard) for p in args[0].placements):
+            return _draw(func, args[0], args[1:], kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-def _draw(
-    func: torch._ops.OpOverload, like: DTensor, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> DTensor:
+def _draw(func: torch._ops.OpOverload, like: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Fill a full tensor, and keep this rank's piece of it: in place, or as a new tensor."""
     local, mesh = like.to_local(), like.device_mesh
     whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=local.device)
     drawn = func(whole, *args, **kwargs)
-    axis = mesh.ndim - 1
-    piece = drawn.narrow(dim, *chunk_range(like.shape[dim], mesh.size(axis), mesh.get_local_rank(axis)))
+    ((place, dim),) = ((index, p.dim) for index, p in enumerate(like.placements) if isinstance(p, Shard))
+    piece = drawn.narrow(dim, *chunk_range(like.shape[dim], mesh.size(place), mesh.get_local_rank(place)))
     if func._schema.name.endswith("_"):
         local.copy_(piece)
         return like

@@ -147,7 +147,7 @@ def test_what_stands_beside_the_graphs_comes_back():
     program.reason, program.capture = 'x: "f32[2, 4]"\n', 3
     program.established.add("reduced_once")
     loaded = program_from_json(program_to_json(program))
-    for name in ("params", "axis", "device", "tangents", "established", "differentiated", "model", "out_spec"):
+    for name in ("params", "mesh", "device", "tangents", "established", "differentiated", "model", "out_spec"):
         assert getattr(loaded, name) == getattr(program, name), name
     assert (loaded.title, loaded.reason, loaded.next_number) == (program.title, program.reason, program.next_number)
 
@@ -320,8 +320,8 @@ def test_options_of_another_version_are_a_problem_not_an_error(blocks: list[Save
         ("", "not JSON, cut off perhaps"),
         ("[" * 100_000, "not JSON"),
         ("[]", 'has no "format"'),
-        ('{"format": 1}', "format 1 is not 2"),
-        ('{"format": 2}', "'phases' is missing"),
+        ('{"format": 1}', "format 1 is not 3"),
+        ('{"format": 3}', "'phases' is missing"),
     ],
     ids=["empty", "deep", "list", "format", "bare"],
 )

@@ -17,7 +17,7 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work, work_of
 from graphshard.cost.multiplications import Gemm, flop_of
 from graphshard.cost.profile import Profile, builtin_profiles, load_profile
-from graphshard.ir.program import Axis
+from graphshard.ir.mesh import Axis, Mesh
 from tests.helpers import captured
 
 H100 = load_profile("h100")
@@ -160,8 +160,8 @@ def test_small_multiplications_achieve_less():
 def test_collectives():
     """Latency and bandwidth, inside and between nodes; one rank needs none."""
     costs = Costs(H100)
-    eight, many = Axis("shard", 8), Axis("shard", 256)
-    assert costs.collective("gather", 10**9, 1, Axis("shard", 1)) == 0
+    eight, many = Axis("shard", 8, "shard"), Axis("shard", 256, "shard")
+    assert costs.collective("gather", 10**9, 1, Axis("shard", 1, "shard")) == 0
     # NCCL's all-gather on 8 GPUs in one node fits 30 us + S / 394 GB/s.
     for size in (10**8, 10**9):
         assert costs.collective("gather", size, 1, eight) == pytest.approx(30e-6 + size / 394e9, rel=0.03)
@@ -177,16 +177,16 @@ def test_collectives():
 
 def test_all_to_all_between_nodes_pays_for_every_pair():
     """A ring crosses each border of a node once; all-to-all sends what every rank of another node wants."""
-    costs, axis = Costs(H100), Axis("shard", 64)
+    costs, axis = Costs(H100), Axis("shard", 64, "shard")
     assert costs.collective("all_to_all", 10**9, 1, axis) > 5 * costs.collective("gather", 10**9, 1, axis)
 
 
 def test_outer_axis_leaves_the_node():
     """Ranks along an outer axis are a node apart, along an inner one they share it."""
-    mesh = (Axis("replicate", 8), Axis("shard", 8))
+    mesh = Mesh.of_shape((8, 8))
     costs = Costs(H100, mesh=mesh)
-    inside, outside = (costs.collective("all_reduce", 10**9, 1, axis) for axis in reversed(mesh))
-    assert inside == Costs(H100).collective("all_reduce", 10**9, 1, Axis("shard", 8))
+    inside, outside = (costs.collective("all_reduce", 10**9, 1, axis) for axis in (mesh.shard, mesh.replicate))
+    assert inside == Costs(H100).collective("all_reduce", 10**9, 1, Axis("shard", 8, "shard"))
     assert outside > 10 * inside
 
 
@@ -203,10 +203,12 @@ def test_expressions_equal_numbers(kind, ranks):
     """The same formula in symbols: number of ranks and bytes."""
     costs = Costs(H100)
     n, size = sympy.symbols("n size", positive=True, integer=True)
-    formula = costs.collective(kind, size, 3, Axis("shard", n))
+    formula = costs.collective(kind, size, 3, Axis("shard", n, "shard"))
     evaluate = sympy.lambdify([n, size], formula, "math")
     for num_bytes in (10**3, 10**7, 10**10):
-        assert evaluate(ranks, num_bytes) == pytest.approx(costs.collective(kind, num_bytes, 3, Axis("shard", ranks)))
+        assert evaluate(ranks, num_bytes) == pytest.approx(
+            costs.collective(kind, num_bytes, 3, Axis("shard", ranks, "shard"))
+        )
 
 
 def test_measured_regions_replace_estimates():

@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.explain.study import Study, mesh_axes
-from graphshard.ir.program import Axis
+from graphshard.explain.study import Study
 from graphshard.passes import MakePlan, Offload
 from graphshard.schedule.by_unit import PlanByUnit
 
@@ -393,30 +392,6 @@ def test_grid(study):
 
 
 # Wrong arguments
-
-
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        (8, "mesh must be a DeviceMesh or a shape such as"),
-        ("8", "mesh must be a DeviceMesh or a shape such as"),
-        ((0,), "mesh must have positive sizes"),
-        ({}, "mesh must have positive sizes"),
-        ((), "mesh must have positive sizes"),
-        ((2, 2, 2), r"mesh must have one axis \(to shard over\) or two .*, got 3: \(2, 2, 2\)"),
-    ],
-)
-def test_wrong_meshes(mesh, message):
-    """Before anything is captured."""
-    with pytest.raises(graphshard.ArgumentError, match=message):
-        mesh_axes(mesh)
-
-
-def test_meshes():
-    """Names are the mesh's, or "replicate" and "shard"."""
-    assert mesh_axes((8,)) == mesh_axes({"shard": 8}) == (Axis("shard", 8),)
-    assert mesh_axes({"dp": 3}) == (Axis("dp", 3),)
-    assert mesh_axes((2, 8)) == mesh_axes({"replicate": 2, "shard": 8}) == (Axis("replicate", 2), Axis("shard", 8))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, ParamTable, build_table, memory_order, named_parameters
 from graphshard.ir.precision import Precision
 from graphshard.ir.units import find_units
@@ -34,7 +35,7 @@ def _table(
 ) -> ParamTable:
     return build_table(
         model,
-        num_shards=num_shards,
+        mesh=Mesh.of_shape(num_shards),
         units=find_units(model),
         precision=Precision(MixedPrecisionPolicy(param_dtype, reduce_dtype)),
         reshard_after_forward=reshard,

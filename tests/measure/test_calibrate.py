@@ -13,7 +13,7 @@ import graphshard
 from graphshard.cli.main import main
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Link
-from graphshard.ir.program import Axis
+from graphshard.ir.mesh import Axis
 from graphshard.measure import chip as calibrate_chip
 from graphshard.measure.links import Links, fit
 from tests.explain.test_explain import TOKENS, meta_net
@@ -108,5 +108,5 @@ def test_builtin_profile_of_a_cpu():
         source.startswith(("measured", "reported", "assumed", "as measured", "part of", "not modelled"))
         for source in profile.sources.values()
     )
-    costs, axis = Costs(profile), Axis("shard", 2)
+    costs, axis = Costs(profile), Axis("shard", 2, "shard")
     assert costs.collective("reduce", 2**24, 1, axis) > costs.collective("gather", 2**24, 1, axis)

@@ -15,7 +15,8 @@ from graphshard.codec.passes import decode_pass, encode_pass
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.program import Axis, Program
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.program import Program
 from graphshard.options.passes import profile_here, with_planner
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
@@ -28,7 +29,7 @@ from tests.helpers import Blocks, captured, through
 from tests.ranks import FakeWorld
 
 CPU = torch.device("cpu")
-COSTS = Costs(load_profile("cpu-gloo"), mesh=(Axis("shard", 2),))
+COSTS = Costs(load_profile("cpu-gloo"), mesh=Mesh.of_shape(2))
 BATCH = (torch.randn(3, 16),)
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from graphshard.ir.program import Axis, Program
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.program import Program
 from graphshard.passes import AccumulateGradients
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import COALESCED, PACKED, Affine, Blocks, ParallelBiases, calls, captured, copied, through
@@ -77,7 +78,7 @@ def test_nothing_to_do() -> None:
 
 def _replicated() -> Program:
     program = captured(Blocks(2), BATCH)
-    return through(replace(program, replicate=Axis("replicate", 2)), "partition")
+    return through(replace(program, mesh=Mesh.of_shape((2, 2))), "partition")
 
 
 def test_over_shards_only() -> None:
@@ -120,5 +121,5 @@ def test_what_is_planned_and_scheduled() -> None:
             AccumulateGradients(partial=names),
         ),
     ):
-        program = through(replace(captured(model, BATCH), replicate=Axis("replicate", 2)), "partition")
+        program = through(replace(captured(model, BATCH), mesh=Mesh.of_shape((2, 2))), "partition")
         through(_accumulated(step, program), "reorder", planner=planner)

@@ -12,9 +12,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.graph import collectives
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.printer import print_phase, print_program
-from graphshard.ir.program import Axis, Phase, Program, Slot
+from graphshard.ir.program import Phase, Program, Slot
 from graphshard.passes import DropUnusedTangents
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import Blocks, calls, captured, full_gradients, run_ranks, step, through
@@ -28,7 +29,7 @@ def _program(gradient: Gradient) -> Program:
     module = make_fx(lambda *args: (gradient(*args),), tracing_mode="fake")(*(torch.ones(2, 4) for _ in range(3)))
     inputs = (Slot("tangent", "0"), Slot("tangent", "1"), Slot("saved", "s"))
     phase = Phase(module, inputs, (Slot("grad", "0", "input"),))
-    return Program({"backward": phase}, ParamTable(()), Axis("shard", 1), {}, pytree.tree_structure(()), ("0", "1"))
+    return Program({"backward": phase}, ParamTable(()), Mesh.of_shape(1), {}, pytree.tree_structure(()), ("0", "1"))
 
 
 def _drop(program: Program, *used: str) -> int:

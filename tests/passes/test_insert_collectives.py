@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.ir.errors import PassError
+from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
 from graphshard.ir.printer import print_program
-from graphshard.ir.program import Axis
 from graphshard.ir.transport import division
 from graphshard.passes import InsertCollectives
 from graphshard.pipeline.pipeline import run_pass
@@ -131,7 +131,7 @@ def test_rows_63_64_and_65_divisors_are_those_of_fsdp2(
         mesh = init_device_mesh("cpu", (replicas, size), mesh_dim_names=("replicate", "shard"))
         groups = mesh.get_group("shard"), mesh.get_group("replicate") if replicas > 1 else None
         before, after, *ops = _get_gradient_divide_factors(*groups, reduce_dtype, "cpu", factor, force_sum)
-        axes = (Axis("shard", size), Axis("replicate", replicas))[: 1 + (replicas > 1)]
+        axes = (Axis("shard", size, "shard"), Axis("replicate", replicas, "replicate"))[: 1 + (replicas > 1)]
         row = ParamRow(
             ("w",), (4,), *[reduce_dtype] * 3, True, size, "", False, divide_factor=factor, force_sum=force_sum
         )

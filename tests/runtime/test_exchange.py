@@ -8,8 +8,9 @@ import torch
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.ir.graph import REDUCES, WAIT
+from graphshard.ir.mesh import Axis
 from graphshard.ir.printer import print_communication
-from graphshard.ir.program import Axis, Program
+from graphshard.ir.program import Program
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.runtime.exchange import EXCHANGE, exchange_reductions, pair_sum
@@ -43,7 +44,7 @@ def test_who_gets_them() -> None:
 
 def test_what_they_cost() -> None:
     """The link of the problem takes the cheaper one; all-to-all is for one tensor."""
-    axis = Axis("shard", 2)
+    axis = Axis("shard", 2, "shard")
     plain, either = make_link(GLOO, axis), make_link(GLOO, axis, exchange=True)
     assert either.reduce(1 << 20, 1) == pytest.approx(float(GLOO.exchange(1 << 20, axis)))
     assert either.reduce(1 << 20, 1) < plain.reduce(1 << 20, 1)

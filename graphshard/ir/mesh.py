@@ -1,0 +1,193 @@
+"""The mesh: named axes, each with a role that says what happens along it.
+
+    Mesh.of(init_device_mesh("cuda", (2, 8), mesh_dim_names=("nodes", "gpus"))).with_regather(4)
+
+    Axis("nodes", 2, "replicate")       parameters are equal along it: gradients are reduced over it, too
+    Axis("gpus", 8, "shard")            parameters are cut along it: gathered before use, gradients reduce-scattered
+    Axis("gpus/4", 4, "regather")       neighbours on the sharding axis, among which backward gathers again
+
+A mesh is plain data without ranks and process groups. Whoever decides what is communicated asks it by role; graphs and
+plans name axes, and `runtime/groups.py` puts process groups in the place of the names when a program is installed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from graphshard.ir.errors import ArgumentError
+
+Role = Literal["replicate", "shard", "regather"]
+
+# A DeviceMesh, or the shape of one that need not exist: 8, (8,), (2, 4), {"replicate": 2, "shard": 4}.
+MeshLike = DeviceMesh | int | Sequence[int] | Mapping[str, int]
+
+# Roles of the axes of a DeviceMesh, outermost first; one with fewer axes lacks the first. Axes without names are called
+# after their roles.
+_OF_DEVICES: tuple[Role, ...] = ("replicate", "shard")
+
+# Roles of the others: each is one of neighbours on the axis with this role.
+_NEIGHBOURS_ON: dict[Role, Role] = {"regather": "shard"}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a mesh: its symbolic name, the number of ranks along it, and what it is for."""
+
+    name: str
+    size: int
+    role: Role
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """What a program is compiled for.
+
+    Attributes:
+        axes: everything that something is communicated over: the axes of the DeviceMesh, outermost first, and behind
+            them those of neighbours on one of these.
+
+    Raises:
+        ArgumentError: two axes have the same name or role, a role is unknown, or there is no axis to shard over.
+    """
+
+    axes: tuple[Axis, ...]
+
+    def __post_init__(self) -> None:
+        for what, values in (("name", [a.name for a in self.axes]), ("role", [a.role for a in self.axes])):
+            ((value, count),) = Counter(values).most_common(1) or [("", 0)]
+            if count > 1:
+                raise ArgumentError(f"mesh has {count} axes with the {what} {value!r}. Give each a {what} of its own.")
+        for axis in self.axes:
+            if axis.role not in get_args(Role):
+                raise ArgumentError(
+                    f"mesh has an axis {axis.name!r} with the role {axis.role!r}. Use one of "
+                    f"{', '.join(map(repr, get_args(Role)))}."
+                )
+        if self._of("shard") is None:
+            raise ArgumentError("mesh has no axis with the role 'shard'. Add one; of size 1 it cuts nothing.")
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Mesh:
+        """The axes of a mesh that exists.
+
+        Raises:
+            ArgumentError: it has more axes than there are roles for, or two without names.
+        """
+        names = mesh.mesh_dim_names
+        if mesh.ndim > len(_OF_DEVICES):
+            advice = f"such as mesh[{names[-2]!r}, {names[-1]!r}]" if names else "after naming them with mesh_dim_names"
+            raise ArgumentError(
+                f"mesh must have one axis (to shard over) or two (to replicate and to shard over), got {mesh.ndim} "
+                f"({names or 'no axis names'}). Pass those axes of it, {advice}."
+            )
+        if mesh.ndim > 1 and not names:
+            raise ArgumentError(
+                "mesh has two axes without names. Name them, as in init_device_mesh('cuda', (2, 4), mesh_dim_names=("
+                "'replicate', 'shard')): parameters are replicated over the first and sharded over the second."
+            )
+        return cls.of_shape(mesh)
+
+    @classmethod
+    def of_shape(cls, shape: MeshLike) -> Mesh:
+        """The axes of a shape, whose mesh need not exist: the last shards, a first of two replicates.
+
+        Raises:
+            ArgumentError: it is no shape, or has more than two axes.
+        """
+        names, sizes = _named(shape)
+        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise ArgumentError(f"mesh must have positive sizes, got {shape!r}.")
+        if len(sizes) > len(_OF_DEVICES):
+            raise ArgumentError(
+                "mesh must have one axis (to shard over) or two (to replicate and to shard over), got "
+                f"{len(sizes)}: {shape!r}."
+            )
+        roles = _OF_DEVICES[-len(sizes) :]
+        return cls(tuple(map(Axis, names or roles, sizes, roles)))
+
+    def with_regather(self, size: int) -> Mesh:
+        """With an axis of `size` neighbours on the sharding one, which it divides, to gather again in backward."""
+        return replace(self, axes=(*self.axes, Axis(f"{self.shard.name}/{size}", size, "regather")))
+
+    def resized(self, role: Role, size: Any) -> Mesh:
+        """With another size of the axis with a role; it may be a symbol."""
+        return Mesh(tuple(replace(axis, size=size) if axis.role == role else axis for axis in self.axes))
+
+    @property
+    def shard(self) -> Axis:
+        """The axis that parameters are sharded over; its size is the number of shards."""
+        axis = self._of("shard")
+        assert axis is not None
+        return axis
+
+    @property
+    def replicate(self) -> Axis | None:
+        """The axis that parameters are replicated over: gradients are reduced over both."""
+        return self._of("replicate")
+
+    @property
+    def regather(self) -> Axis | None:
+        """Neighbours on the sharding axis, among which backward gathers again; None is the whole axis."""
+        return self._of("regather")
+
+    def _of(self, role: Role) -> Axis | None:
+        return next((axis for axis in self.axes if axis.role == role), None)
+
+    def named(self, name: str) -> Axis:
+        """The axis that a graph or a plan names."""
+        return {axis.name: axis for axis in self.axes}[name]
+
+    @property
+    def grid(self) -> tuple[Axis, ...]:
+        """The axes that lay out the ranks, as those of the DeviceMesh do: outermost first."""
+        return tuple(axis for axis in self.axes if axis.role not in _NEIGHBOURS_ON)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Sizes of the grid by name, outermost first, as `of_shape` takes them."""
+        return {axis.name: axis.size for axis in self.grid}
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(axis.size for axis in self.grid)
+
+    def place(self, axis: Axis) -> int:
+        """Which axis of the grid this is, or has its neighbours on."""
+        role = _NEIGHBOURS_ON.get(axis.role, axis.role)
+        return [other.role for other in self.grid].index(role)
+
+    def distance(self, axis: Axis) -> int:
+        """How many ranks lie between neighbours along an axis: those of the axes behind it, and they are 1 apart."""
+        return math.prod(other.size for other in self.grid[self.place(axis) + 1 :])
+
+    def placements(self, dim: int) -> tuple[Placement, ...]:
+        """Of a parameter that is sharded along a dim, on the DeviceMesh, as FSDP2 places it."""
+        return tuple(Shard(dim) if axis.role == "shard" else Replicate() for axis in self.grid)
+
+    def __str__(self) -> str:
+        """ "replicate 2, shard 4"."""
+        return ", ".join(f"{name} {size}" for name, size in self.shape.items())
+
+
+def _named(shape: Any) -> tuple[Sequence[str] | None, Sequence[int]]:
+    """Names, if there are any, and sizes of axes."""
+    if isinstance(shape, DeviceMesh):
+        return shape.mesh_dim_names, tuple(shape.shape)
+    if isinstance(shape, Mapping):
+        return tuple(shape), tuple(shape.values())
+    if isinstance(shape, int) and not isinstance(shape, bool):
+        return None, (shape,)
+    if isinstance(shape, Sequence) and not isinstance(shape, str):
+        return None, tuple(shape)
+    raise ArgumentError(
+        f"mesh must be a DeviceMesh or a shape such as (8,), (2, 4) or {{'replicate': 2, 'shard': 4}}, got {shape!r}."
+    )
