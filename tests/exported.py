@@ -122,6 +122,8 @@ if __name__ == "__main__":  # another process than those that load
     elif what == "microbatches":
         steps = [graphshard.Call(batch(), gradients=[(1,)]), graphshard.Call((torch.zeros(2, 3, WIDTH),), entry=LAYER)]
         export_net(path, [(1,), (2,), (2, 2), (2, 1), (1, 2)], steps, accumulate=True)
+    elif what == "regathered":
+        export_net(path, (4,), [graphshard.Call(batch())], reshard_after_forward=2)
     else:
         with torch.device("meta"):
             small = Small()

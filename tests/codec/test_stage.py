@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections import defaultdict, namedtuple
 from dataclasses import dataclass, replace
@@ -21,8 +22,10 @@ from torch.utils import _pytree as pytree
 from examples.llama import Llama, LlamaConfig
 from graphshard.codec.stage import UnknownOutput, next_pass_of, plan_of, program_from_json, program_to_json
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
+from graphshard.options.passes import with_regather
 from graphshard.passes import Bucketing, DropUnusedTangents, MakePlan, Pass
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pass
@@ -150,6 +153,32 @@ def test_what_stands_beside_the_graphs_comes_back():
     for name in ("params", "mesh", "device", "tangents", "established", "differentiated", "model", "out_spec"):
         assert getattr(loaded, name) == getattr(program, name), name
     assert (loaded.title, loaded.reason, loaded.next_number) == (program.title, program.reason, program.next_number)
+
+
+@pytest.mark.parametrize("mesh", [Mesh.of_shape({"dp": 2, "tp": 4}), Mesh.of_shape(4).with_regather(2)], ids=str)
+def test_every_axis_of_the_mesh_comes_back(mesh: Mesh):
+    """Behind every pass the rules hold, which know the axes that something may be communicated over."""
+    program = replace(captured(Blocks(2), (torch.randn(2, 4),), world_size=4), mesh=mesh)
+    for step in with_regather(Pipeline()) if mesh.regather else Pipeline():
+        run_pass(step, program, Observer("off"))
+        loaded = program_from_json(program_to_json(program))
+        assert loaded.mesh == mesh
+        verify(loaded, step.name)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ([], "mesh has no axis with the role 'shard'"),
+        ([{"name": "shard", "size": 2, "role": "cut"}], "mesh has an axis 'shard' with the role 'cut'. Use one of"),
+        ([{"name": "shard", "size": "2", "role": "shard"}], "'2' is no int"),
+        ([{"name": "shard", "size": 2}], "'role' is missing"),
+        ([2], "not a stage that can be read"),
+    ],
+)
+def test_meshes_that_are_none(blocks: list[Saved], axes: Any, message: str):
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        program_from_json(edited(blocks[0].json, "mesh", "axes", value=axes))
 
 
 def test_nodes_keep_their_names(saved: list[Saved]):

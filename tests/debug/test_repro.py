@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,21 @@ import torch.distributed as dist
 from graphshard.cli.main import main as command
 from graphshard.codec.stage import program_to_json
 from graphshard.ir.fold import fold
+from graphshard.ir.mesh import Mesh
+from graphshard.options.passes import with_regather
 from graphshard.passes import MakePlan
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from tests.helpers import COALESCED, PACKED, Blocks, captured
 
 STAGES = ("capture", *(step.name for step in Pipeline()))
+TWO_RANKS = Mesh.of_shape(2)
 
 
-def write_dump(directory: Path, pipeline: Pipeline) -> Path:
+def write_dump(directory: Path, pipeline: Pipeline, mesh: Mesh = TWO_RANKS) -> Path:
     """The files of a dump: NN-name.txt, NN-name.json and summary.json."""
     directory.mkdir(parents=True)
-    program = captured(Blocks(4, bias=True), (torch.randn(2, 4),))
+    program = replace(captured(Blocks(4, bias=True), (torch.randn(2, 4),), world_size=mesh.shard.size), mesh=mesh)
     observer = Observer("off")
     observer.after(program, "capture", 0, 0.5)
     steps = (None, *pipeline)
@@ -54,6 +58,13 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dump(tmp_path_factory.mktemp("dumps") / "Blocks-0", Pipeline())
 
 
+@pytest.fixture(scope="module")
+def regathered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a program of 4 ranks, of which 2 at a time gather again in backward."""
+    mesh = Mesh.of_shape(4).with_regather(2)
+    return write_dump(tmp_path_factory.mktemp("dumps") / "Blocks-0", with_regather(Pipeline()), mesh)
+
+
 def edit(path: Path, **values: Any) -> None:
     """Write other values under some keys of a stage."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
@@ -74,6 +85,15 @@ def test_every_pass_does_what_it_did(dump: Path, capsys: pytest.CaptureFixture[s
     assert out.startswith(f"{STAGES[index + 1]} (as it ran) on {dump}")
     assert "rules: all hold, before and after the pass\n" in out
     assert f"{index + 1:02d}-{STAGES[index + 1]}.txt: the same\n" in out
+
+
+@pytest.mark.parametrize("stage", ["06-regather-in-group", "07-plan", "08-bucket"])
+def test_collectives_among_neighbours(regathered: Path, capsys: pytest.CaptureFixture[str], stage: str):
+    """The stage holds the axis that they run over, so neither it nor the next pass is to blame."""
+    assert main([str(regathered / f"{stage}.json")]) == 0
+    out = capsys.readouterr().out
+    assert "rules: all hold, before and after the pass\n" in out
+    assert ".txt: the same\n" in out
 
 
 def test_the_difference_is_printed(dump: Path, capsys: pytest.CaptureFixture[str]):

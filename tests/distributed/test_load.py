@@ -40,6 +40,12 @@ def microbatches_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def regathered_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with everything, for 4 ranks, of which 2 at a time gather again in backward."""
+    return exported_elsewhere("regathered", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
 def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of few regions, compiled."""
     return exported_elsewhere("small", tmp_path_factory)
@@ -280,14 +286,17 @@ def test_microbatches_on_two_axes_have_the_bits_of_compile(ranks: Ranks, microba
     assert found == [[[False, False, True]] * 2] * 4
 
 
-def _compile_what_is_missing(rank: int, world_size: int, path: Path, shape: tuple[int, ...]) -> None:
+def _compile_what_is_missing(
+    rank: int, world_size: int, path: Path, shape: tuple[int, ...], reshard_after_forward: int | None = None
+) -> None:
     """Backwards that the file lacks begin in it: the model is not captured again."""
     mesh = first_ranks(*shape)
     torch.manual_seed(1)
     model = Net()
-    twin = graphshard.compile(copy.deepcopy(model), mesh, backend="eager")
+    options = {"backend": "eager", "reshard_after_forward": reshard_after_forward}
+    twin = graphshard.compile(copy.deepcopy(model), mesh, **options)
     with mock.patch("graphshard.module.tracer.capture", side_effect=AssertionError("captured")):
-        graphshard.compile(model, mesh, backend="eager", artifact=path)
+        graphshard.compile(model, mesh, **options, artifact=path)
         found = [_accumulate(model, rank, setting, "logits") for setting in SETTINGS[: len(shape)]]
     for setting, ours in zip(SETTINGS, found):
         assert all(map(torch.equal, ours, _accumulate(twin, rank, setting, "logits"))), setting
@@ -297,6 +306,11 @@ def test_compile_adds_what_the_file_lacks(ranks: Ranks, net_file: Path, microbat
     """Steps of microbatches on two ranks; on two axes, gradients of another output."""
     ranks(2).run(_compile_what_is_missing, net_file, (2,))
     ranks(4).run(_compile_what_is_missing, microbatches_file, (2, 2))
+
+
+def test_a_backward_that_the_file_lacks_gathers_again_among_fewer_ranks(ranks: Ranks, regathered_file: Path) -> None:
+    """The axis of neighbours is part of the program in the file, as the others are."""
+    ranks(4).run(_compile_what_is_missing, regathered_file, (4,), 2)
 
 
 def _sync_on_one_rank(rank: int, world_size: int, path: Path) -> None:

@@ -1,0 +1,169 @@
+"""Axes by role: what a mesh says of itself, and which are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.mesh import Axis, Mesh
+from tests.ranks import FakeWorld
+
+ONE = Mesh((Axis("shard", 8, "shard"),))
+TWO = Mesh((Axis("replicate", 2, "replicate"), Axis("shard", 4, "shard")))
+
+
+# --- from shapes and device meshes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh"),
+    [
+        (8, ONE),
+        ((8,), ONE),
+        ([8], ONE),
+        ({"shard": 8}, ONE),
+        ({"dp": 3}, Mesh((Axis("dp", 3, "shard"),))),
+        ((2, 4), TWO),
+        ({"replicate": 2, "shard": 4}, TWO),
+        # The place says what an axis is for, not the name.
+        ({"shard": 2, "replicate": 4}, Mesh((Axis("shard", 2, "replicate"), Axis("replicate", 4, "shard")))),
+    ],
+    ids=str,
+)
+def test_shapes(shape: Any, mesh: Mesh) -> None:
+    """The last axis shards, a first of two replicates; those without names are called after their roles."""
+    assert Mesh.of_shape(shape) == mesh
+
+
+def test_device_meshes(fake_world: FakeWorld) -> None:
+    """Names are the mesh's; of two axes both must have one, but where only the shape counts."""
+    fake_world(8)
+    named = init_device_mesh("cpu", (2, 4), mesh_dim_names=("nodes", "gpus"))
+    axes = Mesh((Axis("nodes", 2, "replicate"), Axis("gpus", 4, "shard")))
+    assert Mesh.of(named) == Mesh.of_shape(named) == axes
+    assert Mesh.of(init_device_mesh("cpu", (8,))) == ONE
+    unnamed = init_device_mesh("cpu", (2, 4))
+    assert Mesh.of_shape(unnamed) == TWO
+    with pytest.raises(ArgumentError, match=r"^mesh has two axes without names\. Name them, as in init_device_mesh"):
+        Mesh.of(unnamed)
+
+
+def test_device_meshes_with_too_many_axes(fake_world: FakeWorld) -> None:
+    fake_world(8)
+    wanted = r"^mesh must have one axis \(to shard over\) or two \(to replicate and to shard over\), got 3 "
+    named = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    with pytest.raises(
+        ArgumentError, match=wanted + r"\(\('a', 'b', 'c'\)\)\. Pass those axes of it, such as mesh\['b'"
+    ):
+        Mesh.of(named)
+    with pytest.raises(ArgumentError, match=wanted + r"\(no axis names\)\. Pass those axes of it, after naming them"):
+        Mesh.of(init_device_mesh("cpu", (2, 2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ("8", "mesh must be a DeviceMesh or a shape such as (8,), (2, 4) or {'replicate': 2, 'shard': 4}, got '8'."),
+        (True, "mesh must be a DeviceMesh or a shape such as (8,), (2, 4) or {'replicate': 2, 'shard': 4}, got True."),
+        (2.0, "mesh must be a DeviceMesh or a shape such as (8,), (2, 4) or {'replicate': 2, 'shard': 4}, got 2.0."),
+        (0, "mesh must have positive sizes, got 0."),
+        ((-1, 2), "mesh must have positive sizes, got (-1, 2)."),
+        ({}, "mesh must have positive sizes, got {}."),
+        ((), "mesh must have positive sizes, got ()."),
+        ({"shard": "8"}, "mesh must have positive sizes, got {'shard': '8'}."),
+        (
+            (2, 2, 2),
+            "mesh must have one axis (to shard over) or two (to replicate and to shard over), got 3: (2, 2, 2).",
+        ),
+    ],
+)
+def test_wrong_shapes(shape: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
+        Mesh.of_shape(shape)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (
+            (Axis("dp", 2, "replicate"), Axis("dp", 4, "shard")),
+            "mesh has 2 axes with the name 'dp'. Give each a name of its own.",
+        ),
+        (
+            (Axis("a", 2, "shard"), Axis("b", 4, "shard")),
+            "mesh has 2 axes with the role 'shard'. Give each a role of its own.",
+        ),
+        (
+            (Axis("a", 2, "shard"), Axis("b", 4, "shrad")),
+            "mesh has an axis 'b' with the role 'shrad'. Use one of 'replicate', 'shard', 'regather'.",
+        ),
+        (
+            (Axis("a", 2, "replicate"),),
+            "mesh has no axis with the role 'shard'. Add one; of size 1 it cuts nothing.",
+        ),
+        ((), "mesh has no axis with the role 'shard'. Add one; of size 1 it cuts nothing."),
+    ],
+)
+def test_axes_that_are_no_mesh(axes: Any, message: str) -> None:
+    """However a mesh is made: from a file, too."""
+    with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
+        Mesh(axes)
+
+
+# --- what is asked ------------------------------------------------------------------------------------------------
+
+
+def test_axes_by_role() -> None:
+    assert (ONE.shard, ONE.replicate, ONE.regather) == (Axis("shard", 8, "shard"), None, None)
+    assert (TWO.shard.size, TWO.replicate) == (4, Axis("replicate", 2, "replicate"))
+    assert TWO.named("shard") == TWO.shard
+    with pytest.raises(KeyError, match="tensor"):
+        TWO.named("tensor")
+
+
+def test_neighbours_that_gather_again() -> None:
+    """An axis to communicate over, and none of the grid: it adds no ranks."""
+    mesh = TWO.with_regather(2)
+    assert mesh.regather == mesh.named("shard/2") == Axis("shard/2", 2, "regather")
+    assert (mesh.axes, mesh.grid) == ((*TWO.axes, mesh.regather), TWO.axes)
+    assert (mesh.size, mesh.shape, str(mesh)) == (8, {"replicate": 2, "shard": 4}, "replicate 2, shard 4")
+    assert mesh.placements(1) == TWO.placements(1)
+    assert mesh != TWO
+    assert Mesh.of_shape(mesh.shape) == TWO
+
+
+def test_a_name_that_neighbours_would_share() -> None:
+    taken = Mesh.of_shape({"shard/2": 2, "shard": 4})
+    with pytest.raises(ArgumentError, match="mesh has 2 axes with the name 'shard/2'"):
+        taken.with_regather(2)
+
+
+def test_how_far_ranks_are_apart() -> None:
+    """Along the inner axis they lie side by side, along the outer one as many apart as there are on the inner one."""
+    mesh = TWO.with_regather(2)
+    assert [mesh.distance(axis) for axis in mesh.axes] == [4, 1, 1]
+    assert [mesh.place(axis) for axis in mesh.axes] == [0, 1, 1]
+
+
+def test_placements() -> None:
+    assert ONE.placements(0) == (Shard(0),)
+    assert TWO.placements(1) == (Replicate(), Shard(1))
+
+
+def test_another_size() -> None:
+    assert TWO.resized("shard", 16) == Mesh.of_shape((2, 16))
+    assert TWO.resized("regather", 16) == TWO
+
+
+def test_plain_data() -> None:
+    """A key of dictionaries, and JSON as it is."""
+    assert {TWO: 1}[Mesh.of_shape((2, 4))] == 1
+    data = json.loads(json.dumps(asdict(TWO.with_regather(2))))
+    assert Mesh(tuple(Axis(**axis) for axis in data["axes"])) == TWO.with_regather(2)
