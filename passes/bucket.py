@@ -40,8 +40,9 @@ class Bucketing(Pass):
         if program.plan is None:
             raise PassError(f"{self.name}: the program has no plan; run a planner first")
         for phase_name, phase in program.phases.items():
-            found = sorted((c.kind, p) for c in collectives(phase) for p in c.params)
-            planned = sorted((b.kind, p) for b in program.plan.buckets if b.phase == phase_name for p in b.members)
+            found = sorted((c.kind, c.axis, p) for c in collectives(phase) for p in c.params)
+            buckets = [bucket for bucket in program.plan.buckets if bucket.phase == phase_name]
+            planned = sorted((b.kind, b.axis, p) for b in buckets for p in b.members)
             if found != planned:
                 odd = sorted(set(found) ^ set(planned)) or found
                 raise PassError(f"{self.name}: plan and {phase_name} graph disagree about {odd[:5]}")
@@ -50,11 +51,11 @@ class Bucketing(Pass):
         assert program.plan is not None
         count = 0
         for phase_name, phase in program.phases.items():
-            single = {(c.kind, p): c for c in collectives(phase) if len(c.params) == 1 for p in c.params}
+            single = {(c.kind, c.axis, p): c for c in collectives(phase) if len(c.params) == 1 for p in c.params}
             layout = Layout.of(phase)
             # What is reduced over replicas is what was reduced over shards: those buckets come first.
             for bucket in sorted(program.plan.buckets, key=lambda bucket: bucket.kind == "all_reduce"):
-                members = [single.get((bucket.kind, name)) for name in bucket.members]
+                members = [single.get((bucket.kind, bucket.axis, name)) for name in bucket.members]
                 if bucket.phase != phase_name or len(members) < 2 or None in members:
                     continue
                 _MERGE[bucket.kind](phase.module.graph, bucket, [m for m in members if m is not None], layout)
@@ -64,10 +65,10 @@ class Bucketing(Pass):
 
 def _tag(phase: Phase, buckets: list[Bucket]) -> int:
     """Write its bucket's name on every launch and wait; how many launches had another or none."""
-    found = {(bucket.kind, param): bucket for bucket in buckets for param in bucket.members}
+    found = {(bucket.kind, bucket.axis, param): bucket for bucket in buckets for param in bucket.members}
     count = 0
     for collective in collectives(phase):
-        bucket = found[collective.kind, collective.params[0]]
+        bucket = found[collective.kind, collective.axis, collective.params[0]]
         name = bucket.name
         count += collective.node.meta.get("bucket") != name
         for node in (collective.node, *collective.waits):

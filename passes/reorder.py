@@ -60,7 +60,7 @@ def _reorder(phase: Phase, phase_name: str, plan: Plan) -> int:
 
 def _schedule(phase: Phase, phase_name: str, plan: Plan) -> list[Node]:
     layout = Layout.of(phase)
-    launches = {(c.kind, p): c for c in collectives(phase) for p in c.params}
+    launches = {(c.kind, c.axis, p): c for c in collectives(phase) for p in c.params}
     due: defaultdict[int, list[Event]] = defaultdict(list)
     for event in plan.events.get(phase_name, ()):
         due[min(event.at, len(layout.compute))].append(event)
@@ -71,7 +71,7 @@ def _schedule(phase: Phase, phase_name: str, plan: Plan) -> list[Node]:
 
     def launch_of(name: str) -> Collective:
         bucket = plan.bucket(name)
-        return launches[bucket.kind, bucket.members[0]]
+        return launches[bucket.kind, bucket.axis, bucket.members[0]]
 
     order: list[Node] = _uploads(launch_of(gathers[0]), layout) if gathers else []
     for position in range(len(layout.compute) + 1):

@@ -192,6 +192,11 @@ class Collective:
     waits: tuple[Node, ...]
     params: tuple[str, ...]
 
+    @property
+    def axis(self) -> str:
+        """Name of the mesh axis it runs over."""
+        return str(self.node.args[-1])
+
 
 def collectives(phase: Phase) -> list[Collective]:
     """The phase's collectives in launch order, with the parameters they carry.

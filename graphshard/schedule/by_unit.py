@@ -84,7 +84,7 @@ class PlanByUnit:
         for collective in collectives(phase):
             row = program.params[collective.params[0]]
             dtypes = f"{row.sent_dtype(collective.kind)} as {fake(collective.node.all_input_nodes[0]).dtype}"
-            key = collective.kind, row.unit, str(collective.node.args[-1]), dtypes
+            key = collective.kind, row.unit, collective.axis, dtypes
             groups.setdefault(key, []).append(collective)
         found: list[tuple[Bucket, list[Collective]]] = []
         for (kind, unit, axis, _), members in groups.items():
@@ -157,7 +157,8 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]], prefetch
         under_way.append(list(names))
     while any(names[0] not in all_reduces for names in under_way):
         reductions += _continue(under_way, end, held=all_reduces)
-    reductions += _continue(under_way, end)
+    while under_way:
+        reductions += _continue(under_way, end)
     return list(heapq.merge(reductions, gathers, key=lambda event: event.at))
 
 

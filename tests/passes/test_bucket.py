@@ -12,11 +12,13 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import Layout, collectives
+from graphshard.ir.graph import Layout, c10d, collectives, emit
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_phase, print_program
 from graphshard.ir.program import Program
-from graphshard.passes import Bucketing
+from graphshard.passes import Bucketing, MakePlan, Reorder
+from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import run_pass
 from graphshard.pipeline.verify import verify
 from graphshard.schedule.by_unit import PlanByUnit
@@ -37,6 +39,10 @@ from tests.helpers import (
 
 INPUT = (torch.ones(2),)
 PLANNERS = pytest.mark.parametrize("planner", [COALESCED, PACKED], ids=["coalesced", "packed"])
+
+
+# What a third axis would bring: another all-reduce behind that over replicas.
+THIRD = Mesh.of_shape((2, 2)).with_regather(2)
 
 
 @functools.cache
@@ -245,7 +251,9 @@ def test_a_plan_for_another_model_is_refused() -> None:
     assert program.plan is not None
     gather, reduction = program.plan.buckets
     program.plan = Plan((replace(gather, params=("a",)), reduction), program.plan.events)
-    with pytest.raises(PassError, match=r"bucket: plan and forward graph disagree about \[\('gather', 'b'\)\]"):
+    with pytest.raises(
+        PassError, match=r"bucket: plan and forward graph disagree about \[\('gather', 'shard', 'b'\)\]"
+    ):
         run_pass(Bucketing(), program)
 
 
@@ -324,3 +332,31 @@ def test_gradients_that_are_not_contiguous(planner: PlanByUnit) -> None:
     model, batches = _Transposed(), [(torch.randn(4, 5, 3),) for _ in range(2)]
     program = through(captured(model, batches[0]), "bucket", planner=planner)
     assert_gradients(program, model, batches)
+
+
+@PLANNERS
+def test_all_reduces_over_two_axes_are_two_buckets(planner: PlanByUnit) -> None:
+    """A collective of the plan is known by its axis, too: a gradient may be all-reduced over several."""
+    program = replace(captured(Blocks(2, bias=True), (torch.ones(3, 4),)), mesh=THIRD)
+    program = through(program, "partition")
+    graph = program.phases["backward"].module.graph
+    for collective in collectives(program.phases["backward"]):
+        if collective.kind == "all_reduce":
+            (wait,) = collective.waits
+            with graph.inserting_after(wait):
+                launch = emit(graph, c10d.all_reduce.default, wait, "avg", "shard/2", like=wait)
+            with graph.inserting_after(launch):
+                again = emit(graph, c10d.wait_tensor.default, launch, like=wait)
+            wait.replace_all_uses_with(again)
+            launch.replace_input_with(again, wait)
+    for one in (MakePlan(planner), Bucketing(), Reorder()):
+        run_pass(one, program, Observer("off"))
+    assert program.plan is not None
+    reduced = [bucket for bucket in program.plan.buckets if bucket.kind == "all_reduce"]
+    assert [bucket.axis for bucket in reduced] == ["replicate", "shard/2"] * 2
+    found = {c.node.meta["bucket"]: (c.axis, c.params) for c in collectives(program.phases["backward"])}
+    for bucket in reduced:
+        axis, params = found[bucket.name]
+        assert (axis, sorted(params)) == (bucket.axis, sorted(bucket.members))
+    waited = [event.bucket for event in program.plan.events["backward"] if event.action == "wait"]
+    assert waited[-4:] == [*(b.name for b in reduced if b.axis == "replicate"), *(b.name for b in reduced[1::2])]
