@@ -1,0 +1,120 @@
+"""Commands of the manual: those of graphshard run, of others the arguments are checked.
+
+A command that starts ranks or measures takes minutes, and most have tests of their own. What goes wrong in a manual is
+that a script or an option is gone, so the script is started and stopped where it has parsed its arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import runpy
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+from torch.distributed.run import get_args_parser
+
+from graphshard.cli import main
+
+ROOT = Path(__file__).parents[2]
+# What measures this machine, or needs one that is not here.
+PARSED_ONLY = ("calibrate", "finish")
+
+
+def commands_of(block: str) -> Iterator[list[str]]:
+    """The commands of a block as lists of words, without comments and settings of the environment."""
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words:
+            end = words.index("&&") if "&&" in words else len(words)
+            command, words = words[:end], words[end + 1 :]
+            while "=" in command[0]:
+                del command[0]
+            yield command
+
+
+def run_command(command: Sequence[str]) -> None:
+    """Run a command or check its arguments, in the current directory."""
+    program, *arguments = command
+    assert program in CHECKS, f"nothing checks {' '.join(command)!r}"
+    CHECKS[program](arguments)
+
+
+def _graphshard(arguments: list[str]) -> None:
+    words = [name for word in arguments for name in (sorted(glob.glob(word)) or [word])]
+    if words[0] in PARSED_ONLY:
+        _parsed(lambda: main(words))
+        return
+    status = main(words)
+    # As of diff(1): 1 says that there is a difference.
+    assert status in ((0, 1) if words[0] == "diff" else (0,)), f"graphshard {shlex.join(words)}: exit status {status}"
+
+
+def _torchrun(arguments: list[str]) -> None:
+    found = get_args_parser().parse_args(arguments)
+    _python([*(["-m"] if found.module else []), found.training_script, *found.training_script_args])
+
+
+def _python(arguments: list[str]) -> None:
+    """Start a script of the repository, or a module, and stop it when it has parsed its arguments."""
+    if arguments[0] == "-m":
+        name, arguments = arguments[1], arguments[1:]
+        run = lambda: runpy.run_module(name, run_name="__main__")  # noqa: E731
+        path = []
+    else:
+        script = ROOT / arguments[0]
+        run = lambda: runpy.run_path(str(script), run_name="__main__")  # noqa: E731
+        path = [str(script.parent)]
+    with mock.patch.object(sys, "argv", arguments), mock.patch.object(sys, "path", [*path, *sys.path]):
+        _parsed(run)
+
+
+class _Parsed(Exception):
+    """The arguments are fine."""
+
+
+def _parsed(run: Callable[[], object]) -> None:
+    """Call what parses arguments first of all, and go no further."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(self: argparse.ArgumentParser, *given: object) -> None:
+        parse(self, *given)  # SystemExit if they are wrong
+        raise _Parsed
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
+        try:
+            run()
+        except _Parsed:
+            return
+    raise AssertionError("it did not parse its arguments with argparse")
+
+
+def _pip(arguments: list[str]) -> None:
+    """`install -e .` or `install -e '.[extra]'`, where pyproject has the extra."""
+    *install, project = arguments
+    assert install == ["install", "-e"], arguments
+    extra = project.removeprefix(".").strip("[]")
+    assert not extra or f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text(), f"there is no extra {extra!r}"
+
+
+def _without_arguments(arguments: list[str]) -> None:
+    """`pytest`, which is what runs this."""
+    assert not arguments, arguments
+
+
+def _mkdocs(arguments: list[str]) -> None:
+    assert arguments in (["serve"], ["build", "--strict"]), arguments
+    assert (ROOT / "mkdocs.yml").is_file()
+
+
+CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "graphshard": _graphshard,
+    "torchrun": _torchrun,
+    "python": _python,
+    "pip": _pip,
+    "pytest": _without_arguments,
+    "mkdocs": _mkdocs,
+}

@@ -1,0 +1,136 @@
+"""Every code block of the README and the manual, run: Python on two ranks, commands as far as a test can.
+
+    <!--- invisible-code-block: python     a block that readers do not see: it makes what the next one takes for granted
+    ```python                              runs on two gloo ranks, page by page, in one namespace
+    ```output                              what the Python block before it printed
+    ```diff                                both sides run, each on a copy of `model`
+    ```sh                                  `graphshard` commands run where the page's Python left its files; of others
+                                           the arguments are parsed by the script that gets them
+    ```text                                a picture or a measurement; nothing to run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import os
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from sybil import Document, Example
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import CodeBlockParser
+from sybil.typing import Evaluator
+
+import graphshard
+from tests.docs.commands import commands_of, run_command
+from tests.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
+LANGUAGES = ("python", "output", "diff", "sh", "text")
+
+
+def parse(page: str, **evaluators: Evaluator) -> Document:
+    """A page and its code blocks, hidden ones too, with what runs those of a language."""
+    return Document.parse(str(ROOT / page), *(CodeBlockParser(*pair) for pair in evaluators.items()))
+
+
+class PythonBlocks:
+    """Runs the Python of a page: what `parse` takes for each language."""
+
+    def __init__(self) -> None:
+        self.printed = ""
+
+    def python(self, block: Example) -> None:
+        """Run a block and keep what it prints; print it, too, for the report of a test that fails."""
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            PythonEvaluator()(block)
+        self.printed = out.getvalue()
+        print(self.printed, end="")
+
+    def output(self, block: Example) -> None:
+        assert _lines(block.parsed) == _lines(self.printed), f"{block.path}:{block.line}: it printed\n{self.printed}"
+
+    def diff(self, block: Example) -> None:
+        """Run what it takes away and what it adds, each with a model of its own."""
+        for other in "+-":
+            kept = [line[1:] for line in block.parsed.splitlines() if not line.startswith(other)]
+            namespace = block.namespace | {"model": copy.deepcopy(block.namespace["model"])}
+            exec(compile("\n".join(kept), f"{block.path}:{block.line}", "exec"), namespace)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip("\n").splitlines()]
+
+
+def run_python(rank: int, world_size: int, page: str, folder: str, backend: str) -> None:
+    """Run a page's Python blocks on this rank, with files in `folder`."""
+    blocks = PythonBlocks()
+    document = parse(page, python=blocks.python, output=blocks.output, diff=blocks.diff)
+    module = types.ModuleType("page")  # classes of a page want a module to be found in
+    document.namespace = module.__dict__
+    with _inside(folder), _compiled_with(backend), mock.patch.dict(sys.modules, page=module):
+        for example in document.examples():
+            example.evaluate()
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def _inside(folder: str) -> Iterator[None]:
+    """In a directory, and with the examples importable."""
+    before = os.getcwd()
+    os.chdir(folder)
+    with mock.patch.object(sys, "path", [str(ROOT / "examples"), *sys.path]):
+        yield
+    os.chdir(before)
+
+
+@contextlib.contextmanager
+def _compiled_with(backend: str) -> Iterator[None]:
+    """Pages show the defaults; what regions are lowered with is not what they are about."""
+    with contextlib.ExitStack() as stack:
+        for name in ("compile", "export"):
+            function = functools.partial(getattr(graphshard, name), backend=backend)
+            stack.enter_context(mock.patch.object(graphshard, name, function))
+        yield
+
+
+def _run_commands(block: Example) -> None:
+    for command in commands_of(block.parsed):
+        run_command(command)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str) -> None:
+    """All blocks of a page run, with operators in the place of compiled regions."""
+    if list(parse(page, python=_run_commands, diff=_run_commands)):
+        ranks(2).run(run_python, page, str(tmp_path), "eager")
+    monkeypatch.chdir(tmp_path)
+    for example in parse(page, sh=_run_commands):
+        example.evaluate()
+
+
+@pytest.mark.slow
+def test_readme_with_inductor(ranks: Ranks, tmp_path: Path) -> None:
+    """The first page as its reader runs it."""
+    ranks(2).run(run_python, "README.md", str(tmp_path), "inductor")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_block_is_left_out(page: str) -> None:
+    """A fence without a language, or with one that nothing here runs, would be a block that no test sees."""
+    text = (ROOT / page).read_text()
+    opened = re.findall(r"^ *(?:```|~~~)(.*)$", text, re.MULTILINE)[::2]
+    assert set(opened) <= set(LANGUAGES), opened
+    hidden = text.count("<!--- invisible-code-block: python\n")
+    assert hidden == text.count("invisible-code-block")
+    assert len(list(parse(page, **dict.fromkeys(LANGUAGES, _run_commands)))) == len(opened) + hidden
