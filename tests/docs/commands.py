@@ -17,7 +17,7 @@ from unittest import mock
 
 from torch.distributed.run import get_args_parser
 
-from graphshard.cli import main
+from graphshard.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 # What measures this machine, or needs one that is not here.
