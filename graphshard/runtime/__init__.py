@@ -1,1 +1,28 @@
-"""One step on one rank: shards, process groups, executors, autograd, microbatches."""
+"""One step on one rank: shards, process groups, executors, autograd, microbatches.
+
+`step.py` runs a bound program, `shards.py` makes parameters DTensors, `groups.py` says what a device mesh means.
+`accumulation.py` keeps what microbatches leave, `unsharded.py` what was gathered by hand. `exchange.py` and `gloo.py`
+are how collectives run on CPUs, `ranges.py` is for the profiler.
+
+* **Our own runtime instead of AOTAutograd's.** The compiled step is one `autograd.Function` whose inputs are the
+  DTensor parameters. AOTAutograd's wrappers would have to be traced again, or pickled, to be loaded from a file.
+* **Shards are stored with room for padding** behind them, and the graph reads the padded view of the local tensor.
+  After `to_empty` or `load_state_dict(assign=True)` the room is made again, once (`shards.padded_shard`).
+* **A shard has no gaps and keeps its parameter's memory order.** Padding lies behind it where the sharded dim is the
+  outermost in memory. Otherwise a short shard is copied into a padded buffer for the step, on the last ranks only, so
+  that what the user sees stays dense. Collectives join shards along the outermost dim. The landing behind a gather
+  brings them side by side, which Inductor fuses into whatever reads the parameter.
+* **Gathers on gloo are launched as `torch.distributed` launches them**, not as functional collectives. Those corrupt
+  the heap now and then while several are under way (torch 2.11 and 2.13; `benchmarks/gloo_gathers.py`). In the graphs
+  they stay functional; only the bound executor differs, and only on CPUs.
+* **Reduce-scatter as all-to-all is no pass.** Rules, plans, estimates and dumps see a marked reduce-scatter. The
+  executor gets the all-to-all when the group is bound. It is for two ranks only, because of the bits, and not under a
+  memory limit: its buffer is as large as the gradients and not part of the problem.
+* **Profiler ranges are a second set of generated code**, used while a profiler runs. About 500 ranges in a step of 32
+  layers would cost milliseconds otherwise.
+
+Pitfalls:
+
+* A slice of an inner dim has gaps. Where the captured parameter had none, a `view` behind it fails. Copy after cutting.
+* gloo's threads let go of a tensor a little after the wait for it returns: tests of what is alive must be patient.
+"""

@@ -4,16 +4,60 @@
     simulate    a schedule's time, exposed communication and memory, event by event
     rates       what no bucket beats, for bounds
     bounds      what no schedule can beat
-    search      exact: every schedule of a small phase, except those that another is no worse than
-    dynamic     buckets and the order on the link for a deep phase, linear in its depth
+    exact       every schedule of a small phase, except those that another is no worse than
+    deep        buckets and the order on the link for a deep phase, linear in its depth
     coarse      fewer transfers where latencies are long
     place       launch positions of given buckets under a memory limit
     solve       which parameters stay gathered, and the best schedule found, with its bound
     build       from a program to its problem, and from a schedule to buckets and events
     footprint   what is alive in a program whatever the schedule
-    planner     PlanByCost: a program in, a plan out
+    by_unit     PlanByUnit: FSDP2's order, which needs no costs
+    by_cost     PlanByCost: a program in, the plan that costs say is best out
+    agreed      plans that are the same on all ranks
+    timeline    when the regions and collectives of a lowered program run
 
-Only the last three know graphs and tensors.
+The first nine know neither graphs nor tensors.
+
+Which plan is taken:
+
+* **FSDP2's order is the first candidate.** The best plan of the same buckets must beat it by 2 % and a millisecond for
+  each unit, and the best of all must beat that by as much again. Positions of other plans differ from block to block,
+  so regions of equal blocks are no longer equal and lowering grows with depth. `PlanByCost` itself (worth 0) looks for
+  the shortest step only.
+* **Without a limit, the peak of FSDP2's order is the limit**: a default must not take more memory than what it
+  replaces.
+* **A known plan serves other sizes**, because a rank may capture one alone and could not ask the others.
+* **Meshes of two axes and regathering in subgroups are planned by unit** (with `memory_limit=` it is an error). The
+  scheduling problem has one link, and no all-reduce behind a reduction.
+* **Backwards for other tangents are planned by unit**, as a rank may need one alone and could not ask the others.
+* **A plan holds what it was made with** (name and hash of the profile, network), inside `Plan.hash`. Costs come from a
+  file.
+* **Reductions are packed on gloo, coalesced on NCCL.** Gloo's order of summation depends on where in the buffer an
+  element lies: on 3 ranks separate reductions differ from FSDP2's one buffer in the last bit of a few elements. Gloo
+  also runs a coalesced reduction tensor by tensor. On NCCL the copies cost more than they give, and only small tensors
+  are packed.
+* On CPUs a tensor is packed if its copy takes less than a tensor of a coalesced collective costs (0.7 ms on gloo).
+
+How it is found:
+
+* **Phases are scheduled one by one.** Each waits for what it starts, so the times add up. What couples them is memory
+  and what stays gathered. A step captured whole, with the optimizer inside, would be one chain.
+* **Items are the compute between positions at which something is needed or ready.** Transfers are atoms: parameters of
+  a unit are joined until they take as long as a latency. Neither is finer than what can gain.
+* **Exact where small, a dynamic program where deep.** `exact` explores every sequence of events with dominance, and
+  equals exhaustive search. `deep` keeps pairs of clocks (channel, compute) for each number of gathers and reductions
+  issued. That is exact without a limit and with copies on one channel: a past clock of compute can be replaced by "now
+  minus the items between", because if compute was held up in between, the channel is later anyway.
+* **Under a memory limit, positions decide.** `earliest_launches` gives each gather its first feasible position from
+  what every schedule needs. `place` then follows the order, and waits for reductions only when they have ended or
+  memory forces it. `delay` moves gathers behind where it costs nothing, so that an unlimited plan does not gather the
+  model at once.
+* **The bound uses the chord of the cost over the sizes that occur.** Costs are concave; with the latency of the
+  smallest message alone, the bound would be 10 % loose on 1024 ranks.
+
+Pitfalls:
+
+* A packed reduction behind the last item of a phase needs its buffer, too, under a memory limit.
 """
 
 from graphshard.schedule.bounds import lower_bound
