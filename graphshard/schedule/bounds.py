@@ -55,6 +55,8 @@ def chain_bound(chain: Chain, link: Link, *, spared: float = 0.0) -> float:
     """
     gather, reduce = (rate_below(chain, link, kind) for kind in KINDS)
     if spared > 0:
+        # Which gathers are spared is open, so none is known to gate compute. What is certain is the bytes that are
+        # left.
         only = Chain(chain.name, chain.seconds, chain.base, (), chain.reductions)
         work = max(0.0, sum(g.num_bytes for g in chain.gathers) - spared) * gather.per_byte
         work += sum(r.num_bytes for r in chain.reductions) * reduce.per_byte
@@ -64,12 +66,17 @@ def chain_bound(chain: Chain, link: Link, *, spared: float = 0.0) -> float:
     reductions = _by_buckets(_mirrored(chain), _reversed_elapsed(chain), reduce)
     gathers = np.maximum(gathers, gathers + _tail(chain, reduce))
     reductions = np.maximum(reductions, reductions + _head(chain, gather))
+    # Entry i is for i + 1 buckets, or for none if there is nothing to send.
     num_gathers = np.arange(len(gathers)) + (1 if chain.gathers else 0)
     num_reductions = np.arange(len(reductions)) + (1 if chain.reductions else 0)
     gathering = num_gathers * gather.latency + sum(g.num_bytes for g in chain.gathers) * gather.per_byte
     reducing = num_reductions * reduce.latency + sum(r.num_bytes for r in chain.reductions) * reduce.per_byte
+    # On one channel the work adds up; of two, the longer one counts.
     work = np.maximum.outer(gathering, reducing) if link.separate else np.add.outer(gathering, reducing)
+    # A schedule has some number of buckets of each kind, and takes at least each of the three there.
     least = np.maximum(np.maximum(gathers[:, None], reductions[None, :]), work).min()
+    # Where work of the link lies beside compute it slows compute down by the contention; elsewhere it delays it in
+    # full.
     return max(float(least), compute + link.contention * float(work.min()), _path(chain, gather, reduce))
 
 
@@ -80,6 +87,7 @@ def _keeping_bound(problem: Problem, backward: Chain, limit: float) -> float:
     if not may or room < min(may):
         return chain_bound(backward, problem.link)
     if room >= sum(may):
+        # To keep all of them leaves the fewest gathers, so no choice is bounded lower.
         return sum(chain_bound(chain, problem.link) for chain in problem.keep(problem.keepable).chains[1:2])
     return chain_bound(backward, problem.link, spared=room)
 
@@ -119,10 +127,14 @@ def _by_buckets(needs: list[_Need], elapsed: Sequence[float], rate: Rate) -> Tim
     least = _free(needs, elapsed, rate)
     found: list[float] = []
     for buckets in range(1, min(num, _MOST_BUCKETS) + 1):
+        # The channel's clock behind transfer j is the same wherever the cuts are. `clock` is compute's, with one bucket
+        # less, where it comes to the use of transfer i.
         channel = buckets * rate.latency + arrived
         waited = np.maximum(clock[None, :], channel[:, None]) - position[None, :]
         clock = np.where(later, waited, np.inf).min(axis=1) + position
         found.append(float(clock[num]))
+        # More buckets take at least so long, and more work of the link. If they cannot be shorter, or if what was found
+        # is as short as with latencies for free, no entry behind this one makes the bound lower.
         beyond = max(least, (buckets + 1) * rate.latency + arrived[-1])
         if beyond >= min(found) or found[-1] <= least * (1 + 1e-12):
             break
@@ -171,6 +183,7 @@ def _path(chain: Chain, gather: Rate, reduce: Rate) -> float:
     left = list(itertools.accumulate(r.num_bytes for r in reversed(chain.reductions)))[::-1]
     longest = lead = 0.0
     for reduction, remaining in zip(chain.reductions, left):
+        # A gradient is ready behind the items before `at`, and so behind the gathers that gate these.
         while gated and gated[0][0] < reduction.at:
             lead = max(lead, gated.pop(0)[1])
         after = reduce.latency + remaining * reduce.per_byte

@@ -55,6 +55,7 @@ def _ranges(chain: Chain, link: Link, kind: CollectiveKind, latencies: float) ->
     moving = 0.0
     for index, transfer in enumerate(transfers):
         inside = _ENDS <= index < len(transfers) - _ENDS
+        # In latencies of the link: a bucket whose bytes take that long loses little by a latency of its own.
         apart = not found or not inside or index == _ENDS or moving >= latencies * rate.latency
         if apart or _differ(transfers[index - 1], transfer):
             found.append((index, index + 1))
@@ -73,6 +74,7 @@ def _differ(a: Transfer, b: Transfer) -> bool:
 def _join(transfers: Sequence[Transfer], *, first: bool) -> Transfer:
     return replace(
         transfers[0],
+        # A bucket of gathers is needed with its first member, one of reductions is ready with its last.
         at=transfers[0].at if first else transfers[-1].at,
         num_bytes=sum(t.num_bytes for t in transfers),
         last=max(t.last for t in transfers),

@@ -61,6 +61,8 @@ def channel_order(chain: Chain, link: Link, effort: Effort, limit: float = math.
         found = channel_order(coarse.joined, link, replace(effort, coarse=0.0), limit)
         return None if found is None else coarse.original(found)
     if link.separate and chain.gathers and chain.reductions:
+        # Reductions on a channel of their own never delay a gather. Gathers delay reductions only by holding compute
+        # up. So gathers come first, and what they cost compute is counted as items that take longer.
         gathers = channel_order(replace(chain, reductions=()), link, effort, limit)
         if gathers is None:
             return None
@@ -78,6 +80,7 @@ def _held_up(chain: Chain, link: Link, gathers: list[Bucketed]) -> tuple[float, 
         members = chain.gathers[bucket.first : bucket.end]
         at = members[0].at
         channel += load(link, "gather", members, bucket.packed).seconds
+        # Compute comes to its use at what has elapsed undisturbed and what it has been held up by then.
         late = max(0.0, channel - chain.elapsed[at] - held)
         waits[at] += late
         held += late
@@ -123,6 +126,8 @@ class _Program:
         for gathered in range(num_gathers + 1):
             ready = ready_at[gathered]
             here = states[gathered]
+            # A bucket leads to more gathers, or to as many and more reductions. So in this order a state has all its
+            # labels when its turn comes.
             for reduced in range(min(here, default=0), num_reductions + 1):
                 if reduced not in here:
                     continue
@@ -142,13 +147,18 @@ class _Program:
         use = self.use[gathered]
         for bucket, cost in self.options["gather"][gathered]:
             if self.launch[bucket.end - 1] > use and bucket.end > bucket.first + 1:
-                break  # it does not fit when its first transfer is needed
+                # It does not fit when its first transfer is needed. Nor does a longer one: launches are in order.
+                break
             back = use - self.launch[bucket.end - 1]
             ahead = self.use[bucket.end] - use + cost.copy_in + cost.copy_out
             new = states[bucket.end].setdefault(reduced, [])
             seconds = cost.seconds
             for label in labels:
                 before, compute, _, _ = label
+                # `compute` is the clock at the use, and `compute - back` that at the launch if nothing held compute up
+                # in between. If something did, it was a bucket that ended by `before`, and compute has run for at most
+                # `back` since. Then `before` is the later of the two. It also is the later one in truth, as compute
+                # came to the launch earlier still.
                 channel = (before if before > compute - back else compute - back) + seconds
                 new.append((channel, (compute if compute > channel else channel) + ahead, bucket, label))
 
@@ -164,6 +174,7 @@ class _Program:
             seconds, copy_in = cost.seconds, cost.copy_in
             for label in labels:
                 before, compute, _, _ = label
+                # Ready `back` before the position at which this clock of compute is; the same argument as for gathers.
                 compute += copy_in
                 channel = (before if before > compute - back else compute - back) + seconds
                 new.append((channel, compute, bucket, label))
@@ -172,6 +183,8 @@ class _Program:
         """Those of interest whose clocks no other has both as early; evenly among them if they are too many."""
         below = self.effort.below
         rest, work = self.use[-1] - self.use[gathered], self.work["gather"][gathered] + self.work["reduce"][reduced]
+        # No label before one in this order has a later channel. So it is beaten if any of them has compute as early,
+        # and `earliest` is the earliest of theirs; it begins with what could still end below the best.
         labels.sort(key=_CHANNEL)
         found: list[_Label] = []
         earliest = below - rest
@@ -181,6 +194,7 @@ class _Program:
                 earliest = label[1]
         most = self.effort.labels
         if len(found) > most:
+            # Both ends stay: the earliest channel and the earliest compute.
             found = [found[i * (len(found) - 1) // (most - 1)] for i in range(most)]
         return found
 
@@ -209,6 +223,8 @@ def earliest_launches(chain: Chain, limit: float, reserve: float = 0.0) -> list[
     for gather in chain.gathers:
         position = gather.at
         first = found[-1] if found else 0
+        # No gather starts before the one in front of it. Those in front hold what they took here already, so what fits
+        # now fits beside all of them.
         while position > first and used[position - 1] + gather.num_bytes + reserve <= limit:
             position -= 1
             used[position] += gather.num_bytes
@@ -223,6 +239,7 @@ def least_memory(chain: Chain) -> list[int]:
         change[gather.at] += gather.num_bytes
         change[gather.last + 1] -= gather.num_bytes
     for reduction in chain.reductions:
+        # The item that makes a gradient holds it; after it, a schedule may wait for the reduction at once.
         change[reduction.at - 1] += reduction.num_bytes
         change[reduction.at] -= reduction.num_bytes
     return [base + held for base, held in zip(chain.base, accumulate(change))]

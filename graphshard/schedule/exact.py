@@ -106,12 +106,14 @@ class _Search:
             while frontier:
                 state = frontier.popleft()
                 if state.at == self.end:
+                    # From here on every complete schedule found is what the rest must beat.
                     done = self._finish(state)
                     if done is not None and done.compute < self.below:
                         best, self.below = done, done.compute
                 frontier.extend(new for new in map(self._settle, self._events(state)) if self._is_new(new))
                 if (advanced := self._advance(state)) is not None:
                     following.append(advanced)
+            # A state is compared with those of its own position alone, and that one is left for good.
             self.kept.clear()
             frontier = deque(state for state in following if self._is_new(state))
         return None if best is None else (best.compute, _placement(best))
@@ -140,6 +142,7 @@ class _Search:
     def _started(self, state: _State, bucket: Bucketed, cost: Load) -> _State:
         compute = state.compute + cost.copy_in
         channel = self.link.channel(bucket.kind)
+        # The channel takes buckets in the order of their starts: this one begins when both clocks have come to it.
         done = max(compute, state.channels[channel]) + cost.seconds
         flight = _Flight(state.num_buckets, bucket.first, bucket.end, done, cost.copy_out, cost.transient)
         new = replace(
@@ -227,6 +230,9 @@ class _Search:
 
     def _least(self, state: _State) -> float:
         """Seconds that every schedule takes from here: the rest of the compute, or of the bytes."""
+        # What is left takes one latency of each kind, and its bytes at a rate that no bucket beats, if transfers that
+        # are needed at once travel together. Nothing begins before the clock of its channel, and no item before
+        # compute's.
         left = [0.0, 0.0]
         for kind, rate in self.rates.items():
             rest = self.chain.transfers(kind)[state.gathered if kind == "gather" else state.reduced :]
@@ -240,7 +246,10 @@ class _Search:
 
         A transfer in flight counts with the end of its bucket, the copies and the buffer at the bucket's first.
         """
+        # Memory needs no entry of its own. States that are compared have started the same transfers, so the same are
+        # gathered; and what was waited for counts as infinitely early, so fewer gradients are alive where all are less.
         clocks = [state.compute, *state.channels]
+        # Gathers of earlier items were waited for before those ran, in every state.
         first = next((i for i, g in enumerate(self.chain.gathers) if g.at >= state.at), state.gathered)
         pending = {flight.first: flight for flight in state.gathers}
         done, begun = -math.inf, False
@@ -248,6 +257,7 @@ class _Search:
         for i in range(first, state.gathered):
             flight = pending.get(i)
             begun = begun or i >= waiting
+            # Between the first members of two buckets lie the others of the bucket before, which end with it.
             done = flight.done if flight else done
             clocks += [
                 done if begun else -math.inf,

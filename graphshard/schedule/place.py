@@ -55,6 +55,7 @@ class _Placing:
         latest = math.inf
         for index in reversed(self.waiting["gather"]) if margin < math.inf else ():
             seconds = self.loads[index].seconds
+            # On the clock of undisturbed compute: what holds compute up moves a position and the uses behind it alike.
             latest = min(latest, self.chain.elapsed[self.chain.gathers[self.order[index].first].at]) - seconds
             found[index] = latest - margin * seconds
         return found
@@ -121,6 +122,8 @@ class _Placing:
         num_bytes = sum(m.num_bytes for m in members)
         if self.chain.boundary[position] + self.gathered + self.unreduced + num_bytes > self.limit:
             return False
+        # Until its first use a member comes on top of what every schedule needs; from then on `least` counts it.
+        # Gradients count at this position only: before a later item their reductions can be waited for.
         early = [(item, sum(m.num_bytes for m in members if m.at > item)) for item in range(position, members[-1].at)]
         unreduced = {position: self.unreduced}
         return all(self.least[item] + size + unreduced.get(item, 0) <= self.limit for item, size in early)
@@ -136,6 +139,7 @@ class _Placing:
         self.waiting[bucket.kind].remove(index)
         self.compute += cost.copy_in
         channel = self.link.channel(bucket.kind)
+        # Compute's real clock here, copies and waits included, unlike that of `_latest_starts`.
         self.channels[channel] = self.done[index] = max(self.compute, self.channels[channel]) + cost.seconds
         self.events.append(Occurrence("start", index, position))
         if bucket.kind == "reduce":
@@ -207,11 +211,16 @@ def delay(chain: Chain, link: Link, placement: Placement, margin: float = 1.0) -
             rest[event.at].append(event)
             continue
         bucket, cost = placement.buckets[event.bucket], loads[event.bucket]
+        # From the last event to the first, so the start that follows on the channel has found its place. This one must
+        # not come behind it, nor end after it begins.
         position, limit = behind[link.channel(bucket.kind)]
         start, at = starts[event.bucket], event.at
         members = chain.transfers(bucket.kind)[bucket.first : bucket.end]
+        # A copy takes time of compute: moving it would move compute's clock.
         if bucket.kind == "gather" and not cost.copy_in and all(m.start is None for m in members):
             latest = min(limit - cost.seconds, max(start, needed[event.bucket] - (1 + margin) * cost.seconds))
+            # The last position to which compute has come by then. `arrival` is before the events of a position, and
+            # what is moved becomes the first of them, so it is launched at that very time.
             at = max(at, min(bisect.bisect_right(arrival, latest) - 1, position, members[0].at))
             start = max(start, arrival[at]) if at > event.at else start
         if at > event.at:

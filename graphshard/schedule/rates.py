@@ -34,6 +34,8 @@ def _below(cost: Callable[[int, int], float], smallest: int, largest: int) -> Ra
     low = cost(smallest, 1)
     if largest <= smallest:
         return Rate(low, 0.0)
+    # Between its ends a concave cost lies above its chord. The chord's latency is higher than that of an empty message,
+    # so bounds with many buckets are tighter.
     per_byte = (cost(largest, 1) - low) / (largest - smallest)
     growth = (largest / max(smallest, 1)) ** (1 / _SAMPLES)
     sizes = {round(max(smallest, 1) * growth**i) for i in range(_SAMPLES)}

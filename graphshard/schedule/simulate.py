@@ -169,6 +169,7 @@ class _Run:
         for name, size in self.born.pop(index, ()):
             self._hold(name, size)
         self._observe(self.chain.base[index])
+        # Starts come between items, so all that will be on its way beside this item is known when it begins.
         seconds = slowed(self.chain.seconds[index], max(self.channels) - self.compute, self.link.contention)
         self._busy("compute", str(index), seconds, index)
 
@@ -183,6 +184,7 @@ class _Run:
         self._observe(self.chain.boundary[position], cost.transient if bucket.kind == "reduce" else 0)
         self._busy("copy", self.names[index], cost.copy_in, index)
         channel = self.link.channel(bucket.kind)
+        # Two clocks: it is launched when compute is here, and begins when the channel has ended what came before.
         start = max(self.compute, self.channels[channel])
         behind = self.last_on[channel] if self.channels[channel] > self.compute else ""
         self.starts[index] = self.compute, start, start + cost.seconds, behind
