@@ -7,7 +7,9 @@ that a script or an option is gone, so the script is started and stopped where i
 from __future__ import annotations
 
 import argparse
+import functools
 import glob
+import os
 import runpy
 import shlex
 import sys
@@ -46,7 +48,7 @@ def run_command(command: Sequence[str]) -> None:
 def _graphshard(arguments: list[str]) -> None:
     words = [name for word in arguments for name in (sorted(glob.glob(word)) or [word])]
     if words[0] in PARSED_ONLY:
-        _parsed(lambda: main(words))
+        _parsed(functools.partial(main, words))
         return
     status = main(words)
     # As of diff(1): 1 says that there is a difference.
@@ -60,14 +62,14 @@ def _torchrun(arguments: list[str]) -> None:
 
 def _python(arguments: list[str]) -> None:
     """Start a script of the repository, or a module, and stop it when it has parsed its arguments."""
+    path: list[str] = []
     if arguments[0] == "-m":
-        name, arguments = arguments[1], arguments[1:]
-        run = lambda: runpy.run_module(name, run_name="__main__")  # noqa: E731
-        path = []
+        arguments = arguments[1:]
+        run = functools.partial(runpy.run_module, arguments[0], run_name="__main__")
     else:
-        script = ROOT / arguments[0]
-        run = lambda: runpy.run_path(str(script), run_name="__main__")  # noqa: E731
-        path = [str(script.parent)]
+        script = str(ROOT / arguments[0])
+        run = functools.partial(runpy.run_path, script, run_name="__main__")
+        path = [os.path.dirname(script)]  # as Python does: scripts import their neighbours
     with mock.patch.object(sys, "argv", arguments), mock.patch.object(sys, "path", [*path, *sys.path]):
         _parsed(run)
 

@@ -1,12 +1,12 @@
 """Every code block of the README and the manual, run: Python on two ranks, commands as far as a test can.
 
-    <!--- invisible-code-block: python     a block that readers do not see: it makes what the next one takes for granted
-    ```python                              runs on two gloo ranks, page by page, in one namespace
-    ```output                              what the Python block before it printed
-    ```diff                                both sides run, each on a copy of `model`
-    ```sh                                  `graphshard` commands run where the page's Python left its files; of others
-                                           the arguments are parsed by the script that gets them
-    ```text                                a picture or a measurement; nothing to run
+<!--- invisible-code-block: python     a block that readers do not see: it makes what the next one takes for granted
+```python                              runs on two gloo ranks, page by page, in one namespace
+```output                              what the Python block before it printed
+```diff                                both sides run, each on a copy of `model`
+```sh                                  `graphshard` commands run where the page's Python left its files; of others
+                                       the arguments are parsed by the script that gets them
+```text                                a picture or a measurement; nothing to run
 """
 
 from __future__ import annotations
@@ -89,9 +89,11 @@ def _inside(folder: str) -> Iterator[None]:
     """In a directory, and with the examples importable."""
     before = os.getcwd()
     os.chdir(folder)
-    with mock.patch.object(sys, "path", [str(ROOT / "examples"), *sys.path]):
-        yield
-    os.chdir(before)
+    try:
+        with mock.patch.object(sys, "path", [str(ROOT / "examples"), *sys.path]):
+            yield
+    finally:
+        os.chdir(before)
 
 
 @contextlib.contextmanager
