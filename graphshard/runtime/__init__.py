@@ -1,6 +1,6 @@
 """One step on one rank: shards, process groups, executors, autograd, microbatches.
 
-`step.py` runs a bound program, `shards.py` makes parameters DTensors, `groups.py` says what a device mesh means.
+`step.py` runs a bound program, `shards.py` makes parameters DTensors, `groups.py` makes process groups of mesh axes.
 `accumulation.py` keeps what microbatches leave, `unsharded.py` what was gathered by hand. `exchange.py` and `gloo.py`
 are how collectives run on CPUs, `ranges.py` is for the profiler.
 
