@@ -94,15 +94,22 @@ class RankPool:
         return World(self, world_size)
 
     def run(
-        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0, grace: float = 20.0
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 300.0,
+        grace: float = 20.0,
+        share: bool = True,
     ) -> list[Any]:
         """Call `function(rank, world_size, *args)` on every rank; return the values, in the order of ranks.
 
         `function` is sent by name, so it sits at the top level of its module. Arguments and values are sent
-        by value, tensors too. The ranks have `timeout` seconds, and `grace` after the first error.
+        by value, tensors too. The ranks have `timeout` seconds, and `grace` after the first error. With `share`
+        the first rank captures for all of them; see tests/sharing.py.
         """
         __tracebackhide__ = True
-        request = pickle.dumps(_Request(next(self._runs), world_size, pickle.dumps((function, args))))
+        request = pickle.dumps(_Request(next(self._runs), world_size, share, pickle.dumps((function, args))))
         try:
             self._start(world_size)
             chosen = self._ranks[:world_size]
@@ -157,7 +164,7 @@ class World:
     pool: RankPool
     world_size: int
 
-    def run(self, function: Callable[..., Any], *args: Any, **limits: float) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, **limits: Any) -> list[Any]:
         """See `RankPool.run`."""
         __tracebackhide__ = True
         return self.pool.run(self.world_size, function, *args, **limits)
@@ -173,6 +180,7 @@ class _Request:
 
     number: int
     world_size: int
+    share: bool
     call: bytes  # the pickled function and its arguments; loading it imports the test's module
 
 
@@ -302,11 +310,21 @@ def _answer(request: _Request, store: dist.Store, rank: int) -> _Answer:
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=request.world_size)
         function, args = pickle.loads(request.call)
+        share = _shared_captures(store, rank) if request.share else contextlib.nullcontext()
         torch.manual_seed(0)  # last, as the first run of a module imports it here
-        return _Answer(rank, value=pickle.dumps(function(rank, request.world_size, *args)))
+        with share:
+            return _Answer(rank, value=pickle.dumps(function(rank, request.world_size, *args)))
     except BaseException as error:  # SystemExit and pytest.fail, too
         summary = "".join(traceback.format_exception_only(error)).strip()
         return _Answer(rank, error=summary, detail=traceback.format_exc(), time=time.monotonic())
+
+
+def _shared_captures(store: dist.Store, rank: int) -> contextlib.AbstractContextManager[None]:
+    if "graphshard" not in sys.modules:  # a test of the pool alone
+        return contextlib.nullcontext()
+    from tests.sharing import shared_captures
+
+    return shared_captures(store, rank)
 
 
 def reset_distributed() -> None:
