@@ -16,9 +16,8 @@ from tests.ranks import Ranks
 def _captures(rank: int, world_size: int, batches: list[int]) -> tuple[int, str]:
     """How often this rank captured, and the program."""
     model = graphshard.compile(Net(), world_mesh(), backend="eager")
-    with mock.patch("tests.sharing.capture", side_effect=capture) as captured:
-        with torch.no_grad():
-            model(rows(rank, batches[rank], 4))
+    with mock.patch("tests.sharing.capture", side_effect=capture) as captured, torch.no_grad():
+        model(rows(rank, batches[rank], 4))
     return captured.call_count, graphshard.programs(model)[0].history[-1].text
 
 
