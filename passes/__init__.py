@@ -54,6 +54,7 @@ from graphshard.passes.keep_gathered import KeepGathered
 from graphshard.passes.make_plan import MakePlan
 from graphshard.passes.mixed_precision import MixedPrecision
 from graphshard.passes.offload import Offload
+from graphshard.passes.partition import Partition
 from graphshard.passes.regather_in_group import RegatherInGroup
 from graphshard.passes.reorder import Reorder
 from graphshard.passes.reshard_after_forward import ReshardAfterForward
@@ -70,6 +71,7 @@ __all__ = [
     "MakePlan",
     "MixedPrecision",
     "Offload",
+    "Partition",
     "Pass",
     "RegatherInGroup",
     "Reorder",

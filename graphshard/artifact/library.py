@@ -13,10 +13,10 @@ from torch import nn
 
 from graphshard.artifact.members import Artifact, backward_file, partitioned_file
 from graphshard.capture.signature import Signature
+from graphshard.codec.converter import read
 from graphshard.codec.lowered import decode_lowered, decode_region
 from graphshard.codec.partitioned import decode_partitioned
 from graphshard.codec.passes import decode_pass
-from graphshard.codec.signature import decode_signature
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.lower.operators import compile_eager, compile_operators
@@ -155,7 +155,7 @@ def _read(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> S
             if key not in runner.tracer.compiled:
                 runner.tracer.compiled[key] = _region(artifact, key, runner)
         start = next((functools.partial(artifact.archive.json, name) for name in partitioned_file(program)), None)
-        records.append(Record(program["entry"], decode_signature(program["signature"]), data, backwards, start))
+        records.append(Record(program["entry"], read(program["signature"], Signature), data, backwards, start))
     stored = StoredPrograms(artifact.path, tuple(records))
     stored.ready = stored.read(model, runner)
     return stored

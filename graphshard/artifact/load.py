@@ -26,7 +26,7 @@ from graphshard.artifact.fingerprint import (
 )
 from graphshard.artifact.library import StoredPrograms, read_programs
 from graphshard.artifact.members import Artifact, read_artifact
-from graphshard.codec.stage import decode_mesh
+from graphshard.codec.converter import read
 from graphshard.codec.values import Decoder
 from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.mesh import Mesh
@@ -116,7 +116,7 @@ def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh) -> int:
     if exported["device"] != device.type:  # the machine's other facts are those of the other kind of device
         refuse(artifact.path, differences({"device": exported["device"]}, {"device": device.type}))
     refuse(artifact.path, differences(exported, environment(device, native=artifact.native)))
-    meshes = [decode_mesh(row["mesh"]) for row in artifact.meshes]
+    meshes = [read(row["mesh"], Mesh) for row in artifact.meshes]
     fits = [other.grid == mesh.grid for other in meshes]  # what is regathered over is an option, compared later
     if not any(fits):
         raise ArtifactError(

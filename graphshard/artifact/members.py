@@ -24,9 +24,8 @@ from typing import Any
 from graphshard.artifact.archive import Archive, read_archive, write_archive
 from graphshard.artifact.summary import summarize
 from graphshard.capture.signature import Signature
+from graphshard.codec.converter import read, write
 from graphshard.codec.lowered import encode_region
-from graphshard.codec.signature import encode_signature
-from graphshard.codec.stage import decode_mesh, decode_table, encode_mesh, encode_table
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
@@ -133,7 +132,7 @@ class Artifact:
     def params(self, index: int) -> ParamTable:
         """The parameter table on a mesh."""
         try:
-            return decode_table(self.archive.json(f"meshes/{index}.json"))
+            return read(self.archive.json(f"meshes/{index}.json"), ParamTable)
         except ArtifactError:
             raise
         except Exception as error:  # whatever is said of odd values
@@ -154,7 +153,7 @@ def read_artifact(path: Path) -> Artifact:
     try:
         expected = set(_members(artifact.facts))
         for row in artifact.meshes:
-            decode_mesh(row["mesh"])
+            read(row["mesh"], Mesh)
         for key, region in artifact.facts["regions"].items():
             if region["code"] not in CODES:
                 raise ArtifactError(f"{path}: region {key} is {region['code']!r}, which this version does not know.")
@@ -211,14 +210,14 @@ def write_artifact(
     listed = []
     number = 0
     for index, item in enumerate(meshes):
-        members[f"meshes/{index}.json"] = _json(encode_table(item.params))
+        members[f"meshes/{index}.json"] = _json(write(item.params))
         programs = []
         for captured in item.programs:
             programs.append(_add_program(f"programs/{number}", captured, members))
             number += 1
         listed.append(
             {
-                "mesh": encode_mesh(item.mesh),
+                "mesh": write(item.mesh),
                 "options": item.options,
                 "num_parameters": len(item.params),
                 "shard_bytes": sum(row.shard_bytes(row.compute_dtype) for row in item.params),
@@ -255,7 +254,7 @@ def _add_program(file: str, captured: Captured, members: dict[str, bytes]) -> di
     return {
         "file": file,
         "entry": captured.entry,
-        "signature": encode_signature(captured.signature),
+        "signature": write(captured.signature),
         "backwards": [backward.row for backward in captured.backwards],
         "phases": list(captured.data["phases"]),
         "region_calls": len(captured.data["region_calls"]),

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphshard.codec.stage import decode_mesh
+from graphshard.codec.converter import read
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.text import format_bytes
 
 _CODES = {
@@ -41,7 +42,7 @@ def summarize(facts: Mapping[str, Any]) -> str:
 
 def _mesh(mesh: Mapping[str, Any]) -> Iterator[str]:
     shards = format_bytes(mesh["shard_bytes"])
-    yield f"mesh       {decode_mesh(mesh['mesh'])}: {mesh['num_parameters']} parameters, {shards} of shards per rank"
+    yield f"mesh       {read(mesh['mesh'], Mesh)}: {mesh['num_parameters']} parameters, {shards} of shards per rank"
     for program in mesh["programs"]:
         inputs = [item for item in program["signature"]["inputs"] if "shape" in item]
         shapes = ", ".join(f"{item['dtype']['dtype']}{item['shape']}" for item in inputs)

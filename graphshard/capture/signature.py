@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from graphshard.ir.params import Settings
+
 
 @dataclass(frozen=True)
 class Signature:
@@ -21,7 +23,7 @@ class Signature:
     grad: bool
     autocast: Hashable
     params: tuple[tuple[bool, torch.dtype], ...]
-    settings: tuple[Any, ...] = ()
+    settings: tuple[Settings, ...] = ()
 
     def loose(self) -> Signature:
         """The signature without shapes and strides."""

@@ -23,11 +23,12 @@ from graphshard.artifact.members import (
     region_facts,
     write_facts,
 )
+from graphshard.codec.converter import read
 from graphshard.codec.lowered import decode_lowered, decode_region
 from graphshard.codec.partitioned import decode_partitioned
-from graphshard.codec.stage import decode_mesh
 from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.fold import fold
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import Plan
 from graphshard.ir.progress import progress
 from graphshard.lower.packages import Package
@@ -69,7 +70,7 @@ def show(path: Path, *, graph: bool, full: bool) -> None:
     for mesh in artifact.meshes:
         for program in mesh["programs"]:
             text = artifact.archive.text(f"{program['file']}.txt")
-            print(f"{program['file']} ({program['entry'] or 'the model'}, {decode_mesh(mesh['mesh'])})")
+            print(f"{program['file']} ({program['entry'] or 'the model'}, {read(mesh['mesh'], Mesh)})")
             print(text if full else fold(text))
 
 

@@ -1,31 +1,23 @@
-"""Phases as plain JSON: the nodes of graphs, what inputs and outputs mean. `codec/stage.py` shows the format."""
+"""Graphs as plain JSON, node by node. `codec/stage.py` shows the format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
-from torch import nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
-from graphshard.codec.values import Decoder, encode, encode_target, identifier, strings, typed
+from graphshard.codec.values import Decoder, encode, encode_target, identifier
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.program import Phase, Slot, SlotKind
+from graphshard.ir.plain import typed
+from graphshard.ir.program import Phase
 from graphshard.ir.torch_internals import CheckpointPolicy
 
 _STACKS = {"module": "nn_module_stack", "fwd_module": "fwd_nn_module_stack"}
 # Paths on the machine of the capture, and numbers of its process.
 _DROPPED = frozenset({"stack_trace", "seq_nr"})
 _OWN_KEYS = _DROPPED | {"val", *_STACKS.values()}
-
-
-def encode_phase(phase: Phase, names: Mapping[Any, str] = MappingProxyType({})) -> dict[str, Any]:
-    return {
-        "inputs": [_encode_slot(slot) for slot in phase.inputs],
-        "outputs": [_encode_slot(slot) for slot in phase.outputs],
-        "nodes": encode_graph(phase.module.graph, names),
-    }
 
 
 def encode_graph(graph: Graph, names: Mapping[Any, str] = MappingProxyType({})) -> list[dict[str, Any]]:
@@ -35,21 +27,17 @@ def encode_graph(graph: Graph, names: Mapping[Any, str] = MappingProxyType({})) 
 def decode_graph(nodes: list[dict[str, Any]], decoder: Decoder) -> Graph:
     graph = Graph()
     decoder.nodes.clear()
-    for item in nodes:
+    for item in typed(nodes, list):
         _decode_node(item, graph, decoder)
     return graph
 
 
-def decode_phase(
-    data: dict[str, Any], decoder: Decoder, module_of: Callable[[Graph], GraphModule] | None = None
-) -> Phase:
-    """A phase; `module_of` makes its module of the graph."""
-    graph = decode_graph(data["nodes"], decoder)
-    phase = Phase(
-        module_of(graph) if module_of else GraphModule(nn.Module(), graph),
-        tuple(map(_decode_slot, data["inputs"])),
-        tuple(map(_decode_slot, data["outputs"])),
-    )
+def check_phase(phase: Phase) -> Phase:
+    """A phase that was read, if its slots are those of its graph.
+
+    Raises:
+        ArgumentError: they are not.
+    """
     if len(phase.placeholders) != len(phase.inputs) or len(phase.results) != len(phase.outputs):
         raise ArgumentError("a graph has not one slot for each input and output")
     for value, slot in zip(phase.results, phase.outputs, strict=True):
@@ -88,7 +76,8 @@ def _decode_node(data: dict[str, Any], graph: Graph, decoder: Decoder) -> None:
     if op == "output" and not (len(args) == 1 and isinstance(args[0], (tuple, list))):
         raise ArgumentError(f"{name} returns no list of values")
     node = graph.create_node(op, callee, args, kwargs, name=name)
-    node.name = name  # a graph that makes up names avoids some that passes give
+    if node.name != name:  # a graph that makes up names avoids some that passes give
+        node.name = name
     if "val" in data:
         node.meta["val"] = decoder.value(data["val"])
     for key, stack in _STACKS.items():
@@ -114,15 +103,3 @@ def _decode_marks(data: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
     if "recompute" in marks:
         marks["recompute"] = CheckpointPolicy[marks["recompute"]]
     return marks
-
-
-def _encode_slot(slot: Slot) -> list[str]:
-    return [slot.kind, slot.name, *([slot.of] if slot.of else [])]
-
-
-def _decode_slot(data: list[str]) -> Slot:
-    kind, name, *of = strings(data)
-    unknown = {kind, *of} - set(get_args(SlotKind))
-    if unknown or len(of) > 1:
-        raise ArgumentError(f"{data} is no slot")
-    return Slot(kind, name, *of)  # type: ignore[arg-type]

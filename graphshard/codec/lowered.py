@@ -1,35 +1,33 @@
 """A lowered program as plain JSON: the code that calls regions and collectives, and what binds it to a module.
 
-What `codec/stage.py` describes, where nodes may be "call_module" of a region, and besides (without times, so that equal
-programs make equal files)
+What `codec/stage.py` describes, where nodes may be "call_module" of a region, and besides
 
- "regions": ["9f3c...", ...],             keys in the order of their names, region_0 and so on
- "region_calls": ["9f3c...", ...],        in order of execution
- "communication": ["forward: gather ..."], "peak_gathered": {...}, "saved": [...], "history": [...],
  "conditions": ["s0*s1 <= 4096"],         what compilation took for granted of dynamic sizes
  "values": {"_lifted": {"dtype": "float32", "shape": [2], "data": "base64"}}    constants made while tracing
+
+Of "regions" there are the keys, in the order of their names, region_0 and so on. Times are left out, so that equal
+programs make equal files.
 """
 
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule
 
-from graphshard.codec.graphs import decode_graph, decode_phase, encode_graph
-from graphshard.codec.signature import decode_structure, encode_structure
-from graphshard.codec.sizes import decode_sizes, encode_sizes, parse_size
-from graphshard.codec.stage import decode_program, program_to_json
-from graphshard.codec.values import Decoder, named, short_name, strings, typed
+from graphshard.codec.converter import read, write
+from graphshard.codec.sizes import decode_symbols, encode_symbols, parse_size
+from graphshard.codec.stage import decode_program, encode_program
+from graphshard.codec.structures import decode_structure, encode_structure
+from graphshard.codec.values import Decoder, named, short_name, strings
 from graphshard.ir.errors import ArgumentError, ArtifactError
-from graphshard.ir.program import Phase, Program, Region, Size, Stage, UnitMemory
+from graphshard.ir.plain import typed
+from graphshard.ir.program import Program, Region, Size
 from graphshard.ir.sizes import renamed, size_inputs
 from graphshard.ir.torch_internals import condition
 from graphshard.lower.regions import RegionCall, executor
@@ -44,20 +42,10 @@ def encode_lowered(program: Program, module: nn.Module) -> dict[str, Any]:
     Raises:
         ArtifactError: something of the program cannot be stored.
     """
-    data = json.loads(program_to_json(program))
     own = _own_tensors(module)
     return {
-        **data,
+        **encode_program(program),
         "out_spec": encode_structure(program.out_spec, "outputs"),
-        "regions": list(program.regions),
-        "region_calls": program.region_calls,
-        "communication": program.communication,
-        "peak_gathered": {name: list(units) for name, units in program.peak_gathered.items()},
-        "saved": [asdict(row) for row in program.saved],
-        "history": [
-            {field.name: getattr(stage, field.name) for field in fields(stage) if field.name not in ("text", "seconds")}
-            for stage in program.history
-        ],
         "conditions": _conditions(program.sizes),
         "values": {name: _encode_tensor(value, name) for name, value in program.constants.items() if name not in own},
     }
@@ -88,14 +76,9 @@ def decode_lowered(
 def _decode(
     data: dict[str, Any], compiled: Mapping[str, RegionCall], module: nn.Module | None, device: torch.device
 ) -> Program:
-    keys = strings(data["regions"])
-    regions = {f"region_{index}": compiled[key] for index, key in enumerate(keys)}
-    decoder = Decoder(regions=frozenset(regions), device=device)
-
-    def phase_of(item: dict[str, Any], decoder: Decoder) -> Phase:
-        return decode_phase(item, decoder, lambda graph: executor(graph, regions))
-
-    program = decode_program({**data, "out_spec": ""}, decoder, phase_of)
+    regions = {f"region_{index}": compiled[key] for index, key in enumerate(strings(data["regions"]))}
+    decoder = Decoder(regions=frozenset(regions), device=device, module_of=lambda graph: executor(graph, regions))
+    program = decode_program({**data, "out_spec": ""}, decoder, beside={"conditions", "values", "accumulate"})
     for text in strings(data["conditions"]):
         condition(parse_size(text, {size.name: size.value for size in program.sizes}))
     values = data["values"]
@@ -111,24 +94,15 @@ def _decode(
         constants={
             name: _decode_tensor(values[name], device) if name in values else own[name] for name in program.constants
         },
-        region_calls=strings(data["region_calls"]),
-        communication=strings(data["communication"]),
-        peak_gathered={name: tuple(strings(units)) for name, units in data["peak_gathered"].items()},
-        saved=tuple(UnitMemory(**row) for row in data["saved"]),
-        history=[Stage(text="", seconds=0.0, **stage) for stage in data["history"]],
-        regions={key: Region(key, "", GraphModule(nn.Module(), Graph())) for key in keys},
     )
 
 
 def encode_region(region: Region) -> dict[str, Any]:
     """A region's operators as plain JSON."""
-    inputs = size_inputs(region.module.graph)
-    placeholders = region.module.graph.find_nodes(op="placeholder")
-    sizes = tuple(
-        Size(f"n{index}", (placeholders.index(node), 0), node.meta["val"]) for index, node in enumerate(inputs.values())
-    )
-    names = {size.symbol: size.name for size in sizes}
-    return {"text": region.text, "sizes": encode_sizes(sizes), "nodes": encode_graph(region.module.graph, names)}
+    values = (node.meta["val"] for node in size_inputs(region.module.graph).values())
+    sizes = {f"n{index}": value for index, value in enumerate(values)}
+    names = {value.node.expr: name for name, value in sizes.items()}
+    return {"symbols": encode_symbols(sizes.items()), **write(region, names)}
 
 
 def decode_region(key: str, data: dict[str, Any], device: torch.device) -> Region:
@@ -139,10 +113,9 @@ def decode_region(key: str, data: dict[str, Any], device: torch.device) -> Regio
     """
     try:
         decoder = Decoder(device=device)
-        sizes = decode_sizes(data["sizes"], decoder.mode)
-        decoder.sizes.update((size.name, size.value) for size in sizes)
-        graph = decode_graph(data["nodes"], decoder)
-        return Region(key, typed(data["text"], str), GraphModule(nn.Module(), graph))
+        decoder.sizes.update(decode_symbols(data["symbols"], decoder.mode))
+        region = read({name: value for name, value in data.items() if name != "symbols"}, Region, decoder)
+        return replace(region, key=key)  # the name of its file, where one region is compiled under several conditions
     except Exception as error:  # whatever torch says of odd values
         raise ArtifactError(f"region {key} cannot be read: {type(error).__name__}: {error}") from error
 

@@ -1,6 +1,6 @@
 """Dynamic sizes as plain JSON: how many there are, and expressions in them such as "s0*s1".
 
-    {"s0": {"source": [0, 1], "hint": 128, "range": [2, 4096]}}    input 0, dimension 1; an open end is null
+    {"s0": {"hint": 128, "range": [2, null]}}    in the example inputs; the least and the largest, which may be open
 
 What was taken for granted of the sizes beyond their ranges concerns calls: only lowered programs have it stored, as
 conditions such as "Eq(Mod(s0*s1, 8), 0)".
@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.program import Size
 from graphshard.ir.torch_internals import hint, new_size
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
@@ -45,26 +44,25 @@ _COMPARISONS: dict[type, Callable[..., Any]] = {
 }
 
 
-def encode_sizes(sizes: tuple[Size, ...]) -> dict[str, Any]:
-    """The sizes of a program by name."""
-    return {size.name: {"source": list(size.source), "hint": hint(size.value), "range": _range(size)} for size in sizes}
+def encode_symbols(sizes: Iterable[tuple[str, torch.SymInt]]) -> dict[str, Any]:
+    """What is known of dynamic sizes, by name."""
+    return {name: {"hint": hint(size), "range": _range(size)} for name, size in sizes}
 
 
-def _range(size: Size) -> list[int | None]:
-    known = size.value.node.shape_env.var_to_range[size.symbol]
+def _range(size: torch.SymInt) -> list[int | None]:
+    known = size.node.shape_env.var_to_range[size.node.expr]
     return [int(end) if end.is_Integer else None for end in (known.lower, known.upper)]
 
 
-def decode_sizes(data: Mapping[str, Any], mode: Any) -> tuple[Size, ...]:
-    """Inverse of `encode_sizes`: sizes of a fake mode."""
-    found = []
+def decode_symbols(data: Mapping[str, Any], mode: Any) -> dict[str, torch.SymInt]:
+    """Inverse of `encode_symbols`: sizes of a fake mode."""
+    found = {}
     for name, item in data.items():
-        numbers = [*item["source"], item["hint"], *(end for end in item["range"] if end is not None)]
-        if not name.isidentifier() or len(item["source"]) != 2 or not all(type(n) is int and n >= 0 for n in numbers):
+        numbers = [item["hint"], *(end for end in item["range"] if end is not None)]
+        if not name.isidentifier() or not all(type(n) is int and n >= 0 for n in numbers):
             raise ArgumentError(f"{name!r}: {item} is no size")
-        index, dim = item["source"]
-        found.append(Size(name, (index, dim), new_size(mode, name, item["hint"], *item["range"])))
-    return tuple(found)
+        found[name] = new_size(mode, name, item["hint"], *item["range"])
+    return found
 
 
 def parse_size(text: str, sizes: Mapping[str, Any]) -> Any:

@@ -20,14 +20,17 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
 
 from graphshard.codec.sizes import SIZE_OPERATORS, parse_size
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.plain import typed
 from graphshard.ir.sizes import SymNumber, rename
 from graphshard.ir.torch_internals import (
     dispatcher_operators,
@@ -73,8 +76,7 @@ def encode(value: Any, names: Mapping[Any, str] = MappingProxyType({})) -> Any:
     if isinstance(value, tuple):
         return {"tuple": [encode(item, names) for item in value]}
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        shape, stride = ([encode(size, names) for size in sizes] for sizes in (value.shape, value.stride()))
-        return {"tensor": [short_name(value.dtype), shape, stride, str(value.device)]}
+        return {"tensor": [short_name(value.dtype), *_shape_and_stride(value, names), str(value.device)]}
     if isinstance(value, slice):
         return {"slice": [encode(item) for item in (value.start, value.stop, value.step)]}
     if isinstance(value, complex):
@@ -86,7 +88,23 @@ def encode(value: Any, names: Mapping[Any, str] = MappingProxyType({})) -> Any:
     if isinstance(value, SymNumber):
         return {"size": rename(value, names)}
     tag = _TAGS.get(type(value))
-    return {tag: short_name(value)} if tag else {"unsupported": type(value).__name__}
+    return {tag: short_name(value)} if tag else unsupported(value)
+
+
+def unsupported(value: object) -> dict[str, str]:
+    """Stands for a value that a file cannot hold."""
+    return {"unsupported": type(value).__name__}
+
+
+# In one line; what is no JSON is marked.
+to_json = json.JSONEncoder(allow_nan=False, default=unsupported).encode
+
+
+def _shape_and_stride(tensor: torch.Tensor, names: Mapping[Any, str]) -> tuple[list[Any], list[Any]]:
+    shape, stride = list(tensor.shape), list(tensor.stride())
+    if any(type(size) is not int for size in (*shape, *stride)):
+        return [encode(size, names) for size in shape], [encode(size, names) for size in stride]
+    return shape, stride
 
 
 def encode_target(target: Any) -> str:
@@ -104,6 +122,7 @@ class Decoder:
         mode: the mode of the fake tensors.
         regions: names of the regions that a lowered graph may call.
         device: takes the place of devices of its kind; None leaves them as they are written.
+        module_of: makes the module of a graph.
     """
 
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -111,7 +130,11 @@ class Decoder:
     mode: Any = field(default_factory=new_fake_mode)
     regions: frozenset[str] = frozenset()
     device: torch.device | None = None
-    _operators: frozenset[str] = field(default_factory=dispatcher_operators)
+    module_of: Callable[[Graph], GraphModule] = lambda graph: GraphModule(nn.Module(), graph)
+
+    @cached_property
+    def _operators(self) -> frozenset[str]:
+        return dispatcher_operators()
 
     def value(self, data: Any) -> Any:
         """Inverse of `encode`.
@@ -170,7 +193,8 @@ class Decoder:
         return self.nodes[name]
 
     def _tensor(self, dtype: str, shape: list[int], stride: list[int], device: str) -> torch.Tensor:
-        shape, stride = ([self.value(size) for size in sizes] for sizes in (shape, stride))
+        if any(type(size) is not int for size in (*shape, *stride)):
+            shape, stride = ([self.value(size) for size in sizes] for sizes in (shape, stride))
         wrong = [n for n in (*shape, *stride) if not isinstance(n, torch.SymInt) and (type(n) is not int or n < 0)]
         if wrong or len(shape) != len(stride):
             raise ArgumentError(f"a tensor of shape {shape} and strides {stride} cannot be made")
@@ -197,9 +221,3 @@ def identifier(name: Any) -> str:
 
 def strings(values: Any) -> list[str]:
     return [typed(value, str) for value in typed(values, list)]
-
-
-def typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise ArgumentError(f"{str(value)[:60]!r} is no {kind.__name__}")
-    return value

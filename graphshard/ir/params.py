@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +25,9 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.precision import Precision
 from graphshard.ir.units import unit_of, units_within
+
+# Of a parameter, what can be changed from call to call: see `ParamRow.settings`.
+Settings = tuple[bool, float | None, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ class ParamRow:
         )
 
     @property
-    def settings(self) -> tuple[Any, ...]:
-        """What can be changed from call to call."""
+    def settings(self) -> Settings:
+        """What can be changed from call to call: resharding, divisor, sum instead of mean, gathered by hand."""
         return self.reshard, self.divide_factor, self.force_sum, self.held
 
     @property
@@ -149,11 +151,6 @@ class ParamRow:
 
     def _with_len(self, length: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON and for hashing."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {k: str(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.plan import Plan
 
+# A size or a stride: a number, or a dynamic one.
+Extent = int | torch.SymInt
 SlotKind = Literal[
     "param",
     "gathered",
@@ -234,7 +236,7 @@ class Program:
     differentiated: frozenset[str] = frozenset()
     model: str = ""
     sizes: tuple[Size, ...] = ()
-    shapes: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...] = ()
+    shapes: tuple[tuple[tuple[Extent, ...], tuple[Extent, ...]], ...] = ()
     capture: int = 0
     reason: str = ""
     next_number: int = 0

@@ -16,11 +16,11 @@ from graphshard.passes import (
     InsertCollectives,
     MakePlan,
     MixedPrecision,
+    Partition,
     Pass,
     Reorder,
     ReshardAfterForward,
 )
-from graphshard.passes.partition import Partition
 from graphshard.pipeline.observe import Observer
 from graphshard.schedule.by_unit import PlanByUnit
 

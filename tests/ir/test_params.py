@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -155,24 +154,3 @@ def test_frozen_parameters_are_marked() -> None:
     model = Blocks(2)
     model.layers[0].requires_grad_(False)
     assert [row.trainable for row in _table(model)] == [False, True]
-
-
-def test_a_row_is_plain_data() -> None:
-    data = json.loads(json.dumps(_row(3, 2).to_dict()))
-    assert data == {
-        "names": ["w"],
-        "shape": [3, 2],
-        "dtype": "torch.float32",
-        "compute_dtype": "torch.float32",
-        "reduce_dtype": "torch.float32",
-        "trainable": True,
-        "num_shards": 2,
-        "unit": "",
-        "reshard": False,
-        "dim": 0,
-        "order": [],
-        "ignored": False,
-        "divide_factor": None,
-        "force_sum": False,
-        "held": False,
-    }
