@@ -45,7 +45,7 @@ def _mesh(mesh: Mapping[str, Any]) -> Iterator[str]:
     yield f"mesh       {read(mesh['mesh'], Mesh)}: {mesh['num_parameters']} parameters, {shards} of shards per rank"
     for program in mesh["programs"]:
         inputs = [item for item in program["signature"]["inputs"] if "shape" in item]
-        shapes = ", ".join(f"{item['dtype']['dtype']}{item['shape']}" for item in inputs)
+        shapes = ", ".join(f"{item['dtype']}{item['shape']}" for item in inputs)
         calls = f"{program['region_calls']} region calls, {program['collectives']} collectives"
         further = [row for row in program["backwards"] if not row["microbatch"]]
         more = "".join(f", gradients of outputs {', '.join(row['outputs'])}" for row in further)

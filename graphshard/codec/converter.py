@@ -113,27 +113,27 @@ def _empty_regions(keys: Any, _: Any) -> dict[str, Region]:
     return {key: Region(key, "", GraphModule(nn.Module(), Graph())) for key in strings(keys)}
 
 
-def _encode_inputs(inputs: tuple[tuple[Any, ...], ...]) -> list[Any]:
+def _encode_inputs(inputs: tuple[tuple[Any, ...], ...]) -> list[dict[str, Any]]:
     """What a signature distinguishes of inputs, see `capture.signature.leaf_key`."""
     return [_encode_input(*key) for key in inputs]
 
 
-def _encode_input(first: Any, second: Any, *rest: Any) -> Any:
-    if rest:
-        return [list(first), list(second), *map(encode, rest)]
-    return {"type": first.__name__, "value": encode(second)}
+def _encode_input(first: Any, second: Any, *rest: Any) -> dict[str, Any]:
+    if not rest:
+        return {"type": first.__name__, "value": encode(second)}
+    dtype, requires_grad = rest
+    return {"shape": list(first), "stride": list(second), "dtype": short_name(dtype), "requires_grad": requires_grad}
 
 
 def _decode_inputs(data: Any, _: Any) -> tuple[tuple[Any, ...], ...]:
     return tuple(map(_decode_input, typed(data, list)))
 
 
-def _decode_input(data: Any) -> tuple[Any, ...]:
-    if isinstance(data, dict):
+def _decode_input(data: dict[str, Any]) -> tuple[Any, ...]:
+    if "type" in data:
         return _CONSTANTS[data["type"]], _DECODER.get().value(data["value"])
-    shape, stride, dtype, grad = data
-    sizes = (tuple(typed(size, int) for size in numbers) for numbers in (shape, stride))
-    return (*sizes, _decode(dtype, torch.dtype), typed(grad, bool))
+    sizes = (tuple(typed(size, int) for size in data[name]) for name in ("shape", "stride"))
+    return (*sizes, named("dtype", data["dtype"]), typed(data["requires_grad"], bool))
 
 
 def _encode_planner(planner: Any) -> Any:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.plain import read, write
 
 SCHEMA = 1
 KINDS = ("gather", "reduce", "all_reduce", "all_to_all")
@@ -125,9 +126,7 @@ class Profile:
     def hash(self) -> str:
         """Hex digest of the numbers; sources, names and dates do not count."""
         numbers = {
-            f.name: _json(getattr(self, f.name))
-            for f in dataclasses.fields(self)
-            if f.name not in ("name", "title", "made", "sources")
+            name: value for name, value in write(self).items() if name not in ("name", "title", "made", "sources")
         }
         return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
 
@@ -137,9 +136,9 @@ class Profile:
 
     def to_json(self) -> str:
         """The profile file: numbers with their sources."""
-        data = {f.name: _json(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "sources"}
-        made = data.pop("made")
-        return json.dumps({"schema": SCHEMA, **_sourced(data, self.sources), "made": made}, indent=1) + "\n"
+        data = write(self)
+        sources, made = data.pop("sources"), data.pop("made")
+        return json.dumps({"schema": SCHEMA, **_sourced(data, sources), "made": made}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str, where: str = "profile") -> Profile:
@@ -158,12 +157,8 @@ class Profile:
         made = data.pop("made", {})
         plain = _plain(data, "", sources, where)
         try:
-            plain["rates"] = {name: Rate(**rate) for name, rate in plain["rates"].items()}
-            plain["tiles"] = tuple(Tile(**tile) for tile in plain["tiles"])
-            plain["protocols"] = tuple(Protocol(**protocol) for protocol in plain["protocols"])
-            plain["inside"] = {kind: Link(**link) for kind, link in plain["inside"].items()}
-            profile = Profile(**plain, made=made, sources=sources)
-        except (KeyError, TypeError) as error:
+            profile = read({**plain, "made": made, "sources": sources}, Profile)
+        except ArgumentError as error:
             raise ArgumentError(f"{where} is no profile: {error}. Write it with `graphshard calibrate`.") from None
         _check(profile, where)
         return profile
@@ -200,16 +195,6 @@ def load_profile(hardware: Hardware) -> Profile:
             "`graphshard calibrate --out FILE` and pass the file."
         )
     return Profile.from_json(path.read_text("utf-8"), str(path))
-
-
-def _json(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    if isinstance(value, Mapping):
-        return {key: _json(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_json(item) for item in value]
-    return value
 
 
 def _sourced(data: Any, sources: Mapping[str, str], path: str = "") -> Any:

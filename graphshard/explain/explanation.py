@@ -19,6 +19,7 @@ from rich.text import Text
 from graphshard.cost.costs import Costs
 from graphshard.explain.formulas import Formulas
 from graphshard.ir.files import write_text
+from graphshard.ir.plain import write
 from graphshard.ir.program import Program
 from graphshard.ir.text import format_bytes, format_seconds
 from graphshard.report.content import report_of
@@ -193,13 +194,10 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers as plain data."""
-        names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_")]
-        data = {name: getattr(self, name) for name in names}
-        data["formulas"] = str(self.formulas) if self.formulas else None
-        regions = [dataclasses.asdict(region) for region in self.regions]
-        waits = [dataclasses.asdict(wait) for wait in self.waits]
-        lists = {"advice": list(self.advice), "regions": regions, "waits": waits}
-        return {**data, **lists, "tokens_per_second": self.tokens_per_second}
+        shown = (field.name for field in dataclasses.fields(self) if not field.name.startswith("_"))
+        data = {name: write(getattr(self, name)) for name in shown if name != "formulas"}
+        formulas = str(self.formulas) if self.formulas else None
+        return {**data, "formulas": formulas, "tokens_per_second": self.tokens_per_second}
 
     def to_json(self) -> str:
         """All numbers as JSON."""

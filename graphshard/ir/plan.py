@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
+
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.plain import read, write
 
 CollectiveKind = Literal["gather", "reduce", "all_reduce"]
 
@@ -108,25 +111,20 @@ class Plan:
 
     def to_json(self) -> str:
         """Serialise; keys are sorted, so equal plans give equal text."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
+        return json.dumps(write(self), indent=1, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Inverse of `to_json`."""
-        data: dict[str, Any] = json.loads(text)
-        buckets = tuple(
-            Bucket(**{**bucket, "params": tuple(bucket["params"]), "packed": tuple(bucket["packed"])})
-            for bucket in data["buckets"]
-        )
-        events = {phase: tuple(Event(**event) for event in events) for phase, events in data["events"].items()}
-        prediction = data.get("prediction")
-        return Plan(
-            buckets,
-            events,
-            data["gathered_bytes"],
-            tuple(data.get("kept", ())),
-            None if prediction is None else Prediction(**prediction),
-        )
+        """Inverse of `to_json`.
+
+        Raises:
+            ArgumentError: the text is no plan.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ArgumentError(f"a plan must be JSON: {error}") from None
+        return read(data, Plan)
 
     @property
     def hash(self) -> str:
