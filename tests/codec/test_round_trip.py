@@ -1,0 +1,284 @@
+"""Every field of what a file holds comes back, whatever fields there are.
+
+Values are made from the types of fields, none of them a default: a field that a file loses comes back as its default. A
+field that is added to one of these classes is tested without a change here; one of a type that no file can hold fails.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from torch._ops import OpOverload
+from torch.export import Dim
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from graphshard.capture.signature import Signature, leaf_key
+from graphshard.codec.converter import PASSES, read, write
+from graphshard.codec.graphs import encode_graph
+from graphshard.codec.lowered import decode_lowered, decode_region, encode_lowered, encode_region
+from graphshard.codec.partitioned import decode_partitioned, encode_partitioned
+from graphshard.codec.passes import decode_pass, encode_pass
+from graphshard.codec.stage import program_from_json, program_to_json
+from graphshard.codec.values import Decoder, to_json
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import Profile, load_profile
+from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.plan import Bucket, Event, Plan, Prediction
+from graphshard.ir.program import Phase, Planner, Program, Region, Size, Slot, Stage, UnitMemory
+from graphshard.ir.sizes import size_inputs
+from graphshard.ir.torch_internals import new_fake_mode, new_size
+from graphshard.lower.operators import compile_operators
+from graphshard.lower.regions import lower
+from graphshard.pipeline.pipeline import Partitioned, Pipeline
+from graphshard.schedule.build import Constraints
+from graphshard.schedule.by_cost import PlanByCost
+from graphshard.schedule.by_unit import PlanByUnit
+from tests.helpers import Blocks, captured, through
+
+# Fields that are blank when they come back: times, and the texts of earlier stages, which have files of their own.
+BLANK = {(Program, "lowering_seconds"): 0.0, (Stage, "seconds"): 0.0, (Stage, "text"): ""}
+# Types whose fields are not those of a file: they are stored as a whole.
+WHOLE = (torch.Tensor, torch.SymInt, GraphModule, pytree.TreeSpec, Profile, Phase)
+NAMES = iter(f"x{index}" for index in range(10**6))
+
+
+@cache
+def dynamic_program() -> Program:
+    """Partitioned, with a size that is not fixed."""
+    batch = ({0: Dim("batch", min=2, max=64)},)
+    return through(captured(Blocks(2), (torch.ones(3, 4),), dynamic_shapes=batch), "reorder")
+
+
+def sample(kind: Any) -> Any:
+    """A value of a type that is no field's default."""
+    origin, args = get_origin(kind), get_args(kind)
+    if kind == Planner:
+        return sample(PlanByCost)
+    if origin is Literal:
+        return args[-1]
+    if origin in (Union, UnionType):
+        return sample(next(arg for arg in args if arg is not NoneType))
+    if origin is tuple and Ellipsis not in args:
+        return tuple(map(sample, args))
+    if origin is Mapping or origin is dict:
+        return {sample(args[0]): sample(args[1])}
+    if origin is not None:
+        return {tuple: tuple, list: list, set: set, frozenset: frozenset}.get(origin, list)([sample(args[0])])
+    if kind in LEAVES:
+        return LEAVES[kind]()
+    return filled(kind)
+
+
+def filled(kind: type) -> Any:
+    """An instance of a dataclass without a default in it."""
+    hints = get_type_hints(kind)
+    return kind(**{each.name: other(kind, each, hints[each.name]) for each in fields(kind)})
+
+
+def other(kind: type, each: Field[Any], hint: Any) -> Any:
+    """A value that is not the default of a field."""
+    if (kind, each.name) in SPECIAL:
+        return SPECIAL[kind, each.name]()
+    return not each.default if isinstance(each.default, bool) else sample(hint)
+
+
+LEAVES: dict[Any, Callable[[], Any]] = {
+    bool: lambda: True,
+    int: lambda: 7,
+    float: lambda: 2.5,
+    str: lambda: next(NAMES),
+    Any: lambda: next(NAMES),
+    torch.dtype: lambda: torch.bfloat16,
+    torch.device: lambda: torch.device("cuda"),
+    torch.Tensor: lambda: torch.empty_strided((2, 3), (1, 2), dtype=torch.bfloat16),
+    torch.SymInt: lambda: dynamic_program().sizes[0].value,
+    OpOverload: lambda: torch.ops.aten.mm.default,
+    GraphModule: lambda: dynamic_program().forward,
+    pytree.TreeSpec: lambda: pytree.tree_structure({"a": [1, (2,)]}),
+    Profile: lambda: load_profile("a100"),
+    Phase: lambda: dynamic_program().phases["forward"],
+}
+SPECIAL: dict[tuple[type, str], Callable[[], Any]] = {
+    (Program, "phases"): lambda: dynamic_program().phases,  # their names mean something
+    (Program, "sizes"): lambda: dynamic_program().sizes,
+    (Signature, "inputs"): lambda: (leaf_key(torch.ones(2, 3)), leaf_key(3), leaf_key(None)),
+    (Signature, "autocast"): lambda: (True, torch.bfloat16),
+    (Partitioned, "rest"): lambda: Pipeline().passes[4:],
+}
+
+
+def comparable(value: Any) -> Any:
+    """The value with what is no data replaced by what a file says of it."""
+    if isinstance(value, GraphModule):
+        return encode_graph(value.graph, {symbol: f"n{i}" for i, symbol in enumerate(size_inputs(value.graph))})
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.stride(), value.device
+    if isinstance(value, torch.SymInt):
+        return str(value.node.shape_env.var_to_range[value.node.expr]), value.node.hint
+    if is_dataclass(value) and not isinstance(value, WHOLE[3:5]):
+        blank = {name for kind, name in BLANK if isinstance(value, kind)}
+        return {f.name: comparable(getattr(value, f.name)) for f in fields(value) if f.name not in blank}
+    if isinstance(value, (tuple, list)):
+        return tuple if isinstance(value, tuple) else list, [comparable(item) for item in value]
+    return {key: comparable(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def stored(value: Any) -> Any:
+    """What a file makes of plain data."""
+    return json.loads(to_json(value))
+
+
+def has_no_default(kind: type) -> None:
+    """Assert that the values made of a class would show a field that is lost."""
+    value = filled(kind)
+    for each in fields(kind):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        assert comparable(getattr(value, each.name)) != comparable(default), f"{kind.__name__}.{each.name}"
+
+
+# --- programs -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Program, Program]:
+    """A program without a default, and what a stage's file makes of it."""
+    program = filled(Program)
+    return program, program_from_json(program_to_json(program))
+
+
+def test_the_program_shows_what_is_lost() -> None:
+    has_no_default(Program)
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(Program)])
+def test_every_field_of_a_program(pair: tuple[Program, Program], name: str) -> None:
+    given, found = (getattr(program, name) for program in pair)
+    if name == "regions":  # have files of their own
+        given, found = list(given), list(found)
+    assert comparable(found) == comparable(BLANK.get((Program, name), given))
+
+
+def test_equal_programs_are_equal_files(pair: tuple[Program, Program]) -> None:
+    """Sets have no order, and times are not those of the other run."""
+    given, found = pair
+    assert program_to_json(given) == program_to_json(found)
+    names = [f"p{index}" for index in range(50)]
+    ahead, behind = (replace(given, established=set(order)) for order in (names, names[::-1]))
+    assert program_to_json(ahead) == program_to_json(replace(behind, lowering_seconds=3.0))
+
+
+def test_lowered_programs_keep_every_field() -> None:
+    """What was compiled, for the executors that are made again."""
+    model = Blocks(2)
+    program = through(captured(model, (torch.ones(3, 4),)), "reorder")
+    compiled = {}
+    lower(program, lambda regions, _: ((key, compile_operators(region)) for key, region in regions.items()), compiled)
+    program = replace(
+        program, **{name: getattr(filled(Program), name) for name in ("history", "saved", "communication")}
+    )
+    found = decode_lowered(stored(encode_lowered(program, model)), compiled, model, torch.device("cpu"))
+    for name in (each.name for each in fields(Program) if each.name not in ("regions", "lowering_seconds")):
+        assert comparable(getattr(found, name)) == comparable(getattr(program, name)), name
+    assert list(found.regions) == list(program.regions)
+
+
+def test_every_field_of_a_region() -> None:
+    region = Region("key", "text", dynamic_program().forward)
+    data = stored(encode_region(region))
+    found = decode_region("key", data, torch.device("cpu"))
+    assert [getattr(found, f.name) for f in fields(Region) if f.name != "module"] == ["key", "text"]
+    assert stored(encode_region(found)) == data
+
+
+def test_every_field_of_where_another_backward_begins() -> None:
+    program, pipeline = dynamic_program(), Pipeline()
+    given = filled(Partitioned)
+    found = decode_partitioned(stored(encode_partitioned(given, program)), program, pipeline, torch.device("cpu"))
+    assert comparable(found) == comparable(given)
+
+
+# --- what else files hold -----------------------------------------------------------------------------------
+
+
+def parts(kind: Any, seen: dict[type, None]) -> Iterator[type]:
+    """The dataclasses among the types of the fields of a class, and of theirs, with the class."""
+    if is_dataclass(kind) and kind not in seen and not issubclass(kind, WHOLE):
+        seen[kind] = None
+        yield kind
+        hints = get_type_hints(kind)
+        for each in fields(kind):
+            yield from parts(hints[each.name], seen)
+    for arg in get_args(kind):
+        yield from parts(arg, seen)
+
+
+ROOTS = (Program, Signature, Partitioned, Slot, *PASSES.values(), PlanByUnit, PlanByCost)
+CLASSES = [kind for root in ROOTS for kind in parts(root, {})]
+ALONE = [kind for kind in dict.fromkeys(CLASSES) if kind not in (Program, Partitioned, Region)]
+
+
+def test_what_files_hold_is_found() -> None:
+    """Of a few classes it is known that they are among them."""
+    known = {ParamTable, ParamRow, Plan, Bucket, Event, Prediction, Stage, Size, UnitMemory, Costs, Constraints}
+    assert known <= set(ALONE)
+
+
+@pytest.mark.parametrize("kind", ALONE, ids=lambda kind: kind.__name__)
+def test_every_field_of_every_class(kind: type) -> None:
+    has_no_default(kind)
+    value = filled(kind)
+    decoder = Decoder(mode=new_fake_mode())
+    decoder.sizes["s0"] = new_size(decoder.mode, "s0", 3, 2, 64)
+    names = {size.symbol: size.name for size in dynamic_program().sizes}
+    assert comparable(read(stored(write(value, names)), kind, decoder)) == comparable(
+        replace(value, **{name: blank for (owner, name), blank in BLANK.items() if owner is kind})
+    )
+
+
+@pytest.mark.parametrize("kind", PASSES.values(), ids=lambda kind: kind.__name__)
+def test_every_option_of_every_pass(kind: type) -> None:
+    """With the class that it is; defaults come back, too."""
+    steps = [filled(kind)]
+    if all(f.default is not MISSING or f.default_factory is not MISSING for f in fields(kind)):
+        steps.append(kind())
+    for step in steps:
+        found = decode_pass(stored(encode_pass(step)))
+        assert (found.step, found.problem) == (step, "")
+
+
+@dataclass(frozen=True)
+class Extended(ParamRow):
+    """A class with one more field, of types that files know."""
+
+    since: Mapping[str, tuple[torch.dtype | None, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Locked:
+    """A class with a field that no file can hold."""
+
+    name: str
+    lock: Any
+    guard: threading.Event | None = None
+
+
+def test_a_field_that_is_added_is_stored() -> None:
+    row = filled(Extended)
+    assert read(stored(write(row)), Extended) == row
+
+
+def test_a_field_that_no_file_can_hold_is_an_error() -> None:
+    """It is written, so that a dump never fails, and not read."""
+    data = stored(write(Locked("x", None, threading.Event())))
+    assert data == {"name": "x", "lock": None, "guard": {"unsupported": "Event"}}
+    with pytest.raises(Exception, match="Event"):
+        read(data, Locked)
