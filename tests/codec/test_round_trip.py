@@ -31,6 +31,7 @@ from graphshard.codec.stage import program_from_json, program_to_json
 from graphshard.codec.values import Decoder, to_json
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Profile, load_profile
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.plan import Bucket, Event, Plan, Prediction
 from graphshard.ir.program import Phase, Planner, Program, Region, Size, Slot, Stage, UnitMemory
@@ -110,6 +111,7 @@ LEAVES: dict[Any, Callable[[], Any]] = {
 SPECIAL: dict[tuple[type, str], Callable[[], Any]] = {
     (Program, "phases"): lambda: dynamic_program().phases,  # their names mean something
     (Program, "sizes"): lambda: dynamic_program().sizes,
+    (Mesh, "axes"): lambda: Mesh.of_shape({"outer": 2, "inner": 4}).with_regather(2).axes,
     (Signature, "inputs"): lambda: (leaf_key(torch.ones(2, 3)), leaf_key(3), leaf_key(None)),
     (Signature, "autocast"): lambda: (True, torch.bfloat16),
     (Partitioned, "rest"): lambda: Pipeline().passes[4:],

@@ -259,7 +259,7 @@ def broken(tmp_path, change):
         (lambda d: d["memory_bandwidth"].update(value="fast"), "memory_bandwidth must be a number"),
         (lambda d: d["memory_bandwidth"].update(value=0), "memory_bandwidth must be positive, got 0"),
         (lambda d: d["contention"].update(value=1), "contention must be below 1, got 1"),
-        (lambda d: d.pop("contention"), r"is no profile: 'contention' is missing\. Write it with `graphshard calibrate`"),
+        (lambda d: d.pop("contention"), r"is no profile: 'contention' is missing\. Write it with `graphshard"),
         (lambda d: d["inside"].pop("reduce"), "lacks inside.reduce"),
         (lambda d: d.pop("vector"), "is no profile: .*vector"),
         (lambda d: d.update(colour="red"), "is no profile: .*colour"),
