@@ -14,7 +14,7 @@ from graphshard.ir.plain import typed
 from graphshard.ir.program import Phase
 from graphshard.ir.torch_internals import CheckpointPolicy
 
-_STACKS = {"module": "nn_module_stack", "fwd_module": "fwd_nn_module_stack"}
+_STACKS = {"modules": "nn_module_stack", "fwd_modules": "fwd_nn_module_stack"}
 # Paths on the machine of the capture, and numbers of its process.
 _DROPPED = frozenset({"stack_trace", "seq_nr"})
 _OWN_KEYS = _DROPPED | {"val", *_STACKS.values()}
@@ -58,7 +58,7 @@ def _encode_node(node: Node, names: Mapping[Any, str]) -> dict[str, Any]:
         data["val"] = encode(node.meta["val"], names)
     for key, stack in _STACKS.items():
         if node.meta.get(stack):
-            data[key] = str(next(reversed(node.meta[stack].values()))[0])
+            data[key] = {call: name for call, (name, _) in node.meta[stack].items()}
     data["meta"] = {key: _encode_mark(value) for key, value in node.meta.items() if _is_plain(key, value)}
     return data
 
@@ -82,7 +82,7 @@ def _decode_node(data: dict[str, Any], graph: Graph, decoder: Decoder) -> None:
         node.meta["val"] = decoder.value(data["val"])
     for key, stack in _STACKS.items():
         if key in data:
-            node.meta[stack] = {"": (typed(data[key], str), "")}
+            node.meta[stack] = {call: (typed(name, str), "") for call, name in typed(data[key], dict).items()}
     node.meta.update(_decode_marks(data["meta"], decoder))
     decoder.nodes[name] = node
 

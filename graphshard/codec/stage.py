@@ -7,7 +7,8 @@
  "phases": {"joint": {
   "nodes": [
    {"name": "mm", "op": "call_function", "target": "aten.mm.default", "args": [VALUE], "kwargs": {},
-    "val": VALUE, "module": "layers.0", "meta": {"number": 7, "recompute": "MUST_SAVE"}}
+    "val": VALUE, "modules": {"L__self__": "", "L__self__layers.0": "layers.0"},
+    "meta": {"number": 7, "recompute": "MUST_SAVE"}}
   ],
   "inputs": [{"kind": "param", "name": "embed.weight", "of": null}],
   "outputs": [{"kind": "output", "name": "0", "of": null}]}},
@@ -15,10 +16,10 @@
  ...                                                all other fields of `Program`, see `codec/converter.py`
 }
 
-`codec/values.py` says what a VALUE looks like. A node's "module" is the module whose forward made it, "fwd_module" the
-one whose backward did. Of the rest of `node.meta` numbers, strings and torch's mark "recompute" are kept; the
-partitioner and the passes need no more. An "out_spec" with other classes than lists, tuples and dicts stays text:
-nothing that runs before the model does reads it.
+`codec/values.py` says what a VALUE looks like. A node's "modules" are those whose forward made it, from the outside, by
+torch's keys for their calls, "fwd_modules" those whose backward did. Of the rest of `node.meta` numbers, strings and
+torch's mark "recompute" are kept; the partitioner and the passes need no more. An "out_spec" with other classes than
+lists, tuples and dicts stays text: nothing that runs before the model does reads it.
 
 A file cannot run code: names must be identifiers, operators must be known to torch's dispatcher, and nothing is
 imported or evaluated.

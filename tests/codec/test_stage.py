@@ -385,7 +385,8 @@ NODE = ("phases", "joint", "nodes")
         ("val", {"tensor": ["float32", [1], [1], "nowhere"]}, "nowhere"),
         ("meta", {"val": 3}, "'val' is no mark"),
         ("meta", {"recompute": "SOMETIMES"}, "SOMETIMES"),
-        ("module", 3, "'3' is no str"),
+        ("modules", 3, "'3' is no dict"),
+        ("modules", {"L__self__": 3}, "'3' is no str"),
         ("op", "get_attr", "is a get_attr"),
     ],
 )

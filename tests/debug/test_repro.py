@@ -13,13 +13,29 @@ import torch
 import torch.distributed as dist
 
 from graphshard.cli.main import main as command
+from graphshard.codec.converter import PASSES
 from graphshard.codec.stage import program_to_json
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import load_profile
+from graphshard.debug.stage_files import StageFile
 from graphshard.ir.fold import fold
 from graphshard.ir.mesh import Mesh
 from graphshard.options.passes import with_regather
-from graphshard.passes import MakePlan
+from graphshard.passes import (
+    AccumulateGradients,
+    ActivationCheckpointing,
+    GatherInFloat8,
+    KeepGathered,
+    MakePlan,
+    Offload,
+    Pass,
+    RegatherInGroup,
+    ToDevice,
+)
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pass
+from graphshard.schedule.build import Constraints
+from graphshard.schedule.by_cost import PlanByCost
 from tests.helpers import COALESCED, PACKED, Blocks, captured
 
 STAGES = ("capture", *(step.name for step in Pipeline()))
@@ -94,6 +110,46 @@ def test_collectives_among_neighbours(regathered: Path, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "rules: all hold, before and after the pass\n" in out
     assert ".txt: the same\n" in out
+
+
+WEIGHTS = frozenset({"layers.0.weight", "layers.1.weight"})
+KEEPS = PlanByCost(Costs(load_profile("h100")), 1 << 40, Constraints(keep=True), exact_reductions=False)
+# Passes that are not in the default pipeline, where they are put, and what a pipeline needs besides.
+OTHERS: dict[str, tuple[Pass, Pipeline]] = {
+    step.name: (step, pipeline.insert(step, **place))
+    for step, pipeline, place in (
+        (ActivationCheckpointing("full"), Pipeline(), {"before": "insert-collectives"}),
+        (ToDevice("cuda"), Pipeline(), {"before": "insert-collectives"}),
+        (AccumulateGradients(unsynced=WEIGHTS, accumulated=WEIGHTS), Pipeline(), {"after": "partition"}),
+        (Offload(always=True), Pipeline(), {"before": "plan"}),
+        (RegatherInGroup(), Pipeline(), {"before": "plan"}),
+        (GatherInFloat8(("layers.*.weight",)), Pipeline(), {"before": "plan"}),
+        (KeepGathered(), Pipeline().replace("plan", MakePlan(KEEPS)), {"after": "plan"}),
+    )
+}
+
+
+def test_the_others_are_all_others():
+    """Those of the catalogue that the default pipeline lacks."""
+    default = {type(step) for step in Pipeline()}
+    assert {type(step) for step, _ in OTHERS.values()} == {*PASSES.values()} - default
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_pass_does_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
+    """With its options: from the stage before it, and the next one from its own, which finds all that the pass left."""
+    step, pipeline = OTHERS[name]
+    index = pipeline.passes.index(step)
+    mesh = Mesh.of_shape(4).with_regather(2) if isinstance(step, RegatherInGroup) else TWO_RANKS
+    directory = write_dump(tmp_path / "Blocks-0", pipeline, mesh)
+    following = pipeline.passes[index + 1]
+    for number, expected in ((index, step), (index + 1, following)):
+        assert main([str(directory / f"{number:02d}")]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"{expected.name} (as it ran) on {directory}")
+        assert f"{number + 1:02d}-{expected.name}.txt: the same\n" in out
+    before, after = (json.loads(StageFile.at(directory / f"{n:02d}").json()) for n in (index, index + 1))
+    assert (before["phases"], before["device"]) != (after["phases"], after["device"])
 
 
 def test_the_difference_is_printed(dump: Path, capsys: pytest.CaptureFixture[str]):

@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.ir.mesh import Mesh
+from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Program
 from graphshard.passes import AccumulateGradients
 from graphshard.pipeline.pipeline import run_pass
-from tests.helpers import COALESCED, PACKED, Affine, Blocks, ParallelBiases, calls, captured, copied, through
+from tests.helpers import COALESCED, PACKED, Affine, Blocks, ParallelBiases, Scale, calls, captured, copied, through
 
 BATCH = (torch.ones(3, 4),)
 WEIGHTS = frozenset({"layers.0.weight", "layers.1.weight"})
@@ -33,6 +35,24 @@ def _slots(program: Program) -> tuple[list[str], list[str]]:
     phase = program.phases["backward"]
     given = [str(slot) for slot in phase.inputs if slot.kind in ("accumulated", "partial")]
     return given, list(map(str, phase.outputs))
+
+
+def test_before_and_after() -> None:
+    """The microbatch in the middle adds its gradient to what there is, and sends nothing."""
+    program = through(captured(Scale(4), (torch.ones(4),)), "partition")
+    run_pass(AccumulateGradients(unsynced=frozenset({"w"}), accumulated=frozenset({"w"})), program)
+    assert program.history[-1].rewrites == 1
+    assert_expected_inline(
+        print_phase(program.phases["backward"]),
+        """\
+  %1: f32[4] = input:0
+  %2: f32[4] = tangent:0
+  %9: f32[4] = accumulated:w
+  %6: f32[4] = mul.Tensor(%2, %1)
+  %10: f32[4] = add.Tensor(%6, %9)
+  return %10 as accumulated:w
+""",
+    )
 
 
 def test_first_microbatch() -> None:

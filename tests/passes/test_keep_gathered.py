@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import nn
 
 from graphshard.cost.costs import Costs
@@ -13,12 +14,13 @@ from graphshard.cost.profile import load_profile
 from graphshard.ir.errors import PassError
 from graphshard.ir.graph import collectives
 from graphshard.ir.plan import Plan
+from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Program
 from graphshard.passes import Bucketing, KeepGathered, MakePlan, Reorder
 from graphshard.pipeline.pipeline import run_pass
 from graphshard.schedule.build import Constraints
 from graphshard.schedule.by_cost import PlanByCost
-from tests.helpers import COALESCED, Blocks, assert_gradients, captured, through
+from tests.helpers import COALESCED, Blocks, Scales, assert_gradients, captured, through
 
 # Kernels cost nothing but their bytes, so that communication is never hidden.
 COSTS = Costs(replace(load_profile("h100"), kernel_seconds=0.0))
@@ -60,6 +62,53 @@ def scheduled(program: Program) -> Program:
     for step in (KeepGathered(), Bucketing(), Reorder()):
         run_pass(step, program)
     return program
+
+
+def test_before_and_after() -> None:
+    program = planned(Scales(2), torch.ones(4))
+    run_pass(KeepGathered(), program)
+    assert program.history[-1].rewrites == 2
+    assert_expected_inline(
+        print_phase(program.phases["forward"]),
+        """\
+  %0: f32[2] = param:layers.0.w
+  %1: f32[2] = param:layers.1.w
+  %2: f32[4] = input:0
+* %4: f32[4] = all_gather_into_tensor(%0, 2, shard)  # layers.0
+  %5: f32[4] = wait_tensor(%4)  # layers.0
+  %6: f32[4] = mul.Tensor(%2, %5)  # layers.0
+* %7: f32[4] = all_gather_into_tensor(%1, 2, shard)  # layers.1
+  %8: f32[4] = wait_tensor(%7)  # layers.1
+  %9: f32[4] = mul.Tensor(%6, %8)  # layers.1
+  return %9 as output:0
+  return %0 as param:layers.0.w
+  return %1 as param:layers.1.w
+  return %2 as input:0
+  return %5 as saved  # layers.0
+  return %8 as saved  # layers.1
+""",
+    )
+    assert_expected_inline(
+        print_phase(program.phases["backward"]),
+        """\
+  %0: f32[2] = param:layers.0.w
+  %1: f32[2] = param:layers.1.w
+  %2: f32[4] = input:0
+  %3: f32[4] = tangent:0
+  %17: f32[4] = saved  # layers.0
+  %18: f32[4] = saved  # layers.1
+  %6: f32[4] = mul.Tensor(%2, %17)  # layers.0
+  %10: f32[4] = mul.Tensor(%3, %6)  # layers.1
+* %11: f32[2] = reduce_scatter_tensor(%10, avg, 2, shard)
+  %12: f32[2] = wait_tensor(%11)
+  %13: f32[4] = mul.Tensor(%3, %18)  # layers.1
+  %14: f32[4] = mul.Tensor(%13, %2)  # layers.0
+* %15: f32[2] = reduce_scatter_tensor(%14, avg, 2, shard)
+  %16: f32[2] = wait_tensor(%15)
+  return %16 as grad:layers.0.w
+  return %12 as grad:layers.1.w
+""",
+    )
 
 
 @pytest.mark.parametrize("model", [Blocks(4, 5, bias=True), Uneven()])

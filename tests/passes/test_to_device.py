@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 from torch import nn
 
 from graphshard.ir.errors import ArtifactError
@@ -41,6 +42,23 @@ def test_before_and_after() -> None:
     run_pass(ToDevice("cuda"), program)
     assert (devices(program), str(arange.kwargs["device"]), str(program.device)) == ({"cuda"}, "cuda", "cuda")
     assert print_program(program).replace("device=cuda", "device=cpu") == before
+    assert_expected_inline(
+        print_program(program),
+        """\
+joint:
+  %0: f32[4] = param:w
+  %1: f32[2, 4] = input:0
+  %2: f32[2, 4] = tangent:0  # (backward)
+  %3: f32[2, 4] = mul.Tensor(%1, %0)
+  %4: i64[4] = arange(4, device=cuda, pin_memory=False)
+  %5: f32[2, 4] = add.Tensor(%3, %4)
+  %6: f32[2, 4] = mul.Tensor(%2, %1)  # (backward)
+  %7: f32[1, 4] = sum.dim_IntList(%6, [0], True)  # (backward)
+  %8: f32[4] = view(%7, [4])  # (backward)
+  return %5 as output:0
+  return %8 as grad:w
+""",
+    )
 
 
 def test_leaves_a_program_of_that_device_alone() -> None:
