@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
-from cattrs import BaseValidationError, ClassValidationError, Converter, IterableValidationError
+from cattrs import BaseValidationError, ClassValidationError, Converter, IterableValidationError, IterableValidationNote
 from cattrs.cols import (
     homogenous_tuple_structure_factory,
     is_any_set,
@@ -20,13 +20,13 @@ from cattrs.cols import (
     mapping_structure_factory,
 )
 from cattrs.fns import identity
-from cattrs.gen import AttributeOverride, make_dict_structure_fn, make_dict_unstructure_fn
+from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn
 
 from graphshard.ir.errors import ArgumentError, GraphshardError
 
 T = TypeVar("T")
-# What a field of a class is written as, if its type does not say.
-Overrides = Mapping[type, Mapping[str, AttributeOverride]]
+# By class and field: what `cattrs.override` makes, for a field that is not written as its type says.
+Overrides = Mapping[type, Mapping[str, Any]]
 _Reader = Callable[[Any, Any], Any]
 
 
@@ -75,8 +75,10 @@ def new_converter(overrides: Overrides | None = None, otherwise: Callable[[type]
         otherwise: what is written for a value of any other class, as cattrs asks for it; None is the value itself.
     """
     given = overrides or {}
-    fallback = {} if otherwise is None else {"unstructure_fallback_factory": otherwise}
-    converter = Converter(unstruct_collection_overrides={Sequence: list, tuple: list, Set: sorted}, **fallback)
+    converter = Converter(
+        unstruct_collection_overrides={Sequence: list, tuple: list, Set: sorted},
+        unstructure_fallback_factory=otherwise or (lambda _: identity),
+    )
     for kind in (bool, int, str, type(None)):
         converter.register_structure_hook(kind, typed)
         converter.register_unstructure_hook(kind, identity)
@@ -93,13 +95,13 @@ def new_converter(overrides: Overrides | None = None, otherwise: Callable[[type]
     return converter
 
 
-def class_reader(kind: type[T], converter: Converter, overrides: Overrides) -> Callable[[Any, Any], T]:
+def class_reader(kind: Any, converter: Converter, overrides: Overrides) -> _Reader:
     """Reads a dataclass of a dict that has its fields, all of them and no others."""
     own = overrides.get(kind, {})
     read_fields = make_dict_structure_fn(kind, converter, **own)
-    names = [(field.name in own and own[field.name].rename) or field.name for field in fields(kind)]  # type: ignore[arg-type]
+    names = [(field.name in own and own[field.name].rename) or field.name for field in fields(kind)]
 
-    def read_class(data: Any, _: Any) -> T:
+    def read_class(data: Any, _: Any) -> Any:
         found = typed(data, dict)
         for name in names:
             if name not in found:
@@ -115,7 +117,7 @@ def _first_fault(error: BaseException, place: str = "") -> tuple[str, BaseExcept
     """What is wrong first, and where: "buckets[0].num_bytes"."""
     if isinstance(error, (ClassValidationError, IterableValidationError)):
         for inner, note in error.group_exceptions()[0]:
-            step = f".{note.name}" if isinstance(error, ClassValidationError) else f"[{note.index!r}]"
+            step = f"[{note.index!r}]" if isinstance(note, IterableValidationNote) else f".{note.name}"
             return _first_fault(inner, f"{place}{step}")
         return _first_fault(error.exceptions[0], place)
     return place, error
