@@ -1,9 +1,16 @@
 """What the layout of the repository promises."""
 
+import builtins
+import inspect
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import graphshard
+from graphshard.ir import errors
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,3 +39,31 @@ def test_import_has_no_side_effects():
         "print(dist.is_initialized(), 'torch._inductor.async_compile' in sys.modules, logging.root.handlers)"
     )
     assert result.stdout.split("\n")[0] == "False False []", result.stdout + result.stderr
+
+
+def raised(docstring: str) -> Iterator[str]:
+    """Classes of a docstring's Raises section, by name."""
+    section = re.search(r"^Raises:\n((?:[ ]+.*\n|\n)*)", f"{inspect.cleandoc(docstring)}\n", re.MULTILINE)
+    for names in re.findall(r"^ {4}(\w+(?:, \w+)*): ", section[1] if section else "", re.MULTILINE):
+        yield from names.split(", ")
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """Names and docstrings of what is public: functions, classes, and methods of these."""
+    for name in graphshard.__all__:
+        public = getattr(graphshard, name)
+        members = inspect.getmembers(public) if inspect.isclass(public) else []
+        for member, value in [("", public), *(item for item in members if not item[0].startswith("_"))]:
+            yield f"{name}.{member}".rstrip("."), getattr(value, "__doc__", None) or ""
+
+
+def test_errors_that_are_documented_can_be_caught():
+    """Every class that a public docstring says is raised is a name of the package, or Python's own."""
+    found = {(name, error) for name, text in documented() for error in raised(text)}
+    assert ("compile", "InfeasibleError") in found
+    assert not {(name, error) for name, error in found if error not in (*graphshard.__all__, *vars(builtins))}
+
+
+def test_all_errors_are_public():
+    defined = [name for name, value in vars(errors).items() if inspect.isclass(value)]
+    assert set(defined) <= set(graphshard.__all__)

@@ -13,6 +13,18 @@ class ArgumentError(GraphshardError, ValueError):
     """An argument of a public function is wrong."""
 
 
+class InfeasibleError(ArgumentError):
+    """No schedule fits in the memory limit.
+
+    Attributes:
+        smallest: the least bytes with which a schedule exists.
+    """
+
+    def __init__(self, message: str, smallest: int) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
 class UnsupportedError(GraphshardError, NotImplementedError):
     """A setting of FSDP2 that graphshard does not have; the message says what to do instead."""
 

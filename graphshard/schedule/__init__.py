@@ -64,7 +64,6 @@ from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.problem import (
     Bucketed,
     Chain,
-    InfeasibleError,
     Link,
     Occurrence,
     Placement,
@@ -80,7 +79,6 @@ __all__ = [
     "Bucketed",
     "Chain",
     "Exposed",
-    "InfeasibleError",
     "Link",
     "Occurrence",
     "Placement",

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from graphshard.ir.errors import InfeasibleError
 from graphshard.ir.graph import Layout, collectives
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import first_use, last_input
-from graphshard.schedule.problem import InfeasibleError
 
 # A program and what makes plain data for it; the result is that of the first rank.
 Share = Callable[[Program, Callable[[], dict[str, Any]]], dict[str, Any]]

@@ -25,22 +25,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.plan import CollectiveKind
 
 KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce")
-
-
-class InfeasibleError(ArgumentError):
-    """No schedule fits in the memory limit.
-
-    Attributes:
-        smallest: the least bytes with which a schedule exists.
-    """
-
-    def __init__(self, message: str, smallest: int) -> None:
-        super().__init__(message)
-        self.smallest = smallest
 
 
 @dataclass(frozen=True)

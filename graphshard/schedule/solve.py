@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from graphshard.ir.errors import InfeasibleError
 from graphshard.schedule.bounds import chain_bound, lower_bound
 from graphshard.schedule.deep import EXACT, Effort, channel_order
 from graphshard.schedule.exact import best_placement
@@ -21,7 +22,6 @@ from graphshard.schedule.problem import (
     KINDS,
     Bucketed,
     Chain,
-    InfeasibleError,
     Link,
     Occurrence,
     Placement,

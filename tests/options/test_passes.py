@@ -14,13 +14,12 @@ import graphshard
 from graphshard.codec.passes import decode_pass, encode_pass
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.ir.errors import ArgumentError
+from graphshard.ir.errors import ArgumentError, InfeasibleError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program
 from graphshard.options.passes import profile_here, with_planner
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.schedule import InfeasibleError
 from graphshard.schedule.agreed import AgreedPlanner, outline
 from graphshard.schedule.build import Constraints
 from graphshard.schedule.by_cost import PlanByCost

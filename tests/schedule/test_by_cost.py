@@ -11,13 +11,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.ir.errors import ArgumentError
+from graphshard.ir.errors import ArgumentError, InfeasibleError
 from graphshard.ir.graph import collectives
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
-from graphshard.schedule import InfeasibleError, Solver, simulate
+from graphshard.schedule import Solver, simulate
 from graphshard.schedule.build import Constraints, Settings, build
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from graphshard.ir.errors import ArgumentError
+from graphshard.ir.errors import ArgumentError, InfeasibleError
 from graphshard.schedule import (
     Bucketed,
     Chain,
-    InfeasibleError,
     Link,
     Problem,
     Rate,
