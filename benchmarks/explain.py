@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard.explain.study import Study
+from graphshard.options.options import Options
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import llama
@@ -53,7 +54,7 @@ def main() -> None:
             print(f"{doing:24} {now[0] - last[0]:7.1f} s {now[1] - last[1]:7.1f} s CPU", flush=True)
         last, doing = now, text
 
-    study = Study(model, (tokens, tokens), None, {"mp_policy": policy}, show=show)
+    study = Study(model, (tokens, tokens), None, Options(mp_policy=policy), show=show)
     found = study.explain((args.ranks,), graphshard.load_profile(args.hardware), "isolated")
     show("another network")
     study.explain((args.ranks,), graphshard.load_profile(args.hardware), "in-training")

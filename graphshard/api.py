@@ -3,56 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import OffloadPolicy
-from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
+from typing_extensions import Unpack
 
 from graphshard.artifact.load import library_for
-from graphshard.cost.profile import Hardware
 from graphshard.debug.dump import dump_directory, recorder
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.precision import PolicySpec
 from graphshard.ir.program import Program
-from graphshard.ir.units import UnitSpec
-from graphshard.lower.backends import Backend
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.sharded_module import ShardedModule, install_method
+from graphshard.options.arguments import options_given, takes_options
 from graphshard.options.checks import check_examples, check_mesh, check_model, default_mesh
-from graphshard.pipeline.observe import Level
-from graphshard.pipeline.pipeline import Pipeline
+from graphshard.options.options import CompileArguments
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
+@takes_options
 def compile(
     model: ModuleT,
     mesh: DeviceMesh | None = None,
     *,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    mp_policy: PolicySpec = None,
-    offload_policy: OffloadPolicy | None = None,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    units: Sequence[UnitSpec] | None = None,
-    backend: Backend = "inductor",
-    activation: Literal["full"] | Sequence[OpOverload] | float | None = None,
-    memory_limit: int | None = None,
-    hardware: Hardware | None = None,
-    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
-    max_captures: int = 8,
-    passes: Pipeline | None = None,
-    verify: Level | None = None,
     dump: str | os.PathLike[str] | None = None,
     artifact: str | os.PathLike[str] | None = None,
+    **options: Unpack[CompileArguments],
 ) -> ModuleT:
     """Shard a module's parameters over a mesh and compile its training step, in place.
 
@@ -109,29 +91,12 @@ def compile(
             and comes with the capture.
         CaptureError: the module cannot be captured from the example inputs; nothing was changed.
     """
+    chosen = options_given(compile, options)
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
     axes = check_mesh(mesh)
-    check_examples(units, example_inputs, example_kwargs, dynamic_shapes)
-    tracer = prepare(
-        model,
-        axes,
-        device_of(mesh),
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        units=units,
-        backend=backend,
-        activation=activation,
-        dynamic_shapes=dynamic_shapes,
-        max_captures=max_captures,
-        passes=passes,
-        hardware=hardware,
-        memory_limit=memory_limit,
-        verify=verify,
-    )
+    check_examples(example_inputs, example_kwargs)
+    tracer = prepare(model, chosen, axes, device_of(mesh))
     runner = make_runner(model, tracer, mesh, recorder(dump_directory(dump, dist.get_rank())))
     library = None if artifact is None else library_for(artifact, model, runner)
     prepared = None

@@ -6,7 +6,6 @@ would; regions are compiled once for all of them. What comes out is one file for
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,18 +15,22 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
 from graphshard.artifact.exporter import Exporter, in_mode, operators_only, with_threads
-from graphshard.artifact.fingerprint import environment, model_facts, options_of
+from graphshard.artifact.fingerprint import environment, model_facts
 from graphshard.artifact.members import Captured, MeshPrograms, StoredRegion, write_artifact
+from graphshard.artifact.stored_options import describe_options
 from graphshard.cost.costs import Costs
-from graphshard.cost.profile import Profile, load_profile
+from graphshard.cost.profile import load_profile
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.mesh import Mesh, MeshLike
 from graphshard.ir.progress import progress
 from graphshard.lower.regions import Compiler, RegionCall
 from graphshard.module.prepare import prepare
+from graphshard.options.arguments import options_given, takes_options
 from graphshard.options.checks import check_examples, check_model
+from graphshard.options.options import CompileArguments, Options
 from graphshard.passes import ToDevice
 from graphshard.pipeline.pipeline import Pipeline
 
@@ -55,6 +58,7 @@ class Call:
     gradients: Sequence[Sequence[int]] = ()
 
 
+@takes_options
 def export(
     model: nn.Module,
     mesh: MeshLike | Sequence[MeshLike],
@@ -68,8 +72,7 @@ def export(
     device: Literal["cpu", "cuda"] | None = None,
     threads: int | None = None,
     compile_regions: bool | None = None,
-    hardware: str | os.PathLike[str] | Profile | None = None,
-    **options: Any,
+    **options: Unpack[CompileArguments],
 ) -> Path:
     """Compile a module for a mesh that need not exist, in one process, into one file that every rank loads.
 
@@ -98,8 +101,8 @@ def export(
         threads: threads of each rank that CPU code is compiled for; None is torch.get_num_threads() here.
         compile_regions: False leaves regions to the first load, or to `graphshard finish FILE` on the target machine;
             None compiles them if there is such a device here. With backend="eager" there is nothing to compile.
-        hardware: the machine that the summary's prediction is for, as for `graphshard.explain`.
-        options: those of `graphshard.compile`: mp_policy, units, passes, backend, dynamic_shapes and so on.
+        options: those of `graphshard.compile`: mp_policy, units, passes, backend, dynamic_shapes and so on. `hardware`
+            is also the machine that the summary's prediction is for; None predicts for an H100, or for CPUs.
 
     Returns:
         The path.
@@ -109,34 +112,32 @@ def export(
         CaptureError: the module cannot be captured from the inputs.
         ArtifactError: something of a program cannot be stored.
     """
+    chosen = options_given(export, options)
     check_model(model)
-    check_examples(options.get("units"), example_inputs, example_kwargs, options.get("dynamic_shapes"))
+    check_examples(example_inputs, example_kwargs)
     target = _target(path)
     meshes = [Mesh.of_shape(item) for item in _meshes(mesh)]
     wanted = _calls(example_inputs, example_kwargs, mode, calls)
     kind = _device(device, mesh)
     if not isinstance(accumulate, bool):
         raise ArgumentError(f"accumulate must be True or False, got {accumulate!r}.")
-    _check_options(options)
-    machine = load_profile(hardware if hardware is not None else "h100" if kind.type == "cuda" else "cpu-gloo")
-    if "ignored_params" in options:
-        options["ignored_params"] = list(options["ignored_params"] or ())
+    machine = load_profile(chosen.hardware or ("h100" if kind.type == "cuda" else "cpu-gloo"))
     if target.suffix == ".pt2":
-        return _plain(model, meshes, wanted, kind, target, options)
+        return _plain(model, meshes, wanted, kind, target, chosen)
     regions: dict[str, StoredRegion] = {}
     compiled: dict[str, RegionCall] = {}
     found = []
     with progress(f"graphshard: export {type(model).__name__}") as show, with_threads(threads):
         moved = kind.type == "cuda" and not torch.cuda.is_available()
-        compiler, later = _compiler(options.get("backend", "inductor"), kind, compile_regions)
+        compiler, later = _compiler(chosen.backend, kind, compile_regions)
         for item in meshes:
             device_here = torch.device("cpu") if moved else kind
-            tracer = prepare(model, item, device_here, **options)
-            described = options_of(tracer)
+            tracer = prepare(model, chosen, item, device_here)
+            described = describe_options(tracer)
             tracer.compiled = compiled
             if moved:
                 tracer.pipeline = Pipeline((ToDevice(kind.type), *tracer.pipeline))
-            costs = Costs(machine, mesh=item)
+            costs = Costs(machine, mesh=item, fused=chosen.backend != "eager")
             exporter = Exporter(tracer, model, compiler, costs, later, accumulate, regions, _prefixed(show, item))
             programs = tuple(_captured(exporter, call) for call in wanted)
             found.append(MeshPrograms(tracer.spec.mesh, described, tracer.spec.params, programs))
@@ -155,7 +156,7 @@ def _plain(
     calls: list[Call],
     device: torch.device,
     path: Path,
-    options: Mapping[str, Any],
+    options: Options,
 ) -> Path:
     """Export one forward of one rank in PyTorch's own format."""
     if [tuple(mesh.shape.values()) for mesh in meshes] != [(1,)] or len(calls) != 1 or calls[0].grad or calls[0].entry:
@@ -166,8 +167,8 @@ def _plain(
     from graphshard.artifact.plain import export_plain
 
     (mesh,), (call,) = meshes, calls
-    tracer = prepare(model, mesh, device, **options)
-    export_plain(tracer, model, call.inputs, call.kwargs, path, options.get("dynamic_shapes"))
+    tracer = prepare(model, options, mesh, device)
+    export_plain(tracer, model, call.inputs, call.kwargs, path)
     return path
 
 
@@ -239,15 +240,3 @@ def _compiler(backend: str, device: torch.device, compile_regions: bool | None) 
     from graphshard.lower import inductor  # takes seconds to import
 
     return inductor.package_all, False
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Options are those that `prepare` takes of `compile`'s."""
-    known = [
-        name
-        for name, parameter in inspect.signature(prepare).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name != "directory"
-    ]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ArgumentError(f"export has no option {unknown[0]!r}. Of graphshard.compile's it has {', '.join(known)}.")

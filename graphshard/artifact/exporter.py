@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphshard.artifact.members import Captured, StoredBackward, StoredRegion, stored_region
-from graphshard.capture.inputs import count_tokens
+from graphshard.capture.inputs import count_tokens, stand_in
 from graphshard.codec.lowered import encode_lowered
 from graphshard.codec.partitioned import encode_partitioned
 from graphshard.codec.passes import encode_pass
@@ -75,12 +75,13 @@ class Exporter:
             module = self._submodule(entry)
             tracer = tracer.entry(entry, "forward", module)
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        leaves = tracer.on_device([_allocated(leaf) for leaf in leaves], structure)
+        leaves = [stand_in(leaf) if isinstance(leaf, torch.Tensor) and leaf.is_meta else leaf for leaf in leaves]
+        leaves = tracer.on_device(leaves, structure)
         with torch.set_grad_enabled(grad):
             signature = tracer.signature(module, leaves, structure)
         call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
         self.show("capture and passes")
-        observer = _Watch(tracer.verify, None, tracer.pipeline.passes, costs=self.costs)
+        observer = _Watch(tracer.options.level, None, tracer.pipeline.passes, costs=self.costs)
         program, partitioned = tracer.trace(module, call_args, call_kwargs, observer, "exported", grad=grad)
         program.capture = self._count
         self._count += 1
@@ -179,7 +180,7 @@ class _Again:
     def _backward(
         self, used: frozenset[str], step: AccumulateGradients | None, microbatch: str = ""
     ) -> tuple[Phase, StoredBackward]:
-        observer = Observer(self.tracer.verify, None, tuple(self.partitioned.passes(used, step)))
+        observer = Observer(self.tracer.options.level, None, tuple(self.partitioned.passes(used, step)))
         variant = rerun_backward(self.partitioned, self.program, used, step, observer)
         self.exporter.lower(variant, observer)
         data = self.exporter.encoded(variant, self.module)
@@ -228,13 +229,6 @@ def operators_only(regions: dict[str, Region], show: Callable[[str], None]) -> I
 def _fuses(region: Region) -> bool:
     """Whether Inductor has something to do: a region of one operator runs as it is."""
     return num_kernels(region.module) > 1
-
-
-def _allocated(leaf: Any) -> Any:
-    """An input that capture can look at: one on the meta device gets memory, but no values."""
-    if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, requires_grad=leaf.requires_grad)
-    return leaf
 
 
 @contextlib.contextmanager

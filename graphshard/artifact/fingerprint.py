@@ -1,31 +1,26 @@
 """What the programs of an artifact depend on, and what to do where it is not the same here.
 
 A fingerprint is plain JSON, field by field. Everything that could change a result is a field; what the mesh's size
-changes (numbers of shards) is kept for each mesh. The inputs are compared call by call, as in-process programs are.
+changes (numbers of shards) is kept for each mesh. The options are in `stored_options.py`. The inputs are compared call
+by call, as in-process programs are.
 """
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.artifact.model_code import attributes, code_hash
-from graphshard.codec.passes import encode_pass
 from graphshard.codec.values import encode, short_name
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.params import ParamTable
-from graphshard.module.tracer import Tracer
-from graphshard.passes import MakePlan, Pass
-from graphshard.schedule.by_cost import PlanByCost
 
 # Fields of a parameter's row that the model decides, in the order in which they are compared, and what they are called.
 MODEL_FIELDS = {
@@ -33,15 +28,6 @@ MODEL_FIELDS = {
     "dtype": "parameter dtype",
     "trainable": "requires_grad",
     "order": "memory layout",
-}
-# Those that options decide.
-OPTION_FIELDS = {
-    "dim": "shard_placement_fn",
-    "ignored": "ignored_params",
-    "unit": "units",
-    "reshard": "reshard_after_forward",
-    "compute_dtype": "mp_policy",
-    "reduce_dtype": "mp_policy",
 }
 # Of x86 and ARM: what compilers told to generate code for this very processor make use of.
 _EXTENSIONS = ("avx", "amx", "sse", "fma", "f16c", "bmi", "vaes", "gfni", "sve", "asimd", "bf16", "i8mm")
@@ -121,57 +107,6 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         "attributes": attributes(model),
         "buffers": {name: f"{short_name(buffer.dtype)}{list(buffer.shape)}" for name, buffer in model.named_buffers()},
     }
-
-
-def options_of(tracer: Tracer) -> dict[str, Any]:
-    """The fields of `compile`'s options, as far as parameters do not show them."""
-    spec = tracer.spec
-    steps = list(tracer.pipeline)
-    offload = any(step.name == "offload" for step in steps)
-    return {
-        "units": list(spec.units),
-        "mp_policy": _policy(spec.precision.default),
-        "mp_policies": {unit: _policy(policy) for unit, policy in spec.precision.by_unit.items()},
-        # Among how many ranks, if that is not all of the axis; the rest of it is in the rows of the parameters.
-        "reshard_after_forward": spec.mesh.regather.size if spec.mesh.regather is not None else None,
-        "offload_policy": {"pin_memory": tracer.storage.pinned} if offload else None,
-        "backend": tracer.backend,
-        "passes": {
-            **{step.name: _settings(step) for step in steps},
-            "(classes)": ", ".join(encode_pass(step)["class"] for step in steps),
-            "(order)": ", ".join(step.name for step in steps),
-        },
-        "dynamic_shapes": shapes_text(spec.dynamic_shapes),
-    }
-
-
-def _settings(step: Pass) -> str:
-    """A pass's options as text; of a planner by cost the machine's hash.
-
-    The mesh and the units are fields of their own, and `load` names the units, which `export` may have found.
-    """
-    planner = step.planner if isinstance(step, MakePlan) else None
-    if isinstance(planner, PlanByCost):
-        plain = replace(planner, constraints=replace(planner.constraints, units=False))
-        options = {field.name: str(getattr(plain, field.name)) for field in fields(plain) if field.name != "costs"}
-        return json.dumps({**options, "profile": planner.costs.profile.hash}, sort_keys=True)
-    return json.dumps(encode_pass(step)["options"], sort_keys=True)
-
-
-def _policy(policy: MixedPrecisionPolicy) -> dict[str, Any]:
-    return {field.name: encode(getattr(policy, field.name)) for field in fields(policy)}
-
-
-def shapes_text(shapes: Any) -> str | None:
-    """`dynamic_shapes` as text: dims by name and range."""
-    if shapes is None:
-        return None
-    if isinstance(shapes, Mapping):
-        return f"{{{', '.join(f'{key}: {shapes_text(value)}' for key, value in shapes.items())}}}"
-    if isinstance(shapes, (list, tuple)):
-        return f"[{', '.join(str(shapes_text(value)) for value in shapes)}]"
-    name = getattr(shapes, "__name__", None)
-    return f"{name}({getattr(shapes, 'min', None)}, {getattr(shapes, 'max', None)})" if name else str(shapes)
 
 
 def differences(exported: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Difference]:

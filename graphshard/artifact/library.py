@@ -180,7 +180,9 @@ def _region(artifact: Artifact, key: str, runner: Runner) -> RegionCall:
         return RegionCall(PackagedRegion(key, artifact.package_of(key), device), within)
     region = decode_region(key, artifact.archive.json(f"regions/{key}.json"), device)
     if code == "operators":
-        return RegionCall((compile_eager if runner.tracer.backend == "eager" else compile_operators)(region), within)
+        return RegionCall(
+            (compile_eager if runner.tracer.options.backend == "eager" else compile_operators)(region), within
+        )
     return RegionCall(_compiled_here(region, artifact), within)
 
 

@@ -4,45 +4,48 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from typing_extensions import Unpack
 
 from graphshard.artifact.fingerprint import (
     MODEL_FIELDS,
-    OPTION_FIELDS,
     differences,
     environment,
     model_facts,
-    options_of,
     refuse,
     table_differences,
 )
 from graphshard.artifact.library import StoredPrograms, read_programs
 from graphshard.artifact.members import Artifact, read_artifact
+from graphshard.artifact.stored_options import check_same_options, restored_options
 from graphshard.codec.converter import read
-from graphshard.codec.values import Decoder
 from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, build_table
 from graphshard.ir.precision import Precision
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.runner import Runner
-from graphshard.module.tracer import Tracer
+from graphshard.options.arguments import check_names, takes_options
 from graphshard.options.checks import check_mesh, check_model, default_mesh
+from graphshard.options.options import CompileArguments, Options
 
 log = logging.getLogger(__name__)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def load(path: str | os.PathLike[str], model: ModuleT, mesh: DeviceMesh | None = None, **options: Any) -> ModuleT:
+@takes_options
+def load(
+    path: str | os.PathLike[str],
+    model: ModuleT,
+    mesh: DeviceMesh | None = None,
+    **options: Unpack[CompileArguments],
+) -> ModuleT:
     """Shard a module and run it by the programs of a file that `graphshard.export` wrote, in place.
 
     Nothing is traced or compiled: not now, and not at a call. A call that the file has no program for is an error.
@@ -53,7 +56,8 @@ def load(path: str | os.PathLike[str], model: ModuleT, mesh: DeviceMesh | None =
         path: the same file on every rank.
         model: as it was exported, on the CPU, on the mesh's device, or on the meta device.
         mesh: as for `graphshard.compile`; one of those that the file was exported for.
-        options: those of `graphshard.compile`. They need not be given; those that are must be those of the export.
+        options: those of `graphshard.compile`. They need not be given: they are those of the export, and what is given
+            must be equal. Only `max_captures` and `verify` are not compared.
 
     Returns:
         The same object.
@@ -63,6 +67,7 @@ def load(path: str | os.PathLike[str], model: ModuleT, mesh: DeviceMesh | None =
             changed.
         ArgumentError: an argument is wrong.
     """
+    check_names(load, options)
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
     axes = check_mesh(mesh)
@@ -71,15 +76,10 @@ def load(path: str | os.PathLike[str], model: ModuleT, mesh: DeviceMesh | None =
     index = _check_place(artifact, device, axes)
     params = artifact.params(index)
     _check_model(artifact, model, params)
-    wanted = {**_options(artifact.meshes[index]["options"], model, params), **options}
-    try:
-        tracer = prepare(model, axes, device, **wanted)
-    except TypeError as error:
-        raise ArgumentError(f"load: {error}") from None
-    # Passes and dynamic dims did their work when it was exported; they need not be given again.
-    given = {"passes": {"passes", "activation"}, "dynamic_shapes": {"dynamic_shapes"}}
-    left_out = [field for field, names in given.items() if not names & set(options)]
-    _check_options(artifact, index, tracer, params, left_out)
+    stored = artifact.meshes[index]["options"]
+    wanted = Options(**{**restored_options(stored, model, params), **options})
+    tracer = prepare(model, wanted, axes, device)
+    check_same_options(artifact.path, stored, params, tracer, given=options.keys())
     runner = make_runner(model, tracer, mesh)
     library = read_programs(artifact, index, model, runner)
     runner.library, runner.sealed = library, True
@@ -96,7 +96,7 @@ def library_for(path: str | os.PathLike[str], model: nn.Module, runner: Runner) 
         index = _check_place(artifact, spec.device, spec.mesh)
         params = artifact.params(index)
         _check_model(artifact, model, params)
-        _check_options(artifact, index, runner.tracer, params)
+        check_same_options(artifact.path, artifact.meshes[index]["options"], params, runner.tracer)
         runner.library = library = read_programs(artifact, index, model, runner)
     except ArtifactError as error:
         log.warning("compiling instead of loading: %s", error)
@@ -136,36 +136,3 @@ def _check_model(artifact: Artifact, model: nn.Module, params: ParamTable) -> No
     refuse(artifact.path, table_differences(params, table, MODEL_FIELDS))
     for field in ("buffers", "attributes", "code"):
         refuse(artifact.path, differences({field: exported[field]}, here))
-
-
-def _check_options(
-    artifact: Artifact, index: int, tracer: Tracer, params: ParamTable, left_out: Collection[str] = ()
-) -> None:
-    """Raise ArtifactError if the tracer's options, but for some, are others than those of the export."""
-    exported, here = artifact.meshes[index]["options"], options_of(tracer)
-    first = {name: exported[name] for name in ("units", "mp_policy", "mp_policies", "reshard_after_forward")}
-    refuse(artifact.path, differences(first, here))
-    refuse(artifact.path, table_differences(params, tracer.spec.params, OPTION_FIELDS))
-    refuse(artifact.path, differences({name: exported[name] for name in exported if name not in left_out}, here))
-
-
-def _options(stored: Mapping[str, Any], model: nn.Module, params: ParamTable) -> dict[str, Any]:
-    """The options of the export, for `prepare`."""
-    value = Decoder().value
-    named = dict(model.named_parameters())
-    dims = {id(named[row.name]): row.dim for row in params}
-
-    def policy(of: Mapping[str, Any]) -> MixedPrecisionPolicy:
-        return MixedPrecisionPolicy(**{name: value(item) for name, item in of.items()})
-
-    reshard = {row.reshard for row in params}
-    offload = stored["offload_policy"]
-    return {
-        "mp_policy": {unit: policy(of) for unit, of in stored["mp_policies"].items()} or policy(stored["mp_policy"]),
-        "reshard_after_forward": stored["reshard_after_forward"] or (reshard.pop() if len(reshard) == 1 else None),
-        "shard_placement_fn": lambda param: Shard(dims[id(param)]),
-        "offload_policy": None if offload is None else CPUOffloadPolicy(pin_memory=offload["pin_memory"]),
-        "ignored_params": [named[row.name] for row in params if row.ignored],
-        "units": [tuple(unit.split(", ")) if ", " in unit else unit for unit in stored["units"]],
-        "backend": stored["backend"],
-    }

@@ -19,9 +19,7 @@ from graphshard.module.tracer import Tracer
 from graphshard.pipeline.observe import Observer
 
 
-def export_plain(
-    tracer: Tracer, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path, dynamic_shapes: Any
-) -> None:
+def export_plain(tracer: Tracer, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> None:
     """Write the program that one rank runs in inference, with the model's weights, for `torch.export.load`.
 
     Casts of the precision policy are in the graph; parameters and buffers keep their names and dtypes.
@@ -39,10 +37,10 @@ def export_plain(
     leaves = tracer.on_device(leaves, structure)
     call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
     with in_mode(model, False), torch.no_grad():
-        observer = Observer(tracer.verify, None, tracer.pipeline.passes)
+        observer = Observer(tracer.options.level, None, tracer.pipeline.passes)
         program, _ = tracer.trace(model, call_args, call_kwargs, observer, "exported", grad=False)
         plain = _Plain(program, model)
-        dynamic = _for_plain(model, args, kwargs, dynamic_shapes)
+        dynamic = _for_plain(model, args, kwargs, tracer.options.dynamic_shapes)
         exported = torch.export.export(plain, call_args, call_kwargs, dynamic_shapes=dynamic, strict=False)
     with replacing(path) as temporary, temporary.open("wb") as file:
         torch.export.save(exported, file)

@@ -18,7 +18,11 @@ from torch.utils import _pytree as pytree
 from graphshard.ir.errors import ArgumentError, InputError
 
 _DYNAMIC, _WEAK = "_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices"
-MARKS = (_DYNAMIC, _WEAK)
+
+
+def marks_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """What `mark_dynamic` has left on a tensor, by attribute; a copy of the tensor needs them, too."""
+    return {mark: getattr(tensor, mark) for mark in (_DYNAMIC, _WEAK) if hasattr(tensor, mark)}
 
 
 def for_export(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.dynamic_shapes import MARKS
+from graphshard.capture.dynamic_shapes import marks_of
 from graphshard.ir.errors import InputError
 
 _CONSTANTS = (int, float, bool, str, type(None))
@@ -28,7 +28,7 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
                     f"input {_path(structure, index)} is on {leaf.device}, the model's mesh is on {device}. "
                     f"Move it there before the call."
                 )
-            marks = {mark: getattr(leaf, mark) for mark in MARKS if hasattr(leaf, mark)}
+            marks = marks_of(leaf)
             leaf = leaf.to(device)
             leaf.__dict__.update(marks)
         elif not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
@@ -39,6 +39,15 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
             )
         moved.append(leaf)
     return moved
+
+
+def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """What capture can look at in the place of an input: on the CPU, and without values if it is elsewhere."""
+    if tensor.device.type == "cpu":
+        return tensor
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    empty.__dict__.update(marks_of(tensor))
+    return empty
 
 
 def _path(structure: pytree.TreeSpec, index: int) -> str:

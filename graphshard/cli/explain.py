@@ -11,11 +11,13 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch._ops import OpOverload
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.export import Dim
 
 from graphshard.cost.profile import builtin_profiles, load_profile
 from graphshard.explain.explain import explain_grid
@@ -25,7 +27,9 @@ from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import write_text
 from graphshard.ir.mesh import MeshLike
 from graphshard.ir.progress import progress
+from graphshard.lower.backends import Backend
 from graphshard.measure.regions import load_measured
+from graphshard.options.options import Activation, Options
 
 DESCRIPTION = (
     "Predict the training step of a model on a mesh and a machine that need not be here: time, exposed communication, "
@@ -55,7 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--network", nargs="+", default=["isolated"], metavar="MODEL", help='"isolated" or "in-training"')
     add("--param-dtype", metavar="DTYPE", help="of mp_policy, such as bfloat16")
     add("--reduce-dtype", metavar="DTYPE", help="of mp_policy, such as float32")
-    add("--reshard", choices=("default", "always", "never"), default="default", help="reshard_after_forward")
+    add("--reshard", default="default", metavar="WHEN", help="reshard_after_forward: default, always, never, or ranks")
+    add("--units", nargs="+", metavar="PATTERN", help="modules whose parameters are gathered together: 'layers.*'")
+    add("--activation", metavar="SAVED", help='"full", a share from 0 to 1, or operators to save: aten.mm.default,...')
+    add("--offload", action="store_true", help="parameters, gradients and optimizer state on the host")
+    add("--backend", choices=get_args(Backend), default="inductor", help="eager runs each operator by itself")
+    add("--dynamic", type=int, nargs="+", default=[], metavar="DIM", help="dims of all inputs that one program serves")
     add("--optimizer-states", type=int, default=2, metavar="N", help="2 for Adam (default), 0 for plain SGD")
     add("--memory-limit", type=int, metavar="BYTES", help="that the schedule may take")
     add("--measured", metavar="FILE", help="times of regions from graphshard.save_measured")
@@ -73,11 +82,8 @@ def run(args: argparse.Namespace) -> int:
     single = len(meshes) * len(profiles) * len(args.network) * max(len(shapes), 1) == 1
     if not single and (args.html or args.trace or args.measured):
         raise ArgumentError("--html, --trace and --measured need one mesh, machine, network and batch")
-    options = {
-        "mp_policy": MixedPrecisionPolicy(_dtype(args.param_dtype), _dtype(args.reduce_dtype)),
-        "reshard_after_forward": {"default": None, "always": True, "never": False}[args.reshard],
+    setting = {
         "optimizer_states": args.optimizer_states,
-        "memory_limit": args.memory_limit,
         "symbols": dict(_symbol(text) for text in args.symbols),
     }
     model, given = _made(args.factory)
@@ -88,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     with progress("graphshard explain") as show:
         if single:
             inputs = given if given is not None else _inputs(shapes[0], args.inputs)
-            study = Study(model, inputs, None, options, show=show)
+            study = Study(model, inputs, None, Options(**_options(args, inputs)), **setting, show=show)
             measured = load_measured(args.measured) if args.measured else {}
             found: Explanation | Grid = study.explain(meshes[0], profiles[0], args.network[0], measured=measured)
         else:
@@ -102,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
                     example_inputs=inputs,
                     hardware=profiles,
                     network=args.network,
-                    settings={label: options},
+                    settings={label: {**_options(args, inputs), **setting}},
                     show=show,
                 ).rows
             found = Grid(tuple(rows))
@@ -115,6 +121,20 @@ def run(args: argparse.Namespace) -> int:
         if args.trace:
             found.save_trace(args.trace)
     return 0
+
+
+def _options(args: argparse.Namespace, inputs: tuple[Any, ...]) -> dict[str, Any]:
+    """The options of `explain` that flags choose, for calls with such inputs."""
+    return {
+        "mp_policy": MixedPrecisionPolicy(_dtype(args.param_dtype), _dtype(args.reduce_dtype)),
+        "offload_policy": CPUOffloadPolicy() if args.offload else None,
+        "reshard_after_forward": _reshard(args.reshard),
+        "units": args.units,
+        "backend": args.backend,
+        "activation": _activation(args.activation),
+        "memory_limit": args.memory_limit,
+        "dynamic_shapes": tuple(dict.fromkeys(args.dynamic, Dim.AUTO) for _ in inputs) if args.dynamic else None,
+    }
 
 
 def _made(path: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
@@ -181,6 +201,35 @@ def _symbol(text: str) -> tuple[str, int]:
     if not name.isidentifier() or not dim.isdigit():
         raise ArgumentError(f"--symbols must be names and dims of the inputs such as batch=0 seq=1, got {text!r}")
     return name, int(dim)
+
+
+def _reshard(text: str) -> bool | int | None:
+    words = {"default": None, "always": True, "never": False}
+    if text not in words and not text.isdigit():
+        raise ArgumentError(f"--reshard must be default, always, never or a number of ranks, got {text!r}")
+    return words[text] if text in words else int(text)
+
+
+def _activation(text: str | None) -> Activation | None:
+    """ "full", a number, or names of operators with commas between them."""
+    if text is None:
+        return None
+    if text == "full":
+        return "full"
+    if text.replace(".", "", 1).isdigit():
+        return float(text)
+    return tuple(map(_operator, text.split(",")))
+
+
+def _operator(name: str) -> OpOverload:
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, OpOverload):
+        raise ArgumentError(
+            f"--activation must be full, a share from 0 to 1 or operators such as aten.mm.default, got {name!r}"
+        )
+    return found
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -32,16 +32,18 @@ class Costs:
         mesh: its order says how far apart ranks along an axis are, and so how many of them share a node. Without one
             they are neighbours.
         measured: seconds of regions by key; they replace the estimate.
+        fused: operators of a region share kernels, as Inductor's do; False runs each by itself.
     """
 
     profile: Profile
     network: str = "isolated"
     mesh: Mesh | None = None
     measured: Mapping[str, float] = field(default_factory=dict, hash=False)
+    fused: bool = True
 
     def compute(self, nodes: Sequence[Node]) -> Scalar:
-        """These compute nodes, run as one fused region."""
-        return sum((self.kernel(work) for work in work_of(nodes)), 0.0)
+        """These compute nodes, run as one region."""
+        return sum((self.kernel(work) for work in work_of(nodes, fused=self.fused)), 0.0)
 
     def region(self, region: Region) -> Scalar:
         """One call of a region: as measured, or as its operators are estimated."""

@@ -53,13 +53,13 @@ def num_bytes(node: Node) -> Scalar:
     return 0
 
 
-def work_of(nodes: Sequence[Node]) -> list[Work]:
-    """The kernels of a run of compute nodes, in the order of their first operator."""
+def work_of(nodes: Sequence[Node], *, fused: bool = True) -> list[Work]:
+    """The kernels of a run of compute nodes, in the order of their first operator; not fused, each operator is one."""
     kernels = [node for node in nodes if node.op == "call_function" and not is_view(node) and not is_part(node)]
     return [
         _alone(group[0]) if _stands_alone(group[0]) else _fused(group)
-        for group in _fuse(kernels)
-        if not _is_free(group)
+        for group in (_fuse(kernels) if fused else [[kernel] for kernel in kernels])
+        if not (fused and _is_free(group))
     ]
 
 

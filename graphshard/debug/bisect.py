@@ -140,7 +140,7 @@ def bisect(
         if before is not None:
             stages.append(Difference(taken.name, *_compare(before, now, runner), taken.exact))
         before = now
-    regions = _compare_regions(runner, program, stage) if runner.tracer.backend == "inductor" else ()
+    regions = _compare_regions(runner, program, stage) if runner.tracer.options.backend == "inductor" else ()
     if tolerance is None:
         dtypes = {row.compute_dtype for row in program.params} | {row.reduce_dtype for row in program.params}
         tolerance = max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
@@ -283,7 +283,7 @@ def _compare_regions(runner: Runner, program: Program, stage: _Inputs) -> list[D
     """Lower the program and compare each call of a compiled region with its operators, on the operators' inputs."""
     lowered = copy.copy(program)
     lowered.phases = _clone(program)
-    lower(lowered, compiler_for(runner.tracer.backend), runner.tracer.compiled)
+    lower(lowered, compiler_for(runner.tracer.options.backend), runner.tracer.compiled)
     found: list[Difference] = []
     names = {key: name for name, key in lowered.region_names.items()}
 

@@ -6,29 +6,27 @@ No process group, no GPU, and no memory for parameters: the model may be on the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Shard
+from typing_extensions import Unpack
 
 from graphshard.cost.profile import Hardware, Profile, load_profile
 from graphshard.explain.explanation import Explanation, Grid
 from graphshard.explain.study import Study
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.mesh import MeshLike
-from graphshard.ir.precision import PolicySpec
-from graphshard.ir.units import UnitSpec
-from graphshard.pipeline.pipeline import Pipeline
+from graphshard.options.arguments import check_known, check_names, options_given, takes_options
+from graphshard.options.options import OptionArguments, Options
 
-# The options of `graphshard.compile` that change what is predicted.
-OPTIONS = (
-    *("reshard_after_forward", "shard_placement_fn", "mp_policy", "ignored_params", "units", "passes"),
-    *("optimizer_states", "memory_limit", "symbols"),
-)
+# What a setting of a grid may choose.
+_SETTINGS = (*(f.name for f in fields(Options) if f.name != "hardware"), "optimizer_states", "symbols")
 
 
+@takes_options
 def explain(
     model: nn.Module,
     mesh: MeshLike,
@@ -37,16 +35,10 @@ def explain(
     example_kwargs: Mapping[str, Any] | None = None,
     hardware: Hardware = "h100",
     network: str = "isolated",
-    reshard_after_forward: bool | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    mp_policy: PolicySpec = None,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    units: Sequence[UnitSpec] | None = None,
-    passes: Pipeline | None = None,
     optimizer_states: int = 2,
-    memory_limit: int | None = None,
     measured: Mapping[str, float] | None = None,
     symbols: Mapping[str, int] | None = None,
+    **options: Unpack[OptionArguments],
 ) -> Explanation:
     """Predict the training step that `graphshard.compile` with the same arguments would run; nothing is changed.
 
@@ -55,35 +47,30 @@ def explain(
         mesh: a DeviceMesh, or the shape of one that need not exist: `(64,)` or `{"shard": 64}`; with two axes the first
             replicates: `(8, 64)`.
         example_inputs, example_kwargs: inputs of one rank's call; only shapes, dtypes and non-tensor values matter.
-        hardware: "a100", "h100", "h200", "b200", a file that `graphshard calibrate` wrote, or a `Profile`.
+        hardware: the machine: "a100", "h100", "h200", "b200", a file that `graphshard calibrate` wrote, or a `Profile`.
         network: the profile's model of the network between nodes, "isolated" or "in-training".
-        reshard_after_forward, shard_placement_fn, mp_policy, ignored_params, units, passes: as for
-            `graphshard.compile`.
         optimizer_states: tensors like the parameter that the optimizer keeps: 2 for Adam, 0 for plain SGD.
-        memory_limit: bytes that the schedule may take, as for `graphshard.compile`.
         measured: seconds of regions by key, from `graphshard.measure_regions`; they replace estimates.
         symbols: names for dims of the inputs, such as `{"batch": 0, "seq": 1}`: the result has `formulas` in them and
             in the number of ranks. The model is captured at a few more sizes.
+        options: those of `graphshard.compile`. What they mean for a prediction where that is not plain: `activation`
+            changes what is saved and what backward computes again. `offload_policy` copies on a link of its own and
+            takes state off the device; pinned or not is the same, and so is the optimizer's time. `backend="eager"`
+            runs the same plan with a kernel for each operator. `dynamic_shapes` predicts the program for all sizes at
+            those of the example. `verify` checks the rules as `compile` does if it is given. `max_captures` changes
+            nothing, as there is one program.
 
     Raises:
         ArgumentError: an argument is wrong.
+        InfeasibleError: no schedule fits in memory_limit; it says the least that one needs. It is an ArgumentError.
         CaptureError: the module cannot be captured from the example inputs.
     """
-    options = {
-        "reshard_after_forward": reshard_after_forward,
-        "shard_placement_fn": shard_placement_fn,
-        "mp_policy": mp_policy,
-        "ignored_params": ignored_params,
-        "units": units,
-        "passes": passes,
-        "optimizer_states": optimizer_states,
-        "memory_limit": memory_limit,
-        "symbols": symbols,
-    }
-    study = Study(model, example_inputs, example_kwargs, options)
+    chosen = options_given(explain, options)
+    study = Study(model, example_inputs, example_kwargs, chosen, optimizer_states, symbols)
     return study.explain(mesh, load_profile(hardware), network, measured=measured or {})
 
 
+@takes_options
 def explain_grid(
     model: nn.Module,
     meshes: Sequence[MeshLike],
@@ -94,30 +81,39 @@ def explain_grid(
     network: Sequence[str] = ("isolated",),
     settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({"": {}}),
     show: Callable[[str], None] = lambda _: None,
-    **options: Any,
+    optimizer_states: int = 2,
+    symbols: Mapping[str, int] | None = None,
+    **options: Unpack[OptionArguments],
 ) -> Grid:
     """Every combination of meshes, machines, networks and settings, in one table.
 
     The model is captured once per setting, and scheduled as `compile` would on each mesh and machine.
 
     Args:
-        settings: options of `explain` by a name for the table, such as `{"keep": {"reshard_after_forward": False}}`.
+        model, example_inputs, example_kwargs: as for `explain`.
+        meshes, hardware, network: several of what `explain` takes one of.
+        settings: options by a name for the table, such as `{"keep": {"reshard_after_forward": False}}`; also
+            `optimizer_states` and `symbols`. They replace those that all settings share.
         show: told what is being done.
-        options: those of `explain` that all settings share.
+        optimizer_states, symbols, options: those of `explain` that all settings share.
 
     Raises:
         ArgumentError: an argument is wrong.
+        InfeasibleError: no schedule fits in memory_limit.
+        CaptureError: the module cannot be captured from the example inputs.
     """
+    check_names(explain_grid, options)
     for name, value in (("meshes", meshes), ("hardware", hardware), ("network", network)):
         if isinstance(value, (str, os.PathLike, Profile, Mapping)) or not isinstance(value, Sequence):
             raise ArgumentError(f"{name} of a grid must be a list, got {value!r}. Pass [{value!r}], or use explain.")
     profiles = [load_profile(item) for item in hardware]
+    shared: dict[str, Any] = {"optimizer_states": optimizer_states, "symbols": symbols, **options}
     found = []
     for label, setting in settings.items():
-        unknown = sorted({*options, *setting} - set(OPTIONS))
-        if unknown:
-            raise ArgumentError(f"explain has no option {unknown[0]!r}. It has {', '.join(OPTIONS)}.")
-        study = Study(model, example_inputs, example_kwargs, {**options, **setting}, label, show)
+        check_known(f"settings[{label!r}]", setting, _SETTINGS)
+        own = {**shared, **setting}
+        apart = {name: own.pop(name) for name in ("optimizer_states", "symbols")}
+        study = Study(model, example_inputs, example_kwargs, Options(**own), **apart, label=label, show=show)
         for mesh in meshes:
             for profile in profiles:
                 found += [study.explain(mesh, profile, name) for name in network]

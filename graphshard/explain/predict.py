@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphshard.cost.costs import Costs
 from graphshard.explain.advice import advise, limit_of
@@ -38,6 +38,9 @@ def bound_of(program: Program, costs: Costs, plan: Plan | None, *, limit: int | 
         states: tensors like a parameter that the optimizer keeps.
     """
     problem = build(program, costs, Settings(optimizer_states=states)).problem
+    if program.mesh.regather is not None:  # the problem has one link, and these gathers are on another
+        chains = (replace(chain, gathers=()) if chain.name == "backward" else chain for chain in problem.chains)
+        problem = replace(problem, chains=tuple(chains))
     seconds = lower_bound(problem, limit=math.inf if limit is None else limit)
     if plan is not None and plan.kept and plan.prediction is not None:
         seconds = min(seconds, plan.prediction.lower_bound)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.capture import CaptureSpec, capture
-from graphshard.capture.inputs import count_tokens
+from graphshard.capture.inputs import count_tokens, stand_in
 from graphshard.cost.costs import Costs
 from graphshard.cost.multiplications import flop_of
 from graphshard.cost.profile import Profile
@@ -33,16 +33,14 @@ from graphshard.ir.program import Program
 from graphshard.ir.units import find_units
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.regions import lower
-from graphshard.options.checks import (
-    check_examples,
-    check_memory_limit,
-    check_model,
-)
-from graphshard.options.passes import with_planner
-from graphshard.options.table import checked_table
-from graphshard.passes import MakePlan
+from graphshard.options.checks import check_examples, check_model
+from graphshard.options.options import Options
+from graphshard.options.passes import pipeline_of
+from graphshard.options.table import capture_spec
+from graphshard.passes import MakePlan, Pass
 from graphshard.pipeline.observe import Observer
-from graphshard.pipeline.pipeline import Pipeline, run_pass
+from graphshard.pipeline.pipeline import run_pass
+from graphshard.pipeline.verify import verify
 
 
 @dataclass
@@ -50,7 +48,9 @@ class Study:
     """A model, its inputs and one setting; what has been captured and scheduled is kept.
 
     Attributes:
-        options: of `explain`, without mesh, machine and measurements.
+        options: of `explain`, without machine and measurements.
+        optimizer_states: tensors like a parameter that the optimizer keeps.
+        symbols: dims of the inputs by the names that they have in formulas.
         label: name of the setting in tables.
         show: told what is being done.
     """
@@ -58,7 +58,9 @@ class Study:
     model: nn.Module
     example_inputs: Sequence[Any] | None
     example_kwargs: Mapping[str, Any] | None
-    options: Mapping[str, Any]
+    options: Options = field(default_factory=Options)
+    optimizer_states: int = 2
+    symbols: Mapping[str, int] | None = None
     label: str = ""
     show: Callable[[str], None] = lambda _: None
     _captured: Program | None = field(default=None, init=False)
@@ -69,31 +71,19 @@ class Study:
 
     def __post_init__(self) -> None:
         check_model(self.model)
-        reshard = self.options.get("reshard_after_forward")
-        if not (reshard is None or isinstance(reshard, bool)):
-            raise ArgumentError(f"reshard_after_forward must be True, False or None, got {reshard!r}.")
-        check_examples(self.options.get("units"), self.example_inputs, self.example_kwargs)
-        precision_of(self.options.get("mp_policy"), find_units(self.model, self.options.get("units")))
+        check_examples(self.example_inputs, self.example_kwargs)
+        precision_of(self.options.mp_policy, find_units(self.model, self.options.units))
         if self.example_inputs is None and self.example_kwargs is None:
             raise ArgumentError("explain needs example_inputs or example_kwargs, the inputs of one rank's call.")
-        symbols = self.options.get("symbols")
+        symbols, states = self.symbols, self.optimizer_states
         if symbols and not (
             isinstance(symbols, Mapping) and all(isinstance(d, int) and d >= 0 for d in symbols.values())
         ):
             raise ArgumentError(
                 f'symbols must name dims of the inputs such as {{"batch": 0, "seq": 1}}, got {symbols!r}.'
             )
-        passes, states = self.options.get("passes"), self.states
-        if not (passes is None or isinstance(passes, Pipeline)):
-            raise ArgumentError(f"passes must be a graphshard.Pipeline, got {type(passes).__name__}.")
-        check_memory_limit(self.options.get("memory_limit"))
         if not isinstance(states, int) or states < 0:
             raise ArgumentError(f"optimizer_states must be a number of tensors such as 2 for Adam, got {states!r}.")
-
-    @property
-    def states(self) -> int:
-        """Tensors that the optimizer keeps for each parameter."""
-        return self.options.get("optimizer_states", 2)
 
     def explain(
         self, shape: MeshLike, profile: Profile, network: str, *, measured: Mapping[str, float] = MappingProxyType({})
@@ -112,9 +102,15 @@ class Study:
                 f"measured has {unknown[0]!r}, which is no region of this program. Measure with the same model, "
                 "inputs, mesh and settings."
             )
-        costs = Costs(profile, network, mesh, dict(measured))
-        limit = self.options.get("memory_limit")
-        bound = bound_of(self._prepared(mesh, profile.device), planning, program.plan, limit=limit, states=self.states)
+        # Plans are the same for all backends, so that the program is.
+        costs = replace(planning, measured=dict(measured), fused=self.options.backend != "eager")
+        bound = bound_of(
+            self._prepared(mesh, planning),
+            replace(costs, measured={}),
+            program.plan,
+            limit=self.options.memory_limit,
+            states=self.optimizer_states,
+        )
         tokens = count_tokens(pytree.tree_leaves((self.example_inputs, self.example_kwargs)))
         found = explained(
             program,
@@ -122,83 +118,72 @@ class Study:
             self._flop,
             bound,
             tokens=tokens,
-            states=self.states,
+            states=self.optimizer_states,
             label=self.label,
         )
-        if self.options.get("symbols"):
-            found = replace(found, formulas=formulas_of(program, costs, self._at, states=self.states))
+        if self.symbols:
+            found = replace(found, formulas=formulas_of(program, costs, self._at, states=self.optimizer_states))
         return found
 
     def _program(self, mesh: Mesh, costs: Costs) -> Program:
         """The lowered program; its history is without text."""
-        planned = _copy(self._prepared(mesh, costs.profile.device))
-        passes = self._pipeline(costs).passes
+        planned = _copy(self._prepared(mesh, costs))
+        passes, level = self._passes(planned, costs), self.options.verify or "off"
         begin = next((i for i, step in enumerate(passes) if isinstance(step, MakePlan)), len(passes))
         for step in passes[begin : begin + 1]:
-            run_pass(step, planned, Observer("off"))
+            run_pass(step, planned, Observer(level))
         # Machines that are given the same schedule share what follows.
         schedule = replace(planned.plan, prediction=None).hash if planned.plan else ""
         key = mesh, costs.profile.device, schedule
         if key not in self._scheduled:
             self.show(f"schedule for {mesh.size} ranks")
             for step in passes[begin + 1 :]:
-                run_pass(step, planned, Observer("off"))
-            if self.options.get("symbols"):
+                run_pass(step, planned, Observer(level))
+            if level != "off":
+                verify(planned, "the last pass", complete=True)
+            if self.symbols:
                 spread_ranks(planned)
             lower(planned, compiler_for("eager"), {})
             self._scheduled[key] = planned
         return replace(self._scheduled[key], plan=planned.plan)
 
-    def _pipeline(self, costs: Costs) -> Pipeline:
-        """The passes that `compile` would run on such a machine."""
-        return with_planner(
-            self.options.get("passes") or Pipeline(),
-            costs,
-            memory_limit=self.options.get("memory_limit"),
-            units_given=self.options.get("units") is not None,
-            optimizer_states=self.states,
-        )
+    def _passes(self, program: Program, costs: Costs) -> tuple[Pass, ...]:
+        """Those that `compile` would run on such a machine."""
+        return pipeline_of(self.options, program.mesh, costs, optimizer_states=self.optimizer_states).passes
 
-    def _prepared(self, mesh: Mesh, device: str) -> Program:
+    def _prepared(self, mesh: Mesh, costs: Costs) -> Program:
         """The program as the planner gets it."""
-        key = mesh, device
+        key = mesh, costs.profile.device
         if key not in self._before_plan:
-            captured = self._capture(mesh)
+            spec = capture_spec(self.model, self.options, mesh, torch.device("cpu"))
+            captured = self._capture(spec)
             self.show(f"passes for {mesh.size} ranks")
             program = replace(
-                _copy(captured),
-                params=captured.params.over(mesh),
-                mesh=mesh,
-                device=torch.device(device),
+                _copy(captured), params=spec.params, mesh=spec.mesh, device=torch.device(costs.profile.device)
             )
-            for step in self.options.get("passes") or Pipeline():
+            for step in self._passes(program, costs):
                 if isinstance(step, MakePlan):
                     break
-                run_pass(step, program, Observer("off"))
+                run_pass(step, program, Observer(self.options.verify or "off"))
             self._before_plan[key] = program
         return self._before_plan[key]
 
-    def _capture(self, mesh: Mesh) -> Program:
+    def _capture(self, spec: CaptureSpec) -> Program:
+        """The program of the first mesh; the graph is the same on all."""
         if self._captured is None:
             self.show("capture")
             given = tuple(self.example_inputs or ()), dict(self.example_kwargs or {})
-            inputs = pytree.tree_map_only(torch.Tensor, _on_cpu, given)
-            units = find_units(self.model, self.options.get("units"))
-            options = {
-                name: self.options.get(name)
-                for name in ("reshard_after_forward", "shard_placement_fn", "ignored_params")
-            }
-            precision = precision_of(self.options.get("mp_policy"), units)
-            table = checked_table(self.model, units, device_type="cpu", mesh=mesh, precision=precision, **options)
-            spec = CaptureSpec(table, units, mesh, torch.device("cpu"), precision, type(self.model))
+            inputs = pytree.tree_map_only(torch.Tensor, stand_in, given)
 
             def trace(inputs: Inputs) -> Program:
                 return capture(self.model, *inputs, spec, grad=True)
 
             self._captured = trace(inputs)
-            if symbols := self.options.get("symbols"):
+            if self.options.verify in ("ends", "each"):
+                verify(self._captured, "capture")
+            if self.symbols:
                 self.show("capture at other sizes")
-                self._at = symbolize(self._captured, inputs, symbols, trace)
+                self._at = symbolize(self._captured, inputs, self.symbols, trace)
             (phase,) = self._captured.phases.values()
             self._flop = flop_of(phase.module.graph.nodes)
         return self._captured
@@ -208,10 +193,3 @@ def _copy(program: Program) -> Program:
     """A copy that passes can rewrite."""
     phases = {name: phase.clone() for name, phase in program.phases.items()}
     return replace(program, phases=phases, history=list(program.history), established=set(program.established))
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Only shapes are looked at: capture wants tensors of the CPU."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)

@@ -189,11 +189,6 @@ class ParamTable:
             chosen.update(found)
         return {row.name for row in self if row.unit in chosen}
 
-    def over(self, mesh: Mesh) -> ParamTable:
-        """The same parameters on another mesh."""
-        num_shards = mesh.shard.size
-        return ParamTable(tuple(r if r.ignored else dataclasses.replace(r, num_shards=num_shards) for r in self.rows))
-
     def within(self, module: str) -> ParamTable:
         """The parameters of a submodule, by their names there."""
         prefix = f"{module}."

@@ -193,7 +193,7 @@ class Runner:
             raise self.library.missing(self, signature)
         tracer, number = self.tracer, len(self.executables)
         reason = self.executables.reason(signature)
-        if number >= tracer.max_captures:
+        if number >= tracer.options.max_captures:
             raise CaptureLimitError(
                 f"{tracer.label} was captured {number} times, which is "
                 f"max_captures; this call would be one more, because of {reason}. Pad inputs to a few sizes, pass "
@@ -205,10 +205,10 @@ class Runner:
         log.info("capture %d of %s: %s", number, tracer.label, reason)
         with progress(f"graphshard: {tracer.label}") as show:
             show("capture and passes")
-            observer = Observer(tracer.verify, self.recorder(f"{tracer.label}-{number}"), tracer.pipeline.passes)
+            observer = Observer(tracer.options.level, self.recorder(f"{tracer.label}-{number}"), tracer.pipeline.passes)
             program, partitioned = self.trace(module, args, kwargs, observer, reason, grad=signature.grad)
             self._partitioned[signature] = partitioned
-            lower(program, compiler_for(tracer.backend), tracer.compiled, show)
+            lower(program, compiler_for(tracer.options.backend), tracer.compiled, show)
             observer.lowered(program, tracer.compiled)
         return program
 
@@ -257,11 +257,11 @@ class Runner:
         log.info("lowering backward again, for gradients through outputs %s%s", sorted(used), why)
         number = next(self._numbers) if accumulate else ""
         recorder = self.recorder(f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}{number}")
-        observer = Observer(tracer.verify, recorder, tuple(partitioned.passes(*variant)))
+        observer = Observer(tracer.options.level, recorder, tuple(partitioned.passes(*variant)))
         other = rerun_backward(partitioned, program, used, accumulate, observer)
         if accumulate:
             self.agreement.check_accumulation(other)
-        lower(other, compiler_for(tracer.backend), tracer.compiled)
+        lower(other, compiler_for(tracer.options.backend), tracer.compiled)
         self.executables.conditions_changed()
         observer.lowered(other, tracer.compiled)
         return other.phases["backward"]

@@ -20,9 +20,9 @@ from graphshard.capture.signature import Signature, leaf_key
 from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Program
 from graphshard.ir.units import units_within
-from graphshard.lower.backends import Backend
 from graphshard.lower.regions import RegionCall
-from graphshard.pipeline.observe import Level, Observer
+from graphshard.options.options import Options
+from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, run_pipeline
 from graphshard.runtime.shards import ParamRef, Storage, param_refs
 
@@ -34,11 +34,9 @@ class Tracer:
     Attributes:
         spec: what capture has to know: parameters, units, the mesh, the device.
         params: the module's parameters, with their rows of the table.
-        backend: what regions are lowered with.
-        pipeline: the passes.
-        verify: when the rules are checked.
+        options: what the user has chosen; `max_captures` is for the module, and for each entry.
+        pipeline: the passes that the options make.
         storage: where shards are kept between steps.
-        max_captures: how many programs there may be of the module, and of each entry.
         name: of the submodule or method; "" for the model itself.
         names: names of the parameters in the whole model by their names here; empty for the model itself.
         compiled: regions that were compiled, by key; shared by all programs of a model and its copies.
@@ -46,11 +44,9 @@ class Tracer:
 
     spec: CaptureSpec
     params: tuple[ParamRef, ...]
-    backend: Backend
+    options: Options
     pipeline: Pipeline
-    verify: Level
     storage: Storage
-    max_captures: int
     name: str = ""
     names: dict[str, str] = field(default_factory=dict)
     compiled: dict[str, RegionCall] = field(default_factory=dict)

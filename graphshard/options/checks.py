@@ -2,110 +2,29 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.capture.entry import Entry
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import named_parameters
-from graphshard.pipeline.observe import Level
-from graphshard.pipeline.pipeline import Pipeline
-
-_BACKENDS = ("inductor", "eager")
 
 # What gloo and NCCL add up.
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_arguments(
-    reshard_after_forward: Any, num_shards: int, offload_policy: Any, backend: Any, max_captures: Any
-) -> None:
-    """Raise ArgumentError for the first wrong argument; the message names it and the remedy."""
-    check_reshard(reshard_after_forward, num_shards)
-    if not (offload_policy is None or isinstance(offload_policy, OffloadPolicy)):
-        raise ArgumentError(
-            "offload_policy must be a torch.distributed.fsdp.CPUOffloadPolicy or None, got "
-            f"{type(offload_policy).__name__}."
-        )
-    if backend not in _BACKENDS:
-        raise ArgumentError(f"backend must be one of {', '.join(map(repr, _BACKENDS))}, got {backend!r}.")
-    if not isinstance(max_captures, int) or max_captures < 1:
-        raise ArgumentError(f"max_captures must be a positive int, got {max_captures!r}.")
-
-
-def check_memory_limit(memory_limit: Any, *, only_axis: bool = True) -> None:
-    """Raise ArgumentError if it is no number of bytes, or there are several groups, which are planned by unit."""
-    whole = isinstance(memory_limit, int) and not isinstance(memory_limit, bool)
-    if not (memory_limit is None or (whole and memory_limit > 0)):
-        raise ArgumentError(f"memory_limit must be a positive number of bytes, got {memory_limit!r}.")
-    if memory_limit is not None and not only_axis:
-        raise ArgumentError(
-            f"memory_limit={memory_limit} cannot be kept with replicas or a smaller group to gather again in: such "
-            "programs are planned unit by unit, without costs. Shard over one axis, or leave it out."
-        )
-
-
-def check_reshard(reshard_after_forward: Any, num_shards: int) -> None:
-    """Raise ArgumentError for a wrong setting of resharding."""
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return
-    if not isinstance(reshard_after_forward, int):
-        raise ArgumentError(
-            "reshard_after_forward must be True, False, None, or a number of ranks that gather again in backward, "
-            f"got {reshard_after_forward!r}."
-        )
-    if reshard_after_forward < 1 or num_shards % reshard_after_forward:
-        divisors = ", ".join(str(n) for n in range(1, num_shards + 1) if num_shards % n == 0)
-        raise ArgumentError(
-            f"reshard_after_forward={reshard_after_forward} must divide the number of ranks that parameters are "
-            f"sharded over, {num_shards}. Give one of {divisors}; 1 is False, {num_shards} is True."
-        )
-
-
-def check_debugging(passes: Any, verify: Any) -> Level:
-    """Raise ArgumentError for wrong passes or level of verification; return the level that holds."""
-    if not (passes is None or isinstance(passes, Pipeline)):
-        raise ArgumentError(
-            f"passes must be a graphshard.Pipeline, got {type(passes).__name__}. Start from graphshard.Pipeline() and "
-            "use insert, replace and disable."
-        )
-    where = "verify" if verify is not None else "GRAPHSHARD_VERIFY"
-    level = verify if verify is not None else os.environ.get("GRAPHSHARD_VERIFY", "ends")
-    if level not in get_args(Level):
-        raise ArgumentError(f"{where} must be one of {', '.join(map(repr, get_args(Level)))}, got {level!r}.")
-    return cast(Level, level)
-
-
-def check_activation_units(model: nn.Module, activation: Any, units: Sequence[str]) -> None:
-    """Raise ArgumentError if there is nothing that activation checkpointing could apply to."""
-    if activation is not None and not units:
-        raise ArgumentError(
-            f"activation={activation!r} is about the units of {type(model).__name__}, and none were found. Name them "
-            "with units=, such as units=['layers.*']."
-        )
-
-
-def check_examples(units: Any, example_inputs: Any, example_kwargs: Any, dynamic_shapes: Any = None) -> None:
+def check_examples(example_inputs: Any, example_kwargs: Any) -> None:
     """Raise ArgumentError where a container was forgotten."""
-    if isinstance(units, str):
-        raise ArgumentError(f"units must be a sequence of name patterns, got one string. Pass [{units!r}].")
     if not (example_inputs is None or isinstance(example_inputs, (tuple, list))):
         raise ArgumentError(
             f"example_inputs must be a tuple of the call's positional inputs, got {type(example_inputs).__name__}"
-        )
-    if not (dynamic_shapes is None or isinstance(dynamic_shapes, (tuple, list, Mapping))):
-        raise ArgumentError(
-            "dynamic_shapes must be a tuple with an entry for each input, or a dict by the inputs' names, as for "
-            f"torch.export.export, got {type(dynamic_shapes).__name__}."
         )
     if not (example_kwargs is None or isinstance(example_kwargs, Mapping)):
         raise ArgumentError(
@@ -171,14 +90,10 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_ignored(model: nn.Module, ignored: Any) -> frozenset[nn.Parameter]:
+def check_ignored(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
     """The parameters to leave alone; raise ArgumentError if they are not the model's."""
-    if ignored is None:
-        return frozenset()
-    if isinstance(ignored, nn.Parameter) or not isinstance(ignored, Iterable):
-        raise ArgumentError(f"ignored_params must be a set of the model's parameters, got a {type(ignored).__name__}.")
     own = {id(param) for param in model.parameters()}
-    found = list(ignored)
+    found = tuple(ignored or ())
     for item in found:
         if id(item) not in own:
             what = f"a tensor of shape {list(item.shape)}" if isinstance(item, torch.Tensor) else repr(item)
@@ -220,15 +135,10 @@ def check_placements(model: nn.Module, placement_fn: Any, ignored: frozenset[nn.
     """The dim of each parameter that is sharded along another than 0, by its first name.
 
     Raises:
-        ArgumentError: shard_placement_fn is no function, or returns something else than a dim of the parameter.
+        ArgumentError: shard_placement_fn returns something else than a dim of the parameter.
     """
     if placement_fn is None:
         return {}
-    if not callable(placement_fn):
-        raise ArgumentError(
-            "shard_placement_fn must be a function from a parameter to Shard(dim) or None, got "
-            f"{type(placement_fn).__name__}."
-        )
     dims: dict[str, int] = {}
     for (name, *_), param in named_parameters(model).items():
         if param in ignored:

@@ -1,9 +1,8 @@
 """What the options of `compile` do to the passes: activation checkpointing, offloading, regathering, and the planner.
 
-Where the user's passes name no planner, costs of the machine decide.
-
-FSDP2's order, one unit ahead, stays unless another one is predicted to gain what it is worth: others split blocks
-where equal blocks would share their compiled regions, which costs compilation and fusion that no cost model sees.
+Where the user's passes name no planner, costs of the machine decide. FSDP2's order, one unit ahead, stays unless
+another one is predicted to gain what it is worth: others split blocks where equal blocks would share their compiled
+regions, which costs compilation and fusion that no cost model sees.
 """
 
 from __future__ import annotations
@@ -11,13 +10,15 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
-from typing import Any
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Hardware, Profile, builtin_profiles, load_profile
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.mesh import Mesh
+from graphshard.options.options import Activation, Options
 from graphshard.passes import ActivationCheckpointing, GatherInFloat8, MakePlan, Offload, Pass, RegatherInGroup
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.schedule.build import Constraints
@@ -31,6 +32,30 @@ WORTH = 0.02
 WORTH_SECONDS = 1e-3
 
 VARIABLE = "GRAPHSHARD_HARDWARE"
+
+
+def pipeline_of(options: Options, mesh: Mesh, costs: Costs | None, *, optimizer_states: int = 2) -> Pipeline:
+    """The passes that make a program with these options.
+
+    Args:
+        mesh: what the program is for.
+        costs: of the machine that plans are made for; None plans unit by unit.
+        optimizer_states: tensors that the optimizer keeps for each parameter.
+
+    Raises:
+        ArgumentError: there is a memory limit, and the passes' own planner or no costs to keep it with.
+    """
+    pipeline = with_activation(options.passes or Pipeline(), options.activation)
+    if mesh.regather is not None:
+        pipeline = with_regather(pipeline)
+    pipeline = with_planner(
+        pipeline,
+        costs,
+        memory_limit=options.memory_limit,
+        units_given=options.units is not None,
+        optimizer_states=optimizer_states,
+    )
+    return with_offload(pipeline) if isinstance(options.offload_policy, CPUOffloadPolicy) else pipeline
 
 
 def profile_here(device: torch.device, hardware: Hardware | None) -> Profile | None:
@@ -111,35 +136,11 @@ def _before_plan(pipeline: Pipeline, new: Pass) -> Pipeline:
     return pipeline if new.name in names or "plan" not in names else pipeline.insert(new, before="plan")
 
 
-def with_activation(pipeline: Pipeline, activation: Any) -> Pipeline:
-    """The pipeline with this policy of activation checkpointing in front.
-
-    Raises:
-        ArgumentError: it is no policy, or the pipeline has one already.
-    """
+def with_activation(pipeline: Pipeline, activation: Activation | None) -> Pipeline:
+    """The pipeline with this policy of activation checkpointing in front."""
     if activation is None:
         return pipeline
-    if isinstance(activation, (list, tuple, set, frozenset)):
-        for op in activation:
-            if not isinstance(op, torch._ops.OpOverload):
-                raise ArgumentError(
-                    f"activation lists operators whose results are saved, such as torch.ops.aten.mm.default, got {op!r}"
-                    + (f". Choose one of its overloads: {_overloads(op)}." if hasattr(op, "overloads") else ".")
-                )
-        policy: Any = tuple(sorted(activation, key=str))
-    elif activation == "full" and isinstance(activation, str):
-        policy = activation
-    elif isinstance(activation, (int, float)) and not isinstance(activation, bool) and 0 <= activation <= 1:
-        policy = float(activation)
-    else:
-        raise ArgumentError(
-            "activation must be None, 'full', a list of operators to save, or the share of memory from 0 to 1 "
-            f"that activations may take, got {activation!r}."
-        )
-    if ActivationCheckpointing.name in {step.name for step in pipeline}:
-        raise ArgumentError(f"activation: passes has {ActivationCheckpointing.name!r} already. Give one of the two.")
+    if isinstance(activation, (int, float)):
+        return Pipeline((ActivationCheckpointing(float(activation)), *pipeline))
+    policy = activation if activation == "full" else tuple(sorted(activation, key=str))
     return Pipeline((ActivationCheckpointing(policy), *pipeline))
-
-
-def _overloads(packet: Any) -> str:
-    return ", ".join(f"torch.ops.{packet}.{name}" for name in packet.overloads())

@@ -1,47 +1,82 @@
-"""The parameter table of a model and a user's options, checked: what `compile` runs with and `explain` predicts."""
+"""What options mean for the parameters of a model: its units, precision and parameter table, as a capture needs them.
+
+`compile` runs with it, `explain` predicts with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
+import torch
 from torch import nn
-from torch.distributed.tensor import Shard
 
+from graphshard.capture.capture import CaptureSpec
+from graphshard.ir.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamTable, build_table
-from graphshard.ir.precision import Precision
+from graphshard.ir.params import build_table
+from graphshard.ir.precision import precision_of
+from graphshard.ir.units import find_units
 from graphshard.options.checks import check_ignored, check_params, check_placements
+from graphshard.options.options import Options
+from graphshard.options.values import is_int
 
 
-def checked_table(
-    model: nn.Module,
-    unit_names: Sequence[str],
-    *,
-    device_type: str,
-    mesh: Mesh,
-    precision: Precision,
-    reshard_after_forward: bool | None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None,
-    ignored_params: Iterable[nn.Parameter] | None,
-) -> ParamTable:
-    """The table of a model that is to be sharded; the options are those of `graphshard.compile`.
+def capture_spec(model: nn.Module, options: Options, mesh: Mesh, device: torch.device) -> CaptureSpec:
+    """What a capture of a model that is to be sharded depends on.
 
     Args:
-        unit_names: modules whose parameters are gathered together, as `find_units` found them.
-        device_type: kind of devices that the model will be on.
-        precision: the policies of the units.
+        mesh: the axes to shard and to replicate over.
+        device: what programs are captured for.
 
     Raises:
-        ArgumentError: an option does not fit the model, or a parameter cannot be sharded.
+        ArgumentError: an option does not fit the model or the mesh, or a parameter cannot be sharded.
     """
-    ignored = check_ignored(model, ignored_params)
-    check_params(model, device_type, ignored)
-    return build_table(
+    units = find_units(model, options.units)
+    precision = precision_of(options.mp_policy, units)
+    mesh = _with_regather(mesh, options.reshard_after_forward)
+    check_fit(options, model, units, mesh)
+    ignored = check_ignored(model, options.ignored_params)
+    check_params(model, device.type, ignored)
+    table = build_table(
         model,
         mesh=mesh,
-        units=unit_names,
+        units=units,
         precision=precision,
-        reshard_after_forward=reshard_after_forward,
-        dims=check_placements(model, shard_placement_fn, ignored),
+        reshard_after_forward=_gathers_again(options.reshard_after_forward),
+        dims=check_placements(model, options.shard_placement_fn, ignored),
         ignored=ignored,
     )
+    return CaptureSpec(table, units, mesh, device, precision, type(model), options.dynamic_shapes)
+
+
+def _gathers_again(reshard_after_forward: bool | int | None) -> bool | None:
+    """Whether backward gathers parameters again, among however many ranks; None leaves it to each unit."""
+    return None if reshard_after_forward is None else reshard_after_forward is True or reshard_after_forward > 1
+
+
+def _with_regather(mesh: Mesh, reshard_after_forward: bool | int | None) -> Mesh:
+    """With the neighbours among which backward gathers again, where that is a smaller group than the axis."""
+    if is_int(reshard_after_forward) and 1 < reshard_after_forward < mesh.shard.size:
+        return mesh.with_regather(reshard_after_forward)
+    return mesh
+
+
+def check_fit(options: Options, model: nn.Module, units: Sequence[str], mesh: Mesh) -> None:
+    """Raise ArgumentError for the first option that does not fit a model with these units, or a mesh."""
+    reshard, num_shards = options.reshard_after_forward, mesh.shard.size
+    if is_int(reshard) and (reshard < 1 or num_shards % reshard):
+        divisors = ", ".join(str(n) for n in range(1, num_shards + 1) if num_shards % n == 0)
+        raise ArgumentError(
+            f"reshard_after_forward={reshard} must divide the number of ranks that parameters are sharded over, "
+            f"{num_shards}. Give one of {divisors}; 1 is False, {num_shards} is True."
+        )
+    if options.activation is not None and not units:
+        raise ArgumentError(
+            f"activation={options.activation!r} is about the units of {type(model).__name__}, and none were found. "
+            "Name them with units=, such as units=['layers.*']."
+        )
+    if options.memory_limit is not None and len(mesh.axes) > 1:
+        raise ArgumentError(
+            f"memory_limit={options.memory_limit} cannot be kept with replicas or a smaller group to gather again in: "
+            "such programs are planned unit by unit, without costs. Shard over one axis, or leave it out."
+        )

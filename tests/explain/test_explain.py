@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard.explain.study import Study
+from graphshard.options.options import Options
 from graphshard.passes import MakePlan, Offload
 from graphshard.schedule.by_unit import PlanByUnit
 
@@ -52,7 +53,7 @@ RANKS = 8
 @pytest.fixture(scope="module")
 def study() -> Study:
     """One capture for many tests."""
-    return Study(meta_net(), (TOKENS,), None, {"mp_policy": BF16})
+    return Study(meta_net(), (TOKENS,), None, Options(mp_policy=BF16))
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,7 @@ def test_two_axes(study, tmp_path):
 
 def test_formulas_on_two_axes():
     """They say what explain says, also for another number of shards, while the number of replicas stays."""
-    study = Study(meta_net(width=64), (TOKENS,), None, {"mp_policy": BF16, "symbols": {"batch": 0}})
+    study = Study(meta_net(width=64), (TOKENS,), None, Options(mp_policy=BF16), symbols={"batch": 0})
     h100 = graphshard.load_profile("h100")
     found, more = (study.explain((4, ranks), h100, "isolated") for ranks in (4, 8))
     for name, value in (("step_time_s", more.step_time_s), ("communication_s", more.communication_s)):
@@ -292,7 +293,7 @@ def test_advice_is_right(study):
     h100 = graphshard.load_profile("h100")
     # The planner would join buckets where latencies count, and so change the communication that the advice is about.
     by_unit = {"mp_policy": BF16, "passes": graphshard.Pipeline().replace("plan", MakePlan(PlanByUnit()))}
-    link = Study(study.model, (TOKENS,), None, by_unit).explain((1024,), h100, "in-training")
+    link = Study(study.model, (TOKENS,), None, Options(**by_unit)).explain((1024,), h100, "in-training")
     (line,) = [line for line in link.advice if "tokens per rank" in line]
     tokens = int(line.split("from about ")[1].split(" tokens")[0].replace(",", ""))
     rate = h100.rate("bfloat16")
@@ -400,7 +401,8 @@ def test_grid(study):
         ({"hardware": "tpu"}, "hardware 'tpu' is neither"),
         ({"network": "dsl"}, "network must be one of 'isolated', 'in-training' for h100, got 'dsl'"),
         ({"optimizer_states": -1}, "optimizer_states must be a number"),
-        ({"reshard_after_forward": 2}, "reshard_after_forward must be"),
+        ({"reshard_after_forward": 3}, "reshard_after_forward=3 must divide the number of ranks"),
+        ({"reshard_after_forward": "no"}, "reshard_after_forward must be"),
         ({"mp_policy": "bf16"}, "mp_policy must be"),
         ({"passes": []}, "passes must be"),
         ({"example_inputs": TOKENS}, "example_inputs must be a tuple"),
@@ -418,7 +420,7 @@ def test_wrong_grids():
     """A list was forgotten; an option is none."""
     with pytest.raises(graphshard.ArgumentError, match=r"hardware of a grid must be a list, got 'h100'"):
         graphshard.explain_grid(meta_net(width=16), [(8,)], example_inputs=(TOKENS,), hardware="h100")
-    with pytest.raises(graphshard.ArgumentError, match="explain has no option 'reshard'"):
+    with pytest.raises(graphshard.ArgumentError, match=r"settings\['x'\] got .* 'reshard'\. Did you mean"):
         graphshard.explain_grid(meta_net(width=16), [(8,)], example_inputs=(TOKENS,), settings={"x": {"reshard": 1}})
 
 

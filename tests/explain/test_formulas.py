@@ -13,25 +13,23 @@ from torch import nn
 import graphshard
 from graphshard.explain.study import Study
 from graphshard.ir.sizes import SYMBOLS
+from graphshard.options.options import Options
 from graphshard.passes import MakePlan
 from tests.explain.test_explain import BF16, TOKENS, meta_net
 from tests.helpers import COALESCED
 
 SECONDS = ("step_time_s", "compute_s", "optimizer_s", "communication_s", "exposed_comm_s")
 H100 = graphshard.load_profile("h100")
-OPTIONS = {
-    "mp_policy": BF16,
-    "passes": graphshard.Pipeline().replace("plan", MakePlan(COALESCED)),
-    "symbols": {"batch": 0, "seq": 1},
-}
+OPTIONS = Options(mp_policy=BF16, passes=graphshard.Pipeline().replace("plan", MakePlan(COALESCED)))
+SYMBOLIC = {"batch": 0, "seq": 1}
 
 
 @functools.cache
 def explained(batch: int, seq: int, ranks: int) -> graphshard.Explanation:
     """The step at some sizes; with formulas at the first ones."""
-    options = OPTIONS if (batch, seq) == tuple(TOKENS.shape) else {**OPTIONS, "symbols": None}
+    symbols = SYMBOLIC if (batch, seq) == tuple(TOKENS.shape) else None
     inputs = (torch.zeros(batch, seq, dtype=torch.long),)
-    return Study(meta_net(), inputs, None, options).explain((ranks,), H100, "isolated")
+    return Study(meta_net(), inputs, None, OPTIONS, symbols=symbols).explain((ranks,), H100, "isolated")
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +59,9 @@ def test_formulas_count_contention(formulas, ranks):
     """Compute is slower beside communication, in formulas as in numbers, and never by more than what is beside it."""
     profile = replace(H100, contention=0.5)
     inputs = (torch.zeros(*TOKENS.shape, dtype=torch.long),)
-    found = Study(meta_net(), inputs, None, OPTIONS).explain((8,), profile, "isolated").formulas.evaluate(ranks=ranks)
-    expected = Study(meta_net(), inputs, None, {**OPTIONS, "symbols": None}).explain((ranks,), profile, "isolated")
+    symbolic = Study(meta_net(), inputs, None, OPTIONS, symbols=SYMBOLIC)
+    found = symbolic.explain((8,), profile, "isolated").formulas.evaluate(ranks=ranks)
+    expected = Study(meta_net(), inputs, None, OPTIONS).explain((ranks,), profile, "isolated")
     for name in SECONDS:
         assert found[name] == pytest.approx(getattr(expected, name), rel=1e-9), name
     alone = formulas.evaluate(ranks=ranks)
@@ -158,7 +157,7 @@ def test_models_without_formulas(what, symbols, message):
 
 def test_sizes_have_symbols():
     """Every size that grows with the input has the symbol; weights have none."""
-    study = Study(Other(""), (torch.ones(16, 4),), None, {"symbols": {"rows": 0}})
+    study = Study(Other(""), (torch.ones(16, 4),), None, symbols={"rows": 0})
     study.explain((8,), H100, "isolated")
     assert study._captured is not None
     nodes = study._captured.phases["joint"].module.graph.nodes

@@ -19,9 +19,11 @@ from graphshard.codec.passes import decode_pass, encode_pass
 from graphshard.codec.stage import program_from_json, program_to_json
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.errors import ArgumentError, CaptureError
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program
-from graphshard.options.checks import check_activation_units
+from graphshard.options.options import Options
 from graphshard.options.passes import with_activation
+from graphshard.options.table import check_fit
 from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.pipeline.saved import saved_by_unit, saved_values
@@ -256,7 +258,7 @@ def test_pass_is_stored_with_its_policy(policy: Any) -> None:
 )
 def test_wrong_activation(value: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        with_activation(Pipeline(), value)
+        Options(activation=value)
 
 
 def test_activation_and_passes() -> None:
@@ -264,6 +266,6 @@ def test_activation_and_passes() -> None:
     both = with_activation(Pipeline(), 0.5)
     assert next(iter(both)) == ActivationCheckpointing(0.5)
     with pytest.raises(ArgumentError, match="activation: passes has 'activation-checkpointing' already"):
-        with_activation(both, "full")
+        Options(activation="full", passes=both)
     with pytest.raises(ArgumentError, match="activation='full' is about the units of Linear, and none were found"):
-        check_activation_units(nn.Linear(2, 2), "full", ())
+        check_fit(Options(activation="full"), nn.Linear(2, 2), (), Mesh.of_shape(2))
