@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from graphshard.cost.multiplications import Gemm, Scalar, dtype_of, is_multiplication, multiplies, sizes
 from graphshard.ir.graph import aten, base_of, is_part, is_view
+from graphshard.ir.sizes import is_size
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def num_bytes(node: Node) -> Scalar:
 
 def work_of(nodes: Sequence[Node], *, fused: bool = True) -> list[Work]:
     """The kernels of a run of compute nodes, in the order of their first operator; not fused, each operator is one."""
-    kernels = [node for node in nodes if node.op == "call_function" and not is_view(node) and not is_part(node)]
+    kernels = [node for node in nodes if node.op == "call_function" and not (is_view(node) or is_part(node))]
+    kernels = [node for node in kernels if not is_size(node)]  # a number of the host
     return [
         _alone(group[0]) if _stands_alone(group[0]) else _fused(group)
         for group in (_fuse(kernels) if fused else [[kernel] for kernel in kernels])

@@ -10,6 +10,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.export import Dim
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphshard
@@ -18,7 +19,7 @@ from graphshard.cost.kernels import Work, work_of
 from graphshard.cost.multiplications import Gemm, flop_of
 from graphshard.cost.profile import Profile, builtin_profiles, load_profile
 from graphshard.ir.mesh import Axis, Mesh
-from tests.helpers import captured
+from graphshard.ir.sizes import is_size
 
 H100 = load_profile("h100")
 
@@ -92,6 +93,33 @@ def test_pointwise_chain_is_one_kernel():
     assert work.num_bytes == (64 * 32 + 32 + 64 * 32) * 4
     assert work.operations == 4 * 64 * 32
     assert work.flop == 0
+
+
+def test_operators_that_run_one_by_one():
+    """Each reads its inputs and writes its result, and takes a launch; a multiplication is what it was."""
+    x, y, w = torch.randn(64, 32), torch.randn(32), torch.randn(32, 32)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x, y, w: (((x * y).relu() + 1) @ w).exp().view(-1))(
+        x, y, w
+    ).graph
+    together, apart = (work_of(list(graph.nodes), fused=fused) for fused in (True, False))
+    one = 64 * 32 * 4
+    assert [work.num_bytes for work in apart] == [2 * one + 32 * 4, 2 * one, 2 * one, 2 * one + 32 * 32 * 4, 2 * one]
+    assert sum(work.operations for work in apart) == sum(work.operations for work in together)
+    assert [work for work in apart if work.gemms] == [work for work in together if work.gemms]
+    fused, eager = (Costs(H100, fused=fused).compute(list(graph.nodes)) for fused in (True, False))
+    moved = sum(work.num_bytes for work in apart) - sum(work.num_bytes for work in together)
+    assert eager - fused == pytest.approx(2 * H100.kernel_seconds + moved / H100.memory_bandwidth)
+
+
+def test_dynamic_sizes_cost_nothing():
+    """Numbers that are computed from sizes are no kernels."""
+    static, dynamic = (
+        captured(Blocks(2), (torch.zeros(6, 3, 4),), dynamic_shapes=shapes) for shapes in (None, ({0: Dim.AUTO},))
+    )
+    assert dynamic.sizes
+    assert any(is_size(node) and node.op == "call_function" for node in dynamic.phases["joint"].module.graph.nodes)
+    seconds = [Costs(H100).compute(list(p.phases["joint"].module.graph.nodes)) for p in (static, dynamic)]
+    assert seconds[0] == seconds[1]
 
 
 def test_multiplications_split_chains():
