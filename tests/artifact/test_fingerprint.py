@@ -20,6 +20,10 @@ from torch.export import Dim
 import graphshard
 from graphshard.artifact.fingerprint import differences, environment
 from graphshard.artifact.model_code import attributes, code_hash
+from graphshard.artifact.stored_options import check_same_options, describe_options, restored_options
+from graphshard.ir.mesh import Mesh
+from graphshard.module.prepare import prepare
+from graphshard.options.options import Options
 from tests.artifact.test_artifact import refused
 from tests.distributed.twins import assert_same, grads_of
 from tests.exported import Layer, Net, batch, export_net, rewritten
@@ -194,6 +198,38 @@ def test_the_options_of_the_export_may_be_given(net_file: Path, mesh: DeviceMesh
     model(*batch())["loss"].backward()
     with pytest.raises(graphshard.ArgumentError, match=r"load\(\) got an unexpected keyword argument 'colour'"):
         graphshard.load(net_file, Net(), mesh, colour="red")
+
+
+def test_options_of_the_plan(tmp_path: Path, mesh: DeviceMesh) -> None:
+    """Those of the export need not be given; those that are, and decide the plan, must be equal."""
+    options: dict[str, Any] = {"memory_limit": 10**9, "hardware": "h100"}
+    path = export_net(tmp_path / "n.gshard", (2,), [graphshard.Call(batch())], **options)
+    for given in ({}, options, {"max_captures": 1, "verify": "off"}):
+        assert graphshard.programs(graphshard.load(path, Net(), mesh, **given))[0].plan.prediction.profile == "h100"
+    for other in ({"memory_limit": 10**8, "hardware": "h100"}, {"hardware": "a100"}, {"memory_limit": 10**9}):
+        error = refused(path, mesh, **other)
+        assert error.field == "passes"
+        assert "passes of plan was" in str(error)
+
+
+def test_every_public_option_comes_back(tmp_path: Path, mesh: DeviceMesh) -> None:
+    """What a file says of the options makes the options of the export again, field by field."""
+    model = Net()
+    options: dict[str, Any] = {
+        "mp_policy": {"": MixedPrecisionPolicy(), "layers.1*": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        "reshard_after_forward": True,
+        "shard_placement_fn": lambda param: Shard(param.dim() - 1),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        "units": ["layers.0", ("layers.1", "head")],
+        "ignored_params": [model.layers[0].norm.bias],
+    }
+    here = prepare(model, Options(**options, backend="eager"), Mesh.of_shape(2), torch.device("cpu"))
+    again = restored_options(describe_options(here), model, here.spec.params)
+    assert again.keys() == {*options, "backend"}
+    there = prepare(model, Options(**again), Mesh.of_shape(2), torch.device("cpu"))
+    assert there.spec.params.rows == here.spec.params.rows
+    assert (there.spec.units, there.storage) == (here.spec.units, here.storage)
+    check_same_options(tmp_path, describe_options(here), here.spec.params, there, given=options)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from graphshard.cli import explain
 from graphshard.cli.main import main
+from graphshard.explain.study import Study
 
+MM = torch.ops.aten.mm.default
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -67,6 +71,37 @@ def test_command_with_a_grid(factory, capsys, monkeypatch):
     assert main(["explain", "small_factory:with_inputs", "--mesh", "8"]) == 0
 
 
+def test_flags_are_options(factory, tmp_path, capsys):
+    """What the flags choose is what the program shows: policies, units, what is saved, dynamic sizes."""
+    seen = []
+    real = Study.explain
+
+    def explained(study, *args, **kwargs):
+        seen.append(real(study, *args, **kwargs))
+        seen.append(study.options)
+        return seen[0]
+
+    flags = ["--reshard", "4", "--units", "embed", "head", "--activation", "aten.addmm.default,aten.mm.default"]
+    flags += ["--offload", "--backend", "eager", "--dynamic", "0"]
+    with mock.patch.object(Study, "explain", explained):
+        assert main(["explain", f"{factory}:Small", "--mesh", "8", "--batch", "2,8", *flags]) == 0
+    found, options = seen
+    assert options.activation == (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    assert (options.reshard_after_forward, options.units, options.backend) == (4, ["embed", "head"], "eager")
+    assert found._program.mesh.regather.size == 4
+    assert [size.source for size in found._program.sizes] == [(0, 0)]
+    assert "host" in found.busy
+    assert main(["explain", f"{factory}:Small", "--mesh", "2", "4", "--batch", "2,8", "--activation", "0.5"]) == 2
+    assert "activation=0.5 is about the units of Small, and none were found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [(None, None), ("full", "full"), ("0.25", 0.25), ("1", 1.0), ("aten.mm.default", (MM,))]
+)
+def test_activation(text, value):
+    assert explain._activation(text) == value
+
+
 def test_command_with_two_axes(factory, tmp_path):
     """Without names they replicate and shard; names are the user's."""
     options = ["--mesh", "2,4", "dp=2,tp=4", "--batch", "2,8"]
@@ -95,6 +130,16 @@ def test_command_with_two_axes(factory, tmp_path):
         (["FILE:Small", "--mesh", "shard=2,4", "--batch", "1,2"], "its own, or none, got 'shard=2,4'"),
         (["FILE:Small", "--mesh", "8", "--batch", "1,0"], "--batch must have positive sizes such as 1,4096"),
         (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--param-dtype", "bf17"], "torch has no dtype 'bf17'"),
+        (
+            ["FILE:Small", "--mesh", "8", "--batch", "1,2", "--reshard", "some"],
+            "--reshard must be default, always, never",
+        ),
+        (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--activation", "all"], "--activation must be full, a share"),
+        (
+            ["FILE:Small", "--mesh", "8", "--batch", "1,2", "--activation", "aten.mm"],
+            "as aten.mm.default, got 'aten.mm'",
+        ),
+        (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--activation", "2"], "share of memory from 0 to 1 that"),
         (["FILE:Small", "--mesh", "8", "16", "--batch", "1,2", "--html", "x"], "need one mesh, machine"),
         (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--hardware", "tpu"], "hardware 'tpu' is neither"),
     ],

@@ -20,6 +20,7 @@ from graphshard.cost.multiplications import Gemm, flop_of
 from graphshard.cost.profile import Profile, builtin_profiles, load_profile
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.sizes import is_size
+from tests.helpers import Blocks, captured
 
 H100 = load_profile("h100")
 
