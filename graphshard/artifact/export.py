@@ -82,6 +82,9 @@ def export(
     target, at the first load or by `graphshard finish FILE`. Operators that only the CPU has, such as its attention,
     cannot be moved: that is an error that names them.
 
+    Arguments that are not described here are those of `graphshard.compile`: mp_policy, units, passes and so on.
+    `hardware` is also the machine that the summary's prediction is for; None predicts for an H100, or for CPUs.
+
     Args:
         model: any module that torch.export can trace.
         mesh: a DeviceMesh, the shape of one such as `(8,)`, `{"shard": 8}` or, to replicate over the first axis and to
@@ -101,8 +104,6 @@ def export(
         threads: threads of each rank that CPU code is compiled for; None is torch.get_num_threads() here.
         compile_regions: False leaves regions to the first load, or to `graphshard finish FILE` on the target machine;
             None compiles them if there is such a device here. With backend="eager" there is nothing to compile.
-        options: those of `graphshard.compile`: mp_policy, units, passes, backend, dynamic_shapes and so on. `hardware`
-            is also the machine that the summary's prediction is for; None predicts for an H100, or for CPUs.
 
     Returns:
         The path.

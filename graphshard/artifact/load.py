@@ -52,12 +52,13 @@ def load(
     Everything that the programs depend on is compared first; nothing in the file is executed before. The file holds
     native code: load only what you would run.
 
+    Arguments that are not described here are those of `graphshard.compile`. They need not be given: they are those of
+    the export, and what is given must be equal. Only `max_captures` and `verify` are not compared.
+
     Args:
         path: the same file on every rank.
         model: as it was exported, on the CPU, on the mesh's device, or on the meta device.
         mesh: as for `graphshard.compile`; one of those that the file was exported for.
-        options: those of `graphshard.compile`. They need not be given: they are those of the export, and what is given
-            must be equal. Only `max_captures` and `verify` are not compared.
 
     Returns:
         The same object.

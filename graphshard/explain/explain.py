@@ -42,6 +42,12 @@ def explain(
 ) -> Explanation:
     """Predict the training step that `graphshard.compile` with the same arguments would run; nothing is changed.
 
+    Arguments that are not described here are those of `graphshard.compile`. In a prediction, `activation` changes what
+    is saved and what backward computes again. `offload_policy` copies on a link of its own and takes state off the
+    device; pinned or not is the same, and the optimizer's time stays the device's. `backend="eager"` runs the same plan
+    with a kernel for each operator. `dynamic_shapes` predicts the program for all sizes at those of the example.
+    `verify` checks rules only if it is given. `max_captures` changes nothing, as there is one program.
+
     Args:
         model: any module that torch.export can trace, on the CPU or on the meta device.
         mesh: a DeviceMesh, or the shape of one that need not exist: `(64,)` or `{"shard": 64}`; with two axes the first
@@ -53,12 +59,6 @@ def explain(
         measured: seconds of regions by key, from `graphshard.measure_regions`; they replace estimates.
         symbols: names for dims of the inputs, such as `{"batch": 0, "seq": 1}`: the result has `formulas` in them and
             in the number of ranks. The model is captured at a few more sizes.
-        options: those of `graphshard.compile`. What they mean for a prediction where that is not plain: `activation`
-            changes what is saved and what backward computes again. `offload_policy` copies on a link of its own and
-            takes state off the device; pinned or not is the same, and so is the optimizer's time. `backend="eager"`
-            runs the same plan with a kernel for each operator. `dynamic_shapes` predicts the program for all sizes at
-            those of the example. `verify` checks the rules as `compile` does if it is given. `max_captures` changes
-            nothing, as there is one program.
 
     Raises:
         ArgumentError: an argument is wrong.
@@ -87,15 +87,16 @@ def explain_grid(
 ) -> Grid:
     """Every combination of meshes, machines, networks and settings, in one table.
 
-    The model is captured once per setting, and scheduled as `compile` would on each mesh and machine.
+    The model is captured once per setting, and scheduled as `compile` would on each mesh and machine. Arguments that
+    are not described here are those of `explain`, for all settings.
 
     Args:
         model, example_inputs, example_kwargs: as for `explain`.
         meshes, hardware, network: several of what `explain` takes one of.
         settings: options by a name for the table, such as `{"keep": {"reshard_after_forward": False}}`; also
-            `optimizer_states` and `symbols`. They replace those that all settings share.
+            `optimizer_states` and `symbols`. They replace those for all settings.
         show: told what is being done.
-        optimizer_states, symbols, options: those of `explain` that all settings share.
+        optimizer_states, symbols: as for `explain`, for all settings.
 
     Raises:
         ArgumentError: an argument is wrong.

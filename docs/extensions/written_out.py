@@ -1,0 +1,43 @@
+"""Write the options out in the signatures of functions that take them as `**options: Unpack[...]`.
+
+`graphshard.options.arguments.takes_options` does the same for `help`; griffe reads the source and does not run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import griffe
+
+OPTIONS = "options.options.Options"
+
+
+class WrittenOut(griffe.Extension):
+    """Puts the fields of `Options`, with their defaults, in the place of `**options`."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        fields = [item for item in pkg[OPTIONS].attributes.values() if item.value is not None]
+        for function in _functions(pkg):
+            known = {parameter.name for parameter in function.parameters}
+            del function.parameters["options"]
+            for field in fields:
+                if field.name not in known:
+                    function.parameters.add(
+                        griffe.Parameter(
+                            field.name,
+                            annotation=field.annotation,
+                            kind=griffe.ParameterKind.keyword_only,
+                            default=field.value,
+                        )
+                    )
+
+
+def _functions(module: griffe.Module) -> Iterator[griffe.Function]:
+    """Those that take options, of a package and of what is in it."""
+    for function in module.functions.values():
+        if "options" in function.parameters and str(function.parameters["options"].annotation).startswith("Unpack["):
+            yield function
+    for part in module.modules.values():
+        if not part.is_alias:
+            yield from _functions(part)
