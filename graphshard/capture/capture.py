@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,9 +34,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.checkpoints import interpret_submodules, mark_checkpoints, trace_checkpoints
+from graphshard.capture.casts import register_casts
+from graphshard.capture.checkpoints import CheckpointRegions, interpret_submodules, mark_checkpoints, trace_checkpoints
 from graphshard.capture.diagnose import check_capturable, explain_export_failure
 from graphshard.capture.dynamic_shapes import for_export
+from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.entry import without_entries
 from graphshard.capture.flatten import flatten_signature, lift_constants, tie, unalias_outputs
 from graphshard.capture.rounding import capture_decompositions
@@ -82,24 +84,20 @@ def capture(
             names the line of the user's code.
         ArgumentError, InputError: `dynamic_shapes` does not fit the inputs.
     """
-    fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     # Of another mode, so that export makes its own, with dynamic sizes, in the one that it finds.
     examples = FakeTensorMode()
     fakes = [_fake_input(examples, leaf, grad) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    fake_args, fake_kwargs = pytree.tree_unflatten(fakes, in_spec)
-    with _plain(module, spec, fake_mode, grad=grad), torch.set_grad_enabled(grad):
-        dynamic = for_export(module, args, kwargs, spec.dynamic_shapes)
+    path = EagerPath()
+    traced = None
+    while traced is None:
         try:
-            with trace_checkpoints() as checkpoints, tracing(TracingContext(fake_mode)):
-                exported = torch.export.export(module, fake_args, fake_kwargs, dynamic_shapes=dynamic, strict=False)
-        except Exception as error:
-            raise explain_export_failure(error, spec.forward_class) from error
-        graph_module = exported.module(check_guards=False)
-    assert isinstance(graph_module, GraphModule)
-    check_capturable(graph_module, spec.forward_class)
-    out_spec = exported.call_spec.out_spec
-    assert out_spec is not None
+            with torch.set_grad_enabled(grad):
+                traced = _trace(module, (args, kwargs), pytree.tree_unflatten(fakes, in_spec), spec, path, grad=grad)
+        except CaptureError:
+            if not path.concede():
+                raise
+    graph_module, out_spec, fake_mode, checkpoints = traced
     constants = lift_constants(graph_module, module, fake_mode)
     tie(graph_module, spec.params)
     flatten_signature(graph_module, leaves)
@@ -130,6 +128,35 @@ def capture(
         sizes=sizes,
         shapes=tuple((tuple(t.shape), t.stride()) for t in tensors) if sizes else (),
     )
+
+
+class _Traced(NamedTuple):
+    """What torch.export makes of a forward."""
+
+    module: GraphModule
+    out_spec: pytree.TreeSpec
+    fake_mode: FakeTensorMode
+    checkpoints: CheckpointRegions
+
+
+def _trace(
+    module: nn.Module, given: tuple[Any, Any], fakes: tuple[Any, Any], spec: CaptureSpec, path: EagerPath, *, grad: bool
+) -> _Traced:
+    """Export the forward, on a path that it may take; `given` and `fakes` are positional and keyword inputs."""
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+    with _plain(module, spec, fake_mode, grad=grad):
+        dynamic = for_export(module, *given, spec.dynamic_shapes)
+        module.__dict__["forward"] = path.around(module.forward)
+        try:
+            with trace_checkpoints() as checkpoints, tracing(TracingContext(fake_mode)):
+                exported = torch.export.export(module, *fakes, dynamic_shapes=dynamic, strict=False)
+        except Exception as error:
+            raise explain_export_failure(error, spec.forward_class) from error
+        graph_module = exported.module(check_guards=False)
+    assert isinstance(graph_module, GraphModule)
+    check_capturable(graph_module, spec.forward_class)
+    assert exported.call_spec.out_spec is not None
+    return _Traced(graph_module, exported.call_spec.out_spec, fake_mode, checkpoints)
 
 
 def _tensor_inputs(graph_module: GraphModule, fakes: list[Any]) -> list[tuple[torch.fx.Node, torch.Tensor]]:
@@ -196,7 +223,7 @@ def _plain(module: nn.Module, spec: CaptureSpec, fake_mode: FakeTensorMode, *, g
         module.__class__ = spec.forward_class
         if spec.method != "forward":
             module.__dict__["forward"] = _as_forward(module, spec.method)
-        _register_casts(module, spec, stack)
+        register_casts(module, spec.units, spec.precision, stack)
         yield
 
 
@@ -231,34 +258,6 @@ def _fake_parameter(name: str, spec: CaptureSpec, fake_mode: FakeTensorMode, gra
 def _fake_buffer(buffer: torch.Tensor, device: torch.device, fake_mode: FakeTensorMode) -> torch.Tensor:
     with fake_mode:
         return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device)
-
-
-def _register_casts(module: nn.Module, spec: CaptureSpec, stack: contextlib.ExitStack) -> None:
-    for unit in ("", *spec.units):
-        policy = spec.precision.of(unit)
-        for owner in [module] if not unit else map(module.get_submodule, modules_of(unit)):
-            if policy.param_dtype is not None and policy.cast_forward_inputs:
-                cast_inputs = functools.partial(_cast_inputs, policy.param_dtype)
-                handle = owner.register_forward_pre_hook(cast_inputs, with_kwargs=True, prepend=True)
-                stack.callback(handle.remove)
-            if policy.output_dtype is not None:
-                handle = owner.register_forward_hook(functools.partial(_cast_output, policy.output_dtype))
-                stack.callback(handle.remove)
-
-
-def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _cast((args, kwargs), dtype)
-
-
-def _cast_output(dtype: torch.dtype, _: nn.Module, args: Any, output: Any) -> Any:
-    return _cast(output, dtype)
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    return pytree.tree_map(cast, tree)
 
 
 def _phase(joint: GraphModule, params: ParamTable) -> Phase:

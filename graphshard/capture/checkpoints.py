@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import is_backward, is_part
 from graphshard.ir.recomputed import RECOMPUTE, SAVE, maker_of, save_leaving
+from graphshard.ir.torch_internals import replaced
 
 _KEY = "graphshard_checkpoint"
 _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -87,23 +88,9 @@ def trace_checkpoints() -> Iterator[CheckpointRegions]:
             (checkpoint_activation, generator, without_reentrant),
             (torch_checkpoint.CheckpointFunction, "apply", reentrant),
         ):
-            stack.enter_context(_replaced(owner, name, value))
+            stack.enter_context(replaced(owner, name, value))
         stack.enter_context(preserve_node_meta())
         yield regions
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value of an attribute for a while; an inherited one is inherited again afterwards."""
-    own = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
 
 
 def _policy_of(context_fn: Callable[[], tuple[Any, Any]] | None) -> _PolicyFn | None:

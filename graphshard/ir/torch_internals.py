@@ -5,8 +5,13 @@ Besides this module only `capture/capture.py` and `lower/inductor.py` import tor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,15 +26,18 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node, _symbolic_trace
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, has_proxy_slot
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.numbers import int_oo
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CheckpointPolicy",
     "all_gather_into",
+    "answer_tracing_checks",
     "condition",
     "disable_autocast",
     "dispatcher_operators",
@@ -41,11 +49,14 @@ __all__ = [
     "new_fake_mode",
     "new_size",
     "rendezvous_store",
+    "replaced",
     "run_and_save_rng_state",
     "run_with_rng_state",
     "sharded_like",
     "trace_structured",
+    "traced_node",
     "use_boxed_calls",
+    "without_tracing",
 ]
 
 
@@ -154,3 +165,70 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None
         group: name of the process group.
     """
     _register_work(full, _resolve_process_group(group)._allgather_base(full, shard))
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value of an attribute for a while; an inherited one is inherited again afterwards."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+@contextlib.contextmanager
+def answer_tracing_checks(is_traced: Callable[[FrameType], bool]) -> Iterator[None]:
+    """While a forward is exported, let `is_traced` answer code that asks whether it is.
+
+    Asked are `torch.compiler.is_compiling` and `is_exporting`, `torch.fx._symbolic_trace.is_fx_tracing`, and whether
+    a tensor is a `torch._subclasses.FakeTensor`. Code that imported one of the functions by name reads torch's flags
+    through it, which say no. `torch.jit.is_tracing` says no in any case.
+
+    Args:
+        is_traced: given the frame that asks.
+    """
+
+    def ask() -> bool:
+        return is_traced(sys._getframe(1))
+
+    class Subclasses(types.ModuleType):
+        FakeTensor = property(lambda _: FakeTensor if is_traced(sys._getframe(1)) else _NoTensor)
+
+    with contextlib.ExitStack() as stack:
+        for owner, functions, flags in (
+            (torch.compiler, ("is_compiling", "is_exporting"), ("_is_compiling_flag", "_is_exporting_flag")),
+            (_symbolic_trace, ("is_fx_tracing",), ("_is_fx_tracing_flag",)),
+        ):
+            for name, value in (*((f, ask) for f in functions), *((f, False) for f in flags)):
+                stack.enter_context(replaced(owner, name, value))
+        # What fails there is not reported: it is traced again with other answers.
+        stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        # A property of its class: FakeTensor itself stays in the module, for those who are told the truth.
+        torch._subclasses.__class__ = Subclasses
+        stack.callback(setattr, torch._subclasses, "__class__", types.ModuleType)
+        yield
+
+
+class _NoTensor:
+    """What fake tensors are no instances of."""
+
+
+def traced_node(tensor: torch.Tensor) -> Node | None:
+    """The node of a tensor in the graph that is being traced; None for a constant, or outside of a trace."""
+    mode = get_proxy_mode()
+    if mode is None or not has_proxy_slot(tensor, mode.tracer):
+        return None
+    node: Node = get_proxy_slot(tensor, mode.tracer).proxy.node
+    return node
+
+
+@contextlib.contextmanager
+def without_tracing() -> Iterator[None]:
+    """Inside a trace, run operators on real tensors, as they stand in the graph."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), disable_autocast():
+        yield

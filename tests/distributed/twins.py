@@ -82,9 +82,9 @@ def example_llama(layers: int = 2) -> tuple[nn.Module, Batch]:
     return llama.Llama(config), lambda: {"tokens": tokens(), "targets": tokens()}
 
 
-def tokens() -> Tensor:
+def tokens(length: int = 8) -> Tensor:
     """A batch of the example's inputs or targets."""
-    return torch.randint(0, VOCAB, (2, 8))
+    return torch.randint(0, VOCAB, (2, length))
 
 
 class CountLaunches(TorchDispatchMode):

@@ -1,0 +1,106 @@
+"""Trace the path that a forward takes in eager mode.
+
+Libraries ask whether they are traced, and then compute the same thing in another way, which may round differently:
+
+    if torch.compiler.is_exporting():     transformers, of attention     repeat keys and values, make a causal mask
+    else:                                                                is_causal=True, enable_gqa=True, no mask
+
+While a forward is traced, code outside of torch is therefore told that nothing is. The path of eager mode may read
+values of tensors. Those that depend on no input are computed (`known_values`); where others are read, tracing fails.
+The function that asked is then told the truth, and the forward is traced once more: the nearest to the failure first,
+then its callers. At last everyone is told, as if this module did not exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+from graphshard.capture.known_values import KnownValues
+from graphshard.ir.torch_internals import answer_tracing_checks
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class EagerPath:
+    """What code of a forward is told about being traced, over several attempts to trace it.
+
+    Attributes:
+        told: functions that are told the truth, as is what they call.
+        asked: functions that were told, in the current attempt, that nothing is traced, and their callers.
+        failed: functions that the exception of the current attempt passed through.
+        everyone: all are told the truth.
+    """
+
+    told: set[CodeType] = field(default_factory=set)
+    asked: set[CodeType] = field(default_factory=set)
+    failed: list[CodeType] = field(default_factory=list)
+    everyone: bool = False
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward that takes this path while it is traced."""
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            answered = contextlib.nullcontext() if self.everyone else answer_tracing_checks(self._is_traced)
+            with answered, KnownValues(strict=not self.everyone):
+                try:
+                    return forward(*args, **kwargs)
+                except Exception as error:
+                    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+                    self.failed = [frame.f_code for frame in reversed(frames)]
+                    raise
+
+        return run
+
+    def concede(self) -> bool:
+        """After a failure, tell one more function the truth; False if everyone was told."""
+        if self.everyone:
+            return False
+        nearest = next((code for code in self.failed if code in self.asked), None)
+        if nearest is None:
+            self.everyone = True
+        else:
+            self.told.add(nearest)
+        log.info(
+            "the path of eager mode cannot be traced; tracing again the one that %s takes where it is traced",
+            f"{nearest.co_name} ({nearest.co_filename}:{nearest.co_firstlineno})" if nearest else "the module",
+        )
+        self.asked.clear()
+        self.failed.clear()
+        return True
+
+    def _is_traced(self, frame: FrameType) -> bool:
+        """What the code of a frame is told: torch's own, and that of functions that gave up, the truth."""
+        asking = [caller for caller in _callers(frame) if not _is_transparent(caller)]
+        codes = {caller.f_code for caller in asking if not _is_torch(caller)}
+        if _is_torch(asking[0]) or codes & self.told:
+            return True
+        self.asked |= codes
+        return False
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _is_torch(frame: FrameType) -> bool:
+    return _package(frame) == "torch"
+
+
+def _is_transparent(frame: FrameType) -> bool:
+    """Asks on behalf of its caller: torch's older names for the same check, and the import of a name."""
+    return frame.f_code.co_name == "is_compiling" or _package(frame) == "importlib"
