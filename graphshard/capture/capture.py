@@ -48,7 +48,6 @@ from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Phase, Program, Slot, SlotKind
 from graphshard.ir.sizes import Size, find_sizes, lift_sizes
-from graphshard.ir.units import modules_of
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ they are exact on any device.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,7 +35,7 @@ _DECIDERS = {
     torch.equal,
     torch.is_nonzero,
 }
-_READERS = {*_DECIDERS, Tensor.__float__, Tensor.__int__, Tensor.item, Tensor.tolist}
+_READERS = {*_DECIDERS, Tensor.__float__, Tensor.__int__, Tensor.item}
 
 
 class UnknownValueError(Exception):
@@ -82,8 +83,9 @@ def _needed(nodes: Iterable[Node]) -> set[Node]:
 
 
 def _is_exact(node: Node) -> bool:
+    """A deterministic operator on integers and truth values, or one of its results."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
+        return node.target is operator.getitem
     made = pytree.tree_leaves(node.meta["val"])
     inexact = any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in made)
     return not inexact and torch.Tag.nondeterministic_seeded not in node.target.tags
@@ -109,5 +111,6 @@ def _value(tensor: Tensor) -> Tensor:
             if each in needed:
                 arguments = map_arg((each.args, each.kwargs), values.__getitem__)
                 args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), arguments)
+                assert callable(each.target)
                 values[each] = each.target(*args, **kwargs)
     return values[node]

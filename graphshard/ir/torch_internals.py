@@ -229,6 +229,6 @@ def traced_node(tensor: torch.Tensor) -> Node | None:
 
 @contextlib.contextmanager
 def without_tracing() -> Iterator[None]:
-    """Inside a trace, run operators on real tensors, as they stand in the graph."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), disable_autocast():
+    """Inside a trace, run operators on real tensors."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
