@@ -79,7 +79,8 @@ class EagerPath:
 
     def _is_traced(self, frame: FrameType) -> bool:
         """What the code of a frame is told: torch's own, and that of functions that gave up, the truth."""
-        asking = [caller for caller in _callers(frame) if not _is_transparent(caller)]
+        # torch's older names for a check ask on behalf of their callers.
+        asking = [caller for caller in _callers(frame) if caller.f_code.co_name != "is_compiling"]
         codes = {caller.f_code for caller in asking if not _is_torch(caller)}
         if _is_torch(asking[0]) or codes & self.told:
             return True
@@ -93,14 +94,5 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
 def _is_torch(frame: FrameType) -> bool:
-    return _package(frame) == "torch"
-
-
-def _is_transparent(frame: FrameType) -> bool:
-    """Asks on behalf of its caller: torch's older names for the same check, and the import of a name."""
-    return frame.f_code.co_name == "is_compiling" or _package(frame) == "importlib"
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"

@@ -219,16 +219,14 @@ class _NoTensor:
 
 
 def traced_node(tensor: torch.Tensor) -> Node | None:
-    """The node of a tensor in the graph that is being traced; None for a constant, or outside of a trace."""
+    """The node of a tensor in the graph that is being traced; None where there is none, or torch knows the value."""
     mode = get_proxy_mode()
     if mode is None or not has_proxy_slot(tensor, mode.tracer):
         return None
-    node: Node = get_proxy_slot(tensor, mode.tracer).proxy.node
-    return node
+    slot = get_proxy_slot(tensor, mode.tracer)
+    return slot.proxy.node if slot.constant is None else None
 
 
-@contextlib.contextmanager
-def without_tracing() -> Iterator[None]:
+def without_tracing() -> contextlib.AbstractContextManager[Any]:
     """Inside a trace, run operators on real tensors."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
+    return _disable_current_modes()
