@@ -26,6 +26,7 @@ from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes
 from graphshard.ir.transport import reduced_over
 from graphshard.lower.backends import compiler_for
+from graphshard.lower.executor import Executor
 from graphshard.lower.operators import compile_eager
 from graphshard.lower.regions import Boxed, RegionCall, lower, reshape_views
 from graphshard.module.runner import Runner
@@ -203,11 +204,10 @@ class _Inputs:
     def _call(self, phase: Phase, inputs: list[Any], *, lowered: bool) -> Sequence[Any]:
         graph = copy.deepcopy(phase.module.graph)
         bind_groups(graph, self.runner.groups)
-        module = GraphModule(phase.module, graph)
         if lowered:
-            return module.forward(inputs)
+            return Executor(phase.module, graph).forward(inputs)
         reshape_views(graph)
-        return Interpreter(module).run(*inputs, enable_io_processing=False)
+        return Interpreter(GraphModule(phase.module, graph)).run(*inputs, enable_io_processing=False)
 
     def _read(self, slot: Slot, traced: torch.Tensor, *, sharded: bool) -> Any:
         if slot.kind == "param":

@@ -11,11 +11,13 @@ import copy
 import re
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from graphshard.ir.graph import is_collective
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.torch_internals import hint, run_with_rng_state
+from graphshard.lower.executor import lines_of
+from graphshard.lower.lines import Variable, print_lines
 
 _IMPORTS = """\
 import torch
@@ -72,13 +74,6 @@ def executor_source(program: Program, phase_name: str) -> str:
     )
 
 
-class _Variable(str):
-    """A string that is written into code as a name."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
 def _axis(program: Program) -> str:
     name = program.mesh.shard.name
     return name if name.isidentifier() else "axis"
@@ -90,8 +85,8 @@ def _code(phase: Phase) -> str:
     for node in graph.nodes:
         if is_collective(node):
             name = str(node.args[-1])
-            node.args = (*node.args[:-1], _Variable(name if name.isidentifier() else "axis"))
-    return GraphModule(phase.module, graph).code
+            node.args = (*node.args[:-1], Variable(name if name.isidentifier() else "axis"))
+    return print_lines(lines_of(graph))
 
 
 def _inputs(placeholders: list[Node], labels: list[str] | None = None) -> str:

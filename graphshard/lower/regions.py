@@ -3,8 +3,8 @@
     wait, region_0(...), start, region_1(...), wait, region_0(...), ...
 
 What lies between two collectives is pure compute with no rank in it. Equal regions share compiled code, so the
-time to compile does not grow with depth. The executor is an FX graph of region calls and collectives: its code is
-the program that runs, line by line.
+time to compile does not grow with depth. The executor is an FX graph of region calls and collectives;
+`lower/executor.py` makes its code of it, which is the program that runs, line by line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import operator
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,12 +25,11 @@ from graphshard.ir.graph import OWN, aten, fake, is_communication, is_view, modu
 from graphshard.ir.printer import describe, print_graph
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.sizes import SYMBOLS, is_size, rename, size_inputs, symbols_of
-from graphshard.ir.torch_internals import use_boxed_calls
 from graphshard.ir.units import unit_of
+from graphshard.lower.executor import Boxed, Executor
 
 log = logging.getLogger(__name__)
 
-Boxed = Callable[[list[Any]], Any]
 # Makes regions callable, by name, in an order of its own; is given a function to show progress with.
 Compiler = Callable[[dict[str, Region], Callable[[str], None]], Iterator[tuple[str, Boxed]]]
 
@@ -124,7 +122,7 @@ def cut(phase: Phase) -> list[Call]:
 
 def _executor(
     phase: Phase, calls: list[Call], names: dict[str, str], compiled: dict[str, RegionCall], units: Sequence[str]
-) -> GraphModule:
+) -> Executor:
     """The graph of region calls and collectives that runs."""
     graph = Graph()
     env: dict[Node, Node] = {}
@@ -145,22 +143,20 @@ def _executor(
             result.meta["val"] = tuple(n.meta["val"] for n in call.outputs)
             result.meta["where"] = _where(call.run, units)
             for i, output in enumerate(call.outputs):
-                env[output] = graph.call_function(operator.getitem, (result, i))
+                env[output] = graph.create_node("call_function", operator.getitem, (result, i), name=output.name)
                 env[output].meta = dict(output.meta)
         if node.op != "call_function" or not (_is_compute(node) or is_size(node)):
             copy(node)
     return executor(graph, {name: compiled[key] for key, name in names.items()})
 
 
-def executor(graph: Graph, regions: Mapping[str, RegionCall]) -> GraphModule:
+def executor(graph: Graph, regions: Mapping[str, RegionCall]) -> Executor:
     """The module of a graph of region calls and collectives; `regions` by the names that it calls them."""
     root = nn.Module()
     for name, region in regions.items():
         setattr(root, name, region)
     reshape_views(graph)
-    use_boxed_calls(graph)
-    graph.on_generate_code(lambda _: _free_before_call)
-    return GraphModule(root, graph)
+    return Executor(root, graph)
 
 
 def _where(run: list[Node], units: Sequence[str]) -> str:
@@ -253,23 +249,3 @@ def reshape_views(graph: Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default
-
-
-_CALL = re.compile(r"^(?P<indent>\s*)(?P<call>.*self\.region_\d+\()(?P<args>\[.*\])\);  (?P<free>.*= None)$")
-
-
-def _free_before_call(body: list[str]) -> list[str]:
-    """Let go of a region's last-used inputs before the call, so that the region can free them while it runs.
-
-    y = self.region_0([a, b]);  a = None   ->   inputs = [a, b];  a = None
-                                                y = self.region_0(inputs)
-    """
-    lines = []
-    for line in "".join(body).split("\n"):
-        match = _CALL.match(line)
-        if match:
-            indent, call, args, free = match.group("indent", "call", "args", "free")
-            lines += [f"{indent}inputs = {args};  {free}", f"{indent}{call}inputs)"]
-        else:
-            lines.append(line)
-    return ["\n".join(lines)]

@@ -30,6 +30,8 @@ from graphshard.ir.printer import describe, dtype_name
 from graphshard.ir.program import Program
 from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.ir.transport import reduced_over
+from graphshard.lower.executor import Executor
+from graphshard.lower.lines import print_line
 from graphshard.pipeline.frees import faults
 
 
@@ -298,12 +300,13 @@ def live_memory(program: Program, phase_name: str) -> Iterator[Violation]:
 
 
 def freed_at_last_use(program: Program, phase_name: str) -> Iterator[Violation]:
-    """The executor's code frees every value at its last use and reads none that is freed."""
-    code = program.phases[phase_name].module.code
-    lines = code.splitlines()
-    for message, line in faults(code):
-        shown = range(max(0, line - 4), min(len(lines), line + 3))
-        yield Violation(message, excerpt="".join(f"\n{'-->' if i == line - 1 else '   '} {lines[i]}" for i in shown))
+    """The executor frees every value at its last use and reads none that is freed."""
+    executor = program.phases[phase_name].module
+    assert isinstance(executor, Executor)
+    for message, index in faults(executor.lines):
+        shown = range(max(0, index - 3), min(len(executor.lines), index + 4))
+        rows = ((i, row) for i in shown for row in print_line(executor.lines[i]))
+        yield Violation(message, excerpt="".join(f"\n{'-->' if i == index else '   '} {row}" for i, row in rows))
 
 
 ALWAYS: tuple[Rule, ...] = (

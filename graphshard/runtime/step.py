@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -22,13 +23,12 @@ from graphshard.ir.operators import finish_downloads
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes
 from graphshard.ir.torch_internals import disable_autocast, sharded_like
-from graphshard.lower.regions import Boxed
+from graphshard.lower.executor import Boxed, Executor
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
 from graphshard.runtime.exchange import exchange_reductions
 from graphshard.runtime.gloo import gather_into_buffers
 from graphshard.runtime.groups import bind_groups, is_fake, shard_index
-from graphshard.runtime.ranges import profiling, with_ranges
 from graphshard.runtime.shards import ParamRef, dense, padded_shard
 from graphshard.runtime.unsharded import Unsharded
 
@@ -81,7 +81,7 @@ class Executable:
         self.names = [name for value, name in self._results if isinstance(value, Node)]
         self._grads: tuple[Slot, ...] = ()
         self._downloads = any(stage.name == "offload" and stage.rewrites for stage in program.history)
-        self._ranged: dict[GraphModule, GraphModule] = {}
+        self._ranged: dict[GraphModule, Boxed] = {}
         self._backwards: dict[Variant, Phase] = {}
         if "backward" in program.phases:
             phase = self._bind(program.phases["backward"])
@@ -161,12 +161,14 @@ class Executable:
         return tuple(evaluate(expression(size), env) for size in stride)
 
     def _code(self, phase: Phase) -> Boxed:
-        """The phase's code; while a profiler runs, the one with ranges."""
-        if not profiling():
-            return phase.module.forward
-        if phase.module not in self._ranged:
-            self._ranged[phase.module] = with_ranges(phase.module)
-        return self._ranged[phase.module].forward
+        """The phase's code; while a profiler runs, the one with ranges, so that a step without one pays nothing."""
+        executor = phase.module
+        if not _profiling():
+            return executor.forward
+        assert isinstance(executor, Executor)
+        if executor not in self._ranged:
+            self._ranged[executor] = executor.with_ranges()
+        return self._ranged[executor]
 
     def _read(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
         if slot.kind == "param":
@@ -200,6 +202,10 @@ class Executable:
             gather_into_buffers(phase)
         phase.module.recompile()
         return phase
+
+
+def _profiling() -> bool:
+    return bool(profiler._is_profiler_enabled)
 
 
 class Step(torch.autograd.Function):

