@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from graphshard.ir.graph import fake, restride
+from graphshard.ir.graph import base_of, fake, restride
 from graphshard.ir.operators import finish_downloads
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes
@@ -77,6 +77,7 @@ class Executable:
         self._forward = self._bind(program.phases["forward"])
         outputs = zip(self._forward.results, self._forward.outputs)
         self._results = [(value, slot.name) for value, slot in outputs if slot.kind == "output"]
+        self._updated = _updated_but_saved(self._forward)
         # Names of the outputs that are tensors; the others are constants.
         self.names = [name for value, name in self._results if isinstance(value, Node)]
         self._grads: tuple[Slot, ...] = ()
@@ -103,7 +104,7 @@ class Executable:
         """Run the forward executor; return the module's tensors and the values saved for backward."""
         with disable_autocast():
             run = self._code(self._forward)
-            values = run([self._read(slot, tensors) for slot in self._forward.inputs])
+            values = run([self._given(slot, tensors) for slot in self._forward.inputs])
         results: list[torch.Tensor] = []
         saved: dict[Slot, Any] = {}
         mutations: dict[Slot, torch.Tensor] = {}
@@ -116,8 +117,6 @@ class Executable:
             elif isinstance(value, torch.Tensor):
                 results.append(value)
         for slot, value in mutations.items():
-            if slot in saved:
-                saved[slot] = saved[slot].clone()  # backward must see what forward saw
             self._read(slot, tensors).copy_(value)
         return tuple(results), saved
 
@@ -170,6 +169,11 @@ class Executable:
             self._ranged[executor] = executor.with_ranges()
         return self._ranged[executor]
 
+    def _given(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
+        """What forward is given: a copy of what is written to behind it, if backward must see what forward saw."""
+        value = self._read(slot, tensors)
+        return value.new_empty_strided(value.shape, value.stride()).copy_(value) if slot in self._updated else value
+
     def _read(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
         if slot.kind == "param":
             ref = self._params[slot.name]
@@ -202,6 +206,15 @@ class Executable:
             gather_into_buffers(phase)
         phase.module.recompile()
         return phase
+
+
+def _updated_but_saved(forward: Phase) -> frozenset[Slot]:
+    """Buffers and inputs that a step updates in place, and of which it saves the old value, or a view of it."""
+    slots = forward.slot_of()
+    results = list(zip(forward.results, forward.outputs, strict=True))
+    updated = {Slot(slot.of, slot.name) for _, slot in results if slot.kind == "mutation" and slot.of}
+    kept = [value for value, slot in results if slot.kind not in ("output", "mutation") and isinstance(value, Node)]
+    return frozenset(updated.intersection(slots.get(base_of(value)) for value in kept))
 
 
 def _profiling() -> bool:

@@ -185,6 +185,48 @@ def test_row_55_backward_gathers_only_what_it_reads(ranks: Ranks) -> None:
     assert ranks(2).run(_no_need) == [1, 1]
 
 
+class Gain(nn.Module):
+    """Multiplies by a buffer and then updates it; the factor's gradient is the old value of the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("gain", torch.linspace(1, 2, 8))
+        self.register_buffer("previous", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) * self.factor()
+        self.previous.copy_(self.gain)
+        self.gain.mul_(1.5)
+        return y.square().sum()
+
+    def factor(self) -> Tensor:
+        return self.gain.clone()
+
+
+class GainAsView(Gain):
+    """What is saved for backward is a view of the buffer, not the buffer."""
+
+    def factor(self) -> Tensor:
+        return self.gain.detach().clone()
+
+
+def _updated(rank: int, world_size: int, kind: type[Gain]) -> None:
+    pair = twins(kind(), world_mesh())
+    for _ in range(2):
+        losses = [model(X + rank) for model in pair]
+        for loss in losses:
+            loss.backward()
+        assert_same({"loss": losses[0].detach()}, {"loss": losses[1].detach()}, "the loss")
+        assert_same(*map(grads_of, pair), "gradients")
+        assert_same(*(dict(model.named_buffers()) for model in pair), "buffers")
+
+
+@pytest.mark.parametrize("kind", [Gain, GainAsView])
+def test_backward_sees_what_forward_saw_of_buffers_that_it_updates(ranks: Ranks, kind: type[Gain]) -> None:
+    ranks(2).run(_updated, kind)
+
+
 def _jvp(rank: int, world_size: int) -> None:
     model = graphshard.compile(Blocks(2, 8), world_mesh(), backend="eager")
     torch.func.jvp(lambda x: model(x), (X,), (X,))
