@@ -31,10 +31,8 @@ def gather(graph: Graph, shard: Node, row: ParamRow, axis: Axis) -> None:
     first = min(users)
     node = shard
     with graph.inserting_before(first):
-        if row.order:
-            node = emit(graph, aten.permute.default, node, list(row.order), like=first)
-        if row.compute_dtype != carrier(row.compute_dtype):
-            node = emit(graph, aten.view.dtype, node, carrier(row.compute_dtype), like=first)
+        for target, args, kwargs in prologue(row):
+            node = emit(graph, target, node, *args, like=first, **kwargs)
         node = emit(graph, c10d.all_gather_into_tensor.default, node, axis.size, axis.name, like=first)
         node = emit(graph, c10d.wait_tensor.default, node, like=first)
         for target, args, kwargs in landing(row):
@@ -43,8 +41,18 @@ def gather(graph: Graph, shard: Node, row: ParamRow, axis: Axis) -> None:
         user.replace_input_with(shard, node)
 
 
-# What `gather` applies to a gathered buffer: operator, arguments behind the buffer, keyword arguments.
+# Operators one after the other: each with its arguments behind what is changed, and its keyword arguments.
 Steps = list[tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]]
+
+
+def prologue(row: ParamRow) -> Steps:
+    """How a shard in the compute dtype becomes what travels in a gather."""
+    steps: Steps = []
+    if row.order:
+        steps.append((aten.permute.default, (list(row.order),), {}))
+    if row.compute_dtype != carrier(row.compute_dtype):
+        steps.append((aten.view.dtype, (carrier(row.compute_dtype),), {}))
+    return steps
 
 
 def landing(row: ParamRow) -> Steps:

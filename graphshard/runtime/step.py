@@ -26,8 +26,7 @@ from graphshard.ir.torch_internals import disable_autocast, sharded_like
 from graphshard.lower.executor import Boxed, Executor
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
-from graphshard.runtime.exchange import exchange_reductions
-from graphshard.runtime.gloo import gather_into_buffers
+from graphshard.runtime.gloo import exchange_reductions, gather_into_buffers
 from graphshard.runtime.groups import bind_groups, is_fake, shard_index
 from graphshard.runtime.shards import ParamRef, dense, padded_shard
 from graphshard.runtime.unsharded import Unsharded

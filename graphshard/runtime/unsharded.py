@@ -6,12 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils import _pytree as pytree
-
-from graphshard.ir.graph import aten, c10d
+from graphshard.ir.graph import c10d
 from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
-from graphshard.ir.transport import carrier, landing
+from graphshard.ir.transport import landing, prologue
 from graphshard.runtime.shards import padded_shard
 
 
@@ -68,15 +66,14 @@ def start_gathering(
     sent: dict[torch.dtype, list[tuple[ParamRow, torch.Tensor]]] = {}
     for row, param in params:
         shard = padded_shard(param, row).to(row.compute_dtype)
-        shard = aten.permute.default(shard, row.order) if row.order else shard
-        sent.setdefault(carrier(shard.dtype), []).append((row, shard.view(carrier(shard.dtype))))
-    found = {}
+        for target, args, kwargs in prologue(row):
+            shard = target(shard, *args, **kwargs)
+        sent.setdefault(shard.dtype, []).append((row, shard))
+    found: dict[str, _Gathering] = {}
     for members in sent.values():
         shards = [shard.contiguous() for _, shard in members]
         buffers = c10d.all_gather_into_tensor_coalesced(shards, axis.size, groups[axis.name])
-        found.update(
-            {row.name: _Gathering(buffer, row) for (row, _), buffer in zip(members, pytree.tree_leaves(buffers))}
-        )
+        found.update((row.name, _Gathering(buffer, row)) for (row, _), buffer in zip(members, buffers, strict=True))
     return found
 
 

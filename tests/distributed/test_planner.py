@@ -12,7 +12,7 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.ir.errors import InfeasibleError
 from graphshard.passes import MakePlan
-from graphshard.runtime.exchange import EXCHANGE
+from graphshard.runtime.gloo import EXCHANGE
 from graphshard.schedule.by_cost import PlanByCost
 from tests.distributed.twins import assert_same, example_llama, fsdp2, grads_of, params_of, world_mesh
 from tests.ranks import Ranks

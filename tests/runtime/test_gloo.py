@@ -13,7 +13,7 @@ from graphshard.ir.printer import print_communication
 from graphshard.ir.program import Program
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
-from graphshard.runtime.exchange import EXCHANGE, exchange_reductions, pair_sum
+from graphshard.runtime.gloo import EXCHANGE, exchange_reductions, pair_sum
 from graphshard.schedule.build import make_link
 from graphshard.schedule.by_cost import PlanByCost
 from tests.helpers import Blocks, captured
