@@ -43,6 +43,7 @@ class Offload(Pass):
     def rewrite(self, program: Program) -> int:
         if program.device.type == "cpu" and not self.always:
             return 0
+        program.offloaded = True
         count = 0
         for phase in program.phases.values():
             for node, slot in phase.slot_of().items():

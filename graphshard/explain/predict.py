@@ -18,7 +18,7 @@ from graphshard.ir.program import Program
 from graphshard.report.content import memory_of
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build import Settings, build
-from graphshard.schedule.timeline import Estimate, estimate, offloaded, tensors
+from graphshard.schedule.timeline import Estimate, estimate, tensors
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def explained(
     alive = Counter[str]()
     for value in memory.alive:
         alive[value.what] += value.num_bytes
-    held_here = 0 if offloaded(program) else states * trained
+    held_here = 0 if program.offloaded else states * trained
     alive["optimizer state"] = held_here
     held = dict(alive.most_common())
     compute, communication = timeline.total("compute"), timeline.communication

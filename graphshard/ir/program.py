@@ -215,6 +215,7 @@ class Program:
         capture: how many programs of the module were captured before.
         reason: why this program was captured.
         next_number: number of the next value to be printed; numbers are kept from stage to stage.
+        offloaded: shards, gradients and so optimizer state live on the host; graphs copy them to and from the device.
     """
 
     phases: dict[str, Phase]
@@ -240,6 +241,7 @@ class Program:
     capture: int = 0
     reason: str = ""
     next_number: int = 0
+    offloaded: bool = False
 
     @property
     def title(self) -> str:

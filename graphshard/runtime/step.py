@@ -80,7 +80,6 @@ class Executable:
         # Names of the outputs that are tensors; the others are constants.
         self.names = [name for value, name in self._results if isinstance(value, Node)]
         self._grads: tuple[Slot, ...] = ()
-        self._downloads = any(stage.name == "offload" and stage.rewrites for stage in program.history)
         self._ranged: dict[GraphModule, Boxed] = {}
         self._backwards: dict[Variant, Phase] = {}
         if "backward" in program.phases:
@@ -139,7 +138,7 @@ class Executable:
         with disable_autocast():
             values = self._code(phase)(inputs)
         self._unsharded.free(set(self._unsharded.full) - self._unsharded.kept)
-        if self._downloads:
+        if self.program.offloaded:
             finish_downloads(self.program.device)
         results = dict(zip(phase.outputs, values, strict=True))
         for slot, value in results.items():

@@ -220,11 +220,6 @@ def tensors(program: Program, found: Estimate) -> list[Tensor]:
     return list(held.values())
 
 
-def offloaded(program: Program) -> bool:
-    """Whether shards, gradients and optimizer state live on the host."""
-    return any(node.target is DOWNLOAD for phase in program.phases.values() for node in phase.module.graph.nodes)
-
-
 def _of_phase(phase: Phase, phase_name: str, found: Estimate) -> Iterator[Tensor]:
     nodes = list(phase.module.graph.nodes)
     began, ended = found.phases[phase_name]
