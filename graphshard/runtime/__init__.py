@@ -1,8 +1,8 @@
 """One step on one rank: shards, process groups, executors, autograd, microbatches.
 
 `step.py` runs a bound program, `shards.py` makes parameters DTensors, `groups.py` makes process groups of mesh axes.
-`accumulation.py` keeps what microbatches leave, `unsharded.py` what was gathered by hand. `exchange.py` and `gloo.py`
-are how collectives run on CPUs, `ranges.py` is for the profiler.
+`accumulation.py` keeps what microbatches leave, `unsharded.py` what was gathered by hand. `gloo.py` is how
+collectives run on CPUs.
 
 * **Our own runtime instead of AOTAutograd's.** The compiled step is one `autograd.Function` whose inputs are the
   DTensor parameters. AOTAutograd's wrappers would have to be traced again, or pickled, to be loaded from a file.
@@ -18,8 +18,6 @@ are how collectives run on CPUs, `ranges.py` is for the profiler.
 * **Reduce-scatter as all-to-all is no pass.** Rules, plans, estimates and dumps see a marked reduce-scatter. The
   executor gets the all-to-all when the group is bound. It is for two ranks only, because of the bits, and not under a
   memory limit: its buffer is as large as the gradients and not part of the problem.
-* **Profiler ranges are a second set of generated code**, used while a profiler runs. About 500 ranges in a step of 32
-  layers would cost milliseconds otherwise.
 
 Pitfalls:
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+
 from graphshard.ir.graph import c10d
 from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
