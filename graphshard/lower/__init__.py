@@ -1,14 +1,14 @@
 """From a scheduled graph to something that can be called: operators, Inductor code, or AOTInductor packages.
 
 `regions.py` cuts the graph at its collectives into regions and makes the graph of the executor that calls them.
-`executor.py` reads the lines that run off that graph, and `lines.py` prints them. `backends.py` chooses what a region is
-compiled with.
+`executor.py` reads the lines that run off that graph, and `lines.py` prints them. `backends.py` chooses what a region
+is compiled with.
 
 * **Views are made again in the region that uses them.** So regions exchange only real tensors, in the traced strides,
   and equal blocks give equal regions. The number of distinct regions does not grow with depth.
-* **The code of an executor is ours, not what torch.fx prints of its graph.** It has few kinds of line, each of them typed
-  (`lines.Line`). So the rule about frees reads lines and not text, results of regions are taken apart under their own
-  names, and a parameter may be called as anything in the code.
+* **The code of an executor is ours, not what torch.fx prints of its graph.** It has few kinds of line, each of them a
+  class (`lines.Line`). So the rule about frees reads lines and not text, results of regions are taken apart under their
+  own names, and a parameter may be called as anything in the code.
 * **Profiler ranges are a second set of generated code**, used while a profiler runs. About 500 ranges in a step of 32
   layers would cost milliseconds otherwise.
 * **Random operators stay torch's own** in Inductor's regions (`fallback_random`), so dropout draws what eager mode

@@ -1,8 +1,8 @@
 """One step on one rank: shards, process groups, executors, autograd, microbatches.
 
 `step.py` runs a bound program, `shards.py` makes parameters DTensors, `groups.py` makes process groups of mesh axes.
-`accumulation.py` keeps what microbatches leave, `unsharded.py` what was gathered by hand. `gloo.py` is how
-collectives run on CPUs.
+`accumulation.py` keeps what microbatches leave, `unsharded.py` what was gathered by hand. `gloo.py`
+is how collectives run on CPUs.
 
 * **Our own runtime instead of AOTAutograd's.** The compiled step is one `autograd.Function` whose inputs are the
   DTensor parameters. AOTAutograd's wrappers would have to be traced again, or pickled, to be loaded from a file.

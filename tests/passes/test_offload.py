@@ -26,6 +26,7 @@ def test_before_and_after() -> None:
     program = through(captured(Scale(4), (torch.ones(4),)), "partition")
     run_pass(Offload(always=True), program)
     assert program.history[-1].rewrites == 2
+    assert program.offloaded
     assert_expected_inline(
         print_phase(program.phases["forward"]),
         """\
@@ -59,6 +60,7 @@ def test_nothing_to_do_on_a_cpu_mesh() -> None:
     before = print_program(program)
     run_pass(Offload(), program)
     assert (program.history[-1].rewrites, print_program(program)) == (0, before)
+    assert not program.offloaded
 
 
 def test_idempotent() -> None:
@@ -111,5 +113,6 @@ def test_numerics(world_size: int) -> None:
 def test_stages_are_stored() -> None:
     program = _partitioned()
     run_pass(Offload(always=True), program)
-    text = program_to_json(program)
-    assert print_program(program_from_json(text)) == print_program(program)
+    stored = program_from_json(program_to_json(program))
+    assert print_program(stored) == print_program(program)
+    assert stored.offloaded
