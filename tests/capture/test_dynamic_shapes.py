@@ -107,7 +107,7 @@ def _batch(shape: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def test_row_131_golden() -> None:
+def test_sizes_are_inputs_of_both_phases() -> None:
     """Sizes are inputs of their own, named in order; both phases compute what they need from them."""
     program = captured(_Flat(), (torch.ones(2, 3, 4),), dynamic_shapes=({0: Dim("a"), 1: Dim("b")},), world_size=1)
     through(program, "partition")
@@ -149,7 +149,7 @@ backward:
 
 
 @pytest.mark.parametrize("policy", [None, "full"])
-def test_row_131_numerics_over_shapes(policy: Any) -> None:
+def test_one_program_computes_every_shape(policy: Any) -> None:
     """One program computes what eager mode computes at every shape; shapes differ between the ranks."""
     torch.manual_seed(0)
     model = _Text()
@@ -165,7 +165,7 @@ def test_row_131_numerics_over_shapes(policy: Any) -> None:
         torch.testing.assert_close(full_gradients(program, results), mean_gradients(model, batches))
 
 
-def test_row_131_bits_are_those_of_a_capture_of_that_shape() -> None:
+def test_bits_are_those_of_a_capture_of_that_shape() -> None:
     torch.manual_seed(0)
     model = _Text()
     program = through(_dynamic(model), "reorder")
@@ -176,7 +176,7 @@ def test_row_131_bits_are_those_of_a_capture_of_that_shape() -> None:
         torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_row_131_inference() -> None:
+def test_inference_with_dynamic_sizes() -> None:
     model = _Text(depth=1)
     program = captured(model, (TOKENS, TOKENS), dynamic_shapes=(BOTH, BOTH), grad=False)
     through(program, "reorder")
@@ -185,7 +185,7 @@ def test_row_131_inference() -> None:
     assert torch.equal(step(program, model, [batch, batch])[0]["output:0"], model(*batch))
 
 
-def test_row_131_regions_do_not_depend_on_the_example() -> None:
+def test_regions_do_not_depend_on_the_example() -> None:
     """Equal blocks give equal regions, and programs of other example sizes the same: ranks compile the same."""
     keys = []
     for shape in ((4, 6), (3, 17)):
@@ -353,7 +353,7 @@ def test_a_file_can_hold_nothing_but_arithmetic(size: str) -> None:
         program_from_json(json.dumps(data))
 
 
-def test_row_131_dump_and_report(fake_world: FakeWorld, tmp_path: Path) -> None:
+def test_dump_and_report_of_dynamic_sizes(fake_world: FakeWorld, tmp_path: Path) -> None:
     """Every file of a dump is written, and the next shape makes no other."""
     fake_world(2)
     model = graphshard.compile(

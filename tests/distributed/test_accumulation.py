@@ -96,18 +96,18 @@ def _train(rank: int, world_size: int, setting: Setting, policy: MixedPrecisionP
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_rows_66_and_69_without_sync(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
+def test_microbatches_without_sync_equal_fsdp2(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     """Gradients are added up in the dtype they are reduced in."""
     ranks(2).run(_train, _no_sync, policy)
 
 
 @pytest.mark.parametrize("setting", [_one_block, _root_only])
-def test_row_68_some_units_accumulate(ranks: Ranks, setting: Setting) -> None:
+def test_units_that_accumulate_alone_equal_fsdp2(ranks: Ranks, setting: Setting) -> None:
     ranks(2).run(_train, setting, BF16)
 
 
 @pytest.mark.parametrize("setting", REPLICATED.values(), ids=REPLICATED)
-def test_row_67_over_replicas(ranks: Ranks, setting: Setting) -> None:
+def test_microbatches_over_replicas_equal_fsdp2(ranks: Ranks, setting: Setting) -> None:
     ranks(4).run(_train, setting, FP32)
 
 
@@ -125,7 +125,7 @@ def _counts(rank: int, world_size: int) -> list[dict[str, int]]:
     return counted
 
 
-def test_rows_66_67_and_122_collective_counts(ranks: Ranks) -> None:
+def test_reductions_of_three_microbatches(ranks: Ranks) -> None:
     """Three microbatches: three units are reduced once, or over shards every time and over replicas once."""
     for no_sync, no_all_reduce in ranks(4).run(_counts):
         assert no_sync == {"scatter": 3, "all_reduce": 3}
@@ -178,7 +178,7 @@ def _pipelined(rank: int, world_size: int) -> None:
     assert_same(*map(grads_of, pair), "gradients")
 
 
-def test_row_54_interleaved_microbatches(ranks: Ranks) -> None:
+def test_interleaved_microbatches_equal_fsdp2(ranks: Ranks) -> None:
     ranks(2).run(_pipelined)
 
 
@@ -195,7 +195,7 @@ def _given_up(rank: int, world_size: int) -> None:
     assert_same(grads_of(model), grads_of(reference), "gradients")
 
 
-def test_row_53_a_step_that_was_given_up(ranks: Ranks) -> None:
+def test_a_step_that_was_given_up_leaves_nothing(ranks: Ranks) -> None:
     ranks(2).run(_given_up)
 
 

@@ -127,7 +127,7 @@ def _user(rank: int, world_size: int, call: str, options: dict[str, Any]) -> str
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_row_58_user_checkpoints_equal_fsdp2(ranks: Ranks, call: str) -> None:
+def test_user_checkpoints_equal_fsdp2(ranks: Ranks, call: str) -> None:
     """Every way of checkpointing, with dropout inside; nothing is gathered or reduced more often than without."""
     table = ranks(2).run(_user, call, {})[0]
     assert table.count("bernoulli 2") == 3, table
@@ -135,7 +135,7 @@ def test_row_58_user_checkpoints_equal_fsdp2(ranks: Ranks, call: str) -> None:
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_row_58_checkpoints_with_parameters_resharded_or_kept(ranks: Ranks, reshard: bool) -> None:
+def test_checkpoints_with_parameters_resharded_or_kept(ranks: Ranks, reshard: bool) -> None:
     """Recomputation reads kept parameters, and does not gather them again."""
     ranks(2).run(_user, "non-reentrant", {"reshard_after_forward": reshard})
 
@@ -156,7 +156,7 @@ def _dpo(rank: int, world_size: int, call: str) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_row_44_two_forwards_then_a_joint_loss_with_checkpoints(ranks: Ranks) -> None:
+def test_two_forwards_then_a_joint_loss_with_checkpoints(ranks: Ranks) -> None:
     """DPO: each backward finds its own saved values and random states; gradients add up."""
     ranks(2).run(_dpo, "non-reentrant")
 
@@ -175,7 +175,7 @@ def _policy(rank: int, world_size: int, activation: Any, backend: str, steps: in
 
 
 @pytest.mark.parametrize("activation", ["full", ["addmm"], 0.5, 0, 1])
-def test_row_135_policies_equal_fsdp2(ranks: Ranks, activation: Any) -> None:
+def test_activation_policies_equal_fsdp2(ranks: Ranks, activation: Any) -> None:
     """Recomputed or saved, the same bits, as those of FSDP2 without checkpointing."""
     table = ranks(2).run(_policy, activation, "eager", 3)[0]
     assert ("bernoulli 2" in table) == (activation != 1), table
@@ -194,6 +194,6 @@ def _policy_in_inductor(rank: int, world_size: int) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_row_135_random_numbers_are_drawn_again_in_inductor(ranks: Ranks) -> None:
+def test_random_numbers_are_drawn_again_in_inductor(ranks: Ranks) -> None:
     """With warnings as errors: no region falls back."""
     ranks(2).run(_policy_in_inductor)

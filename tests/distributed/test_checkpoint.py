@@ -89,7 +89,7 @@ def _load(rank: int, world_size: int, impl: str, path: Path) -> tuple[list[float
 def test_training_goes_on_as_if_it_had_not_stopped(
     ranks: Ranks, tmp_path: Path, writer: str, written_by: int, reader: str, read_by: int
 ) -> None:
-    """Row 102. A rank that did not exist when the checkpoint was saved has no data of its own in it."""
+    """A rank that did not exist when the checkpoint was saved has no data of its own in it."""
     losses = ranks(written_by).run(_save, writer, tmp_path / "step-2")[0]
     expected = [(losses, rank if rank < written_by else None) for rank in range(read_by)]
     loaded = ranks(read_by).run(_load, reader, tmp_path / "step-2")

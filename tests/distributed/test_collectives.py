@@ -92,7 +92,7 @@ def _both_counts(rank: int, world_size: int, frozen: list[str], options: dict[st
     [(True, BLOCKS + 1), (None, BLOCKS), (False, 0)],
     ids=lambda value: str(value),
 )
-def test_rows_29_to_32_counts_equal_fsdp2(ranks: Ranks, reshard: bool | None, backward_gathers: int) -> None:
+def test_counts_of_collectives_equal_fsdp2(ranks: Ranks, reshard: bool | None, backward_gathers: int) -> None:
     """One launch per unit and direction. By default the root stays gathered between forward and backward."""
     expected = (BLOCKS + 1, 0), (backward_gathers, BLOCKS + 1)
     for ours, theirs in ranks(2).run(_both_counts, [], {"reshard_after_forward": reshard}):
@@ -172,7 +172,7 @@ def _alone(rank: int, world_size: int) -> tuple[tuple[Counts, Counts], tuple[Cou
     return counts
 
 
-def test_row_60_world_of_one_communicates_nothing(ranks: Ranks) -> None:
+def test_world_of_one_communicates_nothing(ranks: Ranks) -> None:
     for ours, plain in ranks(2).run(_alone):
         assert ours == plain == ((0, 0), (0, 0))
 
@@ -188,7 +188,7 @@ def _inference(rank: int, world_size: int) -> list[Counts]:
     return counts
 
 
-def test_row_59_inference_reduces_nothing(ranks: Ranks) -> None:
+def test_inference_reduces_nothing(ranks: Ranks) -> None:
     for ours, theirs in ranks(2).run(_inference):
         assert ours == theirs == (BLOCKS + 1, 0)
 
@@ -260,7 +260,7 @@ def _gathered_blocks(
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_rows_38_106_and_107_two_blocks_are_gathered_at_a_time(ranks: Ranks, backend: str) -> None:
+def test_two_blocks_are_gathered_at_a_time(ranks: Ranks, backend: str) -> None:
     """The one that computes and the next, whose gather runs at the same time."""
     assert ranks(2).run(_gathered_blocks, backend, None) == [(2, 0, 2, 0)] * 2
 

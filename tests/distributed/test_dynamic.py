@@ -91,7 +91,7 @@ def _many_shapes(rank: int, world_size: int, checkpointed: bool) -> int:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_row_131_many_shapes_one_program(ranks: Ranks, checkpointed: bool) -> None:
+def test_many_shapes_one_program(ranks: Ranks, checkpointed: bool) -> None:
     """20 shapes, different ones on the ranks in the same step; dropout is drawn again where blocks are checkpointed."""
     assert ranks(2).run(_many_shapes, checkpointed) == [1, 1]
 
@@ -112,7 +112,7 @@ def _ragged(rank: int, world_size: int) -> list[str]:
     return [message for message in messages if message.startswith("capture")]
 
 
-def test_row_131_a_batch_of_one_is_captured_again(ranks: Ranks) -> None:
+def test_a_batch_of_one_is_captured_again(ranks: Ranks) -> None:
     """On one rank first, which does not make the other wait; the sequence stays dynamic there."""
     for logged in ranks(2).run(_ragged):
         assert logged == [
@@ -135,7 +135,7 @@ def _marked(rank: int, world_size: int) -> None:
     assert len(graphshard.programs(pair[0])) == 2
 
 
-def test_row_131_dimensions_marked_on_the_first_inputs(ranks: Ranks) -> None:
+def test_dimensions_marked_on_the_first_inputs(ranks: Ranks) -> None:
     ranks(2).run(_marked)
 
 
@@ -148,5 +148,5 @@ def _inductor(rank: int, world_size: int) -> None:
     assert len(graphshard.programs(pair[0])) == 1
 
 
-def test_row_131_inductor_compiles_once(ranks: Ranks) -> None:
+def test_inductor_compiles_once_for_all_shapes(ranks: Ranks) -> None:
     ranks(2).run(_inductor)

@@ -30,13 +30,13 @@ def _train(rank: int, world_size: int, shape: tuple[int, int], policy: MixedPrec
 
 
 @pytest.mark.parametrize("policy", [*POLICIES.values(), FP16], ids=[*POLICIES, "fp16"])
-def test_row_6_hsdp_equals_fsdp2(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
+def test_hsdp_equals_fsdp2(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     """Reduce-scatter over one axis, all-reduce over the other; in fp16 both divisors count all ranks."""
     ranks(4).run(_train, (2, 2), policy)
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (1, 4)], ids=["replicated", "sharded"])
-def test_row_6_an_axis_of_one_rank(ranks: Ranks, shape: tuple[int, int]) -> None:
+def test_an_axis_of_one_rank_equals_fsdp2(ranks: Ranks, shape: tuple[int, int]) -> None:
     """Replicated only is data parallelism; sharded only is FSDP on one axis."""
     ranks(4).run(_train, shape, FP32)
 
@@ -63,7 +63,7 @@ def _counts(rank: int, world_size: int, shape: tuple[int, int]) -> list[dict[str
     ],
     ids=str,
 )
-def test_row_6_collective_counts_and_placements(ranks: Ranks, shape: tuple[int, int], expected: dict[str, int]) -> None:
+def test_collective_counts_and_placements(ranks: Ranks, shape: tuple[int, int], expected: dict[str, int]) -> None:
     """One of each per unit, none over an axis of one rank; FSDP2 has no fewer and places parameters the same.
 
     Backward does not need the weight of the first layer, so two of three are gathered again.
@@ -94,7 +94,7 @@ def _with_uneven_dims(rank: int, world_size: int) -> None:
         torch.testing.assert_close(found, param.grad, msg=name)
 
 
-def test_row_6_uneven_shards_along_another_dim(ranks: Ranks) -> None:
+def test_uneven_shards_along_another_dim(ranks: Ranks) -> None:
     ranks(4).run(_with_uneven_dims)
 
 
@@ -113,6 +113,6 @@ def _checkpointed(rank: int, world_size: int) -> None:
     assert not any(p.full_tensor().any() for p in ours.parameters())
 
 
-def test_row_101_state_of_a_2d_mesh(ranks: Ranks) -> None:
+def test_state_of_a_2d_mesh(ranks: Ranks) -> None:
     """State goes between ours and FSDP2's, and full tensors load."""
     ranks(4).run(_checkpointed)

@@ -72,7 +72,7 @@ def _meta_init(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_row_24_meta_init_equals_unsharded_init(ranks: Ranks, world_size: int) -> None:
+def test_meta_init_equals_unsharded_init(ranks: Ranks, world_size: int) -> None:
     ranks(world_size).run(_meta_init)
 
 
@@ -101,7 +101,7 @@ def _hugging_face(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_row_24_hugging_face_init(ranks: Ranks) -> None:
+def test_hugging_face_init(ranks: Ranks) -> None:
     pytest.importorskip("transformers")
     ranks(2).run(_hugging_face)
 
@@ -133,7 +133,7 @@ def _peak_memory(rank: int, world_size: int) -> dict[str, float]:
     return {"peak": peak / MIB, "shards": shards / MIB, "one": one / MIB}
 
 
-def test_row_24_peak_is_the_shards_and_one_parameter(ranks: Ranks) -> None:
+def test_peak_of_init_is_the_shards_and_one_parameter(ranks: Ranks) -> None:
     ranks(2).run(_peak_memory)
 
 
@@ -144,7 +144,7 @@ def _moves_only_shards(rank: int, world_size: int) -> None:
         assert local(param).untyped_storage().nbytes() == chunk * 4, name
 
 
-def test_row_9_no_shard_keeps_the_full_parameter(ranks: Ranks) -> None:
+def test_no_shard_keeps_the_full_parameter(ranks: Ranks) -> None:
     ranks(3).run(_moves_only_shards)
 
 
@@ -180,7 +180,7 @@ def _convert(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_row_23_conversion_after_compile(ranks: Ranks, world_size: int) -> None:
+def test_conversion_after_compile_equals_fsdp2(ranks: Ranks, world_size: int) -> None:
     ranks(world_size).run(_convert)
 
 
@@ -219,7 +219,7 @@ def _deepcopy(rank: int, world_size: int) -> None:
     assert torch.equal(parent["net"](tokens), tied(tokens))
 
 
-def test_row_13_deepcopy_is_a_model_of_its_own(ranks: Ranks) -> None:
+def test_deepcopy_is_a_model_of_its_own(ranks: Ranks) -> None:
     ranks(2).run(_deepcopy)
 
 
@@ -236,5 +236,5 @@ def _ema_on_one_rank(rank: int, world_size: int) -> Any:
                 average.lerp_(param, 0.1)
 
 
-def test_row_13_a_copy_on_one_rank(ranks: Ranks) -> None:
+def test_averages_on_one_rank_disturb_nobody(ranks: Ranks) -> None:
     ranks(2).run(_ema_on_one_rank)

@@ -41,7 +41,7 @@ def _offload(rank: int, world_size: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_row_84_parameters_stay_on_the_cpu(ranks: Ranks, backend: str) -> None:
+def test_offloaded_training_equals_fsdp2(ranks: Ranks, backend: str) -> None:
     ranks(2).run(_offload, backend)
 
 
@@ -55,5 +55,5 @@ def _wrong(rank: int, world_size: int) -> None:
         model(rows(rank))
 
 
-def test_row_85_errors(ranks: Ranks) -> None:
+def test_wrong_policy_and_parameters_on_the_meta_device(ranks: Ranks) -> None:
     ranks(2).run(_wrong)

@@ -96,7 +96,7 @@ def _steps(rank: int, world_size: int) -> None:
 
 
 def test_optimizers_equal_fsdp2(ranks: Ranks) -> None:
-    """Row 103: with parameter groups and a schedule, on uneven and empty shards, parameters and state bit for bit."""
+    """With parameter groups and a schedule, on uneven and empty shards, parameters and state bit for bit."""
     ranks(3).run(_steps)
 
 
@@ -241,7 +241,7 @@ def _clip(rank: int, world_size: int, norm_types: tuple[float, ...]) -> None:
 
 
 def test_clip_grad_norm(ranks: Ranks) -> None:
-    """Row 76: the norm of the whole model for p = 1 and 2, with empty shards, and inf."""
+    """The norm of the whole model for p = 1 and 2, with empty shards, and inf."""
     ranks(3).run(_clip, (1.0, 2.0))
     ranks(3).run(_clip, (float("inf"),))
 
@@ -288,7 +288,7 @@ def _scaler(rank: int, world_size: int, bad_rank: int | None, where: str) -> lis
 
 @pytest.mark.parametrize("where", ["input", "gradient"])
 def test_grad_scaler(ranks: Ranks, where: str) -> None:
-    """Row 77: an inf on one rank skips the step on all, and all lower their scale."""
+    """An inf on one rank skips the step on all, and all lower their scale."""
     pool = ranks(2)
     assert pool.run(_scaler, 1, where) == [[1024.0, 2048.0, 1024.0, 1024.0]] * 2
 
@@ -329,7 +329,7 @@ def _in_backward(rank: int, world_size: int) -> None:
 
 
 def test_optimizer_in_backward(ranks: Ranks) -> None:
-    """Row 72: hooks run once for each parameter, with its reduced gradient, which they may use up."""
+    """Hooks run once for each parameter, with its reduced gradient, which they may use up."""
     ranks(3).run(_in_backward)
 
 

@@ -53,7 +53,7 @@ def _ignored(rank: int, world_size: int) -> None:
     assert ours.scale.grad is None
 
 
-def test_row_14_ignored_parameters(ranks: Ranks) -> None:
+def test_ignored_parameters(ranks: Ranks) -> None:
     ranks(2).run(_ignored)
 
 
@@ -76,7 +76,7 @@ def _freeze_later(rank: int, world_size: int) -> None:
     assert reduced == {n for n, p in ours.named_parameters() if p.requires_grad}
 
 
-def test_row_73_frozen_after_compile(ranks: Ranks) -> None:
+def test_frozen_after_compile(ranks: Ranks) -> None:
     """No reduction and no gradient for what is frozen, now or later."""
     ranks(2).run(_freeze_later)
 
@@ -93,7 +93,7 @@ def _swapped(rank: int, world_size: int) -> None:
     assert_same(train(ours, inputs), train(theirs, inputs), "after three steps")
 
 
-def test_row_22_parameters_swapped_after_compile(ranks: Ranks) -> None:
+def test_parameters_swapped_after_compile(ranks: Ranks) -> None:
     ranks(2).run(_swapped)
 
 
@@ -178,8 +178,8 @@ def _tied(rank: int, world_size: int) -> None:
     assert torch.isfinite(ours(tokens[0])).all()
 
 
-def test_rows_90_91_114_tied_weights(ranks: Ranks) -> None:
-    """Rows 90, 91, 114: one shard, one gather, one gradient; both names; ties survive."""
+def test_tied_weights(ranks: Ranks) -> None:
+    """One shard, one gather, one gradient; both names; ties survive."""
     ranks(2).run(_tied)
 
 
@@ -209,8 +209,8 @@ def _units(rank: int, world_size: int) -> None:
     assert "gather stem, head in forward" in {b.name for b in program.plan.buckets}
 
 
-def test_rows_2_3_units_are_fsdp2_groups(ranks: Ranks) -> None:
-    """Rows 2, 3: a function chooses modules, a tuple makes one group of several."""
+def test_units_are_the_groups_of_fsdp2(ranks: Ranks) -> None:
+    """A function chooses modules, a tuple makes one group of several."""
     ranks(2).run(_units)
 
 
@@ -262,5 +262,5 @@ def _submodule(rank: int, world_size: int) -> None:
     assert titles == ["Net-0", "Block-blocks.1-0", "Linear-blocks.0.up-0", "Block-blocks.1-1"]
 
 
-def test_row_45_a_submodule_called_on_its_own(ranks: Ranks) -> None:
+def test_a_submodule_called_on_its_own(ranks: Ranks) -> None:
     ranks(2).run(_submodule)

@@ -121,7 +121,7 @@ CASES = [(name, precision) for name in MODELS for precision in POLICIES if (name
 
 @pytest.mark.parametrize("world_size", [2, 3], ids="{}ranks".format)
 @pytest.mark.parametrize(("name", "precision"), CASES, ids=["-".join(case) for case in CASES])
-def test_rows_5_62_78_and_79_training_equals_fsdp2(ranks: Ranks, name: str, precision: str, world_size: int) -> None:
+def test_training_equals_fsdp2(ranks: Ranks, name: str, precision: str, world_size: int) -> None:
     """20 steps of AdamW with clipped gradients; two blocks on two ranks, one on three, to save time."""
     ranks(world_size).run(_train_side_by_side, name, precision, {})
 

@@ -40,7 +40,7 @@ def _types(rank: int, world_size: int) -> None:
         assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in model.parameters())
 
 
-def test_row_34_parameters_are_always_dtensors(ranks: Ranks) -> None:
+def test_parameters_are_always_dtensors(ranks: Ranks) -> None:
     """FSDP2 swaps in plain tensors where parameters stay gathered."""
     ranks(2).run(_types)
 
@@ -64,7 +64,7 @@ def _misprefetched(rank: int, world_size: int) -> None:
     _same_after((ours, twin), step, "with lists")
 
 
-def test_row_42_wrong_prefetch_lists_do_not_hang(ranks: Ranks) -> None:
+def test_wrong_prefetch_lists_do_not_hang(ranks: Ranks) -> None:
     ranks(2).run(_misprefetched)
 
 
@@ -98,7 +98,7 @@ def _repeated(rank: int, world_size: int) -> tuple[int, int]:
     return counted.of("gather"), counted.of("scatter")
 
 
-def test_rows_43_and_47_layers_called_again_and_no_inputs(ranks: Ranks) -> None:
+def test_layers_called_again_and_no_inputs(ranks: Ranks) -> None:
     """A layer is gathered once in forward, once in backward (the root is kept), and reduced once."""
     assert ranks(2).run(_repeated) == [(5, 3)] * 2
 
@@ -127,7 +127,7 @@ def _views(rank: int, world_size: int) -> None:
     _same_after(pair, step, "views")
 
 
-def test_row_50_views_and_in_place_operators(ranks: Ranks) -> None:
+def test_views_and_in_place_operators(ranks: Ranks) -> None:
     ranks(2).run(_views)
 
 
@@ -165,7 +165,7 @@ def _chunked(rank: int, world_size: int) -> None:
         torch.testing.assert_close(ours.get_parameter(name).grad.full_tensor(), param.grad, msg=name)
 
 
-def test_row_52_a_head_called_in_chunks(ranks: Ranks) -> None:
+def test_a_head_called_in_chunks(ranks: Ranks) -> None:
     ranks(2).run(_chunked)
 
 
@@ -180,7 +180,7 @@ def _no_need(rank: int, world_size: int) -> int:
     return counted.of("gather")
 
 
-def test_row_55_backward_gathers_only_what_it_reads(ranks: Ranks) -> None:
+def test_backward_gathers_only_what_it_reads(ranks: Ranks) -> None:
     """The linear layer's weight; not the embedding, which FSDP2 gathers, too."""
     assert ranks(2).run(_no_need) == [1, 1]
 
@@ -232,7 +232,7 @@ def _jvp(rank: int, world_size: int) -> None:
     torch.func.jvp(lambda x: model(x), (X,), (X,))
 
 
-def test_row_61_functorch_is_a_clear_error(ranks: Ranks) -> None:
+def test_functorch_is_a_clear_error(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"torch\.func"):
         ranks(2).run(_jvp)
 
@@ -256,7 +256,7 @@ def _branched(rank: int, world_size: int) -> None:
         assert grad.full_tensor().abs().sum() > 0
 
 
-def test_row_70_ranks_that_use_different_layers(ranks: Ranks) -> None:
+def test_ranks_that_use_different_layers(ranks: Ranks) -> None:
     ranks(2).run(_branched)
 
 
@@ -274,7 +274,7 @@ def _compiled_blocks(rank: int, world_size: int) -> None:
     assert_same(grads_of(ours), grads_of(theirs), "gradients")
 
 
-def test_rows_108_and_109_blocks_that_were_compiled(ranks: Ranks) -> None:
+def test_blocks_that_were_compiled(ranks: Ranks) -> None:
     ranks(2).run(_compiled_blocks)
 
 
@@ -333,7 +333,7 @@ def _after_an_exception(rank: int, world_size: int, where: str, accumulate: bool
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_row_53_the_step_after_an_exception(ranks: Ranks, where: str, accumulate: bool) -> None:
+def test_the_step_after_an_exception_equals_fsdp2(ranks: Ranks, where: str, accumulate: bool) -> None:
     """Out of memory inside a region, in forward or backward, on all ranks."""
     ranks(2).run(_after_an_exception, where, accumulate)
 
@@ -460,5 +460,5 @@ def _in_eight_bits(rank: int, world_size: int) -> None:
         assert cosine > 0.99
 
 
-def test_row_86_gathers_in_eight_bits(ranks: Ranks) -> None:
+def test_gathers_in_eight_bits(ranks: Ranks) -> None:
     ranks(2).run(_in_eight_bits)

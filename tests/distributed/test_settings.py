@@ -64,7 +64,7 @@ def _resharding(rank: int, world_size: int) -> list[tuple[int, int]]:
     return counts
 
 
-def test_row_35_resharding_is_changed_at_run_time(ranks: Ranks) -> None:
+def test_resharding_is_changed_at_run_time(ranks: Ranks) -> None:
     """Backward gathers two of three layers again (it does not need the first), or none, or one."""
     for counts in ranks(2).run(_resharding):
         assert counts == [(3, 2), (3, 0), (3, 1), (3, 2)]
@@ -86,7 +86,7 @@ def _unsharded(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_row_37_unshard_and_reshard_by_hand(ranks: Ranks) -> None:
+def test_unshard_and_reshard_by_hand(ranks: Ranks) -> None:
     """Gathered parameters serve until the next backward has run."""
     for found in ranks(2).run(_unsharded):
         assert found == {"all": (0, 0), "after backward": (3, 2), "resharded": (3, 2)}
@@ -117,7 +117,7 @@ def _microbatches(rank: int, world_size: int) -> list[tuple[int, int]]:
     return counts[3:]
 
 
-def test_row_36_parameters_stay_gathered_between_microbatches(ranks: Ranks) -> None:
+def test_parameters_stay_gathered_between_microbatches(ranks: Ranks) -> None:
     """Gathered before the first microbatch in one launch, freed after the last."""
     for counts in ranks(2).run(_microbatches):
         assert counts == [(1, 0), (0, 0), (0, 0)]
@@ -144,13 +144,11 @@ def _divided(rank: int, world_size: int, factor: float, reduce_dtype: torch.dtyp
     [(2.0, torch.float32, False), (3.0, torch.float32, True), (3.0, torch.float16, False), (4.0, torch.bfloat16, True)],
     ids=str,
 )
-def test_rows_64_and_65_divide_factor_and_forced_sums(
-    ranks: Ranks, factor: float, dtype: torch.dtype, force_sum: bool
-) -> None:
+def test_divide_factor_and_forced_sums(ranks: Ranks, factor: float, dtype: torch.dtype, force_sum: bool) -> None:
     ranks(2).run(_divided, factor, dtype, force_sum)
 
 
-def test_row_64_on_two_axes(ranks: Ranks) -> None:
+def test_divide_factor_on_two_axes(ranks: Ranks) -> None:
     ranks(4).run(_divided, 2.0, torch.float32, False)
     ranks(4).run(_divided, 5.0, torch.float32, True)
 
@@ -167,7 +165,7 @@ def _scaled(rank: int, world_size: int) -> None:
         torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad * world_size / 3.0)
 
 
-def test_row_64_a_divisor_that_is_not_the_number_of_ranks(ranks: Ranks) -> None:
+def test_a_divisor_that_is_not_the_number_of_ranks(ranks: Ranks) -> None:
     ranks(2).run(_scaled)
 
 
@@ -213,7 +211,7 @@ def _policies(rank: int, world_size: int) -> None:
         assert_same(grads_of(ours), grads_of(twin), "gradients")
 
 
-def test_row_81_policies_of_single_units(ranks: Ranks) -> None:
+def test_precision_of_single_units(ranks: Ranks) -> None:
     """Inputs are cast at the border of each unit, outputs back."""
     ranks(2).run(_policies)
 
@@ -257,7 +255,7 @@ def _methods(rank: int, world_size: int) -> None:
     assert [p.title for p in graphshard.programs(ours)] == ["Encoder-encode-0", "Encoder-score-0", "Encoder-0"]
 
 
-def test_row_51_other_methods_than_forward(ranks: Ranks) -> None:
+def test_other_methods_than_forward(ranks: Ranks) -> None:
     """Each is a program of its own on the same shards; one may call the model itself."""
     ranks(2).run(_methods)
 
@@ -322,7 +320,7 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
     return messages
 
 
-def test_rows_39_41_56_57_71_74_75_88_and_89_say_what_to_do_instead(ranks: Ranks) -> None:
+def test_methods_of_fsdp2_that_are_missing_say_what_to_do_instead(ranks: Ranks) -> None:
     """Every method of FSDP2's modules is there, or says why not."""
     for messages in ranks(2).run(_refused):
         for name, pattern in REFUSED.items():
@@ -343,7 +341,7 @@ def _regathered(rank: int, world_size: int) -> tuple[list[tuple[int, int]], list
     return [_step(model)], [bucket.axis for bucket in program.plan.buckets if bucket.kind == "gather"]
 
 
-def test_row_33_gathered_again_among_fewer_ranks(ranks: Ranks) -> None:
+def test_gathered_again_among_fewer_ranks(ranks: Ranks) -> None:
     for counts, axes in ranks(4).run(_regathered):
         assert counts == [(3, 2)]
         assert axes == ["shard", "shard", "shard", "shard/2", "shard/2"]

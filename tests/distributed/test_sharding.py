@@ -40,8 +40,8 @@ def _shard_dims(rank: int, world_size: int) -> None:
     hashes_agree(ours)
 
 
-def test_rows_16_17_shard_dims_equal_fsdp2(ranks: Ranks) -> None:
-    """Rows 16, 17: any dim, negative ones too; shards and gradients are contiguous."""
+def test_shard_dims_equal_fsdp2(ranks: Ranks) -> None:
+    """Any dim, negative ones too; shards and gradients are contiguous."""
     ranks(2).run(_shard_dims)
 
 
@@ -68,8 +68,8 @@ def _uneven_dims(rank: int, world_size: int, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_row_115_uneven_shards_on_any_dim(ranks: Ranks, world_size: int, backend: str) -> None:
-    """Rows 15, 115."""
+def test_uneven_shards_on_any_dim(ranks: Ranks, world_size: int, backend: str) -> None:
+    """Sizes that the number of ranks does not divide, and smaller than it."""
     ranks(world_size).run(_uneven_dims, backend)
 
 
@@ -86,7 +86,7 @@ def _uneven_rows(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_row_15_empty_shards(ranks: Ranks, world_size: int) -> None:
+def test_empty_shards_equal_fsdp2(ranks: Ranks, world_size: int) -> None:
     ranks(world_size).run(_uneven_rows)
 
 
@@ -97,7 +97,7 @@ def _default_mesh(rank: int, world_size: int) -> None:
     assert model(rows(rank)).shape == (5, 3)
 
 
-def test_row_4_all_ranks_without_a_mesh(ranks: Ranks) -> None:
+def test_all_ranks_without_a_mesh(ranks: Ranks) -> None:
     ranks(2).run(_default_mesh)
     with pytest.raises(graphshard.ArgumentError, match=r"there is no process group. Call torch.distributed.init_proc"):
         graphshard.compile(Net())
@@ -146,7 +146,7 @@ def _channels_last(rank: int, world_size: int, dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_row_11_parameters_keep_their_memory_format(ranks: Ranks, world_size: int, dim: int) -> None:
+def test_parameters_keep_their_memory_format(ranks: Ranks, world_size: int, dim: int) -> None:
     ranks(world_size).run(_channels_last, dim)
 
 
@@ -186,7 +186,7 @@ def _dtypes(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_row_28_several_trainable_dtypes(ranks: Ranks, world_size: int) -> None:
+def test_several_trainable_dtypes(ranks: Ranks, world_size: int) -> None:
     """One unit, a bucket for each dtype."""
     ranks(world_size).run(_dtypes)
 
@@ -260,11 +260,11 @@ def _stored(rank: int, world_size: int, backend: str, dtypes: list[torch.dtype])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_rows_27_113_frozen_parameters_of_any_dtype(ranks: Ranks, world_size: int) -> None:
-    """Rows 27, 87, 113: stored, gathered and kept in their own dtype; the adapter trains."""
+def test_frozen_parameters_of_any_dtype(ranks: Ranks, world_size: int) -> None:
+    """Stored, gathered and kept in their own dtype; the adapter trains."""
     ranks(world_size).run(_stored, "eager", STORED)
 
 
 @pytest.mark.slow
-def test_row_113_frozen_parameters_with_inductor(ranks: Ranks) -> None:
+def test_frozen_parameters_with_inductor(ranks: Ranks) -> None:
     ranks(2).run(_stored, "inductor", [torch.int8, torch.float8_e4m3fn])

@@ -100,7 +100,7 @@ def _aliases(rank: int, world_size: int) -> None:
 
 
 def test_values_are_the_parameters(ranks: Ranks) -> None:
-    """Row 98; with uneven shards, and one that only the first rank has a row of."""
+    """With uneven shards, and one that only the first rank has a row of."""
     ranks(3).run(_aliases)
 
 
@@ -151,7 +151,7 @@ def _load_layouts(rank: int, world_size: int) -> None:
 
 
 def test_load_state_dict_takes_any_layout(ranks: Ranks) -> None:
-    """Row 99. Full tensors are sharded, other placements redistributed, with assign or without; FSDP2 refuses them."""
+    """Full tensors are sharded, other placements redistributed, with assign or without; FSDP2 refuses them."""
     ranks(3).run(_load_layouts)
 
 
@@ -194,7 +194,7 @@ def _load_inner_dims(rank: int, world_size: int) -> None:
 
 
 def test_load_full_tensors_into_shards_of_inner_dims(ranks: Ranks) -> None:
-    """Row 99, with uneven shards of dim 1, channels_last and not."""
+    """With uneven shards of dim 1, channels_last and not."""
     ranks(3).run(_load_inner_dims)
 
 
@@ -226,7 +226,7 @@ def _load_errors(rank: int, world_size: int) -> None:
 
 
 def test_what_load_state_dict_refuses(ranks: Ranks) -> None:
-    """Row 99: strict, shapes and meshes."""
+    """Strict, shapes and meshes."""
     ranks(2).run(_load_errors)
 
 
@@ -328,7 +328,7 @@ def _options(rank: int, world_size: int) -> None:
 
 
 def test_state_dict_options(ranks: Ranks) -> None:
-    """Row 100: sharded, full, on the CPU, on rank 0 only and broadcast from there; all equal to FSDP2's."""
+    """Sharded, full, on the CPU, on rank 0 only and broadcast from there; all equal to FSDP2's."""
     ranks(3).run(_options)
 
 
@@ -367,7 +367,6 @@ def _rank_0_init(rank: int, world_size: int) -> None:
 
 
 def test_meta_model_gets_its_values_from_rank_0(ranks: Ranks) -> None:
-    """Row 26."""
     ranks(3).run(_rank_0_init)
 
 
@@ -404,7 +403,7 @@ def _dcp_load(
 
 @pytest.mark.parametrize(("writer", "reader"), [("graphshard", "fsdp2"), ("fsdp2", "graphshard")])
 def test_checkpoints_are_those_of_fsdp2(ranks: Ranks, tmp_path: Path, writer: str, reader: str) -> None:
-    """Row 102: what one writes the other reads, and both train on as the writer does, bit for bit."""
+    """What one writes the other reads, and both train on as the writer does, bit for bit."""
     saved, losses = ranks(2).run(_dcp_save, writer, tmp_path)[0]
     for impl in (reader, writer):
         loaded, resumed = ranks(2).run(_dcp_load, impl, tmp_path, None)[0]

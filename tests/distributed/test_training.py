@@ -100,7 +100,7 @@ def _modes(rank: int, world_size: int) -> list[str]:
     return [program.reason for program in programs]
 
 
-def test_row_59_modes_have_programs_of_their_own(ranks: Ranks) -> None:
+def test_modes_have_programs_of_their_own(ranks: Ranks) -> None:
     """train(), eval() and no_grad(), with dropout's random numbers and batch norm's statistics as in FSDP2."""
     assert ranks(2).run(_modes)[0] == [
         "first call",
@@ -197,7 +197,7 @@ def _constants(rank: int, world_size: int) -> list[str]:
     return failed
 
 
-def test_row_49_inputs_that_are_no_tensors(ranks: Ranks) -> None:
+def test_inputs_that_are_no_tensors(ranks: Ranks) -> None:
     """Numbers, strings and None are part of what a program is made for; torch.export takes no other objects."""
     assert ranks(2).run(_constants)[0] == []
 
@@ -223,8 +223,8 @@ def _identity(rank: int, world_size: int) -> None:
     assert_same(_buffers(model), _buffers(plain), "buffers")
 
 
-def test_rows_1_20_module_keeps_its_identity(ranks: Ranks) -> None:
-    """Rows 1, 5, 20: the same object, its class, names and placements."""
+def test_module_keeps_its_identity(ranks: Ranks) -> None:
+    """The same object, its class, names and placements."""
     ranks(3).run(_identity)
 
 
@@ -262,7 +262,7 @@ def _norms(rank: int, world_size: int) -> None:
         assert_same(*map(grads_of, pair), f"{dtype}")
 
 
-def test_row_83_norms_in_low_precision(ranks: Ranks) -> None:
+def test_norms_in_low_precision(ranks: Ranks) -> None:
     ranks(2).run(_norms)
 
 
@@ -339,7 +339,7 @@ def _logits(rank: int, world_size: int) -> None:
     assert len(graphshard.programs(pair[0])) == 1
 
 
-def test_row_48_other_outputs_than_the_loss_can_be_differentiated(ranks: Ranks) -> None:
+def test_other_outputs_than_the_loss_can_be_differentiated(ranks: Ranks) -> None:
     """Backward is made for the loss alone, and made again for the logits when they get a gradient."""
     ranks(2).run(_logits)
 
@@ -407,7 +407,7 @@ def _outputs(rank: int, world_size: int) -> None:
     assert len(graphshard.programs(model)) == 5
 
 
-def test_row_49_outputs_and_their_flags(ranks: Ranks) -> None:
+def test_outputs_and_their_flags(ranks: Ranks) -> None:
     ranks(2).run(_outputs)
 
 
@@ -435,5 +435,5 @@ def _unused(rank: int, world_size: int) -> None:
     assert pair[0].blocks[1].extra.weight.grad is None
 
 
-def test_row_48_unused_parameters_get_no_gradient(ranks: Ranks) -> None:
+def test_unused_parameters_get_no_gradient(ranks: Ranks) -> None:
     ranks(2).run(_unused)

@@ -68,7 +68,7 @@ def _wrong_arguments(rank: int, world_size: int) -> None:
         assert re.search(text, _error(make, options)), (text, _error(make, options))
 
 
-def test_rows_10_18_errors_name_the_parameter(ranks: Ranks) -> None:
+def test_errors_name_the_parameter(ranks: Ranks) -> None:
     ranks(2).run(_wrong_arguments)
 
 
@@ -102,7 +102,7 @@ def _wrong_later(rank: int, world_size: int) -> None:
         graphshard.compile(_compiled_net().blocks[0], world_mesh())
 
 
-def test_row_22_parameters_that_are_no_shards(ranks: Ranks) -> None:
+def test_parameters_that_are_no_shards(ranks: Ranks) -> None:
     ranks(2).run(_wrong_later)
 
 
@@ -117,7 +117,7 @@ def _meta_device(rank: int, world_size: int) -> None:
         ours(rows(rank))
 
 
-def test_row_25_meta_parameters_are_listed(ranks: Ranks) -> None:
+def test_meta_parameters_are_listed(ranks: Ranks) -> None:
     ranks(2).run(_meta_device)
 
 

@@ -12,7 +12,7 @@ from tests.gpu.test_cuda import BF16, model, nccl, train  # noqa: F401
 pytestmark = pytest.mark.gpu
 
 
-def test_row_84_equals_fsdp2(nccl):  # noqa: F811
+def test_offloaded_training_equals_fsdp2(nccl):  # noqa: F811
     ours = model()
     theirs = copy.deepcopy(ours)
     for layer in theirs.layers:

@@ -116,7 +116,7 @@ def _eager_saved_bytes(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("around", ["full", "reentrant", "nested"])
-def test_row_58_saved_bytes_are_those_of_eager_mode(around: str) -> None:
+def test_saved_bytes_are_those_of_eager_mode(around: str) -> None:
     """The inputs of the blocks and what lies outside of them; random states aside, which eager mode keeps elsewhere."""
     model, program = _partitioned(AROUND[around])
     values = saved_values(program.phases["forward"])
@@ -127,7 +127,7 @@ def test_row_58_saved_bytes_are_those_of_eager_mode(around: str) -> None:
 
 
 @pytest.mark.parametrize("around", ["full", "reentrant", "selective"])
-def test_row_135_dropout_draws_the_same_mask_again(around: str) -> None:
+def test_dropout_draws_the_same_mask_again(around: str) -> None:
     found = []
     for name in ("plain", around):
         model, program = _partitioned(AROUND[name])
@@ -137,7 +137,7 @@ def test_row_135_dropout_draws_the_same_mask_again(around: str) -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_row_135_selective_checkpoint_of_the_user() -> None:
+def test_selective_checkpoint_of_the_user() -> None:
     """The listed operator is not computed again, the others are."""
     _, program = _partitioned(_selective)
     for row in program.saved[1:]:
@@ -163,7 +163,7 @@ def test_policy_of_the_user_sees_every_operator_once_and_its_arguments() -> None
     assert seen == [("aten.addmm.default", (5, 8)), ("aten.addmm.default", (5, 16))] * 2
 
 
-def test_row_58_checkpoint_around_autocast() -> None:
+def test_checkpoint_around_autocast() -> None:
     """What is traced inside a block of autocast belongs to the region around it."""
     _, program = _partitioned(_autocast)
     assert len([n for n in calls(program.phases["backward"], "addmm") if n.meta.get("recomputed")]) == 4

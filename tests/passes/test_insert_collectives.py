@@ -120,7 +120,7 @@ def test_reduction_in_half_precision() -> None:
 @pytest.mark.parametrize("force_sum", [False, True])
 @pytest.mark.parametrize("factor", [None, 4.0, 3.0])
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_rows_63_64_and_65_divisors_are_those_of_fsdp2(
+def test_divisors_are_those_of_fsdp2(
     fake_world: FakeWorld, reduce_dtype: torch.dtype, factor: float | None, force_sum: bool
 ) -> None:
     """On one axis, and on two where the first replicates."""

@@ -26,7 +26,7 @@ def _text(plan: Plan, phase: str) -> str:
     return "".join(f"{event.at} {event.action} {event.bucket}\n" for event in plan.events[phase])
 
 
-def test_rows_38_and_40_order_of_fsdp2() -> None:
+def test_order_of_starts_and_waits() -> None:
     """A layer forward is a product and a ReLU; backward reduces a layer's gradient while it computes the next."""
     plan = COALESCED(through(captured(Blocks(3), BATCH), "partition"))
     assert_expected_inline(
