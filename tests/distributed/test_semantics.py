@@ -10,12 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
 from graphshard.passes import GatherInFloat8
 from graphshard.schedule.by_unit import PlanByUnit
-from tests.distributed.twins import CountLaunches, assert_same, example_llama, grads_of, params_of, twins, world_mesh
+from tests.distributed.twins import (
+    CountLaunches,
+    assert_same,
+    example_llama,
+    fsdp2,
+    grads_of,
+    params_of,
+    twins,
+    world_mesh,
+)
 from tests.helpers import Blocks
+from tests.passes.test_gather_in_float8 import as_it_arrives
 from tests.ranks import RankError, Ranks
 
 X = torch.linspace(-1, 1, 16).view(2, 8)
@@ -45,8 +56,8 @@ def test_parameters_are_always_dtensors(ranks: Ranks) -> None:
     ranks(2).run(_types)
 
 
-def _misprefetched(rank: int, world_size: int) -> None:
-    """Lists that fetch too late, too early, or what is there."""
+def _misprefetched(rank: int, world_size: int) -> list[str]:
+    """Lists that fetch too late, too early, or what is there; the order in which gathers of forward start."""
     lists = {"layers.0": ["layers.2"], "layers.1": ["layers.0"], "layers.2": ["layers.1", "layers.0"]}
     planner = PlanByUnit(forward_prefetch=lists, backward_prefetch=lists)
     passes = graphshard.Pipeline().replace("plan", graphshard.passes.MakePlan(planner))
@@ -62,10 +73,14 @@ def _misprefetched(rank: int, world_size: int) -> None:
         return loss
 
     _same_after((ours, twin), step, "with lists")
+    (program,) = graphshard.programs(ours)
+    starts = [event.bucket for event in program.plan.events["forward"] if event.action == "start"]
+    return [bucket.removeprefix("gather layers.").removesuffix(" in forward") for bucket in starts]
 
 
 def test_wrong_prefetch_lists_do_not_hang(ranks: Ranks) -> None:
-    ranks(2).run(_misprefetched)
+    """They are followed: the last layer is fetched before the one in the middle."""
+    assert ranks(2).run(_misprefetched) == [["0", "2", "1"]] * 2
 
 
 class Repeated(nn.Module):
@@ -104,25 +119,29 @@ def test_layers_called_again_and_no_inputs(ranks: Ranks) -> None:
 
 
 class Views(nn.Module):
-    """Returns a view of what it computes, and of its input; changes its input in place."""
+    """Changes its input and what it computes in place; returns views of both."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(8, 8)])
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x.mul_(3)
         y = self.layers[0](x)
         y.mul_(2)
-        return y.view(-1), y[0]
+        return y.view(-1), y[0], x[0]
 
 
 def _views(rank: int, world_size: int) -> None:
     pair = twins(Views(), world_mesh())
 
     def step(model: nn.Module) -> Tensor:
-        whole, part = model(X)
+        x = X.clone()
+        whole, part, given = model(x)
+        assert torch.equal(x, 3 * X)
+        assert torch.equal(given, x[0])
         (whole.sum() + (part * 3).square().sum()).backward()
-        return whole
+        return torch.cat([whole, part, given])
 
     _same_after(pair, step, "views")
 
@@ -169,20 +188,26 @@ def test_a_head_called_in_chunks(ranks: Ranks) -> None:
     ranks(2).run(_chunked)
 
 
-def _no_need(rank: int, world_size: int) -> int:
+def _no_need(rank: int, world_size: int) -> list[int]:
     model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 8))
+    theirs = copy.deepcopy(model)
+    for module in (*theirs, theirs):
+        fully_shard(module, mesh=world_mesh())
     ours = graphshard.compile(model, world_mesh(), units=["0", "1"], backend="eager")
-    ours(torch.tensor([1, 2])).sum().backward()
-    with CountLaunches() as counted:
-        loss = ours(torch.tensor([1, 2])).sum()
-    with CountLaunches() as counted:
-        loss.backward()
-    return counted.of("gather")
+    gathers = []
+    for compiled in (ours, theirs):
+        compiled(torch.tensor([1, 2])).sum().backward()
+        loss = compiled(torch.tensor([1, 2])).sum()
+        with CountLaunches() as counted:
+            loss.backward()
+        gathers.append(counted.of("gather"))
+    assert_same(grads_of(ours), grads_of(theirs), "gradients")
+    return gathers
 
 
 def test_backward_gathers_only_what_it_reads(ranks: Ranks) -> None:
     """The linear layer's weight; not the embedding, which FSDP2 gathers, too."""
-    assert ranks(2).run(_no_need) == [1, 1]
+    assert ranks(2).run(_no_need) == [[1, 2]] * 2
 
 
 class Gain(nn.Module):
@@ -237,41 +262,100 @@ def test_functorch_is_a_clear_error(ranks: Ranks) -> None:
         ranks(2).run(_jvp)
 
 
-class Branch(nn.Module):
-    """Uses one of two layers, chosen by a number."""
+class Experts(nn.Module):
+    """Two layers, of which each input uses one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
-    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        return sum(w * layer(x).sum() for w, layer in zip(weights, self.layers))
+
+class Chosen(Experts):
+    """Computes both and takes one; which, depends on values."""
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        return torch.where(index > 0, self.layers[1](x), self.layers[0](x)).square().sum()
 
 
-def _branched(rank: int, world_size: int) -> None:
-    """Each rank uses another layer, by weights; every rank runs the same reductions."""
-    ours = graphshard.compile(Branch(), world_mesh(), backend="eager")
-    ours(X, torch.eye(2)[rank]).backward()
-    for grad in grads_of(ours).values():
-        assert grad.full_tensor().abs().sum() > 0
+class Branch(Experts):
+    """Computes one; which, depends on a Python number."""
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        return self.layers[index](x).square().sum()
+
+
+class Condition(Experts):
+    """Computes one; which, depends on values."""
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        return torch.cond(index > 0, self.layers[1].forward, self.layers[0].forward, (x,)).square().sum()
+
+
+def _chosen(rank: int, world_size: int) -> None:
+    """Each rank takes another layer's result; both layers are reduced on all ranks, with zeros of the others."""
+    model = Chosen()
+    plain = copy.deepcopy(model)
+    pair = twins(model, world_mesh())
+    for step in range(2):
+        index = (rank + step) % 2
+        for compiled in pair:
+            compiled.zero_grad()
+            compiled(X, torch.tensor(index)).backward()
+        assert_same(*map(grads_of, pair), f"gradients of step {step}")
+        plain.zero_grad()
+        for layer in range(2):
+            (plain(X, torch.tensor(layer)) / 2).backward()  # between them the ranks use both
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(pair[0].get_parameter(name).grad.full_tensor(), param.grad)
+    assert len(graphshard.programs(pair[0])) == 1
 
 
 def test_ranks_that_use_different_layers(ranks: Ranks) -> None:
-    ranks(2).run(_branched)
+    ranks(2).run(_chosen)
+
+
+def _branch(rank: int, world_size: int) -> None:
+    """The same way on all ranks, one or the other, is no error."""
+    ours, theirs = twins(Branch(), world_mesh())
+    for index in (0, 1):
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(X, index).backward()
+        assert_same(grads_of(ours), grads_of(theirs), f"layer {index}")
+    graphshard.compile(Branch(), world_mesh(), backend="eager")(X, rank)
+
+
+def test_ranks_that_branch_to_different_layers_are_an_error(ranks: Ranks) -> None:
+    """They would gather different parameters; no rank waits for the other."""
+    message = r"made a different program than rank .*\n.*gather layers\.\d\.weight.*\n.*gather layers\.\d\.weight"
+    with pytest.raises(RankError, match=message):
+        ranks(2).run(_branch)
+
+
+def _condition(rank: int, world_size: int) -> None:
+    graphshard.compile(Condition(), world_mesh(), backend="eager")(X, torch.tensor(rank))
+
+
+def test_a_branch_on_values_is_an_error(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"return torch\.cond(?s:.*)Write it as plain operators\.\n\(operator cond\)"):
+        ranks(2).run(_condition)
 
 
 def _compiled_blocks(rank: int, world_size: int) -> None:
     """`block.compile()` before, as FSDP2 users have it: the whole is captured and the blocks' own is left out."""
     model, batch = example_llama(layers=1)
     twin = copy.deepcopy(model)
+    calls: list[Any] = []
     for layer in model.layers:
-        layer.compile(backend="eager")
+        layer.compile(backend=lambda graph, inputs: calls.append(graph) or graph)
     ours = graphshard.compile(model, world_mesh(), backend="eager")
     theirs = fully_shard(twin, mesh=world_mesh())
     for compiled in (ours, theirs):
         torch.manual_seed(rank)
         compiled(**batch()).backward()
     assert_same(grads_of(ours), grads_of(theirs), "gradients")
+    assert [program.title for program in graphshard.programs(ours)] == ["Llama-0"]
+    assert not calls
 
 
 def test_blocks_that_were_compiled(ranks: Ranks) -> None:
@@ -311,9 +395,7 @@ class Fragile(nn.Module):
 
 
 def _after_an_exception(rank: int, world_size: int, where: str, accumulate: bool) -> None:
-    model = Fragile()
-    reference = copy.deepcopy(model)
-    ours, theirs = (graphshard.compile(m, world_mesh(), backend="eager") for m in (model, reference))
+    ours, theirs = twins(Fragile(), world_mesh())
     x = X + rank
     for _ in range(2):
         ours(x).backward()  # whole steps before and after
@@ -326,15 +408,17 @@ def _after_an_exception(rank: int, world_size: int, where: str, accumulate: bool
         ours.zero_grad()
         ours.reset_iter_state()
         ours.set_requires_gradient_sync(True)
-    ours(x).backward()
-    theirs(x).backward()
+    losses = [{"loss": model(x)} for model in (ours, theirs)]
+    for loss in losses:
+        loss["loss"].backward()
+    assert_same(*losses, "the step after")
     assert_same(grads_of(ours), grads_of(theirs), "the step after")
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_step_after_an_exception_equals_fsdp2(ranks: Ranks, where: str, accumulate: bool) -> None:
-    """Out of memory inside a region, in forward or backward, on all ranks."""
+    """Out of memory inside a region, in forward or backward, on all ranks; FSDP2's steps all went well."""
     ranks(2).run(_after_an_exception, where, accumulate)
 
 
@@ -441,23 +525,39 @@ def test_hooks_of_the_root_and_of_inner_modules(ranks: Ranks) -> None:
     ranks(2).run(_hooks)
 
 
+class _Sent(TorchDispatchMode):
+    """Types and sizes of what is given to gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[torch.dtype, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._opname == "_allgather_base_":
+            self.sent.append((args[1].dtype, args[1].numel()))
+        return func(*args, **(kwargs or {}))
+
+
 def _in_eight_bits(rank: int, world_size: int) -> None:
-    """Losses and gradients close to those of full precision."""
+    """FSDP2 trains on the weights that arrive: each shard rounded to eight bits by a scale of its own."""
     model = Blocks(3, 8)
-    twin = copy.deepcopy(model)
+    exact = graphshard.compile(copy.deepcopy(model), world_mesh(), backend="eager")
+    rounded = copy.deepcopy(model)
+    rounded.load_state_dict({name: as_it_arrives(weight) for name, weight in model.state_dict().items()})
+    theirs = fsdp2(rounded, world_mesh())
     passes = graphshard.Pipeline().insert(GatherInFloat8(("layers.*",)), before="plan")
     ours = graphshard.compile(model, world_mesh(), passes=passes, backend="eager")
-    exact = graphshard.compile(twin, world_mesh(), backend="eager")
-    losses = []
-    for compiled in (ours, exact):
-        loss = compiled(X + rank)
+    ours(X + rank).backward()  # captured before anything is counted
+    ours.zero_grad()
+    losses = [{"loss": compiled(X + rank)} for compiled in (theirs, exact)]
+    losses[0]["loss"].backward()
+    with _Sent() as mode:
+        loss = ours(X + rank)
         loss.backward()
-        losses.append(loss.detach())
-    assert not torch.equal(*losses)
-    torch.testing.assert_close(*losses, rtol=0.1, atol=0.1)
-    for found, wanted in zip(grads_of(ours).values(), grads_of(exact).values()):
-        cosine = nn.functional.cosine_similarity(found.full_tensor().flatten(), wanted.full_tensor().flatten(), dim=0)
-        assert cosine > 0.99
+    assert mode.sent == [(torch.uint8, 4 * 8 + 4)] * 5  # backward does not need the first layer
+    assert_same({"loss": loss}, losses[0], "of the weights that arrive")
+    assert_same(grads_of(ours), grads_of(theirs), "of the weights that arrive")
+    assert not torch.equal(loss, losses[1]["loss"])
 
 
 def test_gathers_in_eight_bits(ranks: Ranks) -> None:

@@ -91,7 +91,7 @@ def test_a_byte_for_each_element_and_a_scale_for_each_shard() -> None:
     assert not program.history[-1].exact
 
 
-def _as_it_arrives(weight: torch.Tensor) -> torch.Tensor:
+def as_it_arrives(weight: torch.Tensor) -> torch.Tensor:
     """What two ranks gather of a weight: each half rounded to eight bits by its own scale."""
     scales = [shard.abs().max() / torch.finfo(torch.float8_e4m3fn).max for shard in weight.chunk(2)]
     return torch.cat([(s / scale).to(torch.float8_e4m3fn).float() * scale for s, scale in zip(weight.chunk(2), scales)])
@@ -100,7 +100,7 @@ def _as_it_arrives(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("planner", [COALESCED, PACKED])
 def test_gradients_are_those_of_the_rounded_weights(planner: object) -> None:
     model, rounded = Blocks(2, 8), Blocks(2, 8)
-    rounded.load_state_dict({name: _as_it_arrives(weight) for name, weight in model.state_dict().items()})
+    rounded.load_state_dict({name: as_it_arrives(weight) for name, weight in model.state_dict().items()})
     program = through(_quantised(model), "reorder", planner=planner)
     found, wanted = full_gradients(program, step(program, model, BATCHES)), mean_gradients(rounded, BATCHES)
     torch.testing.assert_close(found, wanted)
@@ -111,7 +111,7 @@ def test_mixed_precision_gathers_and_computes_in_its_own_type() -> None:
     """Only rounding of bfloat16 lies between: a model without ReLUs has no kinks that it could cross."""
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     rounded = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    rounded.load_state_dict({name: _as_it_arrives(weight) for name, weight in model.state_dict().items()})
+    rounded.load_state_dict({name: as_it_arrives(weight) for name, weight in model.state_dict().items()})
     program = through(_quantised(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), "reorder")
     found, wanted = full_gradients(program, step(program, model, BATCHES)), mean_gradients(rounded, BATCHES)
     for name, gradient in wanted.items():
