@@ -111,25 +111,26 @@ def test_microbatches_over_replicas_equal_fsdp2(ranks: Ranks, setting: Setting) 
     ranks(4).run(_train, setting, FP32)
 
 
-def _counts(rank: int, world_size: int) -> list[dict[str, int]]:
-    model = graphshard.compile(Blocks(3, 8), _square(), backend="eager")
+def _counts(rank: int, world_size: int) -> list[list[dict[str, int]]]:
+    """Reductions of ours and of FSDP2, without sync and without all-reduce."""
     counted = []
-    for warm in (False, True):
-        for setting in (_no_sync, _no_all_reduce):
-            with CountLaunches() as mode:
-                for last in (False, False, True):
-                    setting(model, last)
-                    model(torch.randn(2, 8)).backward()
-            if warm:
-                counted.append({kind: mode.of(kind) for kind in ("scatter", "all_reduce")})
+    for model in twins(Blocks(3, 8), _square()):
+        counted.append([])
+        for warm in (False, True):
+            for setting in (_no_sync, _no_all_reduce):
+                with CountLaunches() as mode:
+                    for last in (False, False, True):
+                        setting(model, last)
+                        model(torch.randn(2, 8)).backward()
+                if warm:
+                    counted[-1].append({kind: mode.of(kind) for kind in ("scatter", "all_reduce")})
     return counted
 
 
 def test_reductions_of_three_microbatches(ranks: Ranks) -> None:
-    """Three microbatches: three units are reduced once, or over shards every time and over replicas once."""
-    for no_sync, no_all_reduce in ranks(4).run(_counts):
-        assert no_sync == {"scatter": 3, "all_reduce": 3}
-        assert no_all_reduce == {"scatter": 9, "all_reduce": 3}
+    """Three units are reduced once, or over shards every time and over replicas once, as in FSDP2."""
+    for ours, theirs in ranks(4).run(_counts):
+        assert ours == theirs == [{"scatter": 3, "all_reduce": 3}, {"scatter": 9, "all_reduce": 3}]
 
 
 class Choice(nn.Module):
@@ -182,21 +183,23 @@ def test_interleaved_microbatches_equal_fsdp2(ranks: Ranks) -> None:
     ranks(2).run(_pipelined)
 
 
-def _given_up(rank: int, world_size: int) -> None:
-    model, reference = (graphshard.compile(Blocks(2, 4), world_mesh(), backend="eager") for _ in range(2))
-    reference.load_state_dict(model.state_dict())
+def _given_up(rank: int, world_size: int, setting: Setting) -> None:
+    """FSDP2 does the second microbatch alone: its own `reset_iter_state` keeps what was not reduced (torch 2.13)."""
+    ours, theirs = twins(Blocks(2, 4), _square())
     x = torch.full((2, 4), rank + 1.0)
-    model.set_requires_gradient_sync(False)
-    model(x).backward()
-    model.reset_iter_state()
-    model.set_requires_gradient_sync(True)
-    model(x).backward()
-    reference(x).backward()
-    assert_same(grads_of(model), grads_of(reference), "gradients")
+    setting(ours, False)
+    ours(10 * x).backward()
+    ours.reset_iter_state()
+    setting(ours, True)
+    for model in (ours, theirs):
+        model(x).backward()
+    assert_same(grads_of(ours), grads_of(theirs), "gradients")
 
 
-def test_a_step_that_was_given_up_leaves_nothing(ranks: Ranks) -> None:
-    ranks(2).run(_given_up)
+@pytest.mark.parametrize("setting", [_no_sync, _no_all_reduce])
+def test_a_step_that_was_given_up_leaves_nothing(ranks: Ranks, setting: Setting) -> None:
+    """Whether its gradients stayed on the rank or on the shards."""
+    ranks(4).run(_given_up, setting)
 
 
 def _typing_error(rank: int, world_size: int) -> None:
