@@ -150,6 +150,38 @@ def test_views_and_in_place_operators(ranks: Ranks) -> None:
     ranks(2).run(_views)
 
 
+class Phases(nn.Module):
+    """Reads a buffer, then changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8)])
+        self.register_buffer("phase", torch.linspace(0, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers[0](x) * self.phase.cos()
+        self.phase.add_(1)
+        return y.square().sum()
+
+
+def _phases(rank: int, world_size: int) -> None:
+    pair = twins(Phases(), world_mesh())
+
+    def step(model: nn.Module) -> Tensor:
+        loss = model(X)
+        loss.backward()
+        return loss
+
+    for number in range(2):
+        _same_after(pair, step, f"step {number}")
+        assert_same(*(dict(model.named_buffers()) for model in pair), f"step {number}")
+
+
+def test_buffers_that_change_after_they_were_read(ranks: Ranks) -> None:
+    """Backward computes the cosine again: of what forward read."""
+    ranks(2).run(_phases)
+
+
 class Chunked(nn.Module):
     """A head that is called for one chunk of the hidden states after another."""
 
