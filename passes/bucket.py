@@ -22,7 +22,8 @@ from torch._ops import OpOverloadPacket
 from torch.fx import Graph, Node
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import WAIT, Collective, Layout, aten, base_of, c10d, collectives, emit, erase_dead, fake
+from graphshard.ir.graph import WAIT, aten, base_of, c10d, emit, erase_dead, fake
+from graphshard.ir.layout import Collective, Layout, collectives
 from graphshard.ir.plan import Bucket
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass

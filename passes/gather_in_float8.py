@@ -20,7 +20,8 @@ import torch
 from torch.fx import Node
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import Collective, aten, collectives, emit, fake
+from graphshard.ir.graph import aten, emit, fake
+from graphshard.ir.layout import Collective, collectives
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
 from graphshard.passes.base import Pass

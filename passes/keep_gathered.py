@@ -19,7 +19,8 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import collectives, erase_dead, fake
+from graphshard.ir.graph import erase_dead, fake
+from graphshard.ir.layout import collectives
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.transport import landing

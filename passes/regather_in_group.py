@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import Collective, collectives, emit, erase_dead, fake
+from graphshard.ir.graph import emit, erase_dead, fake
+from graphshard.ir.layout import Collective, collectives
 from graphshard.ir.operators import OWN_CHUNK
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.passes.base import Pass

@@ -20,7 +20,8 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import Collective, Layout, collectives, with_parts
+from graphshard.ir.graph import with_parts
+from graphshard.ir.layout import Collective, Layout, collectives
 from graphshard.ir.operators import UPLOAD
 from graphshard.ir.plan import Event, Plan
 from graphshard.ir.program import Phase, Program

@@ -93,8 +93,8 @@ class Exporter:
         backwards: list[StoredBackward] = []
         prediction, start = "", None
         if partitioned is not None:
-            again = _Again(self, program, partitioned, tracer, module)
-            backwards = list(again.backwards(wanted))
+            further = _Backwards(self, program, partitioned, tracer, module)
+            backwards = list(further.all(wanted))
             prediction = self._prediction(program, observer, leaves)
             start = encode_partitioned(partitioned, program)
         return Captured(entry, signature, data, backwards, text, plan, start, prediction)
@@ -138,7 +138,7 @@ class Exporter:
 
 
 @dataclass(frozen=True)
-class _Again:
+class _Backwards:
     """Makes a program's other backwards."""
 
     exporter: Exporter
@@ -147,7 +147,7 @@ class _Again:
     tracer: Tracer
     module: nn.Module
 
-    def backwards(self, gradients: Sequence[frozenset[str]]) -> Iterator[StoredBackward]:
+    def all(self, gradients: Sequence[frozenset[str]]) -> Iterator[StoredBackward]:
         """Those for gradients through other outputs, and for all of them those for steps of several microbatches."""
         likely = frozenset(slot.name for slot in self.program.phases["backward"].inputs if slot.kind == "tangent")
         for used in dict.fromkeys((likely, *gradients)):

@@ -8,7 +8,7 @@ make text of it. `errors.py` has every error that a user can meet.
 
 * **A position in a plan is a number of compute nodes.** The compute order of a phase is fixed, so a plan is a list of
   buckets and a list of (start or wait, bucket, position). Casts, copies and views that only serve a collective are not
-  compute (`graph.Layout`). So positions mean the same before and after bucketing, and a planner can decide everything
+  compute (`layout.Layout`). So positions mean the same before and after bucketing, and a planner can decide everything
   before the graph is touched.
 * **What can be changed at run time is part of a parameter's row** (`ParamRow.settings`), and so of a call's signature.
   A change captures another program, and going back finds the earlier one. Parameters that were gathered by hand are

@@ -5,8 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,20 +23,6 @@ ALL_REDUCES = frozenset({c10d.all_reduce.default, c10d.all_reduce_coalesced.defa
 WAIT = c10d.wait_tensor.default
 # Operators of our own, which stay outside of regions.
 OWN = frozenset({UPLOAD, ARRIVED, DOWNLOAD, OWN_CHUNK})
-
-# What carries a tensor to a reduce-scatter or from an all-gather without computing anything new.
-_MOVEMENT = frozenset(
-    {
-        operator.getitem,
-        aten.cat.default,
-        aten.clone.default,
-        aten.constant_pad_nd.default,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        OWN_CHUNK,
-    }
-)
-_TAKEOFF = _MOVEMENT | {aten._to_copy.default, aten.div.Tensor}
 
 
 def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
@@ -176,107 +160,6 @@ def module_of(node: Node) -> str:
     return next(reversed(stack.values()))[0] if stack else ""
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One launch: a single collective, or several coalesced into one.
-
-    Attributes:
-        kind: all-gather of parameters, reduce-scatter of gradients, or all-reduce of their shards.
-        node: the launch.
-        waits: one wait per tensor that travels.
-        params: names of the parameters that travel.
-    """
-
-    kind: CollectiveKind
-    node: Node
-    waits: tuple[Node, ...]
-    params: tuple[str, ...]
-
-    @property
-    def axis(self) -> str:
-        """Name of the mesh axis it runs over."""
-        return str(self.node.args[-1])
-
-
-def collectives(phase: Phase) -> list[Collective]:
-    """The phase's collectives in launch order, with the parameters they carry.
-
-    A gather carries the parameters whose placeholders it reads, a reduction those whose gradients it returns:
-    both are read off the slots.
-    """
-    names = {node: slot.name for node, slot in phase.slot_of().items()}
-    grads = {n: s.name for n, s in zip(phase.results, phase.outputs, strict=True) if isinstance(n, Node)}
-    found = []
-    for node in phase.module.graph.nodes:
-        if not is_collective(node):
-            continue
-        waits = tuple(w for user in node.users for w in ([user] if user.target is WAIT else user.users))
-        if node.target in GATHERS:
-            params = _reach(node, lambda n: n.all_input_nodes, names)
-        else:
-            params = _reach(node, lambda n: list(n.users), grads)
-        found.append(Collective(kind_of(node), node, waits, params))
-    return found
-
-
-def _reach(node: Node, step: Callable[[Node], list[Node]], ends: dict[Node, str]) -> tuple[str, ...]:
-    """Names of the ends that are reached from a node, depth first, without going beyond them."""
-    reached: dict[str, None] = {}
-    seen: set[Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current in ends and current is not node:
-            reached[ends[current]] = None
-        elif current not in seen:
-            seen.add(current)
-            stack.extend(reversed(step(current)))
-    return tuple(reached)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A phase's nodes by role; the communication's own casts, copies and views are not compute.
-
-        prologue -> gather -> wait -> landing -> compute -> takeoff -> reduce -> wait -> epilogue
-
-    Attributes:
-        compute: compute nodes in order; a plan's positions count these. The results of an operator with several
-            stand right behind it and are not counted.
-        before: per collective, what must run before it and nothing else needs (prologue or takeoff).
-        after: per wait, what follows from it alone (landing or epilogue).
-    """
-
-    compute: list[Node]
-    before: dict[Node, list[Node]]
-    after: dict[Node, list[Node]]
-
-    @staticmethod
-    def of(phase: Phase) -> Layout:
-        """Sort the nodes of a phase into roles, by structure alone."""
-        nodes = [n for n in phase.module.graph.nodes if n.op == "call_function"]
-        owner = _takeoffs(nodes)
-        follows = _landings(nodes)
-        before: dict[Node, list[Node]] = {n: [] for n in nodes if is_collective(n)}
-        after: dict[Node, list[Node]] = {n: [] for n in nodes if n.target is WAIT}
-        compute = []
-        for node in nodes:
-            if is_communication(node) or is_part(node):
-                continue
-            if node in owner:
-                before[owner[node]].append(node)
-            elif node in follows:
-                after[follows[node]].append(node)
-            else:
-                compute.append(node)
-        return Layout(compute, before, after)
-
-    @cached_property
-    def index(self) -> dict[Node, int]:
-        """Position of each compute node; parts of a node have its position."""
-        return {n: i for i, node in enumerate(self.compute) for n in with_parts(node)}
-
-
 def is_part(node: Node) -> bool:
     """One result of an operator that returns several."""
     return node.target is operator.getitem and not is_communication(node) and not is_view(node)
@@ -290,38 +173,3 @@ def with_parts(node: Node) -> list[Node]:
 def is_backward(node: Node) -> bool:
     """Whether a node of a joint graph was made by differentiation."""
     return bool(node.meta.get("partitioner_tag") == "is_backward")
-
-
-def _takeoffs(nodes: list[Node]) -> dict[Node, Node]:
-    """Nodes that only serve one collective, by collective: a gather's prologue, a reduction's takeoff."""
-    owner: dict[Node, Node] = {}
-    for node in reversed(nodes):
-        if is_communication(node) or is_part(node):
-            continue
-        targets = {user if is_collective(user) else owner.get(user) for user in node.users}
-        target = targets.pop() if len(targets) == 1 else None
-        if target is None:
-            continue
-        if target.target in GATHERS or is_view(node) or node.target in _TAKEOFF:
-            owner[node] = target
-    return owner
-
-
-def _landings(nodes: list[Node]) -> dict[Node, Node]:
-    """Nodes that only follow from one wait, by wait: a gather's landing, a reduction's epilogue."""
-    follows: dict[Node, Node] = {}
-    reduced: set[Node] = set()
-    for node in nodes:
-        if node.target is WAIT:
-            if is_reduced(node):
-                reduced.add(node)
-            continue
-        if is_communication(node):
-            continue
-        # What a reduction made may be added to what an earlier one left.
-        inputs = [n for n in node.all_input_nodes if n.op != "placeholder"]
-        sources = {n if n.target is WAIT else follows.get(n) for n in inputs}
-        source = sources.pop() if len(sources) == 1 else None
-        if source is not None and (source in reduced or is_view(node) or node.target in _MOVEMENT):
-            follows[node] = source
-    return follows

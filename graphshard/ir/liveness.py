@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from graphshard.ir.graph import Collective, Layout, base_of, collectives, fake, is_communication
+from graphshard.ir.graph import base_of, fake, is_communication
+from graphshard.ir.layout import Collective, Layout, collectives
 from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Phase
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.ir.graph import collectives, is_collective, module_of
+from graphshard.ir.graph import is_collective, module_of
+from graphshard.ir.layout import collectives
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SymNumber, expression, is_size, rename
 from graphshard.ir.torch_internals import CheckpointPolicy

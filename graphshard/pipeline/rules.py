@@ -15,16 +15,8 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from graphshard.ir.graph import (
-    ALL_REDUCES,
-    WAIT,
-    collectives,
-    fake,
-    is_collective,
-    is_communication,
-    is_reduced,
-    launch_of,
-)
+from graphshard.ir.graph import ALL_REDUCES, WAIT, fake, is_collective, is_communication, is_reduced, launch_of
+from graphshard.ir.layout import collectives
 from graphshard.ir.liveness import peak_gathered_bytes
 from graphshard.ir.printer import describe, dtype_name
 from graphshard.ir.program import Program

@@ -14,7 +14,8 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.graph import Layout, base_of, is_part, module_of
+from graphshard.ir.graph import base_of, is_part, module_of
+from graphshard.ir.layout import Layout
 from graphshard.ir.program import Phase, Program, UnitMemory
 from graphshard.ir.torch_internals import run_and_save_rng_state
 from graphshard.ir.units import unit_of

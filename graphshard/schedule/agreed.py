@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphshard.ir.errors import InfeasibleError
-from graphshard.ir.graph import Layout, collectives
+from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.schedule.by_cost import PlanByCost

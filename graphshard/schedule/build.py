@@ -1,4 +1,4 @@
-"""From a partitioned program to its scheduling problem, and from a schedule to the plan that passes apply.
+"""From a partitioned program to its scheduling problem.
 
 A transfer of the problem is one or several parameters of a unit: small ones join their neighbours, as nothing would be
 gained by sending them alone. Items are the compute between the positions at which a transfer is needed or ready.
@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
 from graphshard.cost.costs import Costs
-from graphshard.ir.graph import Layout, collectives, with_parts
+from graphshard.ir.graph import with_parts
+from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.liveness import last_use
 from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
-from graphshard.ir.plan import Bucket, CollectiveKind, Event
+from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.schedule.by_unit import first_use, last_input, next_boundary
 from graphshard.schedule.footprint import base_bytes, item_at
-from graphshard.schedule.problem import Chain, Link, Placement, Problem, Transfer
+from graphshard.schedule.problem import Chain, Link, Problem, Transfer
 
 
 @dataclass(frozen=True)
@@ -264,47 +264,3 @@ class _Maker:
             at = start.get(atoms[gather.name].unit)
             pinned.append(gather if at is None else replace(gather, start=min(at, gather.at)))
         return pinned
-
-
-def to_buckets(
-    phase_name: str,
-    chain: Chain,
-    mapped: PhaseMap,
-    placement: Placement,
-    axis: Axis,
-    pack_below: float,
-    exchange: Callable[[int], bool],
-) -> tuple[list[Bucket], list[Event]]:
-    """A placement as the plan's buckets and events.
-
-    Args:
-        exchange: whether a reduction of one tensor of so many bytes is cheaper as all-to-all.
-    """
-    buckets: list[Bucket] = []
-    taken: Counter[str] = Counter()
-    for bucket in placement.buckets:
-        atoms = mapped.atoms[bucket.kind][bucket.first : bucket.end]
-        transfers = chain.transfers(bucket.kind)[bucket.first : bucket.end]
-        rows = [row for atom in atoms for row in atom.rows]
-        exact = all(t.num_small == t.num_tensors for t in transfers)
-        small = [row.name for row in rows if exact or row.shard_bytes(row.sent_dtype(bucket.kind)) < pack_below]
-        packed = tuple(small) if bucket.packed else ()
-        units = list(dict.fromkeys(atom.unit or "(root)" for atom in atoms))
-        name = f"{bucket.kind} {' to '.join(dict.fromkeys((units[0], units[-1])))} in {phase_name}"
-        taken[name] += 1
-        num_bytes = sum(t.num_bytes for t in transfers)
-        alone = len(rows) - len(packed) + bool(packed) == 1
-        buckets.append(
-            Bucket(
-                name=f"{name} {taken[name]}" if taken[name] > 1 else name,
-                kind=bucket.kind,
-                phase=phase_name,
-                params=tuple(row.name for row in rows if row.name not in packed),
-                packed=packed,
-                axis=axis.name,
-                num_bytes=num_bytes,
-                exchanged=bucket.kind == "reduce" and alone and exchange(num_bytes),
-            )
-        )
-    events = [Event(e.action, buckets[e.bucket].name, mapped.cuts[e.at]) for e in placement.events]
-    return buckets, events

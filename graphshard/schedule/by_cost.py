@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 
 from graphshard.cost.costs import Costs
 from graphshard.ir.errors import ArgumentError, InfeasibleError
-from graphshard.ir.graph import collectives
+from graphshard.ir.layout import collectives
 from graphshard.ir.plan import EXCHANGE_RANKS, Bucket, Event, Plan, Prediction
 from graphshard.ir.program import Program
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.bounds import lower_bound
-from graphshard.schedule.build import Built, Constraints, Settings, build, to_buckets
+from graphshard.schedule.buckets import to_buckets
+from graphshard.schedule.build import Built, Constraints, Settings, build
 from graphshard.schedule.by_unit import PlanByUnit, account
 from graphshard.schedule.problem import Problem, Schedule
 from graphshard.schedule.solve import Solution, Solver, one_ahead

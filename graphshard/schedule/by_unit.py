@@ -18,7 +18,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.graph import Collective, Layout, collectives, fake
+from graphshard.ir.graph import fake
+from graphshard.ir.layout import Collective, Layout, collectives
 from graphshard.ir.liveness import last_use
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan

@@ -9,7 +9,8 @@ from itertools import accumulate, pairwise
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.graph import Collective, Layout, is_part, is_view
+from graphshard.ir.graph import is_part, is_view
+from graphshard.ir.layout import Collective, Layout
 from graphshard.ir.program import Phase
 
 

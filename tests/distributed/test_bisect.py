@@ -12,7 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard import Pass, PassError, Pipeline, Program
-from graphshard.ir.graph import Layout, aten, calls_of, collectives, replace_after
+from graphshard.ir.graph import aten, calls_of, replace_after
+from graphshard.ir.layout import Layout, collectives
 from graphshard.lower.regions import RegionCall
 from tests.distributed.twins import world_mesh
 from tests.ranks import Ranks

@@ -12,7 +12,8 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import Layout, c10d, collectives, emit
+from graphshard.ir.graph import c10d, emit
+from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_phase, print_program

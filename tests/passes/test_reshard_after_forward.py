@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import collectives, fake
+from graphshard.ir.graph import fake
+from graphshard.ir.layout import collectives
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
 from graphshard.passes import ReshardAfterForward

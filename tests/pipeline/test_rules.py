@@ -15,7 +15,8 @@ from expecttest import assert_expected_inline
 from torch.fx import Node
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import WAIT, Layout, aten, collectives, emit, fake, is_collective
+from graphshard.ir.graph import WAIT, aten, emit, fake, is_collective
+from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.executor import Executor
