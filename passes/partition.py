@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from graphshard.ir.graph import aten, base_of, emit, erase_dead, fake, is_communication, is_part, is_view
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Phase, Program, Slot
+from graphshard.ir.recomputed import RANDOM_STATE
 from graphshard.ir.sizes import lift_sizes
 from graphshard.ir.torch_internals import hint, min_cut_partition, run_and_save_rng_state, run_with_rng_state
 from graphshard.passes.base import Pass
@@ -70,7 +71,7 @@ def _name_random_states(forward: GraphModule, backward: GraphModule) -> None:
     It gives the states in both graphs in the same order, but not the same names, and few of the fake values.
     """
     states = [n for n in _results(forward) if isinstance(n, Node) and _is_random_state(n)]
-    placeholders = [n for n in backward.graph.find_nodes(op="placeholder") if n.name.startswith("rng_state_output")]
+    placeholders = [n for n in backward.graph.find_nodes(op="placeholder") if _is_given_state(n)]
     for index, (state, placeholder) in enumerate(zip(states, placeholders, strict=True)):
         draw = state.all_input_nodes[0]
         (value,) = (user for user in draw.users if user is not state)
@@ -80,7 +81,7 @@ def _name_random_states(forward: GraphModule, backward: GraphModule) -> None:
         draw.meta = {**value.meta, "val": (like, value.meta["val"])}
         redraw.meta = dict(value.meta)
         state.meta = {**value.meta, "val": like}
-        placeholder.meta["val"] = like
+        placeholder.meta.update({"val": like, RANDOM_STATE: True})
         for node in (draw, state):
             node.meta.pop("number", None)  # the value keeps its own
         state.name = placeholder.name = placeholder.target = f"random_state_{index}"
@@ -88,6 +89,10 @@ def _name_random_states(forward: GraphModule, backward: GraphModule) -> None:
 
 def _is_random_state(node: Node) -> bool:
     return node.target is operator.getitem and node.all_input_nodes[0].target is run_and_save_rng_state
+
+
+def _is_given_state(node: Node) -> bool:
+    return any(user.target is run_with_rng_state and user.args[0] is node for user in node.users)
 
 
 def _saved_slot(node: Node, slots: dict[str, Slot]) -> Slot:

@@ -13,11 +13,14 @@ import re
 import torch
 from torch.fx import Node
 
-from graphshard.ir.graph import is_collective
+from graphshard.ir.graph import OWN
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Phase, Program, Region
+from graphshard.ir.recomputed import RANDOM_STATE
 from graphshard.ir.torch_internals import hint, run_with_rng_state
 from graphshard.lower.executor import lines_of
-from graphshard.lower.lines import Variable, print_lines
+from graphshard.lower.lines import print_lines
+from graphshard.runtime.groups import bind_groups
 
 _IMPORTS = """\
 import torch
@@ -41,8 +44,8 @@ if __name__ == "__main__":
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size={size})
     assert dist.get_world_size() == {size}, "the program is for {size} ranks"
-    {axis} = dist.group.WORLD.group_name
-    for name, result in zip({outputs}, Executor().forward(inputs())):
+    ranks = torch.arange({size}).view({shape})
+{groups}    for name, result in zip({outputs}, Executor().forward(inputs())):
         print(name, result if result is None else (result.dtype, list(result.shape)))
     dist.destroy_process_group()
 """
@@ -64,28 +67,38 @@ def executor_source(program: Program, phase_name: str) -> str:
     names = dict.fromkeys(str(n.target) for n in phase.module.graph.find_nodes(op="call_module"))
     imports = "".join(f"from regions.{name} import {name}\n" for name in names)
     methods = "".join(f"    def {name}(self, inputs):\n        return {name}(*inputs)\n\n" for name in names)
-    code = "".join(f"    {line}\n" if line else "\n" for line in _code(phase).strip().splitlines())
+    code = "".join(f"    {line}\n" if line else "\n" for line in _code(program, phase).strip().splitlines())
     outputs = [str(slot) for slot in phase.outputs]
-    run = _RUN_PHASE.format(size=program.mesh.shard.size, axis=_axis(program), outputs=outputs)
+    mesh = program.mesh
+    run = _RUN_PHASE.format(size=mesh.size, shape=[*mesh.shape.values()], groups=_groups(mesh), outputs=outputs)
+    own = any(node.target in OWN for node in phase.module.graph.nodes)
+    operators = "import graphshard.ir.operators  # copies between host and device, own_chunk\n" if own else ""
     return (
         f'"""The {phase_name} of {program.title} on every rank; regions run operator by operator."""\n\n'
-        f"import os\n\n{_IMPORTS}import torch.distributed as dist\n{imports}\n\nclass Executor:\n{methods}{code}\n\n"
+        f"import os\n\n{_IMPORTS}import torch.distributed as dist\n{operators}{imports}\n\n"
+        f"class Executor:\n    groups = {{}}  # names of process groups by mesh axis\n\n{methods}{code}\n\n"
         f"{_inputs(phase.placeholders, [str(slot) for slot in phase.inputs])}{run}"
     )
 
 
-def _axis(program: Program) -> str:
-    name = program.mesh.shard.name
-    return name if name.isidentifier() else "axis"
+class _Expression(str):
+    """Text that is written into code as it is."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
-def _code(phase: Phase) -> str:
-    """The executor's code with the group as a variable named after the mesh axis."""
+def _groups(mesh: Mesh) -> str:
+    """Make the process groups along each axis: those of neighbours lie one behind another on it, too."""
+    rows = "dist.new_subgroups_by_enumeration(ranks.movedim({place}, -1).reshape(-1, {size}).tolist())[0].group_name"
+    made = ((axis.name, rows.format(place=mesh.place(axis), size=axis.size)) for axis in mesh.axes)
+    return "".join(f"    Executor.groups[{name!r}] = {group}\n" for name, group in made)
+
+
+def _code(program: Program, phase: Phase) -> str:
+    """The executor's code, with the groups that the file makes."""
     graph = copy.deepcopy(phase.module.graph)
-    for node in graph.nodes:
-        if is_collective(node):
-            name = str(node.args[-1])
-            node.args = (*node.args[:-1], Variable(name if name.isidentifier() else "axis"))
+    bind_groups(graph, {axis.name: _Expression(f"self.groups[{axis.name!r}]") for axis in program.mesh.axes})
     return print_lines(lines_of(graph))
 
 
@@ -98,7 +111,7 @@ def _inputs(placeholders: list[Node], labels: list[str] | None = None) -> str:
     for index, node in enumerate(placeholders):
         val = node.meta["val"]
         label = f"  # {labels[index]}" if labels else ""
-        if node.name.startswith("random_state") or any(user.target is run_with_rng_state for user in node.users):
+        if node.meta.get(RANDOM_STATE) or any(user.target is run_with_rng_state for user in node.users):
             lines.append(f"        torch.get_rng_state(),{label}\n")
             continue
         if isinstance(val, torch.SymInt):

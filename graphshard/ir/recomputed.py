@@ -2,6 +2,7 @@
 
 meta["ac_graph_id"]   the region a node of the forward belongs to
 meta["recompute"]     RECOMPUTE or SAVE, torch's own `CheckpointPolicy`
+meta["random_state"]  an input of backward is the state of a generator, with which it draws again
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch.fx import Graph, Node
 from graphshard.ir.graph import base_of, is_backward, is_part, with_parts
 from graphshard.ir.torch_internals import CheckpointPolicy
 
+RANDOM_STATE = "random_state"
 RECOMPUTE, SAVE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard import Pass, Pipeline, Program
@@ -24,6 +25,7 @@ from graphshard.ir.files import write_text
 from graphshard.ir.fold import fold
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_program
+from graphshard.passes import Offload
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
 
@@ -87,6 +89,51 @@ def test_the_code_runs(dump: Path) -> None:
     assert run("forward.py")[0] == "output:0 (torch.float32, [])"
     assert run("backward.py") == [f"grad:layers.{i}.weight (torch.float32, [2, 4])" for i in (0, 1)]
     assert all(re.fullmatch(r"torch.float32 \[.*\]", line) for line in run("regions/region_0.py"))
+
+
+class _Shaken(nn.Module):
+    """Draws random numbers again in backward, and has a parameter that is called like their generator's state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random_state = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def drop(x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(x @ self.random_state, 0.5).sin()
+
+        return checkpoint(drop, x, use_reentrant=False).sum()
+
+
+def _runs(file: Path) -> list[str]:
+    done = subprocess.run([sys.executable, file.name], cwd=file.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"replicate": 2, "shard": 2}, {"gpu s": 4}])
+def test_the_code_runs_on_any_mesh(fake_world: FakeWorld, tmp_path: Path, mesh: dict[str, int]) -> None:
+    """Files make the process groups of all axes, of neighbours among whom backward gathers again, too."""
+    fake_world(4)
+    made = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    regather = 2 if len(mesh) == 1 else None
+    passes = Pipeline().insert(Offload(always=True), before="plan")
+    options = {"backend": "eager", "example_inputs": BATCH, "dump": tmp_path, "passes": passes}
+    graphshard.compile(Blocks(2), made, reshard_after_forward=regather, **options)
+    dump = tmp_path / "rank0" / "Blocks-0"
+    rows = 4 // list(mesh.values())[-1]
+    assert _runs(dump / "forward.py")[0] == "output:0 (torch.float32, [])"
+    assert _runs(dump / "backward.py") == [f"grad:layers.{i}.weight (torch.float32, [{rows}, 4])" for i in (0, 1)]
+
+
+def test_inputs_that_are_states_of_generators(fake_world: FakeWorld, tmp_path: Path) -> None:
+    compiled(fake_world, tmp_path, model=_Shaken())
+    dump = tmp_path / "rank0" / "_Shaken-0"
+    rows = "".join((dump / f"{name}.py").read_text() for name in ("forward", "backward")).splitlines()
+    inputs = dict(reversed(row.strip().split(",  # ")) for row in rows if ",  # " in row)
+    assert inputs["saved:random_state_0"] == "torch.get_rng_state()"
+    assert inputs["param:random_state"].startswith("torch.empty_strided")
 
 
 def test_kernels(fake_world: FakeWorld, tmp_path: Path) -> None:
