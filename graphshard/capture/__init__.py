@@ -6,6 +6,12 @@ about the user's code.
 
 * **Operators are not decomposed at capture.** Inductor's decompositions run when a region is lowered. The graph between
   is the same for both backends, and `backend="eager"` runs the operators that eager mode runs, hence its bits.
+* **Capture takes the path of eager mode** (`eager_path.py`). Hugging Face's code, when it is traced, makes an attention
+  mask and repeats key and value heads. Its eager code does neither, and gradients differ in their last bit; on some
+  processors in float32, too. What code outside of torch asks (`torch.compiler.is_exporting()`, whether a tensor is
+  fake) is therefore answered as in eager mode; torch's own code hears the truth, since it runs the trace. Values that
+  depend on no input, such as positions, are computed when they are read (`known_values.py`). A function that reads
+  others is told that it is traced, in another attempt.
 * **Outputs that alias an input or each other are copied at capture.** That removes the cases for which AOTAutograd has
   its wrappers, so the runtime needs none. Buffer updates are outputs that are copied back.
 * **Submodules have entries** (`entry.py`). The `forward` of a submodule is an `Entry` in its `__dict__`, which is taken
@@ -28,6 +34,7 @@ Pitfalls:
 * `aten.native_dropout`, which tracing puts in the place of CPU dropout, rounds differently in bfloat16: `rounding.py`.
 * The joint graph of a CUDA model cannot be captured on a machine without CUDA: autograd of fake CUDA tensors needs the
   device's stream API.
+* Each attempt to trace a path has a fake mode and a shape environment of its own: a failed one leaves symbols in both.
 * The fake inputs given to export are of another fake mode than the parameters', and export runs in a `TracingContext`.
   It then makes symbolic inputs in the parameters' mode. Fakes of the same mode are taken as they are, with fixed sizes.
 * Batch norm inside a checkpoint: eager mode updates running statistics twice, graphshard once.
