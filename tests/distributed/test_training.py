@@ -325,7 +325,7 @@ def test_inputs_get_gradients(ranks: Ranks) -> None:
 
 
 def _logits(rank: int, world_size: int) -> None:
-    model, batch = MODELS["hf-gpt2"](False, layers=1)
+    model, batch = MODELS["hf-gpt2"](layers=1)
     pair = twins(model, world_mesh())
     inputs = batch()
     for used in ("loss", "logits", "both", "loss"):
