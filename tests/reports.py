@@ -6,16 +6,14 @@ import dataclasses
 from typing import Any
 
 from graphshard.report.page import (
-    Alive,
     BucketView,
-    Memory,
-    MemoryPoint,
     RegionView,
     Report,
     Span,
     StageView,
     Timeline,
 )
+from graphshard.schedule.memory import Alive, Memory, MemoryPoint
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'{{ 7 * 7 }}<!--"
 

@@ -23,8 +23,9 @@ from graphshard.ir.plain import write
 from graphshard.ir.program import Program
 from graphshard.ir.text import format_bytes, format_seconds
 from graphshard.report.content import report_of
-from graphshard.report.page import Memory, render
+from graphshard.report.page import render
 from graphshard.report.trace_events import trace_events
+from graphshard.schedule.memory import Memory
 from graphshard.schedule.timeline import Estimate
 
 # How many waits the table names, and what it calls the links.

@@ -13,19 +13,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import sympy
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard.cost.costs import Costs, maximum
+from graphshard.cost.costs import Costs
 from graphshard.explain.symbols import RANKS, symbolic
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.graph import WAIT, is_collective, kind_of
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Phase, Program, Region
+from graphshard.schedule.clock import Call, Event, Launch, Sizes, events_of, run
 
 # Of the numbers in a printed formula; costs are not known better.
 _DIGITS = 4
@@ -205,18 +205,21 @@ def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, states
         name: define(name, costs.region(_symbolic_region(program.regions[key])))
         for name, key in program.region_names.items()
     }
-    calls = [str(n.target) for p in program.phases.values() for n in p.module.graph.nodes if n.op == "call_module"]
-    step, communication, num_sent, slower = _clock(program, costs, regions, define)
-    compute = sympy.Add(*(calls.count(name) * seconds for name, seconds in regions.items()), slower)
+    events = _events(program, costs, regions, define)
+    times = run(events, costs.profile.contention, define)
+    step = times.step(events)
+    calls = [event.name for event in events if isinstance(event, Call)]
+    compute = sympy.Add(*(calls.count(name) * seconds for name, seconds in regions.items()), *times.slower)
+    collectives = [event for event in events if isinstance(event, Launch) and event.link != "host"]
     state, trained = _state(program, states)
     optimizer = costs.optimizer(trained, states)
     results = {
         "step_time_s": step + optimizer,
         "compute_s": compute,
         "optimizer_s": optimizer,
-        "communication_s": communication,
+        "communication_s": sympy.Add(*(event.seconds for event in collectives)),
         "exposed_comm_s": step - compute,
-        "communication_bytes": num_sent,
+        "communication_bytes": sympy.Add(*(event.num_bytes for event in collectives)),
         "state_bytes": state,
         "saved_bytes": sum((_saved(phase) for phase in program.phases.values()), sympy.Integer(0)),
     }
@@ -224,47 +227,23 @@ def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, states
     return Formulas(everything, definitions, {name: sympy.sympify(value) for name, value in results.items()})
 
 
-def _clock(
+def _events(
     program: Program, costs: Costs, regions: Mapping[str, Any], define: Callable[[str, Any], Any]
-) -> tuple[Any, Any, Any, Any]:
-    """Step, communication, bytes sent, and what it slows compute down: the clock of `estimate`, with expressions."""
-    assert program.plan is not None
+) -> list[Event]:
+    """What the program does, with expressions; seconds of collectives and copies have names."""
     mesh = program.mesh.resized("shard", RANKS)
-    here, costs = costs, Costs(costs.profile, costs.network, mesh)
-    compute: Any = sympy.Integer(0)
-    free: dict[str, Any] = {}  # by link
-    measured = {name for name, key in program.region_names.items() if key in here.measured}
-    total, num_sent, slower = [], [], []
-    count = 0
-    for phase in program.phases.values():
-        arrives: dict[str, Any] = {}
-        for node in phase.module.graph.nodes:
-            bucket = node.meta.get("bucket", "")
-            if is_collective(node):
-                name = program.plan.bucket(bucket).axis
-                link, over = here.link(program.mesh.named(name)), mesh.named(name)
-                kind, size = kind_of(node), _sent(program, bucket)
-                if node.meta.get("exchanged"):
-                    cost = costs.exchange(size, over)
-                else:
-                    cost = costs.collective(kind, size, len(node.all_input_nodes), over)
-                seconds = define(f"seconds_{bucket}", cost)
-                total.append(seconds)
-                num_sent.append(size)
-                start = maximum(compute, free.get(link, compute))
-                free[link] = arrives[bucket] = define(f"end_{bucket}", start + seconds)
-            elif node.target is WAIT:
-                count += 1
-                compute = define(f"after_wait_{count}", maximum(arrives[bucket], compute))
-            elif node.op == "call_module":
-                seconds = regions[str(node.target)]
-                before, compute = compute, compute + seconds
-                if costs.profile.contention and str(node.target) not in measured:
-                    count += 1
-                    busy = maximum(*free.values(), before) - before if free else 0.0
-                    slower.append(define(f"slower_{count}", costs.slowed(seconds, busy) - seconds))
-                    compute = define(f"after_region_{count}", compute + slower[-1])
-    return compute, sympy.Add(*total), sympy.Add(*num_sent), sympy.Add(*slower)
+    priced = Costs(costs.profile, costs.network, mesh)
+    sent = lambda node: _sent(program, node.meta["bucket"])  # noqa: E731
+    events = events_of(program, costs, Sizes(priced, mesh, regions, sent, _copied))
+    return [
+        replace(event, seconds=define(f"seconds {event.name}", event.seconds)) if isinstance(event, Launch) else event
+        for event in events
+    ]
+
+
+def _copied(node: Node) -> Any:
+    """Bytes of a copy to or from the host."""
+    return math.prod(symbolic(node)) * node.meta["val"].dtype.itemsize
 
 
 def _symbolic_region(region: Region) -> Region:

@@ -15,10 +15,10 @@ from graphshard.explain.advice import advise, limit_of
 from graphshard.explain.explanation import Explanation, RegionCost, Wait
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
-from graphshard.report.content import memory_of
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build import Settings, build
-from graphshard.schedule.timeline import Estimate, estimate, tensors
+from graphshard.schedule.memory import memory_of
+from graphshard.schedule.timeline import Estimate, estimate
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def explained(
         states: tensors like a parameter that the optimizer keeps.
     """
     timeline = estimate(program, costs)
-    memory = memory_of(tensors(program, timeline), timeline.seconds)
+    memory = memory_of(program, timeline)
     trained = sum(row.shard_bytes(row.dtype) for row in program.params if row.trainable)
     optimizer = costs.optimizer(trained, states)
     alive = Counter[str]()

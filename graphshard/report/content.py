@@ -11,8 +11,9 @@ from graphshard.cost.profile import load_profile
 from graphshard.ir.plan import Bucket
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
-from graphshard.report.page import Alive, BucketView, Memory, MemoryPoint, RegionView, Report, Span, StageView, Timeline
-from graphshard.schedule.timeline import WHY, Estimate, Step, Tensor, estimate, tensors
+from graphshard.report.page import BucketView, RegionView, Report, Span, StageView, Timeline
+from graphshard.schedule.memory import memory_of
+from graphshard.schedule.timeline import WHY, Estimate, Step, estimate
 
 # How steps are coloured.
 _KINDS = {"upload": "gather", "download": "reduce", "all_reduce": "reduce"}
@@ -50,7 +51,7 @@ def report_of(
         stages=stages,
         buckets=_buckets(program, found),
         timeline=_timeline(program, found, costs),
-        memory=memory_of(tensors(program, found), found.seconds),
+        memory=memory_of(program, found),
         regions=_regions(program, found, costs, kernels),
     )
 
@@ -69,7 +70,7 @@ def _buckets(program: Program, found: Estimate) -> tuple[BucketView, ...]:
             continue
         bucket = program.plan.bucket(step.name)
         calls = [s for s in compute if s.phase == step.phase]
-        _, waited = found.waits[step.name]
+        waited = found.waits[step.name]
         views.append(
             BucketView(
                 name=bucket.name,
@@ -132,28 +133,6 @@ def _detail(step: Step) -> str:
     if step.why:
         return f"{WHY[step.why]}{f', behind {step.behind}' if step.behind else ''}"
     return f"{step.num_bytes} bytes" if step.num_bytes else ""
-
-
-def memory_of(held: list[Tensor], seconds: float) -> Memory:
-    """The memory curve of values that live within a step of `seconds`, and what is alive at its peak."""
-    changes: dict[float, int] = {}
-    for tensor in held:
-        changes[tensor.start] = changes.get(tensor.start, 0) + tensor.num_bytes
-        if tensor.end < seconds:
-            changes[tensor.end] = changes.get(tensor.end, 0) - tensor.num_bytes
-    points, total = [], 0
-    for time in sorted(changes):
-        total += changes[time]
-        points.append(MemoryPoint(time, total))
-    peak = max(points, key=lambda point: point.num_bytes, default=MemoryPoint(0.0, 0))
-    alive = [t for t in held if t.start <= peak.time < t.end or t.end == seconds == peak.time]
-    alive.sort(key=lambda tensor: -tensor.num_bytes)
-    return Memory(
-        points=tuple(points),
-        peak_bytes=peak.num_bytes,
-        peak_time=peak.time,
-        alive=tuple(Alive(t.name, t.what, t.num_bytes) for t in alive),
-    )
 
 
 def _regions(program: Program, found: Estimate, costs: Costs, kernels: Collection[str]) -> tuple[RegionView, ...]:

@@ -19,6 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from graphshard.ir.text import format_bytes, format_seconds
+from graphshard.schedule.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -96,33 +97,6 @@ class Timeline:
     communication_seconds: float
     exposed_seconds: float
     assumptions: str
-
-
-@dataclass(frozen=True)
-class MemoryPoint:
-    """From `time` on, until the next point, `num_bytes` are allocated."""
-
-    time: float
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class Alive:
-    """A value that is alive at the peak; `what` is the group it is counted in, such as "gradients"."""
-
-    name: str
-    what: str
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Allocated bytes over one step, on the time axis of the timeline; `alive` is sorted, largest first."""
-
-    points: tuple[MemoryPoint, ...]
-    peak_bytes: int
-    peak_time: float
-    alive: tuple[Alive, ...]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphshard.report.page import Memory
+from graphshard.schedule.memory import Memory
 from graphshard.schedule.timeline import Estimate
 
 _PROCESS = 1

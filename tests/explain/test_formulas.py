@@ -14,7 +14,7 @@ import graphshard
 from graphshard.explain.study import Study
 from graphshard.ir.sizes import SYMBOLS
 from graphshard.options.options import Options
-from graphshard.passes import MakePlan
+from graphshard.passes import MakePlan, Offload
 from tests.explain.test_explain import BF16, TOKENS, meta_net
 from tests.helpers import COALESCED
 
@@ -69,6 +69,22 @@ def test_formulas_count_contention(formulas, ranks):
     assert 0 < slower <= 0.5 * found["communication_s"]
     assert expected.lower_bound_s <= expected.step_time_s
     assert sum(r.calls * r.seconds for r in expected.regions) == pytest.approx(expected.compute_s)
+
+
+@pytest.mark.parametrize("contention", [0.0, 0.5])
+@pytest.mark.parametrize("mesh", [(8,), (4, 8)])
+def test_formulas_are_of_the_same_clock(mesh, contention):
+    """With copies to and from the host, on one axis and on two, with contention: the timeline's step to rounding."""
+    passes = graphshard.Pipeline().replace("plan", MakePlan(COALESCED)).insert(Offload(), before="plan")
+    profile = replace(H100, contention=contention)
+    inputs = (torch.zeros(*TOKENS.shape, dtype=torch.long),)
+    study = Study(meta_net(width=64), inputs, None, replace(OPTIONS, passes=passes), symbols=SYMBOLIC)
+    found = study.explain(mesh, profile, "isolated")
+    assert found.formulas is not None
+    assert {"upload", "download"} < {step.kind for step in found._timeline.steps}
+    values = found.formulas.evaluate()
+    for name in SECONDS:
+        assert values[name] == pytest.approx(getattr(found, name), rel=1e-12), name
 
 
 def test_saved_bytes_are_memory(formulas):

@@ -8,7 +8,6 @@ import re
 import pytest
 
 from graphshard.report.page import (
-    Alive,
     RegionView,
     Report,
     Span,
@@ -17,6 +16,7 @@ from graphshard.report.page import (
     format_seconds,
     render,
 )
+from graphshard.schedule.memory import Alive
 from tests.reports import HOSTILE, small_report
 
 

@@ -1,0 +1,142 @@
+"""What memory the values of a lowered program hold while it runs on its predicted timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from graphshard.cost.kernels import num_bytes
+from graphshard.ir.graph import WAIT, is_collective, is_view, module_of
+from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
+from graphshard.ir.program import Phase, Program
+from graphshard.schedule.timeline import Estimate
+
+# What the tensors of a bucket are, by its kind.
+_OF_BUCKET = {"gather": "gathered parameters", "reduce": "gradients", "all_reduce": "gradients"}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Memory that a value holds from `start` to `end` seconds."""
+
+    name: str
+    what: str
+    num_bytes: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """From `time` on, until the next point, `num_bytes` are allocated."""
+
+    time: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Alive:
+    """A value that is alive at the peak; `what` is the group it is counted in, such as "gradients"."""
+
+    name: str
+    what: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Allocated bytes over one step, on the time axis of the timeline; `alive` is sorted, largest first."""
+
+    points: tuple[MemoryPoint, ...]
+    peak_bytes: int
+    peak_time: float
+    alive: tuple[Alive, ...]
+
+
+def memory_of(program: Program, found: Estimate) -> Memory:
+    """The memory curve of a step, and what is alive at its peak."""
+    held, seconds = tensors(program, found), found.seconds
+    changes: dict[float, int] = {}
+    for tensor in held:
+        changes[tensor.start] = changes.get(tensor.start, 0) + tensor.num_bytes
+        if tensor.end < seconds:
+            changes[tensor.end] = changes.get(tensor.end, 0) - tensor.num_bytes
+    points, total = [], 0
+    for time in sorted(changes):
+        total += changes[time]
+        points.append(MemoryPoint(time, total))
+    peak = max(points, key=lambda point: point.num_bytes, default=MemoryPoint(0.0, 0))
+    alive = [t for t in held if t.start <= peak.time < t.end or t.end == seconds == peak.time]
+    alive.sort(key=lambda tensor: -tensor.num_bytes)
+    return Memory(
+        points=tuple(points),
+        peak_bytes=peak.num_bytes,
+        peak_time=peak.time,
+        alive=tuple(Alive(t.name, t.what, t.num_bytes) for t in alive),
+    )
+
+
+def tensors(program: Program, found: Estimate) -> list[Tensor]:
+    """What is alive between regions, and when; what a region holds while it runs is not seen."""
+    held: dict[str, Tensor] = {}
+    for phase_name, phase in program.phases.items():
+        for tensor in _of_phase(program, phase, phase_name, found):
+            if tensor.what in ("shards", "saved for backward") and tensor.name in held:
+                before = held[tensor.name]
+                held[tensor.name] = Tensor(before.name, before.what, before.num_bytes, before.start, tensor.end)
+            else:
+                held[tensor.name if tensor.name not in held else f"{phase_name} {tensor.name}"] = tensor
+    return list(held.values())
+
+
+def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) -> Iterator[Tensor]:
+    plan = program.plan
+    nodes = list(phase.module.graph.nodes)
+    began, ended = found.phases[phase_name]
+    owner: dict[Node, Node] = {}
+    last: dict[Node, float] = {}
+    for node in nodes:
+        owner[node] = owner[node.all_input_nodes[0]] if _shares(node) else node
+        time = ended if node.op == "output" else found.node_times[node]
+        for source in node.all_input_nodes:
+            last[owner[source]] = time
+        last[owner[node]] = max(time, last.get(owner[node], 0.0))
+    slots = phase.slot_of()
+    saved = {n: slot for n, slot in zip(phase.results, phase.outputs) if isinstance(n, Node) and slot.kind == "saved"}
+    results = {owner[n] for n in phase.results if isinstance(n, Node)}
+    before = began
+    for node in nodes:
+        start, before = before, found.node_times.get(node, ended)
+        if owner[node] is not node or not num_bytes(node) or node.op in ("call_module", "output") or _on_host(node):
+            continue
+        end = ended if node in results else last[node]
+        if node in slots:
+            slot = slots[node]
+            kept = slot.kind in ("param", "buffer", "input")
+            what = {"param": "shards", "buffer": "shards", "input": "inputs"}.get(slot.kind, "saved for backward")
+            yield Tensor(slot.name, what, num_bytes(node), began, ended if kept else end)
+        elif node in saved:
+            yield Tensor(saved[node].name, "saved for backward", num_bytes(node), start, end)
+        else:
+            bucket = node.meta.get("bucket", "")
+            what = "activations"
+            if plan is not None and bucket:
+                what = _OF_BUCKET[plan.bucket(bucket).kind]
+            elif any(is_collective(user) for user in node.users) and phase_name == "backward":
+                what = "gradients"
+            yield Tensor(bucket or f"%{node.meta['number']} {module_of(node)}", what, num_bytes(node), start, end)
+
+
+def _on_host(node: Node) -> bool:
+    """Whether a value is a shard or a gradient that lives on the host."""
+    return node.target is DOWNLOAD or any(user.target is UPLOAD for user in node.users)
+
+
+def _shares(node: Node) -> bool:
+    """Whether a value has the memory of its first input: a view, a wait, a part of a coalesced collective."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    source = node.all_input_nodes[0]
+    return node.target in (WAIT, ARRIVED) or is_view(node) or (is_collective(source) and not is_collective(node))
