@@ -14,7 +14,10 @@
     by_unit     PlanByUnit: FSDP2's order, which needs no costs
     by_cost     PlanByCost: a program in, the plan that costs say is best out
     agreed      plans that are the same on all ranks
-    timeline    when the regions and collectives of a lowered program run
+    clock       what a lowered program does, and when; the same for numbers and expressions
+    timeline    the same as steps to show
+    memory      what memory its values hold meanwhile
+    dag         the timeline as a graph: critical path, slack, what delays a wait
 
 The first nine know neither graphs nor tensors.
 
