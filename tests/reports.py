@@ -66,17 +66,17 @@ def small_report(**changes: Any) -> Report:
         StageView("reorder", 0, 0.0004, 46, True, AFTER + "  ... 30 times\n", AFTER + unfolded),
     )
     ms = 1e-3
-    gather0 = Span("shard", "gather", "gather layers.0 in forward", 0, 2 * ms, "1.00 MiB over 8 ranks")
+    gather0 = Span("shard", "gather", "gather layers.0 in forward", 0, 2 * ms, "1.00 MiB over 8 ranks", 0, True)
     spans = (
         gather0,
         Span("compute", "exposed", gather0.name, 0, 2 * ms, "nothing to compute yet"),
-        Span("compute", "compute", "region_0", 2 * ms, 5 * ms, "16 ops in layers.0"),
-        Span("shard", "gather", "gather layers.1 in forward", 2 * ms, 4 * ms),
-        Span("compute", "compute", "region_0", 5 * ms, 8 * ms, "16 ops in layers.1"),
-        Span("shard", "gather", "gather layers.1 in backward", 8 * ms, 8.5 * ms),
-        Span("compute", "compute", "region_1", 8 * ms, 12 * ms),
-        Span("replicate", "reduce", "reduce layers.1 in backward", 10 * ms, 11 * ms),
-        Span("replicate", "reduce", "reduce layers.0 in backward", 12 * ms, 12.5 * ms),
+        Span("compute", "compute", "region_0", 2 * ms, 5 * ms, "16 ops in layers.0", 0, True),
+        Span("shard", "gather", "gather layers.1 in forward", 2 * ms, 4 * ms, "", 1 * ms),
+        Span("compute", "compute", "region_0", 5 * ms, 8 * ms, "16 ops in layers.1", 0, True),
+        Span("shard", "gather", "gather layers.1 in backward", 8 * ms, 8.5 * ms, "", 3.5 * ms),
+        Span("compute", "compute", "region_1", 8 * ms, 12 * ms, "", 0, True),
+        Span("replicate", "reduce", "reduce layers.1 in backward", 10 * ms, 11 * ms, "", 1 * ms),
+        Span("replicate", "reduce", "reduce layers.0 in backward", 12 * ms, 12.5 * ms, "", 0, True),
         Span("compute", "exposed", "reduce layers.0 in backward", 12 * ms, 12.5 * ms),
     )
     timeline = Timeline(
@@ -85,6 +85,7 @@ def small_report(**changes: Any) -> Report:
         12.5 * ms,
         10 * ms,
         6 * ms,
+        2.5 * ms,
         2.5 * ms,
         "H100, 400 GB/s per axis, 60 % of peak FLOP/s.",
     )
@@ -103,6 +104,7 @@ def small_report(**changes: Any) -> Report:
             "" if span.start == 0 else "region_0",
             span.end - span.start,
             2 * ms if span.start == 0 else 0.0,
+            span.slack or 0.0,
         )
         for span in spans
         if span.lane != "compute"
@@ -186,7 +188,7 @@ def deep_report(num_layers: int = 126, ops: int = 160) -> Report:
                     name, kind, phase, params, packed, 1_700_000_000 + i, "bf16", "shard",
                     f"after {step * 40} of 20160 ops, in layers.{i}",
                     f"after {step * 40 + 40} of 20160 ops, in layers.{i}",
-                    "" if exposed else hidden, seconds * 0.6, exposed,
+                    "" if exposed else hidden, seconds * 0.6, exposed, 0.0,
                 )
             )  # fmt: skip
             now += exposed
@@ -198,7 +200,9 @@ def deep_report(num_layers: int = 126, ops: int = 160) -> Report:
         ]
     compute = num_layers * 0.012
     phases = (("forward", 0.0, now / 3), ("backward", now / 3, now))
-    timeline = Timeline(tuple(spans), phases, now, compute, 0.8 * compute, now - compute, "H100, 400 GB/s per axis.")
+    timeline = Timeline(
+        tuple(spans), phases, now, compute, 0.8 * compute, now - compute, 0.0, "H100, 400 GB/s per axis."
+    )
     peak = max(points, key=lambda point: point.num_bytes)
     alive = tuple(
         Alive(

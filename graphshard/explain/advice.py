@@ -1,44 +1,70 @@
-"""What limits a predicted step, and what would help, from the formulas of the schedule.
+"""What limits a predicted step, and what would help: read off its critical path.
 
 F and B are the compute of forward and backward; A, A' and R the gathers of forward, those of backward and the
-reductions. A step takes at least F + B and the ends that nothing hides, and at least A + A' + R.
+reductions. What a step would gain is exact for the same schedule: the longest way through the timeline's graph with
+other lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from graphshard.cost.costs import Costs
 from graphshard.ir.program import Program
 from graphshard.ir.text import format_bytes, format_seconds
+from graphshard.schedule.clock import Call, Wait
 from graphshard.schedule.timeline import Estimate, Step
 
-# Exposed communication below this share of a step is not what limits it.
+# Of the critical path: communication below this share is not what limits a step.
 _NEGLIGIBLE = 0.02
 
 
-def ends(timeline: Estimate) -> tuple[float, float]:
-    """Seconds exposed at the head and at the tail: the first gather has no compute before it, the last reduction none
-    behind it."""
-    gathers, reductions = _collectives(timeline, "gather"), _collectives(timeline, "reduce")
-    waited = {(s.phase, s.name): s.seconds for s in timeline.steps if s.kind == "exposed"}
-    first, last = gathers[:1], reductions[-1:]
-    head = sum(min(s.seconds, waited.get((s.phase, s.name), 0.0)) for s in first)
-    return head, sum(min(s.seconds, waited.get((s.phase, s.name), 0.0)) for s in last)
+@dataclass(frozen=True)
+class Parts:
+    """What the critical path consists of, in its order.
+
+    Attributes:
+        compute: calls of regions.
+        head: what the first call waits for: no compute is there to hide it.
+        tail: what is launched behind the last call.
+        link: what is neither, and would be hidden if it began earlier or were shorter.
+    """
+
+    compute: list[Step]
+    head: list[Step]
+    tail: list[Step]
+    link: list[Step]
+
+
+def parts_of(timeline: Estimate) -> Parts:
+    """The critical path by what it is."""
+    events = timeline.events
+    calls = [index for index, event in enumerate(events) if isinstance(event, Call)]
+    first, last = (calls[0], calls[-1]) if calls else (len(events), -1)
+    before = {event.launch for event in events[:first] if isinstance(event, Wait)}
+    found = Parts([], [], [], [])
+    for step in timeline.critical:
+        if step.kind == "compute":
+            found.compute.append(step)
+        elif step.event in before:
+            found.head.append(step)
+        else:
+            (found.tail if step.event > last else found.link).append(step)
+    return found
 
 
 def limit_of(timeline: Estimate) -> str:
-    """ "compute", "link", "head" or "tail"."""
-    exposed, communication = timeline.total("exposed"), timeline.communication
-    head, tail = ends(timeline)
-    compute = timeline.total("compute")
-    if communication > compute + head + tail:
-        return "link"
-    if exposed <= _NEGLIGIBLE * timeline.seconds:
+    """ "compute", "link", "head" or "tail": of the critical path the longest part, compute only if nothing else is."""
+    parts = parts_of(timeline)
+    seconds = {
+        name: _seconds(steps) for name, steps in (("head", parts.head), ("tail", parts.tail), ("link", parts.link))
+    }
+    if sum(seconds.values()) <= _NEGLIGIBLE * timeline.seconds:
         return "compute"
-    return max((("head", head), ("tail", tail), ("link", exposed - head - tail)), key=lambda item: item[1])[0]
+    return max(seconds, key=lambda name: seconds[name])
 
 
 def advise(
@@ -60,6 +86,7 @@ def advise(
         memory: at the peak, by what it is.
     """
     compute, communication = timeline.total("compute"), timeline.communication
+    parts, gains = parts_of(timeline), timeline.dag.gains(timeline.dag.end)
     if limit == "memory":
         yield _memory(program, costs, tokens, memory)
     if communication > compute:
@@ -72,37 +99,45 @@ def advise(
             "where the multiplications alone take as long"
         )
     elif limit == "link":
-        worst = timeline.waits_for[0]
+        worst = max(parts.link, key=lambda step: (gains.get(step.event, 0.0), step.seconds))
         yield (
             f"communication ({format_seconds(communication)}) is shorter than compute ({format_seconds(compute)}), but "
-            f"not where it is needed: {worst.name} is waited for {format_seconds(worst.seconds)}; other units= or more "
-            "tokens per rank give it more to hide behind"
+            f"not where it is needed: {worst.name} ({format_seconds(worst.seconds)}) is on the critical path, "
+            f"{_shorter(gains.get(worst.event, 0.0))} without it; other units= or more tokens per rank give it more "
+            "to hide behind"
         )
     if limit == "link" or communication > compute:
         yield from _fewer_bytes(program, timeline)
-    for name, step in (("head", _collectives(timeline, "gather")[:1]), ("tail", _collectives(timeline, "reduce")[-1:])):
-        if limit == name and step:
+    for name, steps in (("head", parts.head), ("tail", parts.tail)):
+        if limit == name:
+            worst = max(steps, key=lambda step: step.seconds)
             yield (
-                f"the {name} is {step[0].name} ({format_bytes(step[0].num_bytes)}, {format_seconds(step[0].seconds)}), "
-                "which no schedule hides: make its unit smaller with units=, or more tokens per rank"
+                f"the {name} is {worst.name} ({format_bytes(worst.num_bytes)}, {format_seconds(worst.seconds)}), "
+                f"which no schedule hides; {_shorter(gains.get(worst.event, 0.0))} without it: make its unit smaller "
+                "with units=, or more tokens per rank"
             )
     if limit == "compute":
-        share = timeline.total("exposed") / timeline.seconds
-        yield f"compute is {1 - share:.1%} of forward and backward; only faster kernels or less recomputation help"
+        share = _seconds(parts.compute) / timeline.seconds
+        yield f"compute is {share:.1%} of the critical path; only faster kernels or less recomputation help"
 
 
 def _fewer_bytes(program: Program, timeline: Estimate) -> Iterator[str]:
-    again = sum(s.seconds for s in _collectives(timeline, "gather") if s.phase == "backward")
+    again = [step for step in _collectives(timeline, "gather") if step.phase == "backward"]
     if again:
         kept = sum(row.sent_bytes("gather") for row in program.params if row.reshard and row.num_shards > 1)
+        gain = timeline.seconds - timeline.dag.step({step.event: 0.0 for step in again})
         yield (
-            f"reshard_after_forward=False drops A' = {format_seconds(again)} of gathers in backward and keeps "
-            f"{format_bytes(kept)} of parameters"
+            f"reshard_after_forward=False drops A' = {format_seconds(_seconds(again))} of gathers in backward and "
+            f"keeps {format_bytes(kept)} of parameters; {_shorter(gain)} with the rest of this schedule"
         )
     wide = [row for row in program.params if row.trainable and row.reduce_dtype == torch.float32]
     if wide:
-        reductions = sum(s.seconds for s in _collectives(timeline, "reduce"))
-        yield f"reducing in bfloat16 instead of float32 halves R = {format_seconds(reductions)}, and rounds gradients"
+        reductions = _collectives(timeline, "reduce")
+        gain = timeline.seconds - timeline.dag.step({step.event: step.seconds / 2 for step in reductions})
+        yield (
+            f"reducing in bfloat16 instead of float32 halves R = {format_seconds(_seconds(reductions))}, and rounds "
+            f"gradients; {_shorter(gain)} with the rest of this schedule"
+        )
 
 
 def _memory(program: Program, costs: Costs, tokens: int, memory: Mapping[str, int]) -> str:
@@ -121,3 +156,12 @@ def _memory(program: Program, costs: Costs, tokens: int, memory: Mapping[str, in
 
 def _collectives(timeline: Estimate, kind: str) -> list[Step]:
     return [step for step in timeline.steps if step.kind == kind]
+
+
+def _seconds(steps: Iterable[Step]) -> float:
+    return sum(step.seconds for step in steps)
+
+
+def _shorter(seconds: float) -> str:
+    """What a step would gain."""
+    return f"the step would be {format_seconds(seconds)} shorter" if seconds > 0 else "the step would be no shorter"

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,8 @@ class Wait:
         why: "head" (the phase's first collective), "tail" (its last), "link" (the bucket queued for the link) or
             "late" (it was launched too late, or is longer than what it could hide behind).
         behind: the bucket that it queued behind, or "".
+        without: of the longest waits, by the name of what makes it wait: seconds that the wait would be shorter if that
+            took no time; the bucket itself is among them.
     """
 
     bucket: str
@@ -63,10 +65,14 @@ class Wait:
     seconds: float
     why: str
     behind: str
+    without: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        behind = f", behind {self.behind}" if self.behind else ""
-        return f"{format_seconds(self.seconds)} for {self.bucket} ({self.why}{behind})"
+        more = f", behind {self.behind}" if self.behind else ""
+        others = [name for name in self.without if name != self.bucket]
+        if others:
+            more = f", {format_seconds(self.without[others[0]])} less without {others[0]}"
+        return f"{format_seconds(self.seconds)} for {self.bucket} ({self.why}{more})"
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,11 @@ class Explanation:
         limit: "compute", "link", "head", "tail" or "memory".
         advice: what would help, from formulas.
         waits: what compute waits for, longest first.
+        critical_path: seconds of it by what they are: "compute", and the names of collectives and copies in their
+            order. They follow each other without a gap from the begin of forward to the end of backward, so the step is
+            as long as they are.
+        slack: by bucket, seconds by which its collective could end later, because it began later or took longer, and
+            the step would not. Where the profile has contention, the regions beside it are taken as they are.
         busy: share of the step in which compute, and each link ("node", "network"), is busy.
         regions: distinct regions, the most expensive first.
         formulas: of the step, if symbols were asked for.
@@ -124,6 +135,8 @@ class Explanation:
     limit: str
     advice: tuple[str, ...]
     waits: tuple[Wait, ...]
+    critical_path: dict[str, float]
+    slack: dict[str, float]
     busy: dict[str, float]
     regions: tuple[RegionCost, ...]
     _program: Program = field(repr=False, compare=False)
@@ -175,6 +188,8 @@ class Explanation:
             ("compute", f"{format_seconds(self.compute_s)}, optimizer {format_seconds(self.optimizer_s)}"),
             ("communication", f"{format_seconds(self.communication_s)}, exposed {_exposed(self)} ({share})"),
             ("longest waits", ", ".join(map(str, self.waits[:_WAITS])) or "none"),
+            ("critical path", _path(self.critical_path)),
+            ("slack", _slack(self.slack)),
             ("busy", ", ".join(f"{_LINKS.get(name, name)} {share:.1%}" for name, share in self.busy.items())),
             ("lower bound", f"{format_seconds(self.lower_bound_s)}, gap {self.gap:.1%}"),
             (
@@ -248,6 +263,27 @@ class Grid:
 
 def _exposed(row: Explanation) -> str:
     return format_seconds(row.exposed_comm_s)
+
+
+def _path(seconds: Mapping[str, float]) -> str:
+    """Compute and the longest of the rest, as shares."""
+    whole = sum(seconds.values())
+    rest = sorted((name for name in seconds if name != "compute"), key=lambda name: -seconds[name])
+    shown = [name for name in ("compute", *rest[:_WAITS]) if name in seconds]
+    parts = [f"{name} {seconds[name] / whole:.1%}" for name in shown]
+    if more := rest[_WAITS:]:
+        parts.append(f"{len(more)} more {sum(seconds[name] for name in more) / whole:.1%}")
+    return ", ".join(parts) or "nothing"
+
+
+def _slack(seconds: Mapping[str, float]) -> str:
+    """How many buckets have none, and who has the least and the most."""
+    loose = sorted((name for name in seconds if seconds[name]), key=lambda name: seconds[name])
+    tight = f"none for {len(seconds) - len(loose)} of {len(seconds)} buckets"
+    if not loose:
+        return tight
+    least, most = (f"{format_seconds(seconds[name])} for {name}" for name in (loose[0], loose[-1]))
+    return f"{tight}, {least}" + (f" to {most}" if len(loose) > 1 else "")
 
 
 def _text(table: Table) -> str:

@@ -6,7 +6,7 @@ The plan and the bound are those of `graphshard.schedule`; the timeline of the r
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -105,7 +105,12 @@ def explained(
         mfu=ideal / step,
         limit=limit,
         advice=tuple(advise(program, costs, timeline, limit=limit, tokens=tokens, flop=flop, memory=held)),
-        waits=tuple(Wait(w.name, w.phase, w.seconds, str(w.why), w.behind) for w in timeline.waits_for),
+        waits=tuple(
+            Wait(w.name, w.phase, w.seconds, str(w.why), w.behind, timeline.delays.get(w.event, {}))
+            for w in timeline.waits_for
+        ),
+        critical_path=_critical_path(timeline),
+        slack={s.name: timeline.dag.slack[s.event] for s in timeline.steps if s.link not in ("", "host")},
         busy={"compute": compute / step, **{link: seconds / step for link, seconds in timeline.by_link().items()}},
         regions=_regions(program, costs, timeline),
         _program=program,
@@ -113,6 +118,14 @@ def explained(
         _timeline=timeline,
         _memory=memory,
     )
+
+
+def _critical_path(timeline: Estimate) -> dict[str, float]:
+    """Seconds by what they are, compute as one."""
+    found = defaultdict[str, float](float)
+    for step in timeline.critical:
+        found["compute" if step.kind == "compute" else step.name] += step.seconds
+    return dict(found)
 
 
 def _regions(program: Program, costs: Costs, timeline: Estimate) -> tuple[RegionCost, ...]:

@@ -11,9 +11,13 @@ from graphshard.cost.profile import load_profile
 from graphshard.ir.plan import Bucket
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
+from graphshard.ir.text import format_seconds
 from graphshard.report.page import BucketView, RegionView, Report, Span, StageView, Timeline
 from graphshard.schedule.memory import memory_of
 from graphshard.schedule.timeline import WHY, Estimate, Step, estimate
+
+# How many things a wait says it is delayed by.
+_DELAYS = 3
 
 # How steps are coloured.
 _KINDS = {"upload": "gather", "download": "reduce", "all_reduce": "reduce"}
@@ -86,6 +90,7 @@ def _buckets(program: Program, found: Estimate) -> tuple[BucketView, ...]:
                 hidden_by=", ".join(f"{s.name} of {s.where or 'the root'}" for s in calls[step.order : waited]),
                 seconds=step.seconds,
                 exposed_seconds=exposed.get(step.name, 0.0),
+                slack_seconds=found.dag.slack[step.event],
             )
         )
     return tuple(views)
@@ -103,6 +108,7 @@ def _place(calls: list[Step], order: int) -> str:
 
 
 def _timeline(program: Program, found: Estimate, costs: Costs) -> Timeline:
+    critical = {step.event for step in found.critical}
     lanes = {bucket.name: bucket.axis for bucket in program.plan.buckets} if program.plan else {}
     spans = tuple(
         Span(
@@ -111,7 +117,9 @@ def _timeline(program: Program, found: Estimate, costs: Costs) -> Timeline:
             name=f"{step.name} {step.where}".strip(),
             start=step.start,
             end=step.end,
-            detail=_detail(step),
+            detail=_detail(step, found),
+            slack=None if step.kind == "exposed" else found.dag.slack[step.event],
+            critical=step.event in critical,
         )
         for step in found.steps
     )
@@ -122,16 +130,19 @@ def _timeline(program: Program, found: Estimate, costs: Costs) -> Timeline:
         compute_seconds=found.total("compute"),
         communication_seconds=found.communication,
         exposed_seconds=found.total("exposed"),
+        critical_seconds=sum(step.seconds for step in found.critical if step.kind != "compute"),
         assumptions=f"Estimated for {costs.profile.title} (profile {costs.profile.hash[:12]}, network "
         f"{costs.network}), whatever this program ran on: a roofline of each kernel, latency and bandwidth of each "
         "collective. Optimizer not included.",
     )
 
 
-def _detail(step: Step) -> str:
-    """What is said of a span beside its name and its time."""
+def _detail(step: Step, found: Estimate) -> str:
+    """What is said of a span beside its name, its time and its slack."""
     if step.why:
-        return f"{WHY[step.why]}{f', behind {step.behind}' if step.behind else ''}"
+        reason = f"{WHY[step.why]}{f', behind {step.behind}' if step.behind else ''}"
+        delays = list(found.delays.get(step.event, {}).items())[:_DELAYS]
+        return "\n".join([reason, *(f"{format_seconds(seconds)} less without {name}" for name, seconds in delays)])
     return f"{step.num_bytes} bytes" if step.num_bytes else ""
 
 

@@ -54,6 +54,7 @@ class BucketView:
         start: where the collective is launched, in words; `wait` is where its result is waited for.
         hidden_by: names of the regions that run in between, or "".
         exposed_seconds: how much of `seconds` the compute stream waits.
+        slack_seconds: by how much it could be later or longer, and the step no longer.
     """
 
     name: str
@@ -69,13 +70,16 @@ class BucketView:
     hidden_by: str
     seconds: float
     exposed_seconds: float
+    slack_seconds: float
 
 
 @dataclass(frozen=True)
 class Span:
     """A stretch of time on one lane: "compute", or a mesh axis.
 
-    `kind` is "compute", "gather", "reduce", or "exposed": the compute lane is idle, waiting for a bucket.
+    `kind` is "compute", "gather", "reduce", or "exposed": the compute lane is idle, waiting for a bucket. `slack` is by
+    how many seconds it could be later or longer, and the step no longer; None of a wait. The spans that are `critical`
+    follow each other without a gap: the step is as long as they are.
     """
 
     lane: str
@@ -84,11 +88,17 @@ class Span:
     start: float
     end: float
     detail: str = ""
+    slack: float | None = None
+    critical: bool = False
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step as the cost model sees it. `phases` are (name, start, end); `assumptions` is one sentence."""
+    """One step as the cost model sees it.
+
+    `phases` are (name, start, end); `critical_seconds` is the communication on the critical path; `assumptions` is one
+    sentence.
+    """
 
     spans: tuple[Span, ...]
     phases: tuple[tuple[str, float, float], ...]
@@ -96,6 +106,7 @@ class Timeline:
     compute_seconds: float
     communication_seconds: float
     exposed_seconds: float
+    critical_seconds: float
     assumptions: str
 
 

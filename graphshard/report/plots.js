@@ -141,8 +141,12 @@ function spanShape({ left, right, spans: own }, top) {
   const mark = span === chosen ? " chosen" : isMarked(span) ? " same" : "";
   const node = shape("g", { class: `span${mark}`, "data-count": own.length }, shape("rect", size));
   if (own.length === 1 && span.kind !== "exposed") {
-    const label = span.name.replace(`${span.kind} `, ""); // the colour says it
+    const kind = `${span.kind} `; // the colour says it
+    const label = span.name.startsWith(kind) ? span.name.slice(kind.length) : span.name;
     node.append(shape("text", { x: left + 5, y: y + 16 }, clip(label, right - left - 8)));
+  }
+  if (own.some((other) => other.critical)) {
+    node.append(shape("line", { x1: left, x2: left + size.width, y1: y + HIGH, y2: y + HIGH, class: "critical" }));
   }
   node.spans = own;
   return node;

@@ -42,12 +42,17 @@ function choose(span) {
   redrawPlots();
   const aside = byId("span");
   if (!span) aside.replaceChildren(element("p", "muted", "Select a span or a bucket to see it here."));
-  else aside.replaceChildren(element("h3", "", span.name), factsOf(span), element("p", "", span.detail));
+  else aside.replaceChildren(element("h3", "", span.name), factsOf(span), element("p", "detail", detailOf(span)));
+}
+
+function detailOf(span) {
+  return [criticalText(span), span.detail].filter(Boolean).join("\n");
 }
 
 function factsOf(span) {
   const facts = { Kind: span.kind, Lane: span.lane, Start: formatSeconds(span.start) };
   facts.Duration = formatSeconds(span.end - span.start);
+  if (span.slack !== null) facts.Slack = formatSeconds(span.slack);
   if (memory) facts["Memory at start"] = formatBytes(memory.points[pointAt(span.start)]?.num_bytes ?? 0);
   const list = element("dl", "");
   for (const [name, value] of Object.entries(facts)) list.append(element("dt", "", name), element("dd", "", value));
@@ -123,7 +128,13 @@ function pickAndTell(span) {
 function describe(span) {
   const times = `start ${formatSeconds(span.start)}, duration ${formatSeconds(span.end - span.start)}`;
   const name = span.kind === "exposed" ? `waiting for ${span.name}` : span.name;
-  return [name, times, span.detail].filter(Boolean).join("\n");
+  return [name, times, detailOf(span)].filter(Boolean).join("\n");
+}
+
+/** What a longer span would do to the step. */
+function criticalText(span) {
+  if (span.critical) return "on the critical path: if it takes longer, so does the step";
+  return span.slack ? `could be ${formatSeconds(span.slack)} later or longer, and the step no longer` : "";
 }
 
 function showTip(text, x, y) {

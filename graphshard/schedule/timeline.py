@@ -5,6 +5,7 @@ What `clock` says in numbers, as steps to show. What compute waits is exposed co
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from graphshard.cost.kernels import num_bytes
 from graphshard.ir.graph import kind_of
 from graphshard.ir.program import Program
 from graphshard.schedule.clock import Call, Event, Launch, Sizes, Times, Wait, events_of, run
+from graphshard.schedule.dag import TimelineDag
 from graphshard.schedule.simulate import Why, why_waits
 
 # Why compute waits, in words.
@@ -25,6 +27,9 @@ WHY: dict[Why, str] = {
     "link": "it had to queue for the link",
     "late": "launched too late, or longer than what it could hide behind",
 }
+
+# Waits that are explained: in a deep model all of them take seconds.
+_DELAYS = 20
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,28 @@ class Estimate:
         """By bucket, the regions of its phase that were called before compute waits for it."""
         return {e.name: e.order for e in reversed(self.events) if isinstance(e, Wait)}
 
+    @cached_property
+    def dag(self) -> TimelineDag:
+        """What must end before what begins: critical path and slack, by indices of events."""
+        return TimelineDag(self.events, self.times)
+
+    @cached_property
+    def critical(self) -> list[Step]:
+        """What the step consists of, from its begin to its end without a gap: calls, collectives and copies."""
+        by_event = {step.event: step for step in self.steps if step.kind != "exposed"}
+        return [by_event[event] for event in self.dag.critical_path if self.dag.seconds[event]]
+
+    @cached_property
+    def delays(self) -> dict[int, dict[str, float]]:
+        """Of the longest waits, by their event: what each would be shorter by without what, the most first."""
+        found = {}
+        for step in self.waits_for[:_DELAYS]:
+            named = defaultdict[str, float](float)
+            for event, seconds in self.dag.delays(step.event).items():
+                named[self.events[event].name] += seconds
+            found[step.event] = dict(sorted(named.items(), key=lambda item: -item[1]))
+        return found
+
     @property
     def communication(self) -> float:
         """Seconds of all collectives."""
@@ -123,7 +150,7 @@ def estimate(program: Program, costs: Costs) -> Estimate:
     return Estimate(
         events=events,
         times=times,
-        steps=list(_steps(events, times)),
+        steps=list(steps_of(events, times)),
         compute=sum(event.seconds for event in events if isinstance(event, Call)),
         phases=_phases(program, events, times),
         node_times=_node_times(program, events, times),
@@ -135,7 +162,8 @@ def _sent(node: Node) -> int:
     return num_bytes(node) if kind_of(node) == "gather" else sum(map(num_bytes, node.all_input_nodes))
 
 
-def _steps(events: Sequence[Event], times: Times) -> Iterator[Step]:
+def steps_of(events: Sequence[Event], times: Times) -> Iterator[Step]:
+    """Events with their times; a wait only if it holds compute up."""
     behind = _queued(events, times)
     collectives = [event for event in events if isinstance(event, Launch) and event.link != "host"]
     first = {event.phase: event for event in reversed(collectives)}

@@ -14,10 +14,15 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
+from graphshard.explain.advice import advise, limit_of, parts_of
 from graphshard.explain.study import Study
+from graphshard.ir.text import format_seconds
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, Offload
+from graphshard.report.content import report_of
 from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.clock import Call, Launch, Wait, run
+from graphshard.schedule.timeline import steps_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -133,6 +138,44 @@ def test_waits_have_reasons(study, found):
     assert slow.busy.keys() == {"compute", "network"}
     assert f"longest waits  {slow.waits[0]}" in str(slow)
     assert f"link between nodes {slow.busy['network']:.1%}" in str(slow)
+
+
+def test_critical_path_and_slack(study, found):
+    """The path is as long as forward and backward; text and report say who is on it and who has room."""
+    assert sum(found.critical_path.values()) == pytest.approx(found.step_time_s - found.optimizer_s)
+    path = [name for name in found.critical_path if name != "compute"]
+    assert set(path) <= found.slack.keys() == {bucket.name for bucket in found._program.plan.buckets}
+    assert all(found.slack[name] == 0 for name in path)
+    loose = [name for name, seconds in found.slack.items() if seconds]
+    assert loose
+    text = str(found)
+    assert f"compute {found.critical_path['compute'] / (found.step_time_s - found.optimizer_s):.1%}, " in text
+    assert f"none for {len(found.slack) - len(loose)} of {len(found.slack)} buckets, " in text
+    assert json.loads(found.to_json())["slack"] == found.slack
+    # The clock again, with something longer: into its slack, and beyond.
+    timeline = found._timeline
+    (event,) = (s.event for s in timeline.steps if s.name == loose[0] and s.link)
+    for more, expected in ((0.5, 0.0), (2.0, 1.0)):
+        launch = timeline.events[event]
+        longer = dataclasses.replace(launch, seconds=launch.seconds + more * found.slack[loose[0]])
+        events = [*timeline.events[:event], longer, *timeline.events[event + 1 :]]
+        step = run(events, 0.0).step(events)
+        assert step - timeline.seconds == pytest.approx(expected * found.slack[loose[0]], abs=1e-12)
+    alone = study.explain((1,), graphshard.load_profile("h100"), "isolated")
+    assert list(alone.critical_path) == ["compute"]
+
+
+def test_what_makes_compute_wait(study):
+    """A wait says what it would be shorter without; the report's tooltip, too."""
+    slow = study.explain((8, 8), graphshard.load_profile("h100"), "isolated")
+    wait = next(wait for wait in slow.waits if len(wait.without) > 1)
+    other, seconds = next((name, seconds) for name, seconds in wait.without.items() if name != wait.bucket)
+    assert 0 < seconds <= wait.seconds
+    assert f"{format_seconds(seconds)} less without {other})" in str(wait)
+    assert list(wait.without.values()) == sorted(wait.without.values(), reverse=True)
+    report = report_of(slow._program, costs=slow._costs)
+    details = [span.detail for span in report.timeline.spans if span.kind == "exposed" and span.name == wait.bucket]
+    assert any(f"{format_seconds(seconds)} less without {other}" in detail for detail in details)
 
 
 def test_parameters_on_the_host(found, tmp_path):
@@ -286,6 +329,60 @@ def test_limits(study):
     assert small.limit == "memory"
     assert "are needed" in small.advice[0]
     assert study.explain((RANKS,), h100, "isolated").limit in ("head", "tail", "link")
+
+
+def test_limit_is_the_longest_part_of_the_critical_path(study):
+    """Slower links end up as the head, the tail or the link; each part of the path is one of them or compute."""
+    h100 = graphshard.load_profile("h100")
+    for mesh, network in (((RANKS,), "isolated"), ((64,), "in-training"), ((8, 8), "isolated")):
+        found = study.explain(mesh, h100, network)
+        parts = parts_of(found._timeline)
+        seconds = {name: sum(s.seconds for s in getattr(parts, name)) for name in ("compute", "head", "tail", "link")}
+        assert sum(seconds.values()) == pytest.approx(found._timeline.seconds)
+        assert seconds["compute"] == pytest.approx(found.critical_path["compute"])
+        assert found.limit == max(("head", "tail", "link"), key=lambda name: seconds[name])
+
+
+def test_what_the_advice_gains(study):
+    """The clock again without the gathers of backward, and with reductions of half the time."""
+    found = study.explain((64,), graphshard.load_profile("h100"), "in-training")
+    events = found._timeline.events
+    for text, factor, phases, kind in (
+        ("reshard_after_forward=False", 0.0, ("backward",), "gather"),
+        ("halves R", 0.5, ("forward", "backward"), "reduce"),
+    ):
+        (line,) = (line for line in found.advice if text in line)
+        other = [
+            dataclasses.replace(e, seconds=factor * e.seconds)
+            if isinstance(e, Launch) and (e.kind, e.phase in phases) == (kind, True)
+            else e
+            for e in events
+        ]
+        gain = found._timeline.seconds - run(other, 0.0).step(other)
+        assert f"the step would be {format_seconds(gain)} shorter" in line
+
+
+def test_a_slow_bucket_is_named(study):
+    """One reduction that takes long while the link is idle otherwise: the advice is about it, and what it costs."""
+    found = study.explain((RANKS,), graphshard.load_profile("h100"), "isolated")
+    calls = [event for event in found._timeline.events if isinstance(event, Call)]
+    slow = next(e for e in found._timeline.events if isinstance(e, Launch) and e.kind == "reduce")
+    slow, long = dataclasses.replace(slow, seconds=1.0), dataclasses.replace(calls[0], seconds=3.0)
+    for events, limit in (
+        ([calls[0], slow, calls[1], Wait(slow.name, slow.phase, 1, None, 1), long], "link"),
+        ([long, slow, Wait(slow.name, slow.phase, 1, None, 1)], "tail"),
+        ([slow, Wait(slow.name, slow.phase, 1, None, 0), long], "head"),
+    ):
+        times = run(events, 0.0)
+        phases = {"forward": (0.0, times.step(events))}
+        timeline = dataclasses.replace(
+            found._timeline, events=events, times=times, phases=phases, steps=list(steps_of(events, times))
+        )
+        assert limit_of(timeline) == limit
+        about = {"limit": limit, "tokens": 1, "flop": {"bfloat16": 1.0}, "memory": {}}
+        (line,) = (line for line in advise(found._program, found._costs, timeline, **about) if slow.name in line)
+        gain = times.step(events) - sum(e.seconds for e in events if isinstance(e, Call))
+        assert f"the step would be {format_seconds(gain)} shorter without it" in line
 
 
 def test_advice_is_right(study):

@@ -221,6 +221,59 @@ def test_timeline(show: Show) -> None:
     assert page.js("getComputedStyle(document.querySelector('.span .exposed')).fill") == 'url("#hatch")'
 
 
+def test_critical_path(show: Show) -> None:
+    """Its spans are underlined, the legend says so, and selecting one says what it means; the others have slack."""
+    page = show(small_report())
+    marked = page.js("[...document.querySelectorAll('.span line.critical')].map(n => n.parentNode.spans[0].name)")
+    assert sorted(marked) == sorted(
+        ["region_0", "region_0", "region_1", "gather layers.0 in forward", "reduce layers.0 in backward"]
+    )
+    assert "critical path: the step is as long as these spans together" in texts(page, ".legend li")
+    assert "On the critical path are 2.50 ms of communication." in texts(page, "#timeline-summary")[0]
+    line, other = (
+        page.js(f"getComputedStyle(document.querySelector('{selector}')).stroke")
+        for selector in (".legend line", ".span line.critical")
+    )
+    assert line == other != "none"
+    page.click("tr[data-bucket='gather layers.0 in forward'] button")
+    assert texts(page, "#span .detail") == [
+        "on the critical path: if it takes longer, so does the step\n1.00 MiB over 8 ranks"
+    ]
+    page.click("tr[data-bucket='gather layers.1 in forward'] button")
+    assert texts(page, "#span .detail") == ["could be 1.00 ms later or longer, and the step no longer"]
+    assert page.js("[...document.querySelectorAll('#span dt')].find(n => n.textContent === 'Slack').nextSibling"
+                   ".textContent") == "1.00 ms"  # fmt: skip
+
+
+def test_slack_of_buckets(show: Show) -> None:
+    """A column that sorts: who has none, who has most, and what that means."""
+    page = show(small_report())
+    heading = texts(page, "#buckets-table thead th").index("Slack") + 1
+    page.click(f"#buckets-table th:nth-child({heading}) button")
+    assert texts(page, f"#buckets-table tbody tr > :nth-child({heading})") == [
+        "3.50 ms",
+        "1.00 ms",
+        "1.00 ms",
+        "0",
+        "0",
+    ]
+    assert "Slack: the bucket could be so much later or longer" in texts(page, "#buckets .help")[0]
+
+
+def test_all_reduces_look_like_reductions(show: Show) -> None:
+    """In the table and in the timeline, where the name is cut off its kind only if it begins with it."""
+    plain = small_report()
+    assert plain.timeline
+    name = "all_reduce layers.1 in backward"
+    (bucket,) = (b for b in plain.buckets if b.name == "reduce layers.1 in backward")
+    spans = (Span("replicate", "reduce", name, 0, 9), Span("shard", "gather", "gather layers.0", 0, 9))
+    timeline = dataclasses.replace(plain.timeline, spans=spans, seconds=9)
+    page = show(small_report(buckets=(dataclasses.replace(bucket, name=name, kind="all_reduce"),), timeline=timeline))
+    assert texts(page, ".span text") == [name, "layers.0"]
+    swatch = page.js("getComputedStyle(document.querySelector('#buckets-table .swatch')).backgroundColor")
+    assert swatch == page.js("getComputedStyle(document.querySelector('.span .reduce')).fill")
+
+
 def test_zoom_and_pan(show: Show) -> None:
     """Keys, buttons, wheel and drag change the view of both plots; without focus the wheel scrolls the page."""
     page = show(small_report())
@@ -293,7 +346,7 @@ def test_spans_that_overlap_lie_below_each_other(show: Show) -> None:
         Span("shard", "reduce", "b", 1, 3),
         Span("shard", "gather", "c", 2, 3),
     )
-    page = show(small_report(timeline=Timeline(overlapping, (), 3, 0, 4, 3, ""), memory=None))
+    page = show(small_report(timeline=Timeline(overlapping, (), 3, 0, 4, 3, 0, ""), memory=None))
     tops = page.js("[...document.querySelectorAll('.span')].map(g => +g.firstChild.getAttribute('y'))")
     assert tops[0] == tops[2] < tops[1]
 
