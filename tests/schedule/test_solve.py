@@ -23,6 +23,7 @@ from graphshard.schedule import (
     lower_bound,
     simulate,
 )
+from graphshard.schedule.bounds import chain_bound
 from graphshard.schedule.place import place
 from tests.schedule.oracles import chains, exhaustive, halves, links
 
@@ -135,6 +136,19 @@ def test_the_bound_holds_for_a_given_choice(problem: Problem, keep: bool) -> Non
     kept = problem.keepable if keep else frozenset()
     best = sum(exhaustive(chain, problem.link) for chain in problem.keep(kept).chains)
     assert lower_bound(problem, kept=kept) <= best
+
+
+@pytest.mark.parametrize(("room", "spared"), [(9, 0), (15, 15), (30, 30), (40, 40)])
+def test_the_bound_keeps_what_the_base_leaves_room_for(room: int, spared: int) -> None:
+    """Of the limit, backward's base is taken: only what is left of it can hold parameters that stay gathered."""
+    link = Link(Rate(1.0, 1.0), Rate(1.0, 1.0), halves, num_shards=2)
+    sizes = (10, 10, 20)
+    forward = Chain("forward", (1.0,) * 3, (100,) * 3, tuple(Transfer(f"w{i}", n, i, i) for i, n in enumerate(sizes)))
+    backward = replace(forward, name="backward")
+    problem = Problem((forward, backward), link, frozenset(f"w{i}" for i in range(3)))
+    expected = 3.0 if spared == 40 else chain_bound(backward, link, spared=spared)
+    assert lower_bound(problem, limit=100 + room) == chain_bound(forward, link) + expected
+    assert lower_bound(problem, limit=100 + room) > lower_bound(problem) or spared == 40
 
 
 def test_the_bound_contains_the_closed_forms() -> None:
