@@ -175,6 +175,7 @@ def test_gathers_in_a_smaller_group() -> None:
     "options",
     [
         {"activation": "full"},
+        {"offload_policy": CPUOffloadPolicy()},
         {"backend": "eager"},
         {"dynamic_shapes": DYNAMIC},
         {"reshard_after_forward": 4},
