@@ -1,9 +1,8 @@
-"""What travels and what stays in memory, observed while real ranks train: as much as with FSDP2, or less."""
+"""What travels, counted while real ranks train: as much as with FSDP2, or less."""
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,12 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
-from graphshard.passes import MakePlan
-from graphshard.schedule.by_unit import PlanByUnit
 from tests.distributed.twins import CountLaunches, assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks
 
@@ -191,79 +186,3 @@ def _inference(rank: int, world_size: int) -> list[Counts]:
 def test_inference_reduces_nothing(ranks: Ranks) -> None:
     for ours, theirs in ranks(2).run(_inference):
         assert ours == theirs == (BLOCKS + 1, 0)
-
-
-# --- memory -------------------------------------------------------------------------------------------------
-
-DIM, HIDDEN = 128, 256  # a shard of 64 KiB is not packed, so a gathered weight is the result of its all-gather
-WEIGHT_BYTES = DIM * HIDDEN * 4
-
-
-class _Stack(nn.Module):
-    """Blocks and nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Block(DIM, HIDDEN) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
-class _Watch(TorchDispatchMode):
-    """Counts the gathered weights of blocks that are alive: after every operator, and at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gathered: dict[int, StorageWeakRef] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func._opname == "_allgather_base_":
-            storage = args[0].untyped_storage()
-            if storage.nbytes() == WEIGHT_BYTES:
-                self.gathered[storage._cdata] = StorageWeakRef(storage)
-        self.most = max(self.most, self.alive(expected=self.most))
-        return result
-
-    def alive(self, expected: int = 0) -> int:
-        """More than expected? Not before gloo's threads had a moment: they let go of a result after the wait for it."""
-        patience = time.monotonic() + 0.5
-        while True:
-            number = sum(not ref.expired() for ref in self.gathered.values())
-            if number <= expected or time.monotonic() > patience:
-                return number
-            time.sleep(0.001)
-
-
-def _gathered_blocks(
-    rank: int, world_size: int, backend: str, reshard: bool | None
-) -> tuple[float, float, float, float]:
-    """How many blocks are gathered: at most in forward, after it, at most in backward, after it."""
-    # Unit by unit, and not packed into one buffer, in which no weight is told from another.
-    passes = graphshard.Pipeline().replace("plan", MakePlan(PlanByUnit(pack_gathers_below=0)))
-    model = graphshard.compile(_Stack(), world_mesh(), backend=backend, reshard_after_forward=reshard, passes=passes)
-    x = torch.randn(4, DIM, requires_grad=True)  # so that backward needs the first weight, too
-    model(x).backward()
-    blocks = []
-    with _Watch() as watch:
-        loss = model(x)
-    blocks += [watch.most, watch.alive()]
-    watch.most = 0
-    with watch:
-        loss.backward()
-    blocks += [watch.most, watch.alive()]
-    return tuple(number / 2 for number in blocks)  # a block has two weights
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_two_blocks_are_gathered_at_a_time(ranks: Ranks, backend: str) -> None:
-    """The one that computes and the next, whose gather runs at the same time."""
-    assert ranks(2).run(_gathered_blocks, backend, None) == [(2, 0, 2, 0)] * 2
-
-
-def test_without_resharding_all_blocks_stay_gathered(ranks: Ranks) -> None:
-    assert ranks(2).run(_gathered_blocks, "eager", False) == [(4, 4, 4, 0)] * 2
