@@ -194,6 +194,7 @@ def _policy_in_inductor(rank: int, world_size: int) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_random_numbers_are_drawn_again_in_inductor(ranks: Ranks) -> None:
     """With warnings as errors: no region falls back."""
     ranks(2).run(_policy_in_inductor)

@@ -148,5 +148,6 @@ def _inductor(rank: int, world_size: int) -> None:
     assert len(graphshard.programs(pair[0])) == 1
 
 
+@pytest.mark.slow
 def test_inductor_compiles_once_for_all_shapes(ranks: Ranks) -> None:
     ranks(2).run(_inductor)

@@ -280,6 +280,7 @@ def test_microbatches_have_the_bits_of_compile(ranks: Ranks, microbatches_file: 
     assert found == [[alone, together], [together]]
 
 
+@pytest.mark.slow
 def test_microbatches_on_two_axes_have_the_bits_of_compile(ranks: Ranks, microbatches_file: Path) -> None:
     """Without sync, and reduced over shards only."""
     found = ranks(4).run(_train_microbatches, microbatches_file, [(2, 2)])

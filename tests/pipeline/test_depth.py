@@ -26,6 +26,7 @@ def program_of(layers: int, **options) -> graphshard.Program:
     return program
 
 
+@pytest.mark.slow
 def test_distinct_regions(fake_world):
     """A region is compiled once for all blocks: as many at 8 layers as at 4, though twice as many run."""
     fake_world(4)
