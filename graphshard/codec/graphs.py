@@ -17,11 +17,13 @@ from graphshard.ir.torch_internals import CheckpointPolicy
 _STACKS = {"modules": "nn_module_stack", "fwd_modules": "fwd_nn_module_stack"}
 # Paths on the machine of the capture, and numbers of its process.
 _DROPPED = frozenset({"stack_trace", "seq_nr"})
+_MARKS = frozenset({bool, int, float, str, CheckpointPolicy})
 _OWN_KEYS = _DROPPED | {"val", *_STACKS.values()}
 
 
 def encode_graph(graph: Graph, names: Mapping[Any, str] = MappingProxyType({})) -> list[dict[str, Any]]:
-    return [_encode_node(node, names) for node in graph.nodes]
+    known: dict[tuple[str, ...], str] = {}
+    return [_encode_node(node, names, known) for node in graph.nodes]
 
 
 def decode_graph(nodes: list[dict[str, Any]], decoder: Decoder) -> Graph:
@@ -46,7 +48,8 @@ def check_phase(phase: Phase) -> Phase:
     return phase
 
 
-def _encode_node(node: Node, names: Mapping[Any, str]) -> dict[str, Any]:
+def _encode_node(node: Node, names: Mapping[Any, str], known: dict[tuple[str, ...], str]) -> dict[str, Any]:
+    """A node; `known` has the first node of each stack of modules, by which others name it."""
     data: dict[str, Any] = {
         "name": node.name,
         "op": node.op,
@@ -57,8 +60,10 @@ def _encode_node(node: Node, names: Mapping[Any, str]) -> dict[str, Any]:
     if "val" in node.meta:
         data["val"] = encode(node.meta["val"], names)
     for key, stack in _STACKS.items():
-        if node.meta.get(stack):
-            data[key] = {call: name for call, (name, _) in node.meta[stack].items()}
+        if calls := node.meta.get(stack):
+            modules = {call: name for call, (name, _) in calls.items()}
+            first = known.setdefault((key, *modules, *modules.values()), node.name)
+            data[key] = first if first != node.name else modules
     data["meta"] = {key: _encode_mark(value) for key, value in node.meta.items() if _is_plain(key, value)}
     return data
 
@@ -82,13 +87,19 @@ def _decode_node(data: dict[str, Any], graph: Graph, decoder: Decoder) -> None:
         node.meta["val"] = decoder.value(data["val"])
     for key, stack in _STACKS.items():
         if key in data:
-            node.meta[stack] = {call: (typed(name, str), "") for call, name in typed(data[key], dict).items()}
+            node.meta[stack] = _decode_stack(data[key], stack, decoder)
     node.meta.update(_decode_marks(data["meta"], decoder))
     decoder.nodes[name] = node
 
 
+def _decode_stack(data: Any, stack: str, decoder: Decoder) -> dict[str, tuple[str, str]]:
+    if isinstance(data, str):
+        return decoder.node(data).meta[stack]
+    return {call: (typed(name, str), "") for call, name in typed(data, dict).items()}
+
+
 def _is_plain(key: str, value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, CheckpointPolicy)) and key not in _OWN_KEYS
+    return type(value) in _MARKS and key not in _OWN_KEYS
 
 
 def _encode_mark(value: Any) -> Any:

@@ -17,9 +17,10 @@
 }
 
 `codec/values.py` says what a VALUE looks like. A node's "modules" are those whose forward made it, from the outside, by
-torch's keys for their calls, "fwd_modules" those whose backward did. Of the rest of `node.meta` numbers, strings and
-torch's mark "recompute" are kept; the partitioner and the passes need no more. An "out_spec" with other classes than
-lists, tuples and dicts stays text: nothing that runs before the model does reads it.
+torch's keys for their calls, "fwd_modules" those whose backward did; or the name of the first node that has the same.
+Of the rest of `node.meta` numbers, strings and torch's mark "recompute" are kept; the partitioner and the passes need
+no more. An "out_spec" with other classes than lists, tuples and dicts stays text: nothing that runs before the model
+does reads it.
 
 A file cannot run code: names must be identifiers, operators must be known to torch's dispatcher, and nothing is
 imported or evaluated.

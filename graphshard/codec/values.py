@@ -14,13 +14,13 @@ Reading looks names up in tables; it imports and evaluates nothing.
 
 from __future__ import annotations
 
+import functools
 import json
 import keyword
 import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -48,10 +48,12 @@ _TARGETS: dict[str, Callable[..., Any]] = {
     **{f"size.{function.__name__}": function for function in SIZE_OPERATORS},
 }
 _NAMES = {target: name for name, target in _TARGETS.items()}
+_THEMSELVES = frozenset({type(None), bool, int, str})
 # Types whose values are attributes of torch, such as torch.float32 and torch.strided.
 _TAGS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 
 
+@functools.cache
 def short_name(value: object) -> str:
     """The name of a dtype, layout or memory format within torch: "float32"."""
     return str(value).removeprefix("torch.")
@@ -65,10 +67,10 @@ _NAMED: dict[str, dict[str, Any]] = {
 
 def encode(value: Any, names: Mapping[Any, str] = MappingProxyType({})) -> Any:
     """A value as plain JSON, with dynamic sizes under the names of their symbols; never fails."""
+    if type(value) in _THEMSELVES:
+        return value
     if isinstance(value, Node):
         return {"node": value.name}
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, list):
@@ -132,7 +134,9 @@ class Decoder:
     device: torch.device | None = None
     module_of: Callable[[Graph], GraphModule] = lambda graph: GraphModule(nn.Module(), graph)
 
-    @cached_property
+    _targets: dict[str, Callable[..., Any]] = field(default_factory=lambda: dict(_TARGETS))
+
+    @functools.cached_property
     def _operators(self) -> frozenset[str]:
         return dispatcher_operators()
 
@@ -142,7 +146,7 @@ class Decoder:
         Raises:
             ArgumentError: nothing is written so, or it names something that is not there.
         """
-        if data is None or isinstance(data, (bool, int, float, str)):
+        if type(data) in _THEMSELVES or type(data) is float:
             return data
         if isinstance(data, list):
             return [self.value(item) for item in data]
@@ -153,7 +157,7 @@ class Decoder:
             return named(tag, content)
         match tag:
             case "node":
-                return self._node(content)
+                return self.node(content)
             case "tensor":
                 return self._tensor(*content)
             case "tuple":
@@ -176,8 +180,11 @@ class Decoder:
 
     def target(self, name: str) -> Callable[..., Any]:
         """The operator of a name; only those that the dispatcher knows."""
-        if name in _TARGETS:
-            return _TARGETS[name]
+        if name not in self._targets:
+            self._targets[name] = self._find(name)
+        return self._targets[name]
+
+    def _find(self, name: str) -> Callable[..., Any]:
         namespace, _, rest = name.partition(".")
         operator_name, _, overload = rest.partition(".")
         known = f"{namespace}::{operator_name}" + (f".{overload}" if overload != "default" else "")
@@ -187,18 +194,24 @@ class Decoder:
         assert isinstance(found, torch._ops.OpOverload)
         return found
 
-    def _node(self, name: str) -> Node:
+    def node(self, name: str) -> Node:
+        """One of those that were read before; raises `ArgumentError` if there is none of a name."""
         if name not in self.nodes:
             raise ArgumentError(f"the value {name!r} is used before it is computed")
         return self.nodes[name]
 
     def _tensor(self, dtype: str, shape: list[int], stride: list[int], device: str) -> torch.Tensor:
-        if any(type(size) is not int for size in (*shape, *stride)):
-            shape, stride = ([self.value(size) for size in sizes] for sizes in (shape, stride))
-        wrong = [n for n in (*shape, *stride) if not isinstance(n, torch.SymInt) and (type(n) is not int or n < 0)]
-        if wrong or len(shape) != len(stride):
+        if not all(type(size) is int and size >= 0 for size in (*shape, *stride)):
+            shape, stride = ([self._extent(size) for size in sizes] for sizes in (shape, stride))
+        if len(shape) != len(stride):
             raise ArgumentError(f"a tensor of shape {shape} and strides {stride} cannot be made")
         return fake_tensor(self.mode, shape, stride, named("dtype", dtype), self._device(device))
+
+    def _extent(self, data: Any) -> Any:
+        size = self.value(data)
+        if not isinstance(size, torch.SymInt) and (type(size) is not int or size < 0):
+            raise ArgumentError(f"a tensor with a size or stride of {size} cannot be made")
+        return size
 
     def _device(self, name: str) -> torch.device:
         device = torch.device(name)
