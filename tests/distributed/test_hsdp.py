@@ -105,10 +105,15 @@ def _checkpointed(rank: int, world_size: int) -> None:
         torch.manual_seed(rank)
         loss = compiled(**batch())
         loss.backward()
-    theirs.load_state_dict(ours.state_dict())
-    ours.load_state_dict(theirs.state_dict())
-    assert_same(ours.state_dict(), theirs.state_dict(), "after loading")
+    plain = {name: p.full_tensor().clone() for name, p in ours.state_dict().items()}
+    for target, source in ((theirs, ours), (ours, theirs)):
+        with torch.no_grad():
+            for param in target.parameters():
+                param.add_(1)
+        target.load_state_dict(source.state_dict())
+        assert_same(target.state_dict(), source.state_dict(), "after loading")
     full = {name: p.full_tensor() for name, p in ours.state_dict().items()}
+    assert_same(full, plain, "full tensors")
     ours.load_state_dict({name: value.zero_() for name, value in full.items()})
     assert not any(p.full_tensor().any() for p in ours.parameters())
 

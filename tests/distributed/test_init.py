@@ -12,10 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.params import build_table
+from graphshard.ir.precision import precision_of
+from graphshard.ir.units import find_units
+from graphshard.runtime.shards import Storage, shard_module
 from tests.distributed.nets import Net, Tied, full, largest_dim, rows, train
-from tests.distributed.twins import assert_same, fsdp2, grads_of, local, params_of, world_mesh
+from tests.distributed.twins import assert_same, fsdp2, grads_of, local, params_of, twins, world_mesh
 from tests.ranks import Ranks
 
 
@@ -137,15 +144,68 @@ def test_peak_of_init_is_the_shards_and_one_parameter(ranks: Ranks) -> None:
     ranks(2).run(_peak_memory)
 
 
-def _moves_only_shards(rank: int, world_size: int) -> None:
-    model = graphshard.compile(Net(dim=7), world_mesh(), backend="eager")
+def _chunk_bytes(param: nn.Parameter, world_size: int) -> int:
+    return -(-param.shape[0] // world_size) * math.prod(param.shape[1:]) * 4
+
+
+def _only_shards(rank: int, world_size: int) -> None:
+    model = Net(dim=7)
+    ignored = model.head.weight
+    full = [StorageWeakRef(param.untyped_storage()) for param in model.parameters()]
+    graphshard.compile(model, world_mesh(), backend="eager", ignored_params=[ignored])
     for name, param in model.named_parameters():
-        chunk = -(-param.shape[0] // world_size) * math.prod(param.shape[1:])
-        assert local(param).untyped_storage().nbytes() == chunk * 4, name
+        if param is not ignored:
+            assert local(param).untyped_storage().nbytes() == _chunk_bytes(param, world_size), name
+    assert model.head.weight is ignored
+    assert sum(not storage.expired() for storage in full) == 1
 
 
 def test_no_shard_keeps_the_full_parameter(ranks: Ranks) -> None:
-    ranks(3).run(_moves_only_shards)
+    """The memory of full parameters is given back, but for one that is ignored."""
+    ranks(3).run(_only_shards)
+
+
+class _Moves(TorchDispatchMode):
+    """Bytes of what is made on the meta device, which stands for one that is not the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not isinstance(result, DTensor) and result.is_meta:
+            self.made.append(result.untyped_storage().nbytes())
+        return result
+
+
+def _moved(rank: int, world_size: int) -> None:
+    model = Net(dim=7)
+    model.register_buffer("scale", torch.ones(3))
+    ignored = model.head.weight
+    units = find_units(model)
+    table = build_table(
+        model,
+        mesh=Mesh.of_shape((world_size,)),
+        units=units,
+        precision=precision_of(None, units),
+        reshard_after_forward=None,
+        ignored=[ignored],
+    )
+    device = torch.device("meta")
+    with _Moves() as moves:
+        shard_module(model, table, world_mesh(), device, Storage(device))
+    assert model.scale.is_meta
+    assert model.head.weight is ignored
+    assert not ignored.is_meta
+    sharded = [param for param in model.parameters() if param is not ignored]
+    assert all(local(param).is_meta for param in sharded)
+    assert max(moves.made) == max(_chunk_bytes(param, world_size) for param in sharded)
+
+
+def test_shards_and_buffers_move_to_the_device(ranks: Ranks) -> None:
+    """Ignored parameters stay, and no full parameter goes there on the way."""
+    ranks(3).run(_moved)
 
 
 # --- conversion ---------------------------------------------------------------------------------------------
@@ -223,17 +283,24 @@ def test_deepcopy_is_a_model_of_its_own(ranks: Ranks) -> None:
     ranks(2).run(_deepcopy)
 
 
-def _ema_on_one_rank(rank: int, world_size: int) -> Any:
-    """A copy made on one rank only, to hold averages, does not disturb the others."""
-    model = graphshard.compile(Net(), world_mesh(), backend="eager")
-    ema = copy.deepcopy(model) if rank == 0 else None
-    other = graphshard.compile(Net(), world_mesh(), backend="eager")
-    train(model, [rows(rank)])
-    train(other, [rows(rank)])
-    if ema is not None:
-        with torch.no_grad():
-            for average, param in zip(ema.parameters(), model.parameters(), strict=True):
-                average.lerp_(param, 0.1)
+def _ema_on_one_rank(rank: int, world_size: int) -> None:
+    """A copy made on one rank only, to hold averages; another model, compiled after it, is not disturbed either."""
+    model, twin = twins(Net(), world_mesh())
+    average = copy.deepcopy(model) if rank == 0 else None
+    other, other_twin = twins(Net(), world_mesh())
+    expected = {name: local(param).detach().clone() for name, param in params_of(model).items()}
+    inputs = [rows(rank + 10 * step) for step in range(2)]
+    for x in inputs:
+        assert_same(train(model, [x]), train(twin, [x]), "the model")
+        assert_same(train(other, [x]), train(other_twin, [x]), "the other model")
+        for name, param in params_of(model).items():
+            expected[name].lerp_(local(param).detach(), 0.1)
+        if average is not None:
+            with torch.no_grad():
+                for mean, param in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(param, 0.1)
+    if average is not None:
+        assert_same(params_of(average), expected, "averages")
 
 
 def test_averages_on_one_rank_disturb_nobody(ranks: Ranks) -> None:

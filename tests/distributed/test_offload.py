@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
 from graphshard.passes import Offload
-from tests.distributed.nets import Net, rows, train
+from tests.distributed.nets import Net, full, rows, train
 from tests.distributed.twins import assert_same, fsdp2, world_mesh
 from tests.ranks import Ranks
 
@@ -34,6 +34,12 @@ def _offload(rank: int, world_size: int, backend: str) -> None:
         got = train(forced, inputs)
         if backend == "eager":
             assert_same(got, expected, "with copies")
+        else:
+            loose = 2e-2 if policy is BF16 else 1e-5
+            for name, value in full(expected).items():
+                torch.testing.assert_close(
+                    full(got)[name], value, rtol=loose, atol=loose, msg=lambda m, n=name: f"{n}: {m}"
+                )
         (program,) = graphshard.programs(forced)
         assert "torch.ops.graphshard.upload.default" in program.forward.code
         assert "torch.ops.graphshard.download.default" in program.backward.code
