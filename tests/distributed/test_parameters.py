@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import graphshard
@@ -203,9 +203,10 @@ def _units(rank: int, world_size: int) -> None:
     (program,) = graphshard.programs(ours)
     # Gathered again in backward is only what backward reads: no biases.
     groups = {frozenset(b.members) for b in program.plan.buckets if b.kind == "reduce" or b.phase == "forward"}
-    per_call = [["stem", "head"], ["blocks.0"], ["blocks.1"]]
-    names = list(dict(ours.named_parameters()))
-    assert groups == {frozenset(n for n in names if any(n.startswith(f"{m}.") for m in call)) for call in per_call}
+    states = [module._get_fsdp_state() for module in theirs.modules() if isinstance(module, FSDPModule)]
+    of_fsdp2 = [[p._param_fqn for p in group.fsdp_params] for state in states for group in state._fsdp_param_groups]
+    assert groups == set(map(frozenset, of_fsdp2))
+    assert len(groups) == 3
     assert "gather stem, head in forward" in {b.name for b in program.plan.buckets}
 
 

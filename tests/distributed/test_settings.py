@@ -71,25 +71,34 @@ def test_resharding_is_changed_at_run_time(ranks: Ranks) -> None:
 
 
 def _unsharded(rank: int, world_size: int) -> dict[str, Any]:
-    model = _blocks(mp_policy=BF16)
-    expected = model(X)
+    model, twin = twins(Blocks(3, 8), world_mesh(), mp_policy=BF16)
+    for each in (model, twin):
+        _warm(each)
+        each.zero_grad()
+    expected = twin(X)
+    expected.backward()
     found: dict[str, Any] = {}
     model.unshard()
     _warm(model)
+    assert_same(grads_of(model), grads_of(twin), "gathered by hand")
     handle = model.unshard(async_op=True)
     handle.wait()
     found["all"] = _step(model)
     found["after backward"] = _step(model)
-    model.unshard(async_op=True, units=["layers.1"])
-    assert torch.equal(model(X), expected)
-    found["resharded"] = (model.reshard(), _step(model))[1]
+    for _ in range(2):  # captured at the first
+        model.unshard(async_op=True, units=["layers.1"])
+        with CountLaunches() as counted:
+            assert torch.equal(model(X), expected)
+        model.reshard()
+    found["but one"] = counted.of("gather")
+    found["resharded"] = _step(model)
     return found
 
 
 def test_unshard_and_reshard_by_hand(ranks: Ranks) -> None:
     """Gathered parameters serve until the next backward has run."""
     for found in ranks(2).run(_unsharded):
-        assert found == {"all": (0, 0), "after backward": (3, 2), "resharded": (3, 2)}
+        assert found == {"all": (0, 0), "after backward": (3, 2), "but one": 2, "resharded": (3, 2)}
 
 
 def _microbatches(rank: int, world_size: int) -> list[tuple[int, int]]:
