@@ -67,7 +67,7 @@ class Phase:
     outputs: tuple[Slot, ...]
 
     def clone(self) -> Phase:
-        """A copy whose graph can be rewritten without touching this one's."""
+        """A copy of a phase before lowering, whose graph can be rewritten without touching this one's."""
         return Phase(GraphModule(self.module, copy.deepcopy(self.module.graph)), self.inputs, self.outputs)
 
     @property
