@@ -10,6 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from graphshard.ir.graph import is_collective
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Program
@@ -132,14 +133,20 @@ def test_what_is_planned_and_scheduled() -> None:
     """The passes behind it take the variants as any backward, several parameters of a unit packed or not."""
     model = Blocks(2, bias=True)
     names = frozenset(name for name, _ in model.named_parameters())
-    for planner, step in itertools.product(
+    for planner, (step, kinds) in itertools.product(
         (COALESCED, PACKED),
         (
-            AccumulateGradients(unsynced=names, accumulated=names),
-            AccumulateGradients(accumulated=names),
-            AccumulateGradients(unreplicated=names, partial=names),
-            AccumulateGradients(partial=names),
+            (AccumulateGradients(unsynced=names, accumulated=names), set()),
+            (AccumulateGradients(accumulated=names), {"reduce", "all_reduce"}),
+            (AccumulateGradients(unreplicated=names, partial=names), {"reduce"}),
+            (AccumulateGradients(partial=names), {"reduce", "all_reduce"}),
         ),
     ):
         program = through(replace(captured(model, BATCH), mesh=Mesh.of_shape((2, 2))), "partition")
-        through(_accumulated(step, program), "reorder", planner=planner)
+        program = through(_accumulated(step, program), "reorder", planner=planner)
+        buckets = [bucket for bucket in program.plan.buckets if bucket.kind != "gather"]
+        assert {bucket.kind for bucket in buckets} == kinds
+        assert all(len(bucket.packed if planner is PACKED else bucket.params) == 2 for bucket in buckets)
+        backward = program.phases["backward"].module.graph
+        launched = {node.meta["bucket"] for node in backward.nodes if is_collective(node)}
+        assert {bucket.name for bucket in buckets} <= launched
