@@ -171,7 +171,10 @@ def test_every_axis_of_the_mesh_comes_back(mesh: Mesh):
     ("axes", "message"),
     [
         ([], "mesh has no axis with the role 'shard'"),
-        ([{"name": "shard", "size": 2, "role": "cut"}], "mesh.axes[0].role: 'cut' is none of replicate, shard"),
+        (
+            [{"name": "shard", "size": 2, "role": "cut"}],
+            "mesh.axes[0].role: 'cut' is none of replicate, shard, regather",
+        ),
         ([{"name": "shard", "size": "2", "role": "shard"}], "'2' is no int"),
         ([{"name": "shard", "size": 2}], "'role' is missing"),
         ([2], "not a stage that can be read"),
