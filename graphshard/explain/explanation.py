@@ -106,7 +106,7 @@ class Explanation:
             order. They follow each other without a gap from the begin of forward to the end of backward, so the step is
             as long as they are.
         slack: by bucket, seconds by which its collective could end later, because it began later or took longer, and
-            the step would not. Where the profile has contention, the regions beside it are taken as they are.
+            the step would not. Where the profile has contention, it slows down the regions beside it when it is longer.
         busy: share of the step in which compute, and each link ("node", "network"), is busy.
         regions: distinct regions, the most expensive first.
         formulas: of the step, if symbols were asked for.

@@ -10,6 +10,7 @@ The schedule is the one of the sizes that were explained; a planner may do somet
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from graphshard.ir.errors import ArgumentError
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.schedule.clock import Call, Event, Launch, Sizes, events_of, run
+from graphshard.schedule.timeline import sent_bytes
 
 # Of the numbers in a printed formula; costs are not known better.
 _DIGITS = 4
@@ -233,8 +235,8 @@ def _events(
     """What the program does, with expressions; seconds of collectives and copies have names."""
     mesh = program.mesh.resized("shard", RANKS)
     priced = Costs(costs.profile, costs.network, mesh)
-    sent = lambda node: _sent(program, node.meta["bucket"])  # noqa: E731
-    events = events_of(program, costs, Sizes(priced, mesh, regions, sent, _copied))
+    sizes = Sizes(priced, mesh, regions, functools.partial(_sent, program), _copied)
+    events = events_of(program, costs, sizes)
     return [
         replace(event, seconds=define(f"seconds {event.name}", event.seconds)) if isinstance(event, Launch) else event
         for event in events
@@ -256,13 +258,19 @@ def _symbolic_region(region: Region) -> Region:
     return Region(region.key, region.text, GraphModule(region.module, graph))
 
 
-def _sent(program: Program, bucket: str) -> Any:
+def _sent(program: Program, launch: Node) -> Any:
     """Bytes of the full tensors of a bucket, padding included; an all-reduce has shards."""
     assert program.plan is not None
-    planned = program.plan.bucket(bucket)
+    planned = program.plan.bucket(launch.meta["bucket"])
     rows = [program.params[name] for name in planned.members]
-    parts = 1 if planned.kind == "all_reduce" else RANKS
-    return sympy.Add(*(parts * _shard_numel(row) * row.sent_dtype(planned.kind).itemsize for row in rows))
+    parts, shards = (1, 1) if planned.kind == "all_reduce" else (RANKS, program.mesh.shard.size)
+    sizes = [(row, row.sent_dtype(planned.kind).itemsize) for row in rows]
+    here = sent_bytes(launch) // shards
+    if here != sum(math.prod(row.padded_shape) * itemsize for row, itemsize in sizes):
+        # A pass sends elements of another size, and something with each shard: a scale, for instance.
+        itemsize, rest = divmod(here, sum(math.prod(row.padded_shape) for row in rows))
+        return parts * (itemsize * sympy.Add(*map(_shard_numel, rows)) + rest)
+    return sympy.Add(*(parts * _shard_numel(row) * itemsize for row, itemsize in sizes))
 
 
 def _shard_numel(row: ParamRow) -> Any:

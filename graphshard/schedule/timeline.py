@@ -78,6 +78,7 @@ class Estimate:
         compute: seconds that the regions take alone; with collectives beside them it may be more.
         phases: when each begins and ends.
         node_times: where compute is behind each node.
+        contention: share by which compute is slower while a link is busy.
     """
 
     events: list[Event]
@@ -86,6 +87,7 @@ class Estimate:
     compute: float
     phases: dict[str, tuple[float, float]]
     node_times: dict[Node, float]
+    contention: float = 0.0
 
     def total(self, *kinds: str) -> float:
         """Seconds of all steps of the given kinds."""
@@ -99,7 +101,7 @@ class Estimate:
     @cached_property
     def dag(self) -> TimelineDag:
         """What must end before what begins: critical path and slack, by indices of events."""
-        return TimelineDag(self.events, self.times)
+        return TimelineDag(self.events, self.times, self.contention)
 
     @cached_property
     def critical(self) -> list[Step]:
@@ -145,11 +147,12 @@ def estimate(program: Program, costs: Costs) -> Estimate:
     """Run the executors of a lowered program through the clock."""
     seconds = {key: costs.region(region) for key, region in program.regions.items()}
     regions = {name: seconds[key] for name, key in program.region_names.items()}
-    events = events_of(program, costs, Sizes(costs, program.mesh, regions, _sent, num_bytes))
+    events = events_of(program, costs, Sizes(costs, program.mesh, regions, sent_bytes, num_bytes))
     times = run(events, costs.profile.contention)
     return Estimate(
         events=events,
         times=times,
+        contention=costs.profile.contention,
         steps=list(steps_of(events, times)),
         compute=sum(event.seconds for event in events if isinstance(event, Call)),
         phases=_phases(program, events, times),
@@ -157,7 +160,7 @@ def estimate(program: Program, costs: Costs) -> Estimate:
     )
 
 
-def _sent(node: Node) -> int:
+def sent_bytes(node: Node) -> int:
     """Bytes of the full tensors of a collective; an all-reduce has shards."""
     return num_bytes(node) if kind_of(node) == "gather" else sum(map(num_bytes, node.all_input_nodes))
 

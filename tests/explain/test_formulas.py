@@ -14,7 +14,7 @@ import graphshard
 from graphshard.explain.study import Study
 from graphshard.ir.sizes import SYMBOLS
 from graphshard.options.options import Options
-from graphshard.passes import MakePlan, Offload
+from graphshard.passes import GatherInFloat8, MakePlan, Offload
 from tests.explain.test_explain import BF16, TOKENS, meta_net
 from tests.helpers import COALESCED
 
@@ -85,6 +85,18 @@ def test_formulas_are_of_the_same_clock(mesh, contention):
     values = found.formulas.evaluate()
     for name in SECONDS:
         assert values[name] == pytest.approx(getattr(found, name), rel=1e-12), name
+
+
+def test_formulas_know_what_a_pass_sends():
+    """Eight bits for an element and a scale for a shard, as on the timeline; so with other numbers of ranks."""
+    passes = graphshard.Pipeline().insert(GatherInFloat8(("layers.*.weight",)), before="plan")
+    options, inputs = replace(OPTIONS, passes=passes), (torch.zeros(*TOKENS.shape, dtype=torch.long),)
+    found = Study(meta_net(), inputs, None, options, symbols=SYMBOLIC).explain((8,), H100, "isolated")
+    assert found.formulas is not None
+    for name in SECONDS:
+        assert found.formulas.evaluate()[name] == pytest.approx(getattr(found, name), rel=1e-9), name
+    more = Study(meta_net(), inputs, None, options).explain((16,), H100, "isolated")
+    assert found.formulas.evaluate(ranks=16)["communication_s"] == pytest.approx(more.communication_s, rel=1e-9)
 
 
 def test_saved_bytes_are_memory(formulas):

@@ -46,7 +46,7 @@ def steps(draw: st.DrawFn) -> list[Event]:
 
 def of(events: list[Event], contention: float = 0.0) -> tuple[TimelineDag, Times]:
     times = run(events, contention)
-    return TimelineDag(events, times), times
+    return TimelineDag(events, times, contention), times
 
 
 def with_seconds(events: list[Event], index: int, seconds: float) -> list[Event]:
@@ -120,17 +120,15 @@ def test_what_a_step_gains(events: list[Event]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(steps())
-def test_contention_stays_as_it_is(events: list[Event]) -> None:
-    """Slack is exact for calls that take as long as the clock found; what else slows them down then comes on top."""
+def test_slack_where_communication_slows_compute_down(events: list[Event]) -> None:
+    """A longer bucket slows down the calls beside it: by its slack the step stays the same, by more it does not."""
     dag, times = of(events, 0.5)
-    held = [
-        replace(e, seconds=times.ends[i] - times.begins[i]) if isinstance(e, Call) else e for i, e in enumerate(events)
-    ]
+    step = times.step(events)
     for index in (i for i in timed(events) if isinstance(events[i], Launch)):
-        longer = with_seconds(held, index, held[index].seconds + dag.slack[index] + EPSILON)  # type: ignore[attr-defined]
-        assert run(longer, 0.0).step(longer) == pytest.approx(times.step(events) + EPSILON)
-        longer = with_seconds(events, index, events[index].seconds + dag.slack[index] + EPSILON)  # type: ignore[attr-defined]
-        assert run(longer, 0.5).step(longer) >= times.step(events) - 1e-9
+        as_long = events[index].seconds + dag.slack[index]  # type: ignore[attr-defined]
+        same, longer = (with_seconds(events, index, s) for s in (as_long, as_long + EPSILON))
+        assert run(same, 0.5).step(same) == pytest.approx(step, rel=1e-8)
+        assert run(longer, 0.5).step(longer) > step * (1 + 1e-8)
 
 
 def test_a_queue() -> None:
