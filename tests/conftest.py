@@ -17,6 +17,7 @@ os.environ.setdefault("GRAPHSHARD_VERIFY", "each")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.manual_seed(0)  # what a test draws does not depend on the tests before it
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 

@@ -109,10 +109,14 @@ def test_gradients_are_those_of_the_rounded_weights(planner: object) -> None:
 
 
 def test_mixed_precision_gathers_and_computes_in_its_own_type() -> None:
-    """Only rounding of bfloat16 lies between: a model without ReLUs has no kinks that it could cross."""
+    """Only rounding of bfloat16 lies between: a model without ReLUs has no kinks that it could cross.
+
+    Weights are cast to bfloat16 before they are rounded to eight bits.
+    """
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     rounded = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    rounded.load_state_dict({name: as_it_arrives(weight) for name, weight in model.state_dict().items()})
+    cast = {name: weight.bfloat16().float() for name, weight in model.state_dict().items()}
+    rounded.load_state_dict({name: as_it_arrives(weight) for name, weight in cast.items()})
     program = through(_quantised(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), "reorder")
     found, wanted = full_gradients(program, step(program, model, BATCHES)), mean_gradients(rounded, BATCHES)
     for name, gradient in wanted.items():
