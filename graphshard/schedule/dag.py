@@ -109,6 +109,8 @@ class TimelineDag:
         known = _KNOWN * self._ends[self.end]
         if not most or self._longer(index, most) <= known:
             return most
+        if self._longer(index, 2 * known) > known:  # as of most: something is always beside them
+            return 0.0
         least = 0.0
         while most - least > known:
             middle = (least + most) / 2
