@@ -24,10 +24,10 @@ def largest_dim(param: nn.Parameter) -> Shard:
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, dim: int, hidden: int, *, bias: bool = False) -> None:
         super().__init__()
         self.up = nn.Linear(dim, hidden)
-        self.down = nn.Linear(hidden, dim, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))

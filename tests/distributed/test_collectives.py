@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import graphshard
+from tests.distributed.nets import Block
 from tests.distributed.twins import CountLaunches, assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks
 
@@ -22,23 +23,13 @@ BLOCKS = 3
 Counts = tuple[int, int]
 
 
-class _Block(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(dim, hidden)
-        self.down = nn.Linear(hidden, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class _Net(nn.Module):
     """n blocks, and a root with parameters of its own at both ends."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(5, 6)
-        self.blocks = nn.ModuleList(_Block(6, 10) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(6, 10, bias=True) for _ in range(BLOCKS))
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,7 +128,7 @@ class _Tower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Embedding(7, 6), _Block(6, 10), _Block(6, 10)])
+        self.layers = nn.ModuleList([nn.Embedding(7, 6), Block(6, 10, bias=True), Block(6, 10, bias=True)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -21,22 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphshard
 from graphshard.passes import MakePlan
 from graphshard.schedule.by_unit import PlanByUnit
+from tests.distributed.nets import Block
 from tests.distributed.twins import assert_same, fsdp2, grads_of, world_mesh
 from tests.ranks import Ranks
 
 BLOCKS = 4
 # Unit by unit, and not packed into one buffer, in which no weight is told from another.
 PASSES = graphshard.Pipeline().replace("plan", MakePlan(PlanByUnit(pack_gathers_below=0)))
-
-
-class _Block(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(dim, hidden)
-        self.down = nn.Linear(hidden, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class _Stack(nn.Module):
@@ -59,7 +50,7 @@ WEIGHT_BYTES = DIM * HIDDEN * 4
 
 
 def _blocks() -> nn.Module:
-    return _Stack(lambda: _Block(DIM, HIDDEN))
+    return _Stack(lambda: Block(DIM, HIDDEN, bias=True))
 
 
 def _linears(width: int) -> nn.Module:
