@@ -88,8 +88,7 @@ class StoredPrograms:
             if runner.sealed:
                 raise lacks
             log.warning("compiling instead of loading: %s", lacks)
-            passes = runner.agreement.pipeline(runner.tracer.pipeline)
-            return runner.rerun(program, decode_partitioned(partitioned(), program, passes, device), variant)
+            return runner.rerun(program, decode_partitioned(partitioned(), program, runner.passes, device), variant)
 
         return make_backward
 

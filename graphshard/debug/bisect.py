@@ -132,7 +132,9 @@ def bisect(
     leaves = runner.tracer.on_device(leaves, structure)
     snapshots = _Snapshots("off")
     call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
-    program, _ = runner.trace(model, call_args, call_kwargs, snapshots, "bisect", grad=torch.is_grad_enabled())
+    program, _ = runner.tracer.trace(
+        model, call_args, call_kwargs, snapshots, "bisect", grad=torch.is_grad_enabled(), passes=runner.passes
+    )
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     stage = _Inputs(runner, model, tensors, program)
     stages, before = [], None

@@ -26,7 +26,7 @@ from graphshard.module.callchecks import check_materialized, check_no_new_parame
 from graphshard.module.executables import Executables
 from graphshard.module.tracer import Tracer, entry_name
 from graphshard.pipeline.observe import Observer, Recorder
-from graphshard.pipeline.pipeline import Partitioned, rerun_backward
+from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.runtime.accumulation import Accumulation
 from graphshard.runtime.shards import Alias, aliases
 from graphshard.runtime.step import BackwardFactory, Executable, Variant
@@ -206,26 +206,18 @@ class Runner:
         with progress(f"graphshard: {tracer.label}") as show:
             show("capture and passes")
             observer = Observer(tracer.options.level, self.recorder(f"{tracer.label}-{number}"), tracer.pipeline.passes)
-            program, partitioned = self.trace(module, args, kwargs, observer, reason, grad=signature.grad)
+            program, partitioned = tracer.trace(
+                module, args, kwargs, observer, reason, grad=signature.grad, number=number, passes=self.passes
+            )
             self._partitioned[signature] = partitioned
             lower(program, compiler_for(tracer.options.backend), tracer.compiled, show)
             observer.lowered(program, tracer.compiled)
         return program
 
-    def trace(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        observer: Observer,
-        reason: str,
-        *,
-        grad: bool,
-    ) -> tuple[Program, Partitioned | None]:
-        """As `Tracer.trace`, with a planner that plans alike on all ranks."""
-        passes = self.agreement.pipeline(self.tracer.pipeline)
-        number = len(self.executables)
-        return self.tracer.trace(module, args, kwargs, observer, reason, grad=grad, number=number, passes=passes)
+    @property
+    def passes(self) -> Pipeline:
+        """The tracer's, with a planner that plans alike on all ranks."""
+        return self.agreement.pipeline(self.tracer.pipeline)
 
     def install(
         self, module: nn.Module, signature: Signature, program: Program, make_backward: BackwardFactory | None = None
