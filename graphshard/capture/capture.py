@@ -1,8 +1,9 @@
 """Turn a module's forward into a joint forward/backward ATen graph with named parameters and gradients.
 
-torch.export traces the plain module (full parameter shapes, compute dtype, fake tensors: nothing is allocated);
-AOTAutograd differentiates the exported graph. Operators are not decomposed here, so that the same graph serves
-`backend="eager"`, bit for bit, and Inductor, which decomposes when a region is lowered.
+AOTAutograd traces the module itself, under fake full parameters in the compute dtype, as a function of flat tensors
+(`flat.py`): nothing is allocated, and the graph has what autograd does with the forward.
+Operators are not decomposed here, so that the same graph serves `backend="eager"`, bit for bit, and Inductor, which
+decomposes when a region is lowered.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._export.non_strict_utils import make_fake_inputs, produce_guards_and_solve_constraints
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     AOTOutput,
-    BufferAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
-    ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
@@ -29,25 +29,26 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.casts import register_casts
-from graphshard.capture.checkpoints import CheckpointRegions, interpret_submodules, mark_checkpoints, trace_checkpoints
-from graphshard.capture.diagnose import check_capturable, explain_export_failure
-from graphshard.capture.dynamic_shapes import for_export
+from graphshard.capture.checkpoints import mark_checkpoints
+from graphshard.capture.diagnose import explain_failure
+from graphshard.capture.dynamic_shapes import dynamic_dims
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.entry import without_entries
-from graphshard.capture.flatten import flatten_signature, lift_constants, tie, unalias_outputs
+from graphshard.capture.flat import FlatForward
 from graphshard.capture.rounding import capture_decompositions
 from graphshard.ir.errors import CaptureError
+from graphshard.ir.graph import is_backward
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
-from graphshard.ir.program import Phase, Program, Slot, SlotKind
+from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import Size, find_sizes, lift_sizes
+from graphshard.ir.torch_internals import quiet_tracing
 
 
 @dataclass(frozen=True)
@@ -79,93 +80,126 @@ def capture(
         grad: capture forward and backward; otherwise a forward that saves nothing.
 
     Raises:
-        CaptureError: torch.export rejects the module, or a dimension that is declared dynamic cannot be; the message
+        CaptureError: the forward cannot be traced, or a dimension that is declared dynamic cannot be; the message
             names the line of the user's code.
         ArgumentError, InputError: `dynamic_shapes` does not fit the inputs.
     """
-    leaves, in_spec = pytree.tree_flatten((args, kwargs))
-    # Of another mode, so that export makes its own, with dynamic sizes, in the one that it finds.
-    examples = FakeTensorMode()
-    fakes = [_fake_input(examples, leaf, grad) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     path = EagerPath()
     traced = None
     while traced is None:
         try:
             with torch.set_grad_enabled(grad):
-                traced = _trace(module, (args, kwargs), pytree.tree_unflatten(fakes, in_spec), spec, path, grad=grad)
+                traced = _trace(module, args, kwargs, spec, path, grad=grad)
         except CaptureError:
             if not path.concede():
                 raise
-    graph_module, out_spec, fake_mode, checkpoints = traced
-    constants = lift_constants(graph_module, module, fake_mode)
-    tie(graph_module, spec.params)
-    flatten_signature(graph_module, leaves)
-    unalias_outputs(graph_module)
-    interpret_submodules(graph_module)
-    tensors = [_symbolic(n.meta["val"], f) for n, f in _tensor_inputs(graph_module, fakes)]
-    with contextlib.ExitStack() as stack, torch.set_grad_enabled(grad):
-        joint = aot_export_joint_with_descriptors(
-            stack, graph_module, tuple(tensors), decompositions=capture_decompositions()
-        )
-        captured: GraphModule = joint.graph_module
-    mark_checkpoints(captured, checkpoints)
-    sizes = _sizes(tensors, spec.forward_class)
-    phase = _phase(captured, spec.params)
+    joint, flat, inputs = traced
+    _erase_boundaries(joint.graph)
+    mark_checkpoints(joint, flat.regions)
+    phase = _phase(joint, flat)
+    constants = {**flat.attributes, **_lift_constants(phase)}
+    constants = {name: tensor for name, tensor in constants.items() if Slot("buffer", name) in phase.inputs}
+    sizes = _sizes(inputs, spec.forward_class)
     lift_sizes(phase, sizes)
     tangents = tuple(slot.name for slot in phase.inputs if slot.kind == "tangent")
-    name = "joint" if tangents else "forward"
+    assert flat.out_spec is not None
     return Program(
-        {name: phase},
+        {"joint" if tangents else "forward": phase},
         spec.params,
         spec.mesh,
         torch.device(spec.device.type),
         constants,
-        out_spec,
+        flat.out_spec,
         tangents,
         differentiated=phase.differentiated,
         model=spec.forward_class.__name__,
         sizes=sizes,
-        shapes=tuple((tuple(t.shape), t.stride()) for t in tensors) if sizes else (),
+        shapes=tuple((tuple(t.shape), t.stride()) for t in inputs) if sizes else (),
+        checks=flat.checks,
     )
 
 
 class _Traced(NamedTuple):
-    """What torch.export makes of a forward."""
+    """What AOTAutograd makes of a forward; `inputs` are the fake tensors of the call."""
 
-    module: GraphModule
-    out_spec: pytree.TreeSpec
-    fake_mode: FakeTensorMode
-    checkpoints: CheckpointRegions
+    joint: GraphModule
+    flat: FlatForward
+    inputs: list[torch.Tensor]
 
 
 def _trace(
-    module: nn.Module, given: tuple[Any, Any], fakes: tuple[Any, Any], spec: CaptureSpec, path: EagerPath, *, grad: bool
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec: CaptureSpec, path: EagerPath, *, grad: bool
 ) -> _Traced:
-    """Export the forward, on a path that it may take; `given` and `fakes` are positional and keyword inputs."""
+    """Trace the forward on a path that it may take."""
+    bare = functools.partial(_bare, module, spec)
+    call = pytree.tree_flatten((args, kwargs))
+    flat = FlatForward(
+        module, call, params=spec.params, units=spec.units, precision=spec.precision, bare=bare, path=path
+    )
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
-    with _plain(module, spec, fake_mode, grad=grad):
-        dynamic = for_export(module, *given, spec.dynamic_shapes)
-        module.__dict__["forward"] = path.around(module.forward)
-        try:
-            with trace_checkpoints() as checkpoints, tracing(TracingContext(fake_mode)):
-                exported = torch.export.export(module, *fakes, dynamic_shapes=dynamic, strict=False)
-        except Exception as error:
-            raise explain_export_failure(error, spec.forward_class) from error
-        graph_module = exported.module(check_guards=False)
-    assert isinstance(graph_module, GraphModule)
-    check_capturable(graph_module, spec.forward_class)
-    assert exported.call_spec.out_spec is not None
-    return _Traced(graph_module, exported.call_spec.out_spec, fake_mode, checkpoints)
+    with bare():
+        inputs, check_sizes = _fake_inputs(module, args, kwargs, spec, fake_mode, grad=grad)
+    state = [_fake_state(slot, flat.originals, spec, fake_mode, grad) for slot in flat.slots if slot.kind != "input"]
+    try:
+        with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)), quiet_tracing():
+            traced = aot_export_joint_with_descriptors(
+                stack, flat, (*state, *inputs), decompositions=capture_decompositions()
+            )
+        joint: GraphModule = traced.graph_module
+        check_sizes(joint)
+    except Exception as error:
+        raise explain_failure(error, spec.forward_class) from error
+    return _Traced(joint, flat, inputs)
 
 
-def _tensor_inputs(graph_module: GraphModule, fakes: list[Any]) -> list[tuple[torch.fx.Node, torch.Tensor]]:
-    tensors = [f for f in fakes if isinstance(f, torch.Tensor)]
-    return list(zip(graph_module.graph.find_nodes(op="placeholder"), tensors, strict=True))
+def _fake_inputs(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    spec: CaptureSpec,
+    fake_mode: FakeTensorMode,
+    *,
+    grad: bool,
+) -> tuple[list[torch.Tensor], Callable[[GraphModule], None]]:
+    """Fake tensors for those of a call, and a check, after tracing, that the dynamic sizes among theirs stayed so."""
+    dynamic = dynamic_dims(module, args, kwargs, spec.dynamic_shapes)
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    # Each leaf gets a fake of its own: a tensor passed twice must not tie two inputs of the graph.
+    examples = FakeTensorMode()
+    fakes = [
+        examples.from_tensor(leaf.detach(), static_shapes=True).clone() if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+    ]
+    with tracing(TracingContext(fake_mode)):
+        fake_args, fake_kwargs = pytree.tree_unflatten(fakes, structure)
+        made = make_fake_inputs(module, fake_args, fake_kwargs, dynamic)
+    _, fake_args, fake_kwargs, equalities, signature, _ = made
+    given = zip(pytree.tree_leaves((fake_args, fake_kwargs)), leaves, strict=True)
+    inputs = [
+        fake.detach().requires_grad_(leaf.requires_grad and grad)
+        for fake, leaf in given
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+    def check_sizes(joint: GraphModule) -> None:
+        if dynamic is not None:
+            produce_guards_and_solve_constraints(fake_mode, joint, dynamic, equalities, signature)
+
+    return inputs, check_sizes
 
 
-def _symbolic(traced: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """What export took an input for: concrete inputs would make its dynamic dimensions static again."""
-    return traced.detach().requires_grad_(given.requires_grad)
+def _fake_state(
+    slot: Slot, originals: dict[str, torch.Tensor], spec: CaptureSpec, fake_mode: FakeTensorMode, grad: bool
+) -> torch.Tensor:
+    """A full parameter in the compute dtype, or a buffer."""
+    with fake_mode:
+        if slot.kind == "param":
+            row = spec.params[slot.name]
+            stride = row.stride_of(row.shape)
+            full = torch.empty_strided(row.shape, stride, dtype=row.compute_dtype, device=spec.device)
+            return full.requires_grad_(row.trainable and grad)
+        tensor = originals[slot.name]
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=spec.device)
 
 
 def _sizes(tensors: list[torch.Tensor], cls: type[nn.Module]) -> tuple[Size, ...]:
@@ -181,40 +215,19 @@ def _sizes(tensors: list[torch.Tensor], cls: type[nn.Module]) -> tuple[Size, ...
     return sizes
 
 
-def _fake_input(fake_mode: FakeTensorMode, tensor: torch.Tensor, grad: bool) -> torch.Tensor:
-    # Each leaf gets a fake of its own: a tensor passed twice must not tie two inputs of the graph.
-    fake = fake_mode.from_tensor(tensor.detach(), static_shapes=True)
-    return fake.clone().requires_grad_(tensor.requires_grad and grad)
-
-
 @contextlib.contextmanager
-def _plain(module: nn.Module, spec: CaptureSpec, fake_mode: FakeTensorMode, *, grad: bool) -> Iterator[None]:
-    """The module as the user wrote it, with fake full parameters in the compute dtype; undone on exit.
+def _bare(module: nn.Module, spec: CaptureSpec) -> Iterator[None]:
+    """The module as the user wrote it; undone on exit, with whatever forward has done to attributes meanwhile.
 
-    Units cast their inputs as FSDP2's do. Hooks of the root are left out: they run around the compiled forward.
-    Backward hooks of other modules are left out, too: there is no such module in the compiled backward.
+    Hooks of the root are left out: they run around the compiled forward. Backward hooks of other modules are left out,
+    too: there is no such module in the compiled backward.
     """
     with contextlib.ExitStack() as stack:
-        copies: dict[int, torch.Tensor] = {}
         for owner in module.modules():
             stack.callback(_restore, owner, dict(owner.__dict__))
             _restore(owner, without_entries(owner))
-            for name, value in owner.__dict__.items():
-                if isinstance(value, torch.Tensor):
-                    # Forward may write to it while it is traced.
-                    owner.__dict__[name] = copies.setdefault(id(value), value.detach().clone())
-        buffers = {b: _fake_buffer(b, spec.device, fake_mode) for b in module.buffers()}
-        fakes = {row.name: _fake_parameter(row.name, spec, fake_mode, grad) for row in spec.params}
-        for prefix, owner in module.named_modules():
-            dot = f"{prefix}." if prefix else ""
-            owner.__dict__["_parameters"] = {
-                name: None if param is None else fakes[spec.params[f"{dot}{name}"].name]
-                for name, param in owner._parameters.items()
-            }
-            owner.__dict__["_buffers"] = {
-                name: None if buffer is None else buffers[buffer] for name, buffer in owner._buffers.items()
-            }
-        for owner in module.modules():
+            for attribute in ("_parameters", "_buffers"):
+                owner.__dict__[attribute] = dict(owner.__dict__[attribute])
             both = ("_backward_hooks", "_backward_pre_hooks")
             for attribute in (*both, "_forward_hooks", "_forward_pre_hooks") if owner is module else both:
                 owner.__dict__[attribute] = type(getattr(owner, attribute))()
@@ -222,7 +235,6 @@ def _plain(module: nn.Module, spec: CaptureSpec, fake_mode: FakeTensorMode, *, g
         module.__class__ = spec.forward_class
         if spec.method != "forward":
             module.__dict__["forward"] = _as_forward(module, spec.method)
-        register_casts(module, spec.units, spec.precision, stack)
         yield
 
 
@@ -247,48 +259,65 @@ def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
     module.__dict__.update(attributes)
 
 
-def _fake_parameter(name: str, spec: CaptureSpec, fake_mode: FakeTensorMode, grad: bool) -> nn.Parameter:
-    row = spec.params[name]
-    with fake_mode:
-        full = torch.empty_strided(row.shape, row.stride_of(row.shape), dtype=row.compute_dtype, device=spec.device)
-        return nn.Parameter(full, requires_grad=row.trainable and grad)
-
-
-def _fake_buffer(buffer: torch.Tensor, device: torch.device, fake_mode: FakeTensorMode) -> torch.Tensor:
-    with fake_mode:
-        return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device)
-
-
-def _phase(joint: GraphModule, params: ParamTable) -> Phase:
+def _phase(joint: GraphModule, flat: FlatForward) -> Phase:
+    """The joint graph with slots for what AOTAutograd describes; unused tensors of attributes are no inputs of it."""
     graph = joint.graph
     graph.set_codegen(CodeGen())
     (output,) = graph.find_nodes(op="output")
-    inputs = tuple(_input_slot(node.meta["desc"], params) for node in graph.find_nodes(op="placeholder"))
+    inputs = [_input_slot(node.meta["desc"], flat) for node in graph.find_nodes(op="placeholder")]
     # Inputs that need no gradient have an undescribed None among the outputs.
-    described = [(v, d) for v, d in zip(output.args[0], output.meta["desc"], strict=True) if d is not None]
-    outputs = tuple(_output_slot(desc, params) for _, desc in described)
-    output.args = (tuple(value for value, _ in described),)
-    return Phase(joint, inputs, outputs)
+    described = [(v, d) for v, d in zip(output.args[0], output.meta.pop("desc"), strict=True) if d is not None]
+    outputs = [(value, _output_slot(desc, flat)) for value, desc in described]
+    constants = [(leaf, Slot("output", str(i))) for i, leaf in enumerate(flat.leaves) if i not in flat.places]
+    of_forward = [pair for pair in outputs if pair[1].kind == "output"] + constants
+    others = [pair for pair in outputs if pair[1].kind not in ("output", "mutation")]
+    mutations = [pair for pair in outputs if pair[1].kind == "mutation"]
+    ordered = [*mutations, *sorted(of_forward, key=lambda pair: int(pair[1].name)), *others]
+    output.args = (tuple(value for value, _ in ordered),)
+    return Phase(joint, tuple(inputs), tuple(slot for _, slot in ordered))
 
 
-def _input_slot(desc: AOTInput, params: ParamTable) -> Slot:
-    if isinstance(desc, ParamAOTInput):
-        return Slot("param", params[desc.target].name)
-    if isinstance(desc, BufferAOTInput):
-        return Slot("buffer", desc.target)
+def _erase_boundaries(graph: Graph) -> None:
+    """The nodes of autograd at the boundaries of units have left views of the same shape."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        source = node.args[0]
+        if node.meta["val"].shape == source.meta["val"].shape and not is_backward(node):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _lift_constants(phase: Phase) -> dict[str, torch.Tensor]:
+    """Tensors that were made while the forward was traced, or are nobody's, become inputs."""
+    graph, constants = phase.module.graph, {}
+    first = phase.placeholders[0] if phase.inputs else next(iter(graph.nodes))
+    for number, node in enumerate(graph.find_nodes(op="get_attr")):
+        name = f"lifted_{number}"
+        constants[name] = getattr(phase.module, node.target)
+        delattr(phase.module, node.target)
+        with graph.inserting_before(first):
+            new = graph.placeholder(name)
+        new.meta = node.meta
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    phase.inputs = (*(Slot("buffer", name) for name in constants), *phase.inputs)
+    return constants
+
+
+def _input_slot(desc: AOTInput, flat: FlatForward) -> Slot:
     if isinstance(desc, PlainAOTInput):
-        return Slot("input", str(desc.idx))
+        return flat.slots[desc.idx]
     if isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
-        return Slot("tangent", str(desc.output.idx))
+        return Slot("tangent", str(flat.places[desc.output.idx]))
     raise AssertionError(f"unexpected input {desc} of the joint graph")
 
 
-def _output_slot(desc: AOTOutput, params: ParamTable) -> Slot:
+def _output_slot(desc: AOTOutput, flat: FlatForward) -> Slot:
     if isinstance(desc, PlainAOTOutput):
-        return Slot("output", str(desc.idx))
-    kinds: dict[type[AOTOutput], SlotKind] = {InputMutationAOTOutput: "mutation", GradAOTOutput: "grad"}
-    if isinstance(desc, (InputMutationAOTOutput, GradAOTOutput)):
-        of = desc.mutated_input if isinstance(desc, InputMutationAOTOutput) else desc.grad_of
-        source = _input_slot(of, params)
-        return Slot(kinds[type(desc)], source.name, source.kind)
+        return Slot("output", str(flat.places[desc.idx]))
+    if isinstance(desc, InputMutationAOTOutput):
+        source = _input_slot(desc.mutated_input, flat)
+        return Slot("mutation", source.name, source.kind)
+    if isinstance(desc, GradAOTOutput):
+        source = _input_slot(desc.grad_of, flat)
+        return Slot("grad", source.name, source.kind)
     raise AssertionError(f"unexpected output {desc} of the joint graph")

@@ -1,4 +1,4 @@
-"""Turn a failure of torch.export into a message about the user's code."""
+"""Turn a failure of tracing into a message about the user's code."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator
-from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from graphshard.capture.untraceable import Untraceable, advice
 from graphshard.ir.errors import CaptureError
 
 _PACKAGES = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
@@ -22,35 +20,21 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
-_ADVICE = {
-    "control flow": (
-        "The condition depends on the values of a tensor. Use torch.where for a choice per element, or compute the "
-        "condition from shapes or from Python values."
-    ),
-    "item": (
-        "A tensor's value becomes a Python number. Keep it a tensor, or pass the number into the call as an argument."
-    ),
-    "shape": (
-        "The size of the result depends on the values of a tensor. Keep the size, for example with torch.where or a "
-        "mask."
-    ),
-    "operator": "This operator takes functions, which graphshard cannot schedule yet. Write it as plain operators.",
-    "other": "torch.export cannot trace this line, or it fails for these inputs.",
-}
 
-
-def explain_export_failure(error: Exception, cls: type[nn.Module]) -> CaptureError:
+def explain_failure(error: Exception, cls: type[nn.Module]) -> CaptureError:
     """The error to raise instead of `error`: file, line and source of the user's code, and what to change."""
     text = str(error).strip().splitlines()
     if text and "Constraint" in text[0]:
         return _dynamic_error(cls, text)
-    cause = f"{type(error).__name__}: {text[0] if text else ''}"
+    cause = text[0] if text else ""
+    if not isinstance(error, Untraceable):
+        cause = f"{type(error).__name__}: {cause}"
     frame = _user_frame(traceback.extract_tb(error.__traceback__))
     return _capture_error(cls, frame, _kind(error, _source(frame)), cause)
 
 
 def _dynamic_error(cls: type[nn.Module], text: list[str]) -> CaptureError:
-    """What torch.export says of dimensions that cannot be dynamic, without its advice about export."""
+    """What torch says of dimensions that cannot be dynamic, without its advice about export."""
     said = list(dict.fromkeys(line.rstrip() for line in text[1:] if line.strip()))
     end = next((i for i, line in enumerate(said) if line.startswith("The error above")), len(said))
     reasons = [line.partition(" If you're using")[0] for line in said[:end]]
@@ -63,28 +47,13 @@ def _dynamic_error(cls: type[nn.Module], text: list[str]) -> CaptureError:
     )
 
 
-def check_capturable(module: GraphModule, cls: type[nn.Module]) -> None:
-    """Raise CaptureError for what torch.export traces but graphshard cannot run: sizes that depend on values."""
-    for node in module.graph.nodes:
-        kind, val = None, node.meta.get("val")
-        if isinstance(node.target, HigherOrderOperator) and not node.target.name().startswith("wrap_with"):
-            kind = "operator"
-        elif isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) and free_unbacked_symbols(val):
-            kind = "item"
-        elif isinstance(val, torch.Tensor) and free_unbacked_symbols(val):
-            kind = "shape"
-        if kind is not None:
-            frame = _user_frame(_parse_stack(node.meta.get("stack_trace") or ""))
-            raise _capture_error(cls, frame, kind, f"operator {node.target}")
-
-
 def _capture_error(cls: type[nn.Module], frame: traceback.FrameSummary | None, kind: str, cause: str) -> CaptureError:
     if frame is None:
         return CaptureError(f"graphshard cannot capture {cls.__name__}.forward: {cause}")
     return CaptureError(
         f"graphshard cannot capture {cls.__name__}.forward at {frame.filename}:{frame.lineno}\n"
         f"    {_source(frame)}\n"
-        f"{_ADVICE[kind]}\n"
+        f"{advice(kind)}\n"
         f"({cause})"
     )
 
@@ -105,13 +74,9 @@ def _is_elsewhere(file: str) -> bool:
     return in_stdlib or file.startswith((_TORCH, _HERE, "<"))
 
 
-def _parse_stack(text: str) -> list[traceback.FrameSummary]:
-    """Frames of a stack trace that torch keeps as text."""
-    found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
-    return [traceback.FrameSummary(file, int(line), name) for file, line, name in found]
-
-
 def _kind(error: Exception, line: str) -> str:
-    if not any(word in type(error).__name__ for word in ("DataDependent", "UserError", "Unbacked")):
+    if isinstance(error, Untraceable) and error.kind != "value":
+        return error.kind
+    if not any(word in type(error).__name__ for word in ("DataDependent", "Untraceable", "UserError", "Unbacked")):
         return "other"
     return "item" if re.search(r"\.item\(|\.tolist\(|\bint\(|\bfloat\(", line) else "control flow"

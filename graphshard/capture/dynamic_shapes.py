@@ -25,7 +25,7 @@ def marks_of(tensor: torch.Tensor) -> dict[str, Any]:
     return {mark: getattr(tensor, mark) for mark in (_DYNAMIC, _WEAK) if hasattr(tensor, mark)}
 
 
-def for_export(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any) -> Any:
+def dynamic_dims(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any) -> Any:
     """The dimensions to trace as dynamic, for every input of a call, in torch.export's format; None if there are none.
 
     Args:

@@ -8,12 +8,11 @@ Libraries ask whether they are traced, and then compute the same thing in anothe
 While a forward is traced, code outside of torch is therefore told that nothing is. The path of eager mode may read
 values of tensors. Those that depend on no input are computed (`known_values`); where others are read, tracing fails.
 The function that asked is then told the truth, and the forward is traced once more: the nearest to the failure first,
-then its callers. At last everyone is told, as if this module did not exist.
+then its callers. At last everyone is told.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import traceback
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
-from graphshard.capture.known_values import KnownValues
+from graphshard.capture.known_values import known_values
 from graphshard.ir.torch_internals import answer_tracing_checks
 
 log = logging.getLogger(__name__)
@@ -49,8 +48,7 @@ class EagerPath:
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            answered = contextlib.nullcontext() if self.everyone else answer_tracing_checks(self._is_traced)
-            with answered, KnownValues(strict=not self.everyone):
+            with answer_tracing_checks(self._is_told, everyone=self.everyone), known_values():
                 try:
                     return forward(*args, **kwargs)
                 except Exception as error:
@@ -77,12 +75,14 @@ class EagerPath:
         self.failed.clear()
         return True
 
-    def _is_traced(self, frame: FrameType) -> bool:
-        """What the code of a frame is told: torch's own, and that of functions that gave up, the truth."""
+    def _is_told(self, frame: FrameType) -> bool:
+        """Whether the code of a frame is told the truth: torch's own is, and that of functions that gave up."""
+        if self.everyone:
+            return True
         # torch's older names for a check ask on behalf of their callers.
         asking = [caller for caller in _callers(frame) if caller.f_code.co_name != "is_compiling"]
-        codes = {caller.f_code for caller in asking if not _is_torch(caller)}
-        if _is_torch(asking[0]) or codes & self.told:
+        codes = {caller.f_code for caller in asking if _package(caller) not in ("torch", "graphshard")}
+        if _package(asking[0]) == "torch" or codes & self.told:
             return True
         self.asked |= codes
         return False
@@ -94,5 +94,5 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_torch(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -5,25 +5,27 @@ A trace knows shapes, not values, so `bool(tensor)` fails in it. Some values are
     positions = torch.arange(x.shape[1])                     transformers, of sequences that may be packed
     if (positions.diff() != 1).any(): ...
 
-Such a value is computed at once, from the nodes that were traced so far, and read. Only integers and truth values are:
-they are exact on any device.
+Such a value is computed when it is read, by the operators that made it. Only integers and truth values are: they are
+exact on any device.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.fx import Node
-from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
-from graphshard.ir.torch_internals import traced_node, without_tracing
+from graphshard.capture.untraceable import Untraceable
+from graphshard.ir.torch_internals import interceptable_reads, is_traced, memory_of, without_tracing, written_by
 
 # Code decides by them; numbers that are only computed with can be traced.
 _DECIDERS = {
@@ -35,82 +37,101 @@ _DECIDERS = {
     torch.equal,
     torch.is_nonzero,
 }
-_READERS = {*_DECIDERS, Tensor.__float__, Tensor.__int__, Tensor.item}
+_READERS = {*_DECIDERS, Tensor.__float__, Tensor.__int__, Tensor.item, Tensor.tolist}
 
 
-class UnknownValueError(Exception):
-    """Code that is traced decides by a value that depends on an input."""
+@contextlib.contextmanager
+def known_values() -> Iterator[None]:
+    """Let code that is traced read the values of tensors that depend on no input.
 
-
-class KnownValues(TorchFunctionMode):
-    """Lets code that is traced read the values of tensors that depend on no input.
-
-    Args:
-        strict: raise UnknownValueError where code decides by another value, before torch prints what it has traced.
+    Raises, in the block:
+        Untraceable: where it decides by another value.
     """
+    makers = _Makers()
+    with interceptable_reads(), makers, _Readers(makers):
+        yield
 
-    def __init__(self, *, strict: bool) -> None:
+
+@dataclass(frozen=True)
+class _Maker:
+    """The operator that made a tensor, and which of its results the tensor is."""
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int
+
+
+class _Makers(TorchDispatchMode):
+    """Remembers how tensors were made that depend on no input, as long as nothing writes to their memory."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.strict = strict
+        self._makers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if isinstance(func, OpOverload):
+            if func._schema.is_mutable:
+                self._forget(func, args, kwargs)
+            else:
+                self._remember(func, args, kwargs, result)
+        return result
+
+    def knows(self, tensor: Tensor) -> bool:
+        return tensor in self._makers
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """What a traced tensor will be, computed on the CPU."""
+        if not is_traced(tensor):
+            return tensor
+        maker: _Maker = self._makers[tensor]
+        args, kwargs = pytree.tree_map_only(Tensor, self.value, (maker.args, maker.kwargs))
+        args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
+        value = pytree.tree_leaves(maker.run(*args, **kwargs))[maker.index]
+        assert isinstance(value, Tensor)
+        return value
+
+    def _remember(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        given = pytree.arg_tree_leaves(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags or any(isinstance(g, torch.SymInt) for g in given):
+            return
+        made = pytree.tree_leaves(result)
+        if func is torch.ops.aten.lift_fresh.default:  # a tensor made of numbers in the code
+            self._makers[result] = _Maker(func, args, kwargs, 0)
+            return
+        if not all(map(_is_exact, made)) or not all(self.knows(g) for g in given if isinstance(g, Tensor)):
+            return
+        for index, tensor in enumerate(made):
+            if isinstance(tensor, Tensor):
+                self._makers[tensor] = _Maker(func, args, kwargs, index)
+
+    def _forget(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        written = set(map(memory_of, written_by(func, args, kwargs)))
+        for tensor in list(self._makers):
+            if memory_of(tensor) in written:
+                del self._makers[tensor]
+
+
+class _Readers(TorchFunctionMode):
+    """Answers functions that read values."""
+
+    def __init__(self, makers: _Makers) -> None:
+        super().__init__()
+        self._makers = makers
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in _READERS:
-            nodes = [traced_node(arg) for arg in args if isinstance(arg, Tensor)]
-            if all(node is not None and _is_known(node) for node in nodes):
-                values = [_value(arg) if isinstance(arg, Tensor) else arg for arg in args]
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            if all(map(self._makers.knows, tensors)):
                 with without_tracing():
+                    values = [self._makers.value(arg) if isinstance(arg, Tensor) else arg for arg in args]
                     return func(*values, **(kwargs or {}))
-            if self.strict and func in _DECIDERS and any(nodes):
-                raise UnknownValueError(func.__name__)
+            if func in _DECIDERS and any(map(is_traced, tensors)):
+                raise Untraceable("value", func.__name__)
         return func(*args, **(kwargs or {}))
 
 
-def _is_known(node: Node) -> bool:
-    """Made from no input, by exact operators, in memory that nothing writes to."""
-    needed = _needed([node])
-    return all(map(_is_exact, needed)) and not any(_needed(_written(n)) & needed for n in node.graph.nodes)
-
-
-def _needed(nodes: Iterable[Node]) -> set[Node]:
-    """Some nodes, and all that they are computed from."""
-    needed: set[Node] = set()
-    todo = list(nodes)
-    while todo:
-        if (node := todo.pop()) not in needed:
-            needed.add(node)
-            todo += node.all_input_nodes
-    return needed
-
-
-def _is_exact(node: Node) -> bool:
-    """A deterministic operator on integers and truth values, or one of its results."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return node.target is operator.getitem
-    made = pytree.tree_leaves(node.meta["val"])
-    inexact = any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in made)
-    return not inexact and torch.Tag.nondeterministic_seeded not in node.target.tags
-
-
-def _written(node: Node) -> list[Node]:
-    """Values that an operator writes to."""
-    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
-        return []
-    given = {**dict(zip((a.name for a in node.target._schema.arguments), node.args)), **node.kwargs}
-    written = [given.get(a.name) for a in node.target._schema.arguments if a.alias_info and a.alias_info.is_write]
-    return [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, Node)]
-
-
-def _value(tensor: Tensor) -> Tensor:
-    """Compute what a traced tensor will be, on the CPU."""
-    node = traced_node(tensor)
-    assert node is not None
-    needed = _needed([node])
-    values: dict[Node, Any] = {}
-    with without_tracing():
-        for each in node.graph.nodes:
-            if each in needed:
-                arguments = map_arg((each.args, each.kwargs), values.__getitem__)
-                args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), arguments)
-                assert callable(each.target)
-                values[each] = each.target(*args, **kwargs)
-    return values[node]
+def _is_exact(made: Any) -> bool:
+    return not isinstance(made, Tensor) or not (made.is_floating_point() or made.is_complex())

@@ -106,6 +106,23 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Check:
+    """A status that a linear-algebra operator of forward returned, to be checked after each call.
+
+    Attributes:
+        operator: as torch's error calls it: "linalg.inv".
+        is_matrix: the operator works on single matrices, not on batches.
+    """
+
+    operator: str
+    is_matrix: bool
+
+    def __call__(self, status: torch.Tensor) -> None:
+        """Raise torch.linalg.LinAlgError if the operator failed."""
+        torch.ops.aten._linalg_check_errors(status, self.operator, is_matrix=self.is_matrix)
+
+
+@dataclass(frozen=True)
 class Stage:
     """One entry of the history: the program after a pass.
 
@@ -215,6 +232,7 @@ class Program:
         capture: how many programs of the module were captured before.
         reason: why this program was captured.
         next_number: number of the next value to be printed; numbers are kept from stage to stage.
+        checks: of the outputs of forward that follow those of the module.
         offloaded: shards, gradients and so optimizer state live on the host; graphs copy them to and from the device.
     """
 
@@ -241,6 +259,7 @@ class Program:
     capture: int = 0
     reason: str = ""
     next_number: int = 0
+    checks: tuple[Check, ...] = ()
     offloaded: bool = False
 
     @property

@@ -24,12 +24,13 @@ from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
-from torch.fx import Graph, GraphModule, Node, _symbolic_trace
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, has_proxy_slot
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx import Graph, GraphModule, _symbolic_trace
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.numbers import int_oo
 from torch.utils.checkpoint import CheckpointPolicy
@@ -38,25 +39,32 @@ __all__ = [
     "CheckpointPolicy",
     "all_gather_into",
     "answer_tracing_checks",
+    "as_autocast_in_eager_mode",
     "condition",
+    "depends_on_values",
     "disable_autocast",
     "dispatcher_operators",
     "fake_mode_of",
     "fake_tensor",
     "hint",
+    "interceptable_reads",
+    "is_traced",
     "load_package",
+    "memory_of",
     "min_cut_partition",
     "new_fake_mode",
     "new_size",
+    "quiet_tracing",
     "rendezvous_store",
     "replaced",
     "run_and_save_rng_state",
+    "run_compiled_functions_eagerly",
     "run_with_rng_state",
     "sharded_like",
     "trace_structured",
-    "traced_node",
     "use_boxed_calls",
     "without_tracing",
+    "written_by",
 ]
 
 
@@ -182,33 +190,38 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def answer_tracing_checks(is_traced: Callable[[FrameType], bool]) -> Iterator[None]:
-    """While a forward is exported, let `is_traced` answer code that asks whether it is.
+def answer_tracing_checks(is_told: Callable[[FrameType], bool], *, everyone: bool) -> Iterator[None]:
+    """While a forward is traced, let `is_told` answer code that asks whether it is.
 
     Asked are `torch.compiler.is_compiling` and `is_exporting`, `torch.fx._symbolic_trace.is_fx_tracing`, and whether
     a tensor is a `torch._subclasses.FakeTensor`. Code that imported one of the functions by name reads torch's flags
-    through it, which say no. `torch.jit.is_tracing` says no in any case.
+    through it, which have one answer for all. `torch.jit.is_tracing` says no in any case.
 
     Args:
-        is_traced: given the frame that asks.
+        is_told: given the frame that asks.
+        everyone: what the flags say.
     """
 
     def ask() -> bool:
-        return is_traced(sys._getframe(1))
+        return is_told(sys._getframe(1))
+
+    def fake_tensor_class(_: object) -> type:
+        frame = sys._getframe(1)
+        if not is_told(frame):
+            return _NoTensor
+        return FakeTensor if str(frame.f_globals.get("__name__", "")).startswith("torch.") else _AnyTracedTensor
 
     class Subclasses(types.ModuleType):
-        FakeTensor = property(lambda _: FakeTensor if is_traced(sys._getframe(1)) else _NoTensor)
+        FakeTensor = property(fake_tensor_class)
 
     with contextlib.ExitStack() as stack:
         for owner, functions, flags in (
             (torch.compiler, ("is_compiling", "is_exporting"), ("_is_compiling_flag", "_is_exporting_flag")),
             (_symbolic_trace, ("is_fx_tracing",), ("_is_fx_tracing_flag",)),
         ):
-            for name, value in (*((f, ask) for f in functions), *((f, False) for f in flags)):
+            for name, value in (*((f, ask) for f in functions), *((f, everyone) for f in flags)):
                 stack.enter_context(replaced(owner, name, value))
-        # What fails there is not reported: it is traced again with other answers.
-        stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
-        # A property of its class: FakeTensor itself stays in the module, for those who are told the truth.
+        # A property of its class: FakeTensor itself stays in the module, for torch's own code.
         torch._subclasses.__class__ = Subclasses
         stack.callback(setattr, torch._subclasses, "__class__", types.ModuleType)
         yield
@@ -218,13 +231,84 @@ class _NoTensor:
     """What fake tensors are no instances of."""
 
 
-def traced_node(tensor: torch.Tensor) -> Node | None:
-    """The node of a tensor in the graph that is being traced; None where there is none, or torch knows the value."""
-    mode = get_proxy_mode()
-    if mode is None or not has_proxy_slot(tensor, mode.tracer):
-        return None
-    slot = get_proxy_slot(tensor, mode.tracer)
-    return slot.proxy.node if slot.constant is None else None
+class _Traced(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, (FakeTensor, FunctionalTensor))
+
+
+class _AnyTracedTensor(metaclass=_Traced):
+    """What all tensors of a trace are instances of."""
+
+
+@contextlib.contextmanager
+def quiet_tracing() -> Iterator[None]:
+    """Keep what torch logs of a failure while it traces from the user, who gets an error."""
+    with replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
+        yield
+
+
+@contextlib.contextmanager
+def interceptable_reads() -> Iterator[None]:
+    """Let modes see functions that read values of traced tensors, which have methods of their own for two of them."""
+    with contextlib.ExitStack() as stack:
+        for name in ("tolist", "__bool__"):
+            stack.enter_context(replaced(FunctionalTensor, name, getattr(torch.Tensor, name)))
+        yield
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor belongs to a function that AOTAutograd traces."""
+    return isinstance(tensor, FunctionalTensor)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Which memory a tensor shows; equal for views of the same, also while a forward is traced."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def written_by(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments that it writes to."""
+    given = {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}
+    writes = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    return [leaf for leaf in pytree.tree_leaves(writes) if isinstance(leaf, torch.Tensor)]
+
+
+def depends_on_values(func: torch._ops.OpOverload, result: Any) -> bool:
+    """Whether an operator has made a number, or a tensor of a size, that depends on the values of a tensor."""
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return any(tag in func.tags for tag in tags) and any(map(_has_unbacked_size, pytree.tree_leaves(result)))
+
+
+def _has_unbacked_size(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(
+        free_unbacked_symbols(value)
+    )
+
+
+@contextlib.contextmanager
+def as_autocast_in_eager_mode() -> Iterator[None]:
+    """Within an autocast block a parameter is cast once, however often it is read; AOTAutograd would cast it each time.
+
+    The gradients of the reads are then added in the low precision, as in eager mode.
+    """
+    torch.clear_autocast_cache()
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+        torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def run_compiled_functions_eagerly() -> Iterator[None]:
+    """What `torch.compile` has made runs as the plain function while this is open, so that it can be traced."""
+    if "torch._dynamo.eval_frame" not in sys.modules:  # then nothing was compiled
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def without_tracing() -> contextlib.AbstractContextManager[Any]:

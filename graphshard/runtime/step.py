@@ -96,6 +96,8 @@ class Executable:
             with torch.no_grad():
                 results = iter(self.forward(tensors)[0])
         flat = [next(results) if isinstance(value, Node) else value for value, _ in self._results]
+        for check in reversed(self.program.checks):
+            check(flat.pop())
         return pytree.tree_unflatten(flat, self.program.out_spec)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[Slot, Any]]:

@@ -1,0 +1,94 @@
+"""What happens to values where they enter and leave a unit, as FSDP2's hooks do it: casts, and one node of autograd.
+
+    x ---+------------------ + ---        gradients of x: that of the unit's input is one term,
+         |                   |            whatever the unit does with x inside
+         +--- cast -- node --+- unit ---
+
+FSDP2 sends all inputs of a unit that require gradients through one autograd function, to learn when the unit's backward
+is over. Autograd then adds what the unit contributes to a gradient at once, and at another time. Sums of floating-point
+numbers depend on that, so the node is here, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
+
+from graphshard.ir.params import ParamTable
+from graphshard.ir.precision import Precision
+from graphshard.ir.units import modules_of
+
+
+@contextlib.contextmanager
+def unit_boundaries(
+    module: nn.Module, units: Iterable[str], params: ParamTable, precision: Precision
+) -> Iterator[None]:
+    """Within the block the root and the units treat their inputs and outputs as FSDP2's hooks would."""
+    sharded = {row.unit for row in params if not row.ignored}
+    with contextlib.ExitStack() as stack:
+        for unit in ("", *units):
+            owners = [module] if not unit else list(map(module.get_submodule, modules_of(unit)))
+            boundary = _Boundary(precision.of(unit), has_node=unit in sharded, modules=frozenset(owners))
+            for owner in owners:
+                enter = owner.register_forward_pre_hook(boundary.enter, with_kwargs=True, prepend=True)
+                leave = owner.register_forward_hook(boundary.leave, always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+        yield
+
+
+@dataclass
+class _Boundary:
+    """Hooks of one unit; of several modules in one unit, those that are still to be called are `left`."""
+
+    policy: MixedPrecisionPolicy
+    has_node: bool
+    modules: frozenset[nn.Module]
+    left: set[nn.Module] = field(default_factory=set)
+
+    def enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.policy.param_dtype is not None and self.policy.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
+        if not self.left and self.has_node and torch.is_grad_enabled():
+            args, kwargs = _through_one_node((args, kwargs))
+        self.left = self.left or set(self.modules)
+        return args, kwargs
+
+    def leave(self, module: nn.Module, _: Any, output: Any) -> Any:
+        self.left.discard(module)
+        return output if self.policy.output_dtype is None else _cast(output, self.policy.output_dtype)
+
+
+class _Inputs(torch.autograd.Function):
+    """All inputs of a unit that require gradients, as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grads
+
+
+def _through_one_node(tree: Any) -> Any:
+    leaves, structure = pytree.tree_flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if places:
+        for place, passed in zip(places, _Inputs.apply(*(leaves[place] for place in places)), strict=True):
+            leaves[place] = passed
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(cast, tree)

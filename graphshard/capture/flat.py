@@ -1,0 +1,189 @@
+"""A module's forward as a function of flat tensors, for AOTAutograd to call.
+
+    flat(*parameters, *buffers, *tensors of attributes, *tensors of a call) -> tensors of the result
+
+AOTAutograd calls it twice, to learn about aliases and to trace. Each time the module is what the user wrote, holding
+the tensors that are traced, and it is left exactly as it was. Because the module itself is called, autograd does what
+it does in eager mode: functions with a backward of their own, hooks of tensors, gradients in forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.traceback import get_current_meta, preserve_node_meta
+from torch.utils import _pytree as pytree
+
+from graphshard.capture.boundaries import unit_boundaries
+from graphshard.capture.checkpoints import CheckpointRegions, trace_checkpoints
+from graphshard.capture.eager_path import EagerPath
+from graphshard.capture.substitute import Substitute
+from graphshard.capture.watch import Watch
+from graphshard.ir.params import ParamTable
+from graphshard.ir.precision import Precision
+from graphshard.ir.program import Check, Slot
+from graphshard.ir.torch_internals import (
+    as_autocast_in_eager_mode,
+    is_traced,
+    memory_of,
+    replaced,
+    run_compiled_functions_eagerly,
+)
+
+
+class FlatForward(nn.Module):
+    """A module's forward as a function of flat tensors; itself it has neither parameters nor submodules.
+
+    Attributes:
+        slots: what the tensors that it takes are; inputs are numbered as the tensors of the call.
+        originals: the module's own tensors by the names of the slots.
+        attributes: those that are neither parameters nor buffers.
+        leaves: of the last result; None in the place of tensors.
+        places: of the tensors among the leaves; those of the checks follow.
+        checks: of the last call.
+        out_spec: structure of the last result.
+        regions: checkpointed regions that the last call went through.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        call: tuple[Sequence[Any], pytree.TreeSpec],
+        *,
+        params: ParamTable,
+        units: Sequence[str],
+        precision: Precision,
+        bare: Callable[[], contextlib.AbstractContextManager[None]],
+        path: EagerPath,
+    ) -> None:
+        super().__init__()
+        self._call, self._path, self._bare = call, path, bare
+        self._boundaries = functools.partial(unit_boundaries, module, units, params, precision)
+        self.__dict__["_module"] = module  # which is not a part of this one
+        self._owned = _owned_tensors(module, params)
+        count = sum(isinstance(leaf, torch.Tensor) for leaf in call[0])
+        self.slots = [*(owned.slot for owned in self._owned), *(Slot("input", str(i)) for i in range(count))]
+        self.originals = {owned.slot.name: owned.tensor for owned in self._owned}
+        self.attributes = {o.slot.name: o.tensor for o in self._owned if all(kind == "" for _, kind, _ in o.places)}
+        self.leaves: list[Any] = []
+        self.places: list[int] = []
+        self.checks: tuple[Check, ...] = ()
+        self.out_spec: pytree.TreeSpec | None = None
+        self.regions = CheckpointRegions()
+
+    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        module: nn.Module = self.__dict__["_module"]
+        given = dict(zip(self.slots, tensors, strict=True))
+        inputs = iter(tensors[len(self._owned) :])
+        leaves = [next(inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._call[0]]
+        args, kwargs = pytree.tree_unflatten(leaves, self._call[1])
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._bare())
+            self._hold(given)
+            stack.enter_context(self._boundaries())
+            stack.enter_context(as_autocast_in_eager_mode())
+            stack.enter_context(run_compiled_functions_eagerly())
+            stack.enter_context(preserve_node_meta())
+            stack.enter_context(_module_stack(module))
+            watch = Watch({slot.name: tensor for slot, tensor in given.items() if slot.kind == "param"})
+            stack.enter_context(watch)
+            stack.enter_context(Substitute({id(o.tensor): given[o.slot] for o in self._owned}))
+            self.regions = stack.enter_context(trace_checkpoints())
+            result = self._path.around(module)(*args, **kwargs)
+        self.leaves, self.out_spec = pytree.tree_flatten(result)
+        self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, (torch.Tensor, torch.SymInt))]
+        results = _without_aliases([self.leaves[i] for i in self.places], tensors)
+        self.leaves = [None if i in self.places else leaf for i, leaf in enumerate(self.leaves)]
+        self.checks = tuple(check for check, _ in watch.checks)
+        self.places += range(len(self.leaves), len(self.leaves) + len(self.checks))
+        return [*results, *(status.clone() for _, status in watch.checks)]
+
+    def _hold(self, given: dict[Slot, torch.Tensor]) -> None:
+        """Put tensors in the place of the module's own."""
+        for owned in self._owned:
+            tensor = given[owned.slot]
+            if owned.slot.kind == "param":
+                tensor._is_param = True  # for isinstance(tensor, nn.Parameter)
+            for attributes, name in owned.holders():
+                attributes[name] = tensor
+
+
+@dataclass
+class _Owned:
+    """A tensor that a module holds: which slot it is, and where it is held."""
+
+    slot: Slot
+    tensor: torch.Tensor
+    places: list[tuple[nn.Module, str, str]] = field(default_factory=list)
+
+    def holders(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Dictionaries to put another tensor into, with its name there."""
+        for owner, kind, name in self.places:
+            yield (owner.__dict__ if kind == "" else owner.__dict__[kind]), name
+
+
+def _owned_tensors(module: nn.Module, params: ParamTable) -> list[_Owned]:
+    """Parameters in the order of the table, buffers, and tensors that are plain attributes."""
+    owned: dict[int, _Owned] = {}
+    rows = {row.name: _Owned(Slot("param", row.name), torch.empty(0)) for row in params}
+    for prefix, owner in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name, param in owner._parameters.items():
+            if param is not None:
+                entry = rows[params[f"{dot}{name}"].name]
+                entry.tensor = param
+                entry.places.append((owner, "_parameters", name))
+                owned[id(param)] = entry
+    for kind in ("_buffers", ""):
+        for prefix, owner in module.named_modules():
+            dot = f"{prefix}." if prefix else ""
+            for name, value in (owner.__dict__[kind] if kind else owner.__dict__).items():
+                if isinstance(value, torch.Tensor):
+                    entry = owned.setdefault(id(value), _Owned(Slot("buffer", f"{dot}{name}"), value))
+                    entry.places.append((owner, kind, name))
+    return [*rows.values(), *(entry for entry in owned.values() if entry.slot.kind != "param")]
+
+
+@contextlib.contextmanager
+def _module_stack(module: nn.Module) -> Iterator[None]:
+    """While this is open, nodes are marked with the submodules whose forward makes them."""
+    names = {sub: name for name, sub in module.named_modules()}
+    call = nn.Module.__call__
+
+    @functools.wraps(call)
+    def within(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        name = names.get(self)
+        if not name:
+            return call(self, *args, **kwargs)
+        meta = get_current_meta()
+        outer = meta.get("nn_module_stack", {})
+        meta["nn_module_stack"] = {**outer, name: (name, type(self))}
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            meta["nn_module_stack"] = outer
+
+    with replaced(nn.Module, "__call__", within):
+        yield
+
+
+def _without_aliases(results: list[Any], given: Sequence[torch.Tensor]) -> list[Any]:
+    """Copy results that share memory with an input or with another result.
+
+    The program is a function of its inputs. FSDP2 would hand out the alias; writing to it in place is the only
+    way to tell the difference.
+    """
+    seen = set(map(memory_of, given))
+    for index, result in enumerate(results):
+        if isinstance(result, torch.Tensor):
+            if not is_traced(result) or memory_of(result) in seen:
+                results[index] = result.clone()
+            else:
+                seen.add(memory_of(result))
+    return results

@@ -1,0 +1,50 @@
+"""Tensors of a module that forward reaches on another way than through its attributes.
+
+    nn.LSTM                    keeps a list of its parameters
+    a function in a closure    remembers a tensor
+
+Wherever they come from, the tensor that is traced takes their place. A tensor that is nobody's is a constant of the
+program, unless it requires a gradient: that would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from graphshard.capture.untraceable import Untraceable
+from graphshard.ir.torch_internals import is_traced
+
+
+class Substitute(TorchFunctionMode):
+    """Lets torch's functions see other tensors, by the identities of those they are given.
+
+    Raises Untraceable for a tensor that requires a gradient and is nobody's.
+    """
+
+    def __init__(self, by_id: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._by_id = by_id
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        foreign = [
+            a for a in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(a, torch.Tensor) and not is_traced(a)
+        ]
+        if foreign:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._traced, (args, kwargs))
+        if func is torch.lstm:
+            # Tracing takes oneDNN's kernel, in the form without a backward.
+            with torch.backends.mkldnn.flags(enabled=False):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _traced(self, tensor: torch.Tensor) -> torch.Tensor:
+        traced = self._by_id.get(id(tensor), tensor)
+        if traced is tensor and tensor.requires_grad and torch.is_grad_enabled() and not is_traced(tensor):
+            raise Untraceable("foreign", f"a tensor of shape {list(tensor.shape)}")
+        return traced

@@ -1,0 +1,49 @@
+"""What a forward does that no program can keep; `diagnose.py` makes a message of it."""
+
+from __future__ import annotations
+
+_ADVICE = {
+    "control flow": (
+        "The condition depends on the values of a tensor. Use torch.where for a choice per element, or compute the "
+        "condition from shapes or from Python values."
+    ),
+    "item": (
+        "A tensor's value becomes a Python number. Keep it a tensor, or pass the number into the call as an argument."
+    ),
+    "shape": (
+        "The size of the result depends on the values of a tensor. Keep the size, for example with torch.where or a "
+        "mask."
+    ),
+    "operator": "This operator takes functions, which graphshard cannot schedule yet. Write it as plain operators.",
+    "write": (
+        "Forward writes to a parameter. The full parameter exists during the call only, and FSDP2 loses what is "
+        "written to it. Write to it between calls, under torch.no_grad(), or hold the value in a buffer."
+    ),
+    "foreign": (
+        "Forward uses a tensor that requires a gradient and belongs to no module: its gradient would be lost. Make it "
+        "a parameter of a module, pass it as an input, or detach it."
+    ),
+    "kept": (
+        "A tensor of this forward is kept outside of the modules after the call. Return it, or assign it to an "
+        "attribute of a module."
+    ),
+    "other": "This line cannot be traced, or it fails for these inputs.",
+}
+
+
+class Untraceable(Exception):
+    """Raised where it happens, so that the traceback leads to the line.
+
+    Attributes:
+        kind: a key of the advice; "value" for a value that is read, for a condition or a number.
+        what: names the operator or the tensor.
+    """
+
+    def __init__(self, kind: str, what: str) -> None:
+        super().__init__(what)
+        self.kind = kind
+
+
+def advice(kind: str) -> str:
+    """What to do about it."""
+    return _ADVICE[kind]
