@@ -41,6 +41,7 @@ from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.entry import without_entries
 from graphshard.capture.flat import FlatForward
 from graphshard.capture.rounding import capture_decompositions
+from graphshard.capture.watch import check_nothing_kept
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import is_backward
 from graphshard.ir.mesh import Mesh
@@ -145,6 +146,7 @@ def _trace(
             traced = aot_export_joint_with_descriptors(
                 stack, flat, (*state, *inputs), decompositions=capture_decompositions()
             )
+        check_nothing_kept(flat.made)
         joint: GraphModule = traced.graph_module
         check_sizes(joint)
     except Exception as error:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import linecache
-import os
 import re
-import sysconfig
 import traceback
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
-from graphshard.capture.untraceable import Untraceable, advice
+from graphshard.capture.untraceable import Untraceable, advice, is_users
 from graphshard.ir.errors import CaptureError
-
-_PACKAGES = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 def explain_failure(error: Exception, cls: type[nn.Module]) -> CaptureError:
@@ -30,6 +22,8 @@ def explain_failure(error: Exception, cls: type[nn.Module]) -> CaptureError:
     if not isinstance(error, Untraceable):
         cause = f"{type(error).__name__}: {cause}"
     frame = _user_frame(traceback.extract_tb(error.__traceback__))
+    if isinstance(error, Untraceable) and error.line:
+        frame = traceback.FrameSummary(*error.line, "forward")
     return _capture_error(cls, frame, _kind(error, _source(frame)), cause)
 
 
@@ -64,14 +58,8 @@ def _source(frame: traceback.FrameSummary | None) -> str:
 
 def _user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """The innermost frame that is neither torch's, nor graphshard's, nor the standard library's."""
-    user = [f for f in frames if not _is_elsewhere(f.filename)]
+    user = [f for f in frames if is_users(f.filename)]
     return user[-1] if user else None
-
-
-def _is_elsewhere(file: str) -> bool:
-    # Packages, such as the one the model comes from, may lie below the standard library's directory.
-    in_stdlib = file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
-    return in_stdlib or file.startswith((_TORCH, _HERE, "<"))
 
 
 def _kind(error: Exception, line: str) -> str:

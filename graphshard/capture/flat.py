@@ -24,12 +24,11 @@ from graphshard.capture.boundaries import unit_boundaries
 from graphshard.capture.checkpoints import CheckpointRegions, trace_checkpoints
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.substitute import Substitute
-from graphshard.capture.watch import Watch
+from graphshard.capture.watch import Made, Watch, WatchHooks
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Check, Slot
 from graphshard.ir.torch_internals import (
-    as_autocast_in_eager_mode,
     is_traced,
     memory_of,
     replaced,
@@ -47,6 +46,7 @@ class FlatForward(nn.Module):
         leaves: of the last result; None in the place of tensors.
         places: of the tensors among the leaves; those of the checks follow.
         checks: of the last call.
+        made: the tensors that the last call made, while they are alive.
         out_spec: structure of the last result.
         regions: checkpointed regions that the last call went through.
     """
@@ -74,6 +74,7 @@ class FlatForward(nn.Module):
         self.leaves: list[Any] = []
         self.places: list[int] = []
         self.checks: tuple[Check, ...] = ()
+        self.made: list[Made] = []
         self.out_spec: pytree.TreeSpec | None = None
         self.regions = CheckpointRegions()
 
@@ -87,12 +88,12 @@ class FlatForward(nn.Module):
             stack.enter_context(self._bare())
             self._hold(given)
             stack.enter_context(self._boundaries())
-            stack.enter_context(as_autocast_in_eager_mode())
             stack.enter_context(run_compiled_functions_eagerly())
             stack.enter_context(preserve_node_meta())
             stack.enter_context(_module_stack(module))
             watch = Watch({slot.name: tensor for slot, tensor in given.items() if slot.kind == "param"})
             stack.enter_context(watch)
+            stack.enter_context(WatchHooks(watch.made))
             stack.enter_context(Substitute({id(o.tensor): given[o.slot] for o in self._owned}))
             self.regions = stack.enter_context(trace_checkpoints())
             result = self._path.around(module)(*args, **kwargs)
@@ -100,6 +101,7 @@ class FlatForward(nn.Module):
         self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, (torch.Tensor, torch.SymInt))]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)
         self.leaves = [None if i in self.places else leaf for i, leaf in enumerate(self.leaves)]
+        self.made = watch.made
         self.checks = tuple(check for check, _ in watch.checks)
         self.places += range(len(self.leaves), len(self.leaves) + len(self.checks))
         return [*results, *(status.clone() for _, status in watch.checks)]

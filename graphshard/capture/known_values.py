@@ -65,6 +65,8 @@ class _Maker:
 class _Makers(TorchDispatchMode):
     """Remembers how tensors were made that depend on no input, as long as nothing writes to their memory."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self._makers: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -9,6 +9,7 @@ program, unless it requires a gradient: that would be lost.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.untraceable import Untraceable
-from graphshard.ir.torch_internals import is_traced
+from graphshard.ir.torch_internals import is_traced, without_onednn
 
 
 class Substitute(TorchFunctionMode):
@@ -32,19 +33,15 @@ class Substitute(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        foreign = [
-            a for a in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(a, torch.Tensor) and not is_traced(a)
-        ]
-        if foreign:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, self._traced, (args, kwargs))
-        if func is torch.lstm:
-            # Tracing takes oneDNN's kernel, in the form without a backward.
-            with torch.backends.mkldnn.flags(enabled=False):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _traced(self, tensor: torch.Tensor) -> torch.Tensor:
-        traced = self._by_id.get(id(tensor), tensor)
-        if traced is tensor and tensor.requires_grad and torch.is_grad_enabled() and not is_traced(tensor):
-            raise Untraceable("foreign", f"a tensor of shape {list(tensor.shape)}")
-        return traced
+        real = [a for a in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(a, torch.Tensor) and not is_traced(a)]
+        if real:
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda tensor: self._by_id.get(id(tensor), tensor), (args, kwargs)
+            )
+        # Tracing takes oneDNN's LSTM in the form that has no backward.
+        with without_onednn() if func is torch.lstm else contextlib.nullcontext():
+            result = func(*args, **kwargs)
+        foreign = [tensor for tensor in real if tensor.requires_grad and id(tensor) not in self._by_id]
+        if foreign and any(isinstance(r, torch.Tensor) and r.requires_grad for r in pytree.tree_leaves(result)):
+            raise Untraceable("foreign", f"a tensor of shape {list(foreign[0].shape)}")
+        return result

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sysconfig
+
+import torch
+
+_PACKAGES = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+
 _ADVICE = {
     "control flow": (
         "The condition depends on the values of a tensor. Use torch.where for a choice per element, or compute the "
@@ -36,14 +46,25 @@ class Untraceable(Exception):
 
     Attributes:
         kind: a key of the advice; "value" for a value that is read, for a condition or a number.
+        line: file and number of the user's line, where the traceback does not lead to it.
+
+    Args:
         what: names the operator or the tensor.
     """
 
-    def __init__(self, kind: str, what: str) -> None:
+    def __init__(self, kind: str, what: str, line: tuple[str, int] | None = None) -> None:
         super().__init__(what)
         self.kind = kind
+        self.line = line
 
 
 def advice(kind: str) -> str:
     """What to do about it."""
     return _ADVICE[kind]
+
+
+def is_users(file: str) -> bool:
+    """Whether a source file is neither torch's, nor graphshard's, nor the standard library's."""
+    # Packages, such as the one the model comes from, may lie below the standard library's directory.
+    in_stdlib = file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
+    return not (in_stdlib or file.startswith((_TORCH, _HERE, "<")))

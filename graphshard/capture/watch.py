@@ -6,16 +6,29 @@ torch.linalg.inv(x)    raises if x is singular: a value, which a trace does not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import gc
+import sys
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphshard.capture.untraceable import Untraceable
+from graphshard.capture.untraceable import Untraceable, is_users
 from graphshard.ir.program import Check
 from graphshard.ir.torch_internals import depends_on_values, memory_of, written_by
+
+
+class Made(NamedTuple):
+    """A tensor that an operator made, as long as it is alive, and the line of the user's that called the operator."""
+
+    tensor: weakref.ref[torch.Tensor]
+    file: str
+    line: int
 
 
 class Watch(TorchDispatchMode):
@@ -26,6 +39,7 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         checks: what is to be checked after each call, with the traced status.
+        made: what operators made.
     """
 
     supports_higher_order_operators = True
@@ -34,6 +48,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._params = {memory_of(tensor): name for name, tensor in params.items()}
         self.checks: list[tuple[Check, torch.Tensor]] = []
+        self.made: list[Made] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,4 +64,45 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         if isinstance(func, OpOverload) and depends_on_values(func, result):
             raise Untraceable("shape" if isinstance(result, torch.Tensor) else "value", f"operator {func}")
+        file, line = _users_line()
+        self.made += [
+            Made(weakref.ref(t), file, line) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)
+        ]
         return result
+
+
+class WatchHooks(TorchFunctionMode):
+    """Watches what hooks of tensors are given, too: they run after the forward."""
+
+    def __init__(self, made: list[Made]) -> None:
+        super().__init__()
+        self._made = made
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.register_hook:
+            tensor, hook = args
+            file, line = _users_line()
+
+            def watched(grad: torch.Tensor) -> torch.Tensor | None:
+                self._made.append(Made(weakref.ref(grad), file, line))
+                return hook(grad)
+
+            args = (tensor, watched)
+        return func(*args, **(kwargs or {}))
+
+
+def check_nothing_kept(made: Iterable[Made]) -> None:
+    """Raise Untraceable if a tensor of a trace is still alive after it: code keeps it where no call will renew it."""
+    if any(each.tensor() is not None for each in made):
+        gc.collect()  # graphs of autograd hold each other
+    for each in made:
+        if (tensor := each.tensor()) is not None:
+            shape = list(tensor.shape)
+            raise Untraceable("kept", f"a tensor of shape {shape}", line=(each.file, each.line))
+
+
+def _users_line() -> tuple[str, int]:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

@@ -39,7 +39,6 @@ __all__ = [
     "CheckpointPolicy",
     "all_gather_into",
     "answer_tracing_checks",
-    "as_autocast_in_eager_mode",
     "condition",
     "depends_on_values",
     "disable_autocast",
@@ -63,6 +62,7 @@ __all__ = [
     "sharded_like",
     "trace_structured",
     "use_boxed_calls",
+    "without_onednn",
     "without_tracing",
     "written_by",
 ]
@@ -286,19 +286,14 @@ def _has_unbacked_size(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def as_autocast_in_eager_mode() -> Iterator[None]:
-    """Within an autocast block a parameter is cast once, however often it is read; AOTAutograd would cast it each time.
-
-    The gradients of the reads are then added in the low precision, as in eager mode.
-    """
-    torch.clear_autocast_cache()
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(True)
+def without_onednn() -> Iterator[None]:
+    """Operators take kernels of torch's own while this is open."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(enabled)
-        torch.clear_autocast_cache()
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 @contextlib.contextmanager

@@ -50,6 +50,43 @@ class _Shapes(Scale):
         return (x * self.w) @ torch.ones(5, 5)
 
 
+class _Write(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.w.mul_(2)
+        return x * self.w
+
+
+class _WriteToData(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.w.data[1:].mul_(2)
+        return x * self.w
+
+
+FOREIGN = nn.Parameter(torch.ones(4))
+
+
+class _Foreign(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.w * FOREIGN
+
+
+KEPT: list[torch.Tensor] = []
+
+
+class _Keep(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        KEPT.append(x * self.w)
+        return x * self.w
+
+
+class _KeepGradient(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.w
+        y.register_hook(lambda grad: KEPT.append(grad))
+        return y * 2
+
+
 UNCAPTURABLE = [
     (_Branch, "if y.sum() > 0:", "The condition depends on the values of a tensor. Use torch.where"),
     (_Item, "scale = x.sum().item()", "A tensor's value becomes a Python number. Keep it a tensor"),
@@ -64,14 +101,58 @@ UNCAPTURABLE = [
 ]
 
 
+UNCAPTURABLE_WITH_GRADIENTS = [
+    (_Write, "self.w.mul_(2)", "Forward writes to a parameter. The full parameter exists during the call only"),
+    (_WriteToData, "self.w.data[1:].mul_(2)", "Forward writes to a parameter."),
+    (
+        _Foreign,
+        "return x * self.w * FOREIGN",
+        "Forward uses a tensor that requires a gradient and belongs",
+    ),
+    (_Keep, "KEPT.append(x * self.w)", "A tensor of this forward is kept outside of the modules after the call."),
+    (
+        _KeepGradient,
+        "y.register_hook(lambda grad: KEPT.append(grad))",
+        "A tensor of this forward is kept outside of the modules after the call.",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "line", "advice"),
+    UNCAPTURABLE_WITH_GRADIENTS,
+    ids=[cls.__name__ for cls, *_ in UNCAPTURABLE_WITH_GRADIENTS],
+)
+def test_an_error_where_a_program_would_differ(cls: type[nn.Module], line: str, advice: str) -> None:
+    """What forward does to tensors that are not its own is never left out in silence."""
+    with pytest.raises(CaptureError, match=_error(cls, line, advice)):
+        captured(cls(4), (X,))
+    KEPT.clear()
+
+
+def test_tensors_without_a_gradient_may_be_anybodys() -> None:
+    """The program has them as constants."""
+
+    class Model(Scale):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.w * FOREIGN.detach()
+
+    (constant,) = captured(Model(4), (X,)).constants.values()
+    assert constant.data_ptr() == FOREIGN.data_ptr()
+
+
 @pytest.mark.parametrize(("cls", "line", "advice"), UNCAPTURABLE, ids=[cls.__name__ for cls, *_ in UNCAPTURABLE])
 def test_an_error_names_the_line(cls: type[nn.Module], line: str, advice: str) -> None:
     """File and number of the line, the line, and what to do about it."""
+    with pytest.raises(CaptureError, match=_error(cls, line, advice)):
+        captured(cls(4), (X,), grad=False)
+
+
+def _error(cls: type[nn.Module], line: str, advice: str) -> str:
+    """The beginning of the message for a line of a class, to be matched."""
     lines, start = inspect.getsourcelines(cls)
     number = next(i for i, text in enumerate(lines, start) if text.strip() == line)
-    expected = f"graphshard cannot capture {cls.__name__}.forward at {__file__}:{number}\n    {line}\n{advice}"
-    with pytest.raises(CaptureError, match=re.escape(expected)):
-        captured(cls(4), (X,), grad=False)
+    return re.escape(f"graphshard cannot capture {cls.__name__}.forward at {__file__}:{number}\n    {line}\n{advice}")
 
 
 def test_the_line_may_be_in_a_submodule() -> None:
