@@ -42,7 +42,7 @@ def compile(
     keeps its class by `isinstance`. Call it, its submodules, its optimizer and its state_dict as before.
 
     Args:
-        model: any module that torch.export can trace; on the CPU, on the mesh's device, or on the meta device.
+        model: any module; on the CPU, on the mesh's device, or on the meta device.
         mesh: mesh of "cpu" or "cuda" devices; None is all ranks, on CUDA where there is any. Of two axes the first
             replicates and the second shards (HSDP); size 1 of the second is plain data parallelism (DDP).
         reshard_after_forward: True gathers parameters again in backward, False keeps them gathered, None keeps
@@ -135,7 +135,7 @@ def register_forward_method(model: nn.Module, method: str) -> None:
 
     Args:
         model: a compiled module.
-        method: name of a method that torch.export can trace; of a submodule as in "encoder.encode".
+        method: name of a method; of a submodule as in "encoder.encode".
 
     Raises:
         ArgumentError: the module was not compiled, or has no such method.

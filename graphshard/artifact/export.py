@@ -86,7 +86,7 @@ def export(
     `hardware` is also the machine that the summary's prediction is for; None predicts for an H100, or for CPUs.
 
     Args:
-        model: any module that torch.export can trace.
+        model: any module.
         mesh: a DeviceMesh, the shape of one such as `(8,)`, `{"shard": 8}` or, to replicate over the first axis and to
             shard over the second, `(2, 4)` or `{"replicate": 2, "shard": 4}`; or a list of those: one file for all of
             them. Regions do not depend on the number of ranks, except those that pack shards.

@@ -1,7 +1,7 @@
 """Carry the user's `torch.utils.checkpoint` regions into the joint graph.
 
-Export would trace a checkpointed function and forget that it was one. While a module is captured, every form of
-checkpointing is therefore routed through an annotation of the nodes that are traced:
+A trace has no checkpoints: that a function was checkpointed would be forgotten. While a module is captured, every form
+of checkpointing is therefore routed through an annotation of the nodes that are traced:
 
     checkpoint(f, x, use_reentrant=False)    composable checkpoint(module)    -> _checkpoint_without_reentrant_generator
     checkpoint(f, x, use_reentrant=True)                                      -> CheckpointFunction
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch.distributed._composable import checkpoint_activation
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
@@ -106,17 +106,6 @@ def _policy_of(context_fn: Callable[[], tuple[Any, Any]] | None) -> _PolicyFn | 
         f"the context_fn of torch.utils.checkpoint returns a {type(context).__name__}, which cannot be traced. Return "
         "what torch.utils.checkpoint.create_selective_checkpoint_contexts makes, or leave context_fn out."
     )
-
-
-def interpret_submodules(module: GraphModule) -> None:
-    """Run the bodies of autocast and no_grad blocks node by node.
-
-    Called as code they would pass the annotation and the module stack of the block, not of the node, to what is
-    traced of them.
-    """
-    for child in module.modules():
-        if isinstance(child, GraphModule) and child is not module:
-            child.__dict__["forward"] = Interpreter(child).run
 
 
 def mark_checkpoints(joint: GraphModule, regions: CheckpointRegions) -> None:

@@ -49,7 +49,7 @@ def explain(
     `verify` checks rules only if it is given. `max_captures` changes nothing, as there is one program.
 
     Args:
-        model: any module that torch.export can trace, on the CPU or on the meta device.
+        model: any module, on the CPU or on the meta device.
         mesh: a DeviceMesh, or the shape of one that need not exist: `(64,)` or `{"shard": 64}`; with two axes the first
             replicates: `(8, 64)`.
         example_inputs, example_kwargs: inputs of one rank's call; only shapes, dtypes and non-tensor values matter.

@@ -30,7 +30,7 @@ class UnsupportedError(GraphshardError, NotImplementedError):
 
 
 class CaptureError(GraphshardError, RuntimeError):
-    """torch.export could not turn the module's forward into a graph."""
+    """The module's forward cannot be turned into a graph that does the same."""
 
 
 class CaptureLimitError(GraphshardError, RuntimeError):
