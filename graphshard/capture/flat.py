@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,8 +155,9 @@ def _owned_tensors(module: nn.Module, params: ParamTable) -> list[_Owned]:
 
 @contextlib.contextmanager
 def _module_stack(module: nn.Module) -> Iterator[None]:
-    """While this is open, nodes are marked with the submodules whose forward makes them."""
+    """While this is open, nodes are marked with the calls of submodules that make them: "layers.0@2" is the third."""
     names = {sub: name for name, sub in module.named_modules()}
+    calls: Counter[str] = Counter()
     call = nn.Module.__call__
 
     @functools.wraps(call)
@@ -165,7 +167,8 @@ def _module_stack(module: nn.Module) -> Iterator[None]:
             return call(self, *args, **kwargs)
         meta = get_current_meta()
         outer = meta.get("nn_module_stack", {})
-        meta["nn_module_stack"] = {**outer, name: (name, type(self))}
+        meta["nn_module_stack"] = {**outer, f"{name}@{calls[name]}": (name, type(self))}
+        calls[name] += 1
         try:
             return call(self, *args, **kwargs)
         finally:
