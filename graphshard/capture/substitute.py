@@ -14,17 +14,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.torch_internals import is_traced, without_onednn
 
+_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+
 
 class Substitute(TorchFunctionMode):
     """Lets torch's functions see other tensors, by the identities of those they are given.
 
-    Raises Untraceable for a tensor that requires a gradient and is nobody's.
+    Raises Untraceable for a tensor that requires a gradient and is nobody's, and for what accumulates gradients or
+    reads those that were.
     """
 
     def __init__(self, by_id: Mapping[int, torch.Tensor]) -> None:
@@ -33,6 +37,10 @@ class Substitute(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.backward:
+            raise Untraceable("backward", "Tensor.backward")
+        if func == _GRAD and isinstance(args[0], nn.Parameter):
+            raise Untraceable("backward", ".grad of a parameter")
         real = [a for a in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(a, torch.Tensor) and not is_traced(a)]
         if real:
             args, kwargs = pytree.tree_map_only(

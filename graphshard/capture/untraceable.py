@@ -33,10 +33,15 @@ _ADVICE = {
         "Forward uses a tensor that requires a gradient and belongs to no module: its gradient would be lost. Make it "
         "a parameter of a module, pass it as an input, or detach it."
     ),
+    "backward": (
+        "Gradients of parameters are accumulated after the call. In forward, take them with torch.autograd.grad, which "
+        "returns them."
+    ),
     "kept": (
         "A tensor of this forward is kept outside of the modules after the call. Return it, or assign it to an "
         "attribute of a module."
     ),
+    "sparse": "The gradient of this embedding would be a sparse tensor, which is no shard. Make it with sparse=False.",
     "other": "This line cannot be traced, or it fails for these inputs.",
 }
 

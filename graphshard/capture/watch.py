@@ -22,6 +22,8 @@ from graphshard.capture.untraceable import Untraceable, is_users
 from graphshard.ir.program import Check
 from graphshard.ir.torch_internals import depends_on_values, memory_of, written_by
 
+_EMBEDDINGS = {torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default}
+
 
 class Made(NamedTuple):
     """A tensor that an operator made, as long as it is alive, and the line of the user's that called the operator."""
@@ -54,6 +56,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             raise Untraceable("operator", f"operator {func}")
+        if func in _EMBEDDINGS and _argument(func, "sparse", args, kwargs):
+            raise Untraceable("sparse", f"operator {func}")
         if func is torch.ops.aten._linalg_check_errors.default:
             self.checks.append((Check(args[1], kwargs["is_matrix"]), args[0]))
             return None
@@ -99,6 +103,11 @@ def check_nothing_kept(made: Iterable[Made]) -> None:
         if (tensor := each.tensor()) is not None:
             shape = list(tensor.shape)
             raise Untraceable("kept", f"a tensor of shape {shape}", line=(each.file, each.line))
+
+
+def _argument(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    place = next(i for i, argument in enumerate(func._schema.arguments) if argument.name == name)
+    return args[place] if place < len(args) else kwargs.get(name)
 
 
 def _users_line() -> tuple[str, int]:

@@ -16,8 +16,8 @@
  ...                                                all other fields of `Program`, see `codec/converter.py`
 }
 
-`codec/values.py` says what a VALUE looks like. A node's "modules" are those whose forward made it, from the outside, with
-a number for each call, "fwd_modules" those whose backward did; or the name of the first node that has the same.
+`codec/values.py` says what a VALUE looks like. A node's "modules" are those whose forward made it, from the outside,
+with a number for each call, "fwd_modules" those whose backward did; or the name of the first node that has the same.
 Of the rest of `node.meta` numbers, strings and torch's mark "recompute" are kept; the partitioner and the passes need
 no more. An "out_spec" with other classes than lists, tuples and dicts stays text: nothing that runs before the model
 does reads it.

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -243,7 +244,8 @@ class _AnyTracedTensor(metaclass=_Traced):
 @contextlib.contextmanager
 def quiet_tracing() -> Iterator[None]:
     """Keep what torch logs of a failure while it traces from the user, who gets an error."""
-    with replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
+    with replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Error detected in ")
         yield
 
 
@@ -257,8 +259,8 @@ def interceptable_reads() -> Iterator[None]:
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor belongs to a function that AOTAutograd traces."""
-    return isinstance(tensor, FunctionalTensor)
+    """Whether a tensor belongs to a function that AOTAutograd traces, perhaps within one of torch.func's."""
+    return isinstance(tensor, FunctionalTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -7,10 +7,11 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from graphshard.ir.errors import CaptureError
-from tests.helpers import Scale, captured
+from tests.helpers import Scale, captured, step, through
 
 X = torch.ones(4)
 
@@ -87,6 +88,23 @@ class _KeepGradient(Scale):
         return y * 2
 
 
+class _Backward(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x * self.w).sum()
+        y.backward(retain_graph=True)
+        return y
+
+
+class _Accumulated(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.w if self.w.grad is None else x
+
+
+class _Sparse(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.embedding(x.long(), self.w[:, None], sparse=True)
+
+
 UNCAPTURABLE = [
     (_Branch, "if y.sum() > 0:", "The condition depends on the values of a tensor. Use torch.where"),
     (_Item, "scale = x.sum().item()", "A tensor's value becomes a Python number. Keep it a tensor"),
@@ -109,6 +127,9 @@ UNCAPTURABLE_WITH_GRADIENTS = [
         "return x * self.w * FOREIGN",
         "Forward uses a tensor that requires a gradient and belongs",
     ),
+    (_Sparse, "return F.embedding(x.long(), self.w[:, None], sparse=True)", "The gradient of this embedding would be"),
+    (_Backward, "y.backward(retain_graph=True)", "Gradients of parameters are accumulated after the call."),
+    (_Accumulated, "return x * self.w if self.w.grad is None else x", "Gradients of parameters are accumulated after"),
     (_Keep, "KEPT.append(x * self.w)", "A tensor of this forward is kept outside of the modules after the call."),
     (
         _KeepGradient,
@@ -128,6 +149,20 @@ def test_an_error_where_a_program_would_differ(cls: type[nn.Module], line: str, 
     with pytest.raises(CaptureError, match=_error(cls, line, advice)):
         captured(cls(4), (X,))
     KEPT.clear()
+
+
+def test_torch_func_in_forward() -> None:
+    """Its tensors are wrapped once more; they are no foreign ones."""
+
+    class Model(Scale):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            slopes = torch.func.grad(lambda w: (x * w).pow(3).sum())(self.w)
+            return torch.vmap(lambda row: row * self.w)(x[None] + slopes).sum()
+
+    model = Model(4)
+    (results,) = step(through(captured(model, (X,), world_size=1), "partition"), model, [(X,)])
+    model(X).backward()
+    assert torch.equal(results["grad:w"], model.w.grad)
 
 
 def test_tensors_without_a_gradient_may_be_anybodys() -> None:
