@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils import _pytree as pytree
 
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
+from graphshard.ir.torch_internals import cast_tensors, replace_differentiable
 from graphshard.ir.units import modules_of
 
 
@@ -55,15 +55,15 @@ class _Boundary:
 
     def enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.policy.param_dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
+            args, kwargs = cast_tensors((args, kwargs), self.policy.param_dtype)
         if not self.left and self.has_node and torch.is_grad_enabled():
-            args, kwargs = _through_one_node((args, kwargs))
+            args, kwargs = replace_differentiable((args, kwargs), _Inputs.apply)
         self.left = self.left or set(self.modules)
         return args, kwargs
 
     def leave(self, module: nn.Module, _: Any, output: Any) -> Any:
         self.left.discard(module)
-        return output if self.policy.output_dtype is None else _cast(output, self.policy.output_dtype)
+        return output if self.policy.output_dtype is None else cast_tensors(output, self.policy.output_dtype)
 
 
 class _Inputs(torch.autograd.Function):
@@ -76,19 +76,3 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return grads
-
-
-def _through_one_node(tree: Any) -> Any:
-    leaves, structure = pytree.tree_flatten(tree)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if places:
-        for place, passed in zip(places, _Inputs.apply(*(leaves[place] for place in places)), strict=True):
-            leaves[place] = passed
-    return pytree.tree_unflatten(leaves, structure)
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    return pytree.tree_map(cast, tree)

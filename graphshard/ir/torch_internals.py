@@ -10,7 +10,7 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +28,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _apply_to_tensors
 from torch.fx import Graph, GraphModule, _symbolic_trace
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
 from torch.fx.graph import _BoxedCodeGen
@@ -36,10 +37,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.numbers import int_oo
 from torch.utils.checkpoint import CheckpointPolicy
 
+try:
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
+except ImportError:
+    collect_grad_tensors = None  # type: ignore[assignment]
+
 __all__ = [
     "CheckpointPolicy",
     "all_gather_into",
     "answer_tracing_checks",
+    "cast_tensors",
     "condition",
     "depends_on_values",
     "disable_autocast",
@@ -56,6 +63,7 @@ __all__ = [
     "new_size",
     "quiet_tracing",
     "rendezvous_store",
+    "replace_differentiable",
     "replaced",
     "run_and_save_rng_state",
     "run_compiled_functions_eagerly",
@@ -261,6 +269,31 @@ def interceptable_reads() -> Iterator[None]:
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor belongs to a function that AOTAutograd traces, perhaps within one of torch.func's."""
     return isinstance(tensor, FunctionalTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in containers, dataclasses among them, in another dtype: those that FSDP2 casts."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return _apply_to_tensors(cast, tree)
+
+
+def replace_differentiable(tree: Any, replace: Callable[..., Sequence[torch.Tensor]]) -> Any:
+    """Exchange all tensors in containers that require gradients at once: those that FSDP2 exchanges.
+
+    Args:
+        replace: from the tensors to those to put in their places; it is not called if there are none.
+    """
+    if collect_grad_tensors is None:  # torch before 2.13
+        leaves, structure = pytree.tree_flatten(tree)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        for place, tensor in zip(places, replace(*(leaves[i] for i in places)) if places else ()):
+            leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, structure)
+    found = collect_grad_tensors(tree)
+    return replace_grad_tensors(tree, iter(replace(*found))) if found else tree
 
 
 def memory_of(tensor: torch.Tensor) -> int:

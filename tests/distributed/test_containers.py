@@ -1,0 +1,79 @@
+"""Units that take and return tensors in containers: cast, differentiated and added up as in FSDP2."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.twins import BF16, FP32, train_side_by_side, twins, world_mesh
+from tests.ranks import Ranks
+
+
+class Named(NamedTuple):
+    x: Tensor
+    skip: Tensor
+
+
+@dataclass
+class Unregistered:
+    """No pytree: torch's utilities take it for a leaf, FSDP2 looks into it."""
+
+    x: Tensor
+    skip: Tensor
+
+
+PACK: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "list": (lambda x, skip: [x, skip], lambda p: (p[0], p[1])),
+    "tuple": (lambda x, skip: (x, (skip,)), lambda p: (p[0], p[1][0])),
+    "dict": (lambda x, skip: {"x": x, "rest": {"skip": skip}}, lambda p: (p["x"], p["rest"]["skip"])),
+    "OrderedDict": (lambda x, skip: OrderedDict(skip=skip, x=x), lambda p: (p["x"], p["skip"])),
+    "named tuple": (Named, lambda p: (p.x, p.skip)),
+    "dataclass": (Unregistered, lambda p: (p.x, p.skip)),
+}
+
+
+class _Unit(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.pack, self.unpack = PACK[kind]
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, packed: Any) -> Any:
+        x, skip = self.unpack(packed)
+        return self.pack(torch.tanh(self.linear(x)) + skip, skip + x)
+
+
+class _Net(nn.Module):
+    """Values enter every unit, and go around it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.pack, self.unpack = PACK[kind]
+        self.stem = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(_Unit(kind) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            y, skip = self.unpack(layer(self.pack(x, x)))
+            x = x * y.to(x.dtype) + skip.to(x.dtype)
+        return x.float().square().mean()
+
+
+def _containers(rank: int, world_size: int, kind: str) -> None:
+    for policy in (FP32, BF16):
+        torch.manual_seed(0)
+        pair = twins(_Net(kind), world_mesh(), mp_policy=policy)
+        train_side_by_side(pair, lambda: {"x": torch.randn(5, 6)}, steps=3)
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_units_take_and_return_containers(ranks: Ranks, kind: str) -> None:
+    """In float32 and bfloat16: every bit of three steps is FSDP2's."""
+    ranks(2).run(_containers, kind)
