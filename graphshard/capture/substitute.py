@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.torch_internals import is_traced, without_onednn
 
-_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_GRAD = vars(torch._C.TensorBase)["grad"].__get__
 
 
 class Substitute(TorchFunctionMode):
