@@ -171,7 +171,8 @@ def _land(graph: Graph, members: list[Collective], values: list[Node], anchor: N
 
 
 def _unpack_reduced(graph: Graph, buffer: Node, grads: list[Node], size: int) -> list[Node]:
-    shapes = [[fake(g).shape[0] // size, *fake(g).shape[1:]] for g in grads]
+    whole = [list(fake(grad).shape) for grad in grads]
+    shapes = [[shape[0] // size, *shape[1:]] if shape else [] for shape in whole]
     sizes = [math.prod(shape) for shape in shapes]
     pieces = emit(graph, aten.split_with_sizes.default, buffer, sizes, like=buffer)
     return [

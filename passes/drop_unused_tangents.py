@@ -11,16 +11,19 @@ that depends on it alone.
 
 from __future__ import annotations
 
+import itertools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
 from graphshard.ir.graph import WAIT, aten, c10d, emit, erase_dead, fake, is_view
 from graphshard.ir.program import Phase, Program
-from graphshard.ir.sizes import SizeBuilder, size_inputs
+from graphshard.ir.sizes import SizeBuilder, expression, size_inputs, symbols_of
 from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.passes.base import Pass
 
@@ -42,6 +45,12 @@ _ZERO_IF_ANY = frozenset(
         WAIT,
     }
 )
+# What is added to places of the first argument: nothing, where it is zero.
+_ADDED: dict[object, Callable[[Node], object]] = {
+    aten.index_add.default: lambda node: node.args[3],
+    aten.index_put.default: lambda node: node.args[2] if node.args[3:] == (True,) else None,
+    aten.scatter_add.default: lambda node: node.args[3],
+}
 _ZERO_IF_FIRST = frozenset({aten.div.Tensor, aten.div.Scalar, aten.embedding_dense_backward.default})
 
 
@@ -88,6 +97,8 @@ def _propagate(phase: Phase, zeros: set[Node]) -> None:
             zeros.add(node)
         elif (other := _other_addend(node, zeros)) is not None:
             node.replace_all_uses_with(other)
+        elif node.target is aten.masked_scatter.default and dead == [node.args[2]]:
+            node.target, node.args = aten.masked_fill.Scalar, (*node.args[:2], 0)
         else:
             for zero in dead:
                 node.replace_input_with(zero, _materialize(graph, zero, node))
@@ -105,6 +116,8 @@ def _is_zero(node: Node, zeros: set[Node]) -> bool:
 
 
 def _other_addend(node: Node, zeros: set[Node]) -> Node | None:
+    if node.target in _ADDED and _ADDED[node.target](node) in zeros:
+        return node.args[0] if isinstance(node.args[0], Node) and node.args[0] not in zeros else None
     if node.target is not aten.add.Tensor or node.kwargs:
         return None
     rest = [a for a in node.args if isinstance(a, Node) and a not in zeros]
@@ -118,9 +131,23 @@ def _other_addend(node: Node, zeros: set[Node]) -> Node | None:
 
 def _materialize(graph: Graph, zero: Node, before: Node) -> Node:
     val = fake(zero)
-    shape = list(map(SizeBuilder(graph, size_inputs(graph)), val.shape))
+    shape = list(map(SizeBuilder(graph, _sizes_of_values(graph, zero) | size_inputs(graph)), val.shape))
     with graph.inserting_before(before), fake_mode_of(val):
         return emit(graph, aten.full.default, shape, 0, dtype=val.dtype, device=val.device, like=before)
+
+
+def _sizes_of_values(graph: Graph, zero: Node) -> dict[sympy.Symbol, Node]:
+    """Sizes of `zero` that depend on values, read off other inputs."""
+    found: dict[sympy.Symbol, Node] = {}
+    placeholders = graph.find_nodes(op="placeholder")
+    for symbol in symbols_of(fake(zero)) - set(size_inputs(graph)):
+        others = (n for n in placeholders if n is not zero and isinstance(n.meta["val"], torch.Tensor))
+        dims = ((n, dim) for n in others for dim, size in enumerate(fake(n).shape) if expression(size) == symbol)
+        for source, dim in itertools.islice(dims, 1):
+            with graph.inserting_after(placeholders[-1]):
+                found[symbol] = graph.call_function(aten.sym_size.int, (source, dim))
+            found[symbol].meta["val"] = fake(source).shape[dim]
+    return found
 
 
 def _erase(phase: Phase, unused: set[Node]) -> None:

@@ -69,6 +69,14 @@ class Small(nn.Module):
         return self.linear(x).tanh().square().mean()
 
 
+def hf_llama() -> nn.Module:
+    """A small Llama of transformers, which has a configuration, and another one for generation."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, use_cache=False, **sizes))
+
+
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
     """Tokens and targets of one rank."""
     generator = torch.Generator().manual_seed(seed)
@@ -122,6 +130,10 @@ if __name__ == "__main__":  # another process than those that load
     elif what == "microbatches":
         steps = [graphshard.Call(batch(), gradients=[(1,)]), graphshard.Call((torch.zeros(2, 3, WIDTH),), entry=LAYER)]
         export_net(path, [(1,), (2,), (2, 2), (2, 1), (1, 2)], steps, accumulate=True)
+    elif what == "llama":
+        text = torch.zeros(2, 8, dtype=torch.int64)
+        given = {"example_kwargs": {"input_ids": text, "labels": text}, "device": "cpu", "backend": "eager"}
+        graphshard.export(hf_llama(), 1, path, **given)
     elif what == "regathered":
         export_net(path, (4,), [graphshard.Call(batch())], reshard_after_forward=2)
     else:

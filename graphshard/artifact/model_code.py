@@ -116,5 +116,7 @@ def _text(value: Any, depth: int) -> str | None:
         if not (dataclasses.is_dataclass(value) or hasattr(value, "__dict__")):
             return None
         value = vars(value)
-    pairs = ((str(key), _text(item, depth - 1)) for key, item in value.items())
+    # Hashes of objects, which transformers keeps of its generation_config, differ from process to process.
+    kept = {str(key): item for key, item in value.items() if not str(key).endswith("_hash")}
+    pairs = ((key, _text(item, depth - 1)) for key, item in kept.items())
     return f"{{{', '.join(f'{key}: {item}' for key, item in sorted((k, t) for k, t in pairs if t is not None))}}}"

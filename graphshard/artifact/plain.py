@@ -100,4 +100,6 @@ class _Plain(nn.Module):
                 results.append(value)
             elif slot.of == "buffer":
                 self.get_buffer(slot.name).copy_(value)
+        for check in reversed(program.checks):
+            check(results.pop())
         return pytree.tree_unflatten(results, program.out_spec)

@@ -40,6 +40,7 @@ from graphshard.capture.dynamic_shapes import dynamic_dims
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.entry import without_entries
 from graphshard.capture.flat import FlatForward
+from graphshard.capture.missing import MISSING
 from graphshard.capture.rounding import capture_decompositions
 from graphshard.capture.watch import check_nothing_kept
 from graphshard.ir.errors import CaptureError
@@ -49,7 +50,7 @@ from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import Size, find_sizes, lift_sizes
-from graphshard.ir.torch_internals import quiet_tracing
+from graphshard.ir.torch_internals import fake_kernels, makes_size, quiet_tracing
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,15 @@ def capture(
         ArgumentError, InputError: `dynamic_shapes` does not fit the inputs.
     """
     path = EagerPath()
-    traced = None
+    traced, first = None, None
     while traced is None:
         try:
             with torch.set_grad_enabled(grad):
                 traced = _trace(module, args, kwargs, spec, path, grad=grad)
-        except CaptureError:
+        except CaptureError as error:
+            first = first or error  # of the path that the user knows
             if not path.concede():
-                raise
+                raise first from first.__cause__
     joint, flat, inputs = traced
     _erase_boundaries(joint.graph)
     mark_checkpoints(joint, flat.regions)
@@ -101,6 +103,12 @@ def capture(
     constants = {**flat.attributes, **_lift_constants(phase)}
     constants = {name: tensor for name, tensor in constants.items() if Slot("buffer", name) in phase.inputs}
     sizes = _sizes(inputs, spec.forward_class)
+    if sizes and any(map(makes_size, joint.graph.nodes)):
+        raise CaptureError(
+            f"graphshard cannot capture {spec.forward_class.__name__}.forward with dynamic dimensions, because it has "
+            "sizes that depend on values, too, such as those of nonzero. Leave out dynamic_shapes and marks on the "
+            "inputs: each shape of the inputs is captured."
+        )
     lift_sizes(phase, sizes)
     tangents = tuple(slot.name for slot in phase.inputs if slot.kind == "tangent")
     assert flat.out_spec is not None
@@ -143,6 +151,7 @@ def _trace(
     state = [_fake_state(slot, flat.originals, spec, fake_mode, grad) for slot in flat.slots if slot.kind != "input"]
     try:
         with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)), quiet_tracing():
+            stack.enter_context(fake_kernels(MISSING))
             traced = aot_export_joint_with_descriptors(
                 stack, flat, (*state, *inputs), decompositions=capture_decompositions()
             )

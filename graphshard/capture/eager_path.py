@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
-from graphshard.capture.known_values import known_values
+from graphshard.capture.known_values import Assume, known_values
 from graphshard.ir.torch_internals import answer_tracing_checks
 
 log = logging.getLogger(__name__)
@@ -43,12 +43,12 @@ class EagerPath:
     failed: list[CodeType] = field(default_factory=list)
     everyone: bool = False
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward that takes this path while it is traced."""
+    def around(self, forward: Callable[..., Any], assume: Assume) -> Callable[..., Any]:
+        """A forward that takes this path while it is traced; `assume` is told what must hold."""
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with answer_tracing_checks(self._is_told, everyone=self.everyone), known_values():
+            with answer_tracing_checks(self._is_told, everyone=self.everyone), known_values(assume):
                 try:
                     return forward(*args, **kwargs)
                 except Exception as error:

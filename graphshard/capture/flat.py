@@ -24,11 +24,13 @@ from torch.utils import _pytree as pytree
 from graphshard.capture.boundaries import unit_boundaries
 from graphshard.capture.checkpoints import CheckpointRegions, trace_checkpoints
 from graphshard.capture.eager_path import EagerPath
+from graphshard.capture.objects import take_apart
 from graphshard.capture.substitute import Substitute
 from graphshard.capture.watch import Made, Watch, WatchHooks
+from graphshard.ir.checks import Check, Condition
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
-from graphshard.ir.program import Check, Slot
+from graphshard.ir.program import Slot
 from graphshard.ir.torch_internals import (
     is_traced,
     memory_of,
@@ -74,7 +76,7 @@ class FlatForward(nn.Module):
         self.attributes = {o.slot.name: o.tensor for o in self._owned if all(kind == "" for _, kind, _ in o.places)}
         self.leaves: list[Any] = []
         self.places: list[int] = []
-        self.checks: tuple[Check, ...] = ()
+        self.checks: tuple[Check | Condition, ...] = ()
         self.made: list[Made] = []
         self.out_spec: pytree.TreeSpec | None = None
         self.regions = CheckpointRegions()
@@ -97,9 +99,9 @@ class FlatForward(nn.Module):
             stack.enter_context(WatchHooks(watch.made))
             stack.enter_context(Substitute({id(o.tensor): given[o.slot] for o in self._owned}))
             self.regions = stack.enter_context(trace_checkpoints())
-            result = self._path.around(module)(*args, **kwargs)
-        self.leaves, self.out_spec = pytree.tree_flatten(result)
-        self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, (torch.Tensor, torch.SymInt))]
+            result = self._path.around(module, watch.assume)(*args, **kwargs)
+        self.leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed))
+        self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)
         self.leaves = [None if i in self.places else leaf for i, leaf in enumerate(self.leaves)]
         self.made = watch.made
@@ -115,6 +117,10 @@ class FlatForward(nn.Module):
                 tensor._is_param = True  # for isinstance(tensor, nn.Parameter)
             for attributes, name in owned.holders():
                 attributes[name] = tensor
+
+
+def _is_computed(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, torch.SymInt))
 
 
 @dataclass

@@ -34,11 +34,19 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
         elif not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
             raise InputError(
                 f"input {_path(structure, index)} is a {type(leaf).__name__}, which is neither a tensor nor a "
-                "number, string or None. Pass its tensors, or register the class with "
-                "torch.utils._pytree.register_dataclass or torch.export.register_dataclass."
+                f"number, string or None. {_remedy(leaf)}"
             )
         moved.append(leaf)
     return moved
+
+
+def _remedy(leaf: Any) -> str:
+    if hasattr(leaf, "get_seq_length"):  # a cache of transformers, which forward would write to
+        return "Pass use_cache=False: model.generate(..., use_cache=False) runs compiled programs."
+    return (
+        "Pass its tensors, or register the class with torch.utils._pytree.register_dataclass or "
+        "torch.export.register_dataclass."
+    )
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:

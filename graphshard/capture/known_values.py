@@ -12,8 +12,10 @@ exact on any device.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,8 +26,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from graphshard.capture.guards import expected_truth, line_of
 from graphshard.capture.untraceable import Untraceable
-from graphshard.ir.torch_internals import interceptable_reads, is_traced, memory_of, without_tracing, written_by
+from graphshard.ir.torch_internals import (
+    conditions_on_sizes,
+    interceptable_reads,
+    is_traced,
+    is_unknown,
+    memory_of,
+    without_tracing,
+    written_by,
+)
 
 # Code decides by them; numbers that are only computed with can be traced.
 _DECIDERS = {
@@ -40,15 +51,23 @@ _DECIDERS = {
 _READERS = {*_DECIDERS, Tensor.__float__, Tensor.__int__, Tensor.item, Tensor.tolist}
 
 
+# Told a tensor, the truth value that it must have, and the line that asks.
+Assume = Callable[[Tensor, bool, str], None]
+
+
 @contextlib.contextmanager
-def known_values() -> Iterator[None]:
+def known_values(assume: Assume) -> Iterator[None]:
     """Let code that is traced read the values of tensors that depend on no input.
+
+    Args:
+        assume: called where another value decides whether an exception is raised: it is taken not to be.
 
     Raises, in the block:
         Untraceable: where it decides by another value.
     """
     makers = _Makers()
-    with interceptable_reads(), makers, _Readers(makers):
+    readers = _Readers(makers, assume)
+    with interceptable_reads(), conditions_on_sizes(readers.decide, readers.check), makers, readers:
         yield
 
 
@@ -62,6 +81,14 @@ class _Maker:
     index: int
 
 
+# Makes random numbers from 0 to 1, of which 1 is none; what is certain about comparing them with a number.
+_DRAWS = {torch.ops.aten.rand.default, torch.ops.aten.rand.generator}
+_CERTAIN: dict[Any, Callable[[Any], bool | None]] = {
+    torch.ops.aten.lt.Scalar: lambda bound: False if bound <= 0 else True if bound >= 1 else None,
+    torch.ops.aten.ge.Scalar: lambda bound: True if bound <= 0 else False if bound >= 1 else None,
+}
+
+
 class _Makers(TorchDispatchMode):
     """Remembers how tensors were made that depend on no input, as long as nothing writes to their memory."""
 
@@ -70,6 +97,7 @@ class _Makers(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._makers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._drawn: WeakIdKeyDictionary = WeakIdKeyDictionary()  # random numbers from 0 to 1, and what is made of them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,6 +108,10 @@ class _Makers(TorchDispatchMode):
             else:
                 self._remember(func, args, kwargs, result)
         return result
+
+    def is_drawn(self, tensor: Tensor) -> bool:
+        """Whether a tensor is made of random numbers alone."""
+        return tensor in self._drawn
 
     def knows(self, tensor: Tensor) -> bool:
         return tensor in self._makers
@@ -97,6 +129,14 @@ class _Makers(TorchDispatchMode):
 
     def _remember(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         given = pytree.arg_tree_leaves(*args, **kwargs)
+        drawn = [g for g in given if isinstance(g, Tensor) and self.is_drawn(g)]
+        if func in _DRAWS or (drawn and len(drawn) == sum(isinstance(g, Tensor) for g in given)):
+            self._drawn.update(dict.fromkeys(filter(_is_tensor, pytree.tree_leaves(result)), func in _DRAWS))
+        if func in _CERTAIN and drawn and self._drawn[drawn[0]] and not isinstance(args[1], Tensor):
+            truth = _CERTAIN[func](args[1])
+            if truth is not None:
+                self._makers[result] = _Maker(torch.full, (result.shape, truth), {}, 0)
+            return
         if torch.Tag.nondeterministic_seeded in func.tags or any(isinstance(g, torch.SymInt) for g in given):
             return
         made = pytree.tree_leaves(result)
@@ -119,20 +159,76 @@ class _Makers(TorchDispatchMode):
 class _Readers(TorchFunctionMode):
     """Answers functions that read values."""
 
-    def __init__(self, makers: _Makers) -> None:
+    def __init__(self, makers: _Makers, assume: Assume) -> None:
         super().__init__()
-        self._makers = makers
+        self._makers, self._assume = makers, assume
+
+    def decide(self, condition: torch.SymBool) -> bool | None:
+        """The truth of a condition on numbers that depend on values, if it only guards an exception."""
+        frame = _asking()
+        expected = None if _package(frame) == "torch" else expected_truth(frame)
+        if expected is not None:
+            self._assume(_as_tensor(condition), expected, line_of(frame))
+        return expected
+
+    def check(self, condition: torch.SymBool) -> None:
+        """What `torch._check` takes for granted is checked after the call; operators check for themselves."""
+        frame = _asking("torch")
+        if _package(frame) != "torch":
+            self._assume(_as_tensor(condition), True, line_of(frame))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is Tensor.unbind and is_unknown(args[0].shape[0]):
+            raise Untraceable("loop", "unbind")
         if func in _READERS:
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
             if all(map(self._makers.knows, tensors)):
                 with without_tracing():
                     values = [self._makers.value(arg) if isinstance(arg, Tensor) else arg for arg in args]
                     return func(*values, **(kwargs or {}))
-            if func in _DECIDERS and any(map(is_traced, tensors)):
-                raise Untraceable("value", func.__name__)
+            if any(map(is_traced, tensors)):
+                frame = _asking()
+                expected = _guarded(func, frame)
+                if expected is not None:
+                    self._assume(tensors[0], expected, line_of(_outside_torch(frame)))
+                    return expected
+                if func in _DECIDERS:
+                    drawn = all(map(self._makers.is_drawn, tensors))
+                    raise Untraceable("random" if drawn else "value", func.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def _guarded(func: Any, frame: FrameType) -> bool | None:
+    """The truth value that keeps the code that asks from raising an exception; None if it does not just that."""
+    if func is Tensor.item:
+        return True if frame.f_code is torch._check_tensor_all_with.__code__ else None
+    return expected_truth(frame) if func is Tensor.__bool__ else None
+
+
+def _as_tensor(condition: torch.SymBool) -> Tensor:
+    return torch.full((), condition, dtype=torch.bool)  # type: ignore[arg-type]
+
+
+def _asking(*modules: str) -> FrameType:
+    """The frame of the code that reads a value: not of graphshard's, nor of these modules."""
+    frame = sys._getframe(1)
+    while frame.f_back and (_package(frame) == "graphshard" or frame.f_globals.get("__name__") in modules):
+        frame = frame.f_back
+    return frame
+
+
+def _outside_torch(frame: FrameType) -> FrameType:
+    while frame.f_back and _package(frame) in ("torch", "graphshard"):
+        frame = frame.f_back
+    return frame
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _is_tensor(made: Any) -> bool:
+    return isinstance(made, Tensor)
 
 
 def _is_exact(made: Any) -> bool:

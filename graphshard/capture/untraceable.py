@@ -17,12 +17,21 @@ _ADVICE = {
         "The condition depends on the values of a tensor. Use torch.where for a choice per element, or compute the "
         "condition from shapes or from Python values."
     ),
+    "random": (
+        "The condition depends on a random number, which each rank draws for itself: ranks would run different layers, "
+        "at which FSDP2's collectives hang. Make its probability 0 (in transformers, layerdrop=0.0), or decide outside "
+        "of the call and pass the decision as an argument."
+    ),
     "item": (
         "A tensor's value becomes a Python number. Keep it a tensor, or pass the number into the call as an argument."
     ),
     "shape": (
         "The size of the result depends on the values of a tensor. Keep the size, for example with torch.where or a "
         "mask."
+    ),
+    "loop": (
+        "The number of rounds depends on the values of a tensor. Loop over everything that may be there, such as all "
+        "experts: what has no tokens adds nothing."
     ),
     "operator": "This operator takes functions, which graphshard cannot schedule yet. Write it as plain operators.",
     "write": (
@@ -42,6 +51,10 @@ _ADVICE = {
         "attribute of a module."
     ),
     "sparse": "The gradient of this embedding would be a sparse tensor, which is no shard. Make it with sparse=False.",
+    "result": (
+        "What forward returns has a value that no program can make. Return tensors, numbers, strings, and objects or "
+        "collections that hold them."
+    ),
     "other": "This line cannot be traced, or it fails for these inputs.",
 }
 

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphshard.capture.untraceable import Untraceable, is_users
-from graphshard.ir.program import Check
-from graphshard.ir.torch_internals import depends_on_values, memory_of, written_by
+from graphshard.ir.checks import Check, Condition
+from graphshard.ir.torch_internals import memory_of, written_by
 
 _EMBEDDINGS = {torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default}
 
@@ -49,8 +49,12 @@ class Watch(TorchDispatchMode):
     def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._params = {memory_of(tensor): name for name, tensor in params.items()}
-        self.checks: list[tuple[Check, torch.Tensor]] = []
         self.made: list[Made] = []
+        self.checks: list[tuple[Check | Condition, torch.Tensor]] = []
+
+    def assume(self, value: torch.Tensor, expected: bool, line: str) -> None:
+        """A value has this truth value, or the forward raises an exception at a line."""
+        self.checks.append((Condition(line, expected), value.reshape(()).to(torch.bool)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -66,8 +70,6 @@ class Watch(TorchDispatchMode):
                 if name is not None:
                     raise Untraceable("write", f"parameter {name}, operator {func}")
         result = func(*args, **kwargs)
-        if isinstance(func, OpOverload) and depends_on_values(func, result):
-            raise Untraceable("shape" if isinstance(result, torch.Tensor) else "value", f"operator {func}")
         file, line = _users_line()
         self.made += [
             Made(weakref.ref(t), file, line) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from graphshard.codec.converter import read, write
-from graphshard.codec.sizes import decode_symbols, encode_symbols, parse_size
+from graphshard.codec.sizes import decode_symbols, encode_symbols, encode_unknown, parse_size
 from graphshard.codec.stage import decode_program, encode_program
 from graphshard.codec.structures import decode_structure, encode_structure
 from graphshard.codec.values import Decoder, named, short_name, strings
@@ -102,7 +102,8 @@ def encode_region(region: Region) -> dict[str, Any]:
     values = (node.meta["val"] for node in size_inputs(region.module.graph).values())
     sizes = {f"n{index}": value for index, value in enumerate(values)}
     names = {value.node.expr: name for name, value in sizes.items()}
-    return {"symbols": encode_symbols(sizes.items()), **write(region, names)}
+    symbols = {**encode_symbols(sizes.items()), **encode_unknown([region.module.graph])}
+    return {"symbols": symbols, **write(region, names)}
 
 
 def decode_region(key: str, data: dict[str, Any], device: torch.device) -> Region:

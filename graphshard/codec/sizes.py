@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.fx import Graph
 
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.torch_internals import hint, new_size
+from graphshard.ir.sizes import numbers_in
+from graphshard.ir.torch_internals import hint, is_unknown, new_size, new_unknown_size
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -27,7 +29,11 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Pow: operator.pow,
 }
 # What graphs compute sizes with.
-SIZE_OPERATORS: tuple[Callable[..., Any], ...] = (*_OPERATORS.values(), operator.neg, torch.sym_max, torch.sym_min)
+SIZE_OPERATORS: tuple[Callable[..., Any], ...] = (
+    *_OPERATORS.values(),
+    *(operator.neg, torch.sym_max, torch.sym_min),
+    *(operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne),
+)
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Max": torch.sym_max,
     "Min": torch.sym_min,
@@ -49,8 +55,19 @@ def encode_symbols(sizes: Iterable[tuple[str, torch.SymInt]]) -> dict[str, Any]:
     return {name: {"hint": hint(size), "range": _range(size)} for name, size in sizes}
 
 
+def encode_unknown(graphs: Iterable[Graph]) -> dict[str, Any]:
+    """The same of sizes in graphs that depend on values; they have no hint."""
+    numbers = [n for graph in graphs for node in graph.nodes for n in numbers_in(node.meta.get("val")) if is_unknown(n)]
+    symbols = {symbol: n.node.shape_env for n in numbers for symbol in n.node.expr.free_symbols}
+    ranges = {str(symbol): env.var_to_range[symbol] for symbol, env in symbols.items()}
+    return {name: {"hint": None, "range": _ends(known)} for name, known in sorted(ranges.items())}
+
+
 def _range(size: torch.SymInt) -> list[int | None]:
-    known = size.node.shape_env.var_to_range[size.node.expr]
+    return _ends(size.node.shape_env.var_to_range[size.node.expr])
+
+
+def _ends(known: Any) -> list[int | None]:
     return [int(end) if end.is_Integer else None for end in (known.lower, known.upper)]
 
 
@@ -58,10 +75,12 @@ def decode_symbols(data: Mapping[str, Any], mode: Any) -> dict[str, torch.SymInt
     """Inverse of `encode_symbols`: sizes of a fake mode."""
     found = {}
     for name, item in data.items():
-        numbers = [item["hint"], *(end for end in item["range"] if end is not None)]
+        numbers = [number for number in (item["hint"], *item["range"]) if number is not None]
         if not name.isidentifier() or not all(type(n) is int and n >= 0 for n in numbers):
             raise ArgumentError(f"{name!r}: {item} is no size")
-        found[name] = new_size(mode, name, item["hint"], *item["range"])
+        known = item["hint"] is not None
+        ends = item["range"]
+        found[name] = new_size(mode, name, item["hint"], *ends) if known else new_unknown_size(mode, *ends)
     return found
 
 

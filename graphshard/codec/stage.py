@@ -34,7 +34,7 @@ from typing import Any
 
 from graphshard.codec.converter import read, write
 from graphshard.codec.passes import NextPass, decode_pass, encode_pass
-from graphshard.codec.sizes import decode_symbols, encode_symbols
+from graphshard.codec.sizes import decode_symbols, encode_symbols, encode_unknown
 from graphshard.codec.values import Decoder, to_json
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.plan import Plan
@@ -101,7 +101,11 @@ def plan_of(text: str) -> Plan | None:
 def encode_program(program: Program) -> dict[str, Any]:
     """The fields of a program, and what is known of its dynamic sizes."""
     sizes = [(size.name, size.value) for size in program.sizes]
-    return {"symbols": encode_symbols(sizes), **write(program, {size.symbol: size.name for size in program.sizes})}
+    unknown = encode_unknown(phase.module.graph for phase in program.phases.values())
+    return {
+        "symbols": {**encode_symbols(sizes), **unknown},
+        **write(program, {size.symbol: size.name for size in program.sizes}),
+    }
 
 
 def decode_program(data: dict[str, Any], decoder: Decoder, *, beside: Set[str] = frozenset()) -> Program:

@@ -238,16 +238,16 @@ class _Inputs:
         if slot.of != "param" or slot.kind != "grad":
             return value
         row = self.program.params[slot.name]
-        start, length = row.local_range(shard_index(self.runner.mesh))
+        rank = shard_index(self.runner.mesh)
         if row.ignored:
             return value
         if sharded:
-            return value.narrow(row.dim, 0, length).to(row.dtype)
+            return row.without_padding(value, rank).to(row.dtype)
         mean = value.to(row.reduce_dtype).contiguous()
         axes = reduced_over(row, self.program)
         for axis in axes:
             dist.all_reduce(mean, group=self.runner.mesh.get_group(self.program.mesh.place(axis)))
-        return (mean / math.prod(axis.size for axis in axes)).narrow(row.dim, start, length).to(row.dtype)
+        return row.piece(mean / math.prod(axis.size for axis in axes), rank).to(row.dtype)
 
 
 def _full(ref: ParamRef) -> torch.Tensor:

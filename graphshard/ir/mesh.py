@@ -169,9 +169,10 @@ class Mesh:
         """How many ranks lie between neighbours along an axis: those of the axes behind it, and they are 1 apart."""
         return math.prod(other.size for other in self.grid[self.place(axis) + 1 :])
 
-    def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Of a parameter that is sharded along a dim, on the DeviceMesh, as FSDP2 places it."""
-        return tuple(Shard(dim) if axis.role == "shard" else Replicate() for axis in self.grid)
+    def placements(self, dim: int | None) -> tuple[Placement, ...]:
+        """Of a parameter that is sharded along a dim, on the DeviceMesh, as FSDP2 places it; None is a scalar."""
+        cut = Replicate() if dim is None else Shard(dim)
+        return tuple(cut if axis.role == "shard" else Replicate() for axis in self.grid)
 
     def __str__(self) -> str:
         """ "replicate 2, shard 4"."""

@@ -41,7 +41,7 @@ class ParamRow:
         compute_dtype: dtype the parameter is gathered and used in.
         reduce_dtype: dtype its gradient is reduced in.
         trainable: whether it receives a gradient.
-        num_shards: number of shards; 1 is a parameter that is not sharded.
+        num_shards: number of shards; 1 is a parameter that is not sharded: every rank has all of it. Scalars are none.
         unit: the module whose parameters are gathered together; "" is the root.
         reshard: gathered again in backward instead of kept.
         dim: the dim it is sharded along.
@@ -93,7 +93,7 @@ class ParamRow:
     @property
     def shard_len(self) -> int:
         """Length of each padded shard along `dim`: ceil(size / shards), the chunk size of torch.chunk."""
-        return chunk_range(self.shape[self.dim], self.num_shards, 0)[1]
+        return self.local_range(0)[1]
 
     @cached_property
     def padded_shape(self) -> tuple[int, ...]:
@@ -139,15 +139,25 @@ class ParamRow:
 
     @property
     def is_even(self) -> bool:
-        return self.shard_len * self.num_shards == self.shape[self.dim]
+        return self.num_shards == 1 or self.shard_len * self.num_shards == self.shape[self.dim]
 
     def local_range(self, rank: int) -> tuple[int, int]:
         """Start and length along `dim` of what belongs to `rank`; trailing ranks may have nothing."""
+        if self.num_shards == 1:
+            return 0, self.shape[self.dim] if self.shape else 1
         return chunk_range(self.shape[self.dim], self.num_shards, rank)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the shard that `rank` stores, without padding."""
-        return self._with_len(self.local_range(rank)[1])
+        return self._with_len(self.local_range(rank)[1]) if self.num_shards > 1 else self.shape
+
+    def piece(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """A view of what belongs to `rank` of a full tensor."""
+        return full.narrow(self.dim, *self.local_range(rank)) if self.num_shards > 1 else full
+
+    def without_padding(self, shard: torch.Tensor, rank: int) -> torch.Tensor:
+        """A view of what `rank` stores of a padded shard."""
+        return shard.narrow(self.dim, 0, self.local_range(rank)[1]) if self.num_shards > 1 else shard
 
     def _with_len(self, length: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
@@ -261,7 +271,7 @@ def build_table(
             compute_dtype=param.dtype,
             reduce_dtype=param.dtype,
             trainable=param.requires_grad,
-            num_shards=1 if param in leave else mesh.shard.size,
+            num_shards=1 if param in leave or param.dim() == 0 else mesh.shard.size,
             unit=unit,
             reshard=unit != "" if reshard_after_forward is None else reshard_after_forward,
             dim=dims.get(names[0], 0),

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from graphshard.ir.checks import Check, Condition
 from graphshard.ir.fold import fold
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
@@ -103,23 +104,6 @@ class Phase:
         """Names of the parameters whose gradient is returned and not None."""
         results = zip(self.results, self.outputs)
         return frozenset(s.name for value, s in results if s.of == "param" and s.kind == "grad" and value is not None)
-
-
-@dataclass(frozen=True)
-class Check:
-    """A status that a linear-algebra operator of forward returned, to be checked after each call.
-
-    Attributes:
-        operator: as torch's error calls it: "linalg.inv".
-        is_matrix: the operator works on single matrices, not on batches.
-    """
-
-    operator: str
-    is_matrix: bool
-
-    def __call__(self, status: torch.Tensor) -> None:
-        """Raise torch.linalg.LinAlgError if the operator failed."""
-        torch.ops.aten._linalg_check_errors(status, self.operator, is_matrix=self.is_matrix)
 
 
 @dataclass(frozen=True)
@@ -259,7 +243,7 @@ class Program:
     capture: int = 0
     reason: str = ""
     next_number: int = 0
-    checks: tuple[Check, ...] = ()
+    checks: tuple[Check | Condition, ...] = ()
     offloaded: bool = False
 
     @property

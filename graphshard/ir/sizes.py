@@ -63,10 +63,21 @@ def is_size(node: Node) -> bool:
 
 def symbols_of(val: Any) -> set[sympy.Symbol]:
     """The symbols in the shapes and strides of a value, or of several."""
+    return set().union(*(number.node.expr.free_symbols for number in numbers_in(val)))
+
+
+def numbers_in(val: Any) -> list[SymNumber]:
+    """The dynamic numbers among the shapes and strides of a value, or of several."""
     if isinstance(val, (tuple, list)):
-        return set().union(*map(symbols_of, val))
+        return [number for each in val for number in numbers_in(each)]
     numbers = (*val.shape, *val.stride()) if isinstance(val, torch.Tensor) else (val,)
-    return set().union(*(n.node.expr.free_symbols for n in numbers if isinstance(n, _SYM)))
+    return [number for number in numbers if isinstance(number, _SYM)]
+
+
+def sizes_in(like: torch.Tensor, tensor: torch.Tensor) -> dict[sympy.Symbol, int]:
+    """The dynamic sizes that a tensor has where `like` has nothing but their symbols."""
+    pairs = ((expression(size), found) for size, found in zip(like.shape, tensor.shape, strict=True))
+    return {symbol: found for symbol, found in pairs if isinstance(symbol, sympy.Symbol)}
 
 
 def rename(value: Any, names: Mapping[sympy.Symbol, str]) -> str:

@@ -10,11 +10,12 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import sympy
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_work
@@ -23,14 +24,22 @@ from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
+from torch._ops import OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 from torch.fx import Graph, GraphModule, _symbolic_trace
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    _constrain_range_for_size,
+    free_unbacked_symbols,
+)
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -42,25 +51,32 @@ try:
 except ImportError:
     collect_grad_tensors = None  # type: ignore[assignment]
 
+# Size, for estimates, of what depends on values.
+_GUESS = 64
+
 __all__ = [
     "CheckpointPolicy",
     "all_gather_into",
     "answer_tracing_checks",
     "cast_tensors",
     "condition",
-    "depends_on_values",
+    "conditions_on_sizes",
     "disable_autocast",
     "dispatcher_operators",
+    "fake_kernels",
     "fake_mode_of",
     "fake_tensor",
     "hint",
     "interceptable_reads",
     "is_traced",
+    "is_unknown",
     "load_package",
+    "makes_size",
     "memory_of",
     "min_cut_partition",
     "new_fake_mode",
     "new_size",
+    "new_unknown_size",
     "quiet_tracing",
     "rendezvous_store",
     "replace_differentiable",
@@ -138,8 +154,18 @@ def use_boxed_calls(graph: Graph) -> None:
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """The size itself, or the one that a dynamic size had in the example inputs."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
+    """The size itself, or the one that a dynamic size had in the example inputs.
+
+    Of a size that depends on values no more than its range is known: it is guessed.
+    """
+    if not isinstance(size, torch.SymInt):
+        return size
+    if size.node.hint is not None:
+        return int(size.node.hint)
+    expr = size.node.expr
+    known = size.node.shape_env.bound_sympy(expr)
+    guess = expr.xreplace(dict.fromkeys(expr.free_symbols, sympy.Integer(_GUESS)))
+    return int(min(max(guess, known.lower), known.upper))
 
 
 def rank_in_group(group: str) -> int:
@@ -258,6 +284,52 @@ def quiet_tracing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def fake_kernels(kernels: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
+    """Within the block, operators that fake tensors have no kernel for have these; given mode, operator, arguments."""
+    known = {op: op_implementations_dict[op] for op in kernels if op in op_implementations_dict}
+    op_implementations_dict.update(kernels)
+    try:
+        yield
+    finally:
+        for op in kernels:
+            op_implementations_dict.pop(op)
+        op_implementations_dict.update(known)
+
+
+def new_unknown_size(mode: FakeTensorMode, low: int | None = None, high: int | None = None) -> torch.SymInt:
+    """A size that depends on values, with its least and largest."""
+    assert mode.shape_env is not None
+    size: torch.SymInt = mode.shape_env.create_unbacked_symint()
+    _constrain_range_for_size(size, low, high)
+    return size
+
+
+@contextlib.contextmanager
+def conditions_on_sizes(
+    decide: Callable[[torch.SymBool], bool | None], check: Callable[[torch.SymBool], None]
+) -> Iterator[None]:
+    """Within the block, conditions on sizes that depend on values are not torch's alone.
+
+    Args:
+        decide: asked where code decides by one; None leaves it to torch.
+        check: told what `torch._check` takes for granted.
+    """
+    ask, expect = torch.SymBool.__bool__, symbolic_shapes.expect_true
+
+    def truth(self: torch.SymBool) -> bool:
+        decided = decide(self) if free_unbacked_symbols(self) else None
+        return bool(ask(self)) if decided is None else decided
+
+    def expected(value: Any, skip: int = 0) -> bool:
+        if isinstance(value, torch.SymBool) and free_unbacked_symbols(value):
+            check(value)
+        return bool(expect(value, skip))
+
+    with replaced(torch.SymBool, "__bool__", truth), replaced(symbolic_shapes, "expect_true", expected):
+        yield
+
+
+@contextlib.contextmanager
 def interceptable_reads() -> Iterator[None]:
     """Let modes see functions that read values of traced tensors, which have methods of their own for two of them."""
     with contextlib.ExitStack() as stack:
@@ -308,13 +380,18 @@ def written_by(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     return [leaf for leaf in pytree.tree_leaves(writes) if isinstance(leaf, torch.Tensor)]
 
 
-def depends_on_values(func: torch._ops.OpOverload, result: Any) -> bool:
-    """Whether an operator has made a number, or a tensor of a size, that depends on the values of a tensor."""
+def makes_size(node: torch.fx.Node) -> bool:
+    """Whether an operator makes a number, or a tensor of a size, that depends on the values of a tensor."""
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-    return any(tag in func.tags for tag in tags) and any(map(_has_unbacked_size, pytree.tree_leaves(result)))
+    return (
+        isinstance(node.target, OpOverload)
+        and any(tag in node.target.tags for tag in tags)
+        and any(map(is_unknown, pytree.tree_leaves(node.meta.get("val"))))
+    )
 
 
-def _has_unbacked_size(value: Any) -> bool:
+def is_unknown(value: Any) -> bool:
+    """Whether a value is a number, or a tensor of a size, that depends on the values of a tensor."""
     return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(
         free_unbacked_symbols(value)
     )

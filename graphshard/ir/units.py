@@ -28,8 +28,8 @@ def find_units(module: nn.Module, specs: Sequence[UnitSpec] | None = None) -> tu
         module: the root module.
         specs: shell-style patterns of module names, such as `"layers.*"`, where `*` does not cross a dot; functions
             of name and module that say whether it is a unit; tuples of patterns whose modules make one unit. None
-            finds the elements of the outermost `ModuleList`s and of the outermost `Sequential`s of composite
-            modules.
+            finds the elements of the outermost `ModuleList`s and `ModuleDict`s and of the outermost `Sequential`s of
+            composite modules.
 
     Raises:
         ArgumentError: an entry matches no module that holds parameters, or is of another type, or two tuples share
@@ -110,12 +110,14 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.Sequential))
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
 
 
 def _is_block(stack: nn.Module, child: nn.Module) -> bool:
     # A bare Linear or BatchNorm in a Sequential is a layer of a block, not a block.
-    composite = isinstance(stack, nn.ModuleList) or any(True for _ in child.children())
+    if isinstance(stack, nn.ModuleDict) and any(_blocks(child, "")):
+        return False  # a part of the model under a name, such as an encoder, whose own blocks are units
+    composite = isinstance(stack, (nn.ModuleList, nn.ModuleDict)) or any(True for _ in child.children())
     return composite and _holds_parameters(child) and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
 
 

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from graphshard.ir.graph import is_part, is_view, restride
 from graphshard.ir.program import Region
-from graphshard.ir.sizes import evaluate, expression, is_size, size_inputs
+from graphshard.ir.sizes import evaluate, expression, is_size, size_inputs, sizes_in
 from graphshard.ir.torch_internals import use_boxed_calls
 from graphshard.lower.regions import Boxed, reshape_views
 
@@ -29,12 +29,15 @@ def compile_operators(region: Region) -> Boxed:
     fn, module = compile_eager(region), region.module
     placeholders = module.graph.find_nodes(op="placeholder")
     sizes = {symbol: placeholders.index(node) for symbol, node in size_inputs(module.graph).items()}
-    strides = [[expression(size) for size in value.stride()] for value in outputs_of(module)]
+    expected = [(fake, [expression(size) for size in fake.stride()]) for fake in outputs_of(module)]
 
     def call(inputs: list[Any]) -> list[torch.Tensor]:
         env = {symbol: inputs[index] for symbol, index in sizes.items()}
-        values = zip(fn(inputs), strides, strict=True)
-        return [restride(value, tuple(evaluate(size, env) for size in stride)) for value, stride in values]
+        results = []
+        for value, (fake, stride) in zip(fn(inputs), expected, strict=True):
+            known = env | sizes_in(fake, value)
+            results.append(restride(value, tuple(evaluate(size, known) for size in stride)))
+        return results
 
     return call
 

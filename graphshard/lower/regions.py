@@ -189,11 +189,12 @@ def _inputs(run: list[Node], sizes: Mapping[Any, Node]) -> list[Node]:
     Dynamic sizes come last, those of all shapes in the run: its code may need one that no operator is given.
     """
     kernels = {node for node in run if not is_view(node)}
-    roots = (root for node in run if node in kernels for source in node.all_input_nodes for root in _roots(source))
+    roots = [root for node in run if node in kernels for source in node.all_input_nodes for root in _roots(source)]
     read = dict.fromkeys(root for root in roots if root not in kernels and not is_size(root))
     vals = [node.meta["val"] for node in (*read, *run)] if sizes else []
     used = set().union(*map(symbols_of, vals))
-    return [*read, *(node for symbol, node in sizes.items() if symbol in used)]
+    given = set(roots)  # sizes that depend on values may be arguments only
+    return [*read, *(node for symbol, node in sizes.items() if symbol in used or node in given)]
 
 
 def _roots(node: Node) -> Iterator[Node]:

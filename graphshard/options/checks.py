@@ -119,11 +119,6 @@ def check_params(model: nn.Module, device_type: str, ignored: frozenset[nn.Param
                 f"parameter {name} is on {param.device}, but mesh is of {device_type!r} devices. Move the model "
                 f"to the CPU first, or use a mesh of {param.device.type!r} devices."
             )
-        if param.dim() == 0:
-            raise ArgumentError(
-                f"parameter {name} is a scalar, which cannot be sharded. Change {name} to a 1D tensor with numel "
-                "equal to 1, or pass it in ignored_params."
-            )
         if param.requires_grad and param.dtype not in _REDUCIBLE:
             raise ArgumentError(
                 f"parameter {name} is trainable and of {param.dtype}, whose gradients cannot be reduced. Use one of "
@@ -141,7 +136,7 @@ def check_placements(model: nn.Module, placement_fn: Any, ignored: frozenset[nn.
         return {}
     dims: dict[str, int] = {}
     for (name, *_), param in named_parameters(model).items():
-        if param in ignored:
+        if param in ignored or param.dim() == 0:
             continue
         placement = placement_fn(param)
         if placement is None:

@@ -20,7 +20,8 @@ from graphshard.ir.layout import collectives
 from graphshard.ir.liveness import peak_gathered_bytes
 from graphshard.ir.printer import describe, dtype_name
 from graphshard.ir.program import Program
-from graphshard.ir.torch_internals import fake_mode_of
+from graphshard.ir.sizes import numbers_in, symbols_of
+from graphshard.ir.torch_internals import fake_mode_of, is_unknown
 from graphshard.ir.transport import reduced_over
 from graphshard.lower.executor import Executor
 from graphshard.lower.lines import print_line
@@ -124,7 +125,7 @@ def consistent_values(program: Program, phase_name: str) -> Iterator[Violation]:
     """The shape and dtype a value is said to have are what its operator makes of its inputs."""
     known: dict[Hashable, str] = {}
     for node in program.phases[phase_name].module.graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
+        if node.op != "call_function" or node.target is operator.getitem or _makes_symbol(node):
             continue
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -142,6 +143,12 @@ def consistent_values(program: Program, phase_name: str) -> Iterator[Violation]:
         if known[question] != describe(node.meta.get("val")):
             said = describe(node.meta.get("val"))
             yield Violation(f"{node.name} is said to be {said}, its operator makes {known[question]}", node)
+
+
+def _makes_symbol(node: Node) -> bool:
+    """Whether a size that depends on values is first known here: another call would give it another name."""
+    given = symbols_of([n.meta.get("val") for n in node.all_input_nodes])
+    return any(n.node.expr.free_symbols - given for n in numbers_in(node.meta.get("val")) if is_unknown(n))
 
 
 def _aspect(leaf: Any) -> Hashable:

@@ -52,18 +52,17 @@ def shard_module(
 
 @torch.no_grad()
 def _shard(param: nn.Parameter, row: ParamRow, mesh: DeviceMesh, rank: int, storage: Storage) -> nn.Parameter:
-    start, length = row.local_range(rank)
     if param.is_meta:
         shape = row.local_shape(rank)
         local = torch.empty_strided(shape, row.stride_of(shape), dtype=row.dtype, device="meta")
     else:
-        local = _stored(param.detach().narrow(row.dim, start, length), row, storage)
+        local = _stored(row.piece(param.detach(), rank), row, storage)
     return nn.Parameter(as_dtensor(local, row, mesh), requires_grad=param.requires_grad)
 
 
 def _stored(piece: torch.Tensor, row: ParamRow, storage: Storage) -> torch.Tensor:
     """A dense copy of a rank's piece; with room for the padding behind it, if it is behind it that padding lies."""
-    if row.memory_dim == 0:
+    if row.memory_dim == 0 and row.shape:
         padded = _padded(piece, row, storage.device)
         return (padded.pin_memory() if storage.pinned else padded).narrow(row.dim, 0, piece.shape[row.dim])
     copied = dense(piece, row, storage.device)
@@ -86,7 +85,7 @@ def dense(piece: torch.Tensor, row: ParamRow, device: torch.device) -> torch.Ten
 def as_dtensor(local: torch.Tensor, row: ParamRow, mesh: DeviceMesh) -> DTensor:
     """A shard (of a parameter or its gradient) as the DTensor that FSDP2 would make."""
     shape, stride = torch.Size(row.shape), row.stride_of(row.shape)
-    placements = Mesh.of(mesh).placements(row.dim)
+    placements = Mesh.of(mesh).placements(row.dim if row.shape else None)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 

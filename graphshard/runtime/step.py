@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from graphshard.ir.graph import base_of, fake, restride
 from graphshard.ir.operators import finish_downloads
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.sizes import evaluate, expression, given_sizes
+from graphshard.ir.sizes import evaluate, expression, given_sizes, sizes_in
 from graphshard.ir.torch_internals import disable_autocast, sharded_like
 from graphshard.lower.executor import Boxed, Executor
 from graphshard.passes import AccumulateGradients
@@ -130,7 +130,8 @@ class Executable:
 
         def read(slot: Slot, node: Node) -> Any:
             if slot.kind == "tangent":
-                return restride(tangents.pop(slot.name), self._stride(node, saved))
+                tangent = tangents.pop(slot.name)
+                return restride(tangent, self._stride(node, tangent, saved))
             if slot.kind in LEFT:
                 return restride(self._accumulation.take(slot, self._names), fake(node).stride())
             return saved[slot]
@@ -152,11 +153,12 @@ class Executable:
         """The dynamic sizes of a call."""
         return {Slot("size", name): size for name, size in given_sizes(self.program.sizes, tensors).items()}
 
-    def _stride(self, node: Node, known: dict[Slot, Any]) -> tuple[int, ...]:
+    def _stride(self, node: Node, tangent: torch.Tensor, known: dict[Slot, Any]) -> tuple[int, ...]:
         stride = fake(node).stride()
-        if not self.program.sizes:
+        if all(type(size) is int for size in stride):
             return stride
         env = {size.symbol: known[Slot("size", size.name)] for size in self.program.sizes}
+        env |= sizes_in(fake(node), tangent)
         return tuple(evaluate(expression(size), env) for size in stride)
 
     def _code(self, phase: Phase) -> Boxed:
@@ -193,7 +195,7 @@ class Executable:
         param, row = self._params[slot.name].param, self._params[slot.name].row
         if row.ignored or not isinstance(param, DTensor):
             return value
-        local = value.narrow(row.dim, 0, row.local_range(self._rank)[1])
+        local = row.without_padding(value, self._rank)
         if row.memory_dim > 0 and local.shape != value.shape:
             local = dense(local, row, local.device)
         return sharded_like(local, param)
@@ -229,9 +231,10 @@ class Step(torch.autograd.Function):
         results, saved = executable.forward(tensors)
         ctx.executable = executable
         ctx.set_materialize_grads(False)
-        ctx.slots = list(saved)
-        ctx.sizes = executable.sizes(tensors)
-        ctx.save_for_backward(*saved.values())
+        numbers = {slot: value for slot, value in saved.items() if not isinstance(value, torch.Tensor)}
+        ctx.numbers = {**numbers, **executable.sizes(tensors)}
+        ctx.slots = [slot for slot in saved if slot not in numbers]
+        ctx.save_for_backward(*(saved[slot] for slot in ctx.slots))
         differentiable = executable.program.tangents
         constant = [r for r, name in zip(results, executable.names, strict=True) if name not in differentiable]
         ctx.mark_non_differentiable(*constant)
@@ -240,7 +243,7 @@ class Step(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        saved = {**dict(zip(ctx.slots, ctx.saved_tensors, strict=True)), **ctx.sizes}
+        saved = {**dict(zip(ctx.slots, ctx.saved_tensors, strict=True)), **ctx.numbers}
         ctx.maybe_clear_saved_tensors()  # so that the executor can free them, unless the graph is retained
         tangents = {name: grad for name, grad in zip(ctx.executable.names, grads) if grad is not None}
         return (None, None, *ctx.executable.backward(saved, tangents))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.buckets import to_buckets
 from graphshard.schedule.build import Built, Constraints, Settings, build
-from graphshard.schedule.by_unit import PlanByUnit, account
+from graphshard.schedule.by_unit import PlanByUnit, account, plan_scalars
 from graphshard.schedule.problem import Problem, Schedule
 from graphshard.schedule.solve import Solution, Solver, one_ahead
 
@@ -188,7 +189,9 @@ class PlanByCost:
             made, placed = to_buckets(chain.name, chain, mapped, placement, axis, settings.pack_below, exchange)
             of_row = {(c.kind, c.params[0]): c for c in collectives(phase)}
             groups = [(bucket, [of_row[bucket.kind, name] for name in bucket.members]) for bucket in made]
-            buckets += made
+            scalars, theirs = plan_scalars(program, chain.name, [event.at for event in placed])
+            buckets += [*made, *scalars]
+            placed = list(heapq.merge(placed, theirs, key=lambda event: event.at))
             events[chain.name] = tuple(placed)
             gathered[chain.name] = account(phase, groups, placed, program.params)
         return Plan(tuple(buckets), events, gathered)

@@ -85,10 +85,11 @@ class PlanByUnit:
         for collective in collectives(phase):
             row = program.params[collective.params[0]]
             dtypes = f"{row.sent_dtype(collective.kind)} as {fake(collective.node.all_input_nodes[0]).dtype}"
-            key = collective.kind, row.unit, collective.axis, dtypes
+            # What is not cut is reduced over one axis after the other, on a way of its own.
+            key = collective.kind, row.unit, collective.axis, dtypes, str(row.num_shards)
             groups.setdefault(key, []).append(collective)
         found: list[tuple[Bucket, list[Collective]]] = []
-        for (kind, unit, axis, _), members in groups.items():
+        for (kind, unit, axis, *_), members in groups.items():
             rows = {c.params[0]: program.params[c.params[0]] for c in members}
             ordered = [row for row in program.params if row.name in rows]
             name = self._name(kind, unit, phase_name, [bucket.name for bucket, _ in found])
@@ -122,6 +123,40 @@ class PlanByUnit:
             axis=axis,
             num_bytes=sum(row.sent_bytes(kind) for row in rows),
         )
+
+
+def plan_scalars(program: Program, phase_name: str, starts: Iterable[int]) -> tuple[list[Bucket], list[Event]]:
+    """One bucket for the gradients that are all-reduced instead of scattered; waited for at the end.
+
+    Args:
+        starts: positions at which something starts anyway, so that no region is split.
+    """
+    phase = program.phases[phase_name]
+    groups: dict[tuple[str, ...], list[Collective]] = {}
+    for collective in collectives(phase):
+        if collective.kind == "all_reduce":
+            _, operation, _ = collective.node.args
+            sent = program.params[collective.params[0]].reduce_dtype
+            groups.setdefault((str(sent), str(operation)), []).append(collective)
+    layout = Layout.of(phase)
+    end = len(layout.compute)
+    buckets, events = [], []
+    for (dtype, operation), members in groups.items():
+        names = tuple(collective.params[0] for collective in members)
+        bucket = Bucket(
+            name=f"all_reduce {operation} of {dtype} scalars in {phase_name}",
+            kind="all_reduce",
+            phase=phase_name,
+            params=names if len(names) == 1 else (),
+            packed=names if len(names) > 1 else (),
+            axis=members[0].axis,
+            num_bytes=sum(program.params[name].sent_bytes("all_reduce") for name in names),
+        )
+        buckets.append(bucket)
+        ready = last_input(members, layout)
+        events.append(Event("start", bucket.name, min((at for at in starts if at >= ready), default=end)))
+        events.append(Event("wait", bucket.name, end))
+    return buckets, sorted(events, key=lambda event: event.at)
 
 
 def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]], prefetch: Prefetch) -> list[Event]:

@@ -347,6 +347,13 @@ def test_code_hash_follows_functions_but_not_comments() -> None:
     assert hashed(source.format("tanh()", "")) != before
 
 
+def test_hashes_of_objects_are_not_compared() -> None:
+    """They differ from process to process; transformers keeps one in every generation_config."""
+    config = Config(theta=2.0)
+    config._original_object_hash = hash(object())
+    assert attributes(Calls(config)) == attributes(Calls(Config(theta=2.0)))
+
+
 def test_attributes_are_followed_into_configurations() -> None:
     found = attributes(Calls(Config(theta=2.0)))
     assert found == {"config": "{names: ['a'], theta: 2.0}"}

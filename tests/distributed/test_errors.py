@@ -53,12 +53,6 @@ class _Batch:
     x: Tensor
 
 
-def _with_parameter(value: Tensor) -> nn.Module:
-    model = _Net()
-    model.extra = nn.Parameter(value)
-    return model
-
-
 def _hooked() -> nn.Module:
     model = _Net()
     model.register_forward_hook(lambda *_: None)
@@ -132,11 +126,6 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = 
         _fully_sharded,
         dict,
         r"parameter layers\.0\.weight is a DTensor already \(fully_shard or .* was applied\)\. Compile the plain",
-    ),
-    "scalar parameter": (
-        lambda: _with_parameter(torch.tensor(1.0)),
-        dict,
-        r"parameter extra is a scalar, which cannot be sharded\. Change extra to a 1D tensor with numel equal to 1, or",
     ),
     "mesh is a shape": (
         _hooked,

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
-from tests.distributed.twins import fsdp2
-from tests.exported import WIDTH, Net, Small, batch
+from tests.distributed.twins import fsdp2, world_mesh
+from tests.exported import WIDTH, Net, Small, batch, hf_llama
 from tests.ranks import RankError, Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -191,6 +191,22 @@ def test_one_file_trains_on_1_2_and_4_ranks(ranks: Ranks, net_file: Path) -> Non
 def test_every_program_has_the_bits_of_compile(ranks: Ranks, net_file: Path) -> None:
     """Training, inference, a submodule, other gradients, and a copy, on two ranks."""
     ranks(2).run(_use_all_programs, net_file)
+
+
+def _load_llama(rank: int, world_size: int, path: Path) -> None:
+    model = hf_llama()
+    text = torch.arange(16).reshape(2, 8)
+    compiled = graphshard.compile(copy.deepcopy(model), world_mesh(), backend="eager")
+    with nothing_is_compiled():
+        loss = graphshard.load(path, model)(input_ids=text, labels=text).loss
+    loss.backward()
+    assert torch.equal(loss, compiled(input_ids=text, labels=text).loss)
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_a_causal_model_of_transformers(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Its generation_config holds the hash of an object, which another process does not have."""
+    ranks(1).run(_load_llama, exported_elsewhere("llama", tmp_path_factory))
 
 
 def _train_on_two_axes(rank: int, world_size: int, path: Path) -> list[tuple[int, ...]]:

@@ -8,23 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import graphshard
 from tests.distributed.nets import Net, Tied, rows
 from tests.distributed.twins import world_mesh
 from tests.ranks import RankError, Ranks
-
-
-class Scalar(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(1.0))
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.gain
 
 
 def _error(make: Callable[[], nn.Module], options: Callable[[nn.Module], dict[str, Any]]) -> str:
@@ -46,7 +36,6 @@ def _wrong_arguments(rank: int, world_size: int) -> None:
         return lambda model: options
 
     wrong: list[tuple[Callable[[], nn.Module], Callable[[nn.Module], dict[str, Any]], str]] = [
-        (Scalar, given(), "parameter gain is a scalar.*Change gain to a 1D tensor.*or pass it in ignored_params"),
         (Net, given(shard_placement_fn=Shard(0)), "shard_placement_fn must be a function.*got Shard"),
         (Net, given(shard_placement_fn=lambda p: Shard(1)), r"returned Shard\(1\) for parameter stem.bias.*1D tensor"),
         (Net, given(shard_placement_fn=lambda p: Shard(-3)), r"returned Shard\(-3\) for parameter stem.weight.*2D"),

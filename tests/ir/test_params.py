@@ -92,7 +92,8 @@ def test_tensors_with_gaps_have_no_order() -> None:
 
 def test_units_and_their_defaults() -> None:
     """Without a choice the root keeps its parameters, and the units gather theirs again."""
-    model = nn.ModuleDict({"blocks": Blocks(2), "head": nn.Linear(4, 4)})
+    model = nn.Module()
+    model.blocks, model.head = Blocks(2), nn.Linear(4, 4)
     table = _table(model)
     assert table.units == ("blocks.layers.0", "blocks.layers.1", "")
     assert {row.name: (row.unit, row.reshard) for row in table} == {

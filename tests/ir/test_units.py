@@ -62,6 +62,16 @@ def test_a_sequential_of_layers_is_a_block() -> None:
     assert find_units(nn.ModuleList([stem, nn.Sequential(nn.Linear(2, 2))])) == ("0", "1")
 
 
+def test_elements_of_dicts_are_units_like_those_of_lists() -> None:
+    experts = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "act": nn.ReLU()})
+    assert find_units(_module(experts=experts, head=nn.Linear(2, 2))) == ("experts.a", "experts.b")
+    layers = _module(layers=nn.ModuleList([nn.Linear(2, 2)]))
+    assert find_units(_module(body=nn.ModuleDict({"embed": nn.Embedding(2, 2), "decoder": layers}))) == (
+        "body.embed",
+        "body.decoder.layers.0",
+    )
+
+
 def test_blocks_without_parameters_are_none() -> None:
     assert find_units(nn.ModuleList([nn.ReLU(), nn.Linear(2, 2), nn.Dropout()])) == ("1",)
     assert find_units(nn.Linear(2, 2)) == ()

@@ -1,0 +1,241 @@
+"""Which architectures of transformers are captured, and whether they train as FSDP2 trains them.
+
+    python -m benchmarks.architectures                        all of them, or what a file of results still lacks
+    python -m benchmarks.architectures llama clip 'qwen*'     these, again
+    python -m benchmarks.architectures --show                 the table of what was measured
+
+Every model has random weights and small sizes (`tiny_models.py`). Plain torch trains it for two steps on one batch per
+rank; what it cannot train is skipped, with the reason. Then graphshard (`backend="eager"`) and FSDP2 train copies of it
+on two gloo ranks. Losses, gradients and parameters are compared bit by bit. FSDP2 refuses scalar parameters: it is told
+to ignore them, and their gradients are averaged by hand.
+
+The ranks are kept alive from model to model. One that dies or takes too long is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import fnmatch
+import json
+import re
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from benchmarks.tiny_models import architectures, batch_of, loss_of, tiny_model
+from tests.ranks import RankError, RankPool
+
+WORLD = 2
+STEPS = 2
+MOST_PARAMETERS = 8_000_000
+
+Batch = Callable[[], dict[str, Any]]
+
+
+def main() -> None:
+    args = _parse_args()
+    path = Path(args.results)
+    results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    with RankPool() as pool:
+        for name in [] if args.show else _chosen(args.names, results):
+            print(f"{name:32}", end="", flush=True)
+            results[name] = _measured(pool, name, args)
+            print(_line(results[name]), flush=True)
+            path.write_text(json.dumps(results, indent=1, sort_keys=True))
+    _print(results)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="model types or patterns of them")
+    parser.add_argument("--results", default="architectures.json", help="file of results, read and written")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each model")
+    parser.add_argument("--without-cache", action="store_true", help="use_cache=False")
+    parser.add_argument("--show", action="store_true", help="print what was measured, and measure nothing")
+    return parser.parse_args()
+
+
+def _chosen(patterns: list[str], results: dict[str, Any]) -> list[str]:
+    known = architectures()
+    if not patterns:
+        return [name for name in known if name not in results]
+    return [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _line(result: dict[str, Any]) -> str:
+    return " ".join(str(result[key]) for key in ("task", "result", "difference", "capture_s", "why") if key in result)
+
+
+def _measured(pool: RankPool, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What the ranks found, or how they ended."""
+    changes = {"use_cache": False} if args.without_cache else {}
+    try:
+        first, *_ = pool.run(WORLD, compare, name, changes, timeout=args.timeout, share=False)
+    except RankError as error:
+        return {"result": "crashed", "why": str(error).splitlines()[0]}
+    assert isinstance(first, dict)
+    return first
+
+
+def compare(rank: int, world_size: int, name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Train an architecture with plain torch, FSDP2 and graphshard, on one rank of several."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    try:
+        model, task = tiny_model(name, **changes)
+        size = sum(param.numel() for param in model.parameters())
+        if size > MOST_PARAMETERS:
+            raise ValueError(f"{size} parameters: benchmarks/tiny_models.py does not know how to make it small")
+        make = _batches(model, task, rank)
+        plain = copy.deepcopy(model)
+        expected = _trained(plain, make, averaged=list(plain.parameters()))
+    except Exception as error:
+        return {"result": "skipped", "why": _reason(error)}
+    found: dict[str, Any] = {"task": task, "parameters": size}
+    mesh = init_device_mesh("cpu", (world_size,))
+    try:
+        expected = _with_fsdp2(model, mesh, make)
+    except Exception as error:
+        found["fsdp2"] = _reason(error)
+    return found | _with_graphshard(model, mesh, make, expected)
+
+
+def _batches(model: Any, task: str, rank: int) -> Callable[[int], dict[str, Any]]:
+    """The batch of a step; as many tokens stand for an image as the model asks for."""
+
+    def make(step: int, image_tokens: int) -> dict[str, Any]:
+        torch.manual_seed(1000 * step + rank)
+        return batch_of(model, task, image_tokens)
+
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model)(**make(0, 0))
+    except ValueError as error:
+        features = re.search(r"features:? (\d+)", str(error))
+        if not features:
+            raise
+        batch = make(0, 0)
+        image_tokens = int(features[1]) // len(batch["input_ids"])
+        return lambda step: make(step, image_tokens)
+    return lambda step: make(step, 0)
+
+
+def _with_fsdp2(model: nn.Module, mesh: DeviceMesh, make: Callable[[int], dict[str, Any]]) -> dict[str, Tensor]:
+    from graphshard.ir.units import find_units
+
+    twin = copy.deepcopy(model)
+    scalars = {param for param in twin.parameters() if param.dim() == 0}
+    for unit in find_units(twin):
+        fully_shard(twin.get_submodule(unit), mesh=mesh, ignored_params=scalars)
+    fully_shard(twin, mesh=mesh, ignored_params=scalars)
+    return _trained(twin, make, averaged=list(scalars))
+
+
+def _with_graphshard(
+    model: nn.Module, mesh: DeviceMesh, make: Callable[[int], dict[str, Any]], expected: dict[str, Tensor]
+) -> dict[str, Any]:
+    import graphshard
+
+    try:
+        begin = time.perf_counter()
+        compiled = graphshard.compile(copy.deepcopy(model), mesh, backend="eager", example_kwargs=make(0))
+        capture_s = round(time.perf_counter() - begin, 2)
+        trained = _trained(compiled, make)
+    except Exception as error:
+        refused = type(error).__module__.startswith("graphshard")
+        return {"result": "refused" if refused else "failed", "why": _reason(error)}
+    difference, where = _difference(trained, expected)
+    return {
+        "result": "equal" if difference == 0 else "rounding" if difference < 1e-4 else "WRONG",
+        "difference": float(f"{difference:.1e}"),
+        "capture_s": capture_s,
+        **({"why": where} if where else {}),
+    }
+
+
+def _trained(
+    model: nn.Module, make: Callable[[int], dict[str, Any]], averaged: list[nn.Parameter] = ()
+) -> dict[str, Tensor]:
+    """Losses, gradients and parameters of some steps; gradients in `averaged` are averaged over the ranks here."""
+    found: dict[str, Tensor] = {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        batch = make(step)
+        loss = loss_of(model(**batch))
+        loss.backward()
+        for param in averaged:
+            if param.grad is not None:
+                dist.all_reduce(param.grad, dist.ReduceOp.AVG)
+        found[f"loss {step}"] = loss.detach().clone()
+        for name, param in model.named_parameters():
+            if param.grad is not None:
+                found[f"gradient of {name} {step}"] = _full(param.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {name: _full(param) for name, param in model.named_parameters()}
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference, relative to the largest value of the tensor, and where it is.
+
+    Some gradients are zero but for rounding, such as those of a bias in front of a norm: what is a thousandth of the
+    largest gradient or less is compared with that.
+    """
+    largest, where = 0.0, ""
+    least = 1e-3 * max(
+        (float(t.abs().max()) for n, t in theirs.items() if n.startswith("gradient") and t.numel()), default=0
+    )
+    for name in ours | theirs:
+        if name not in ours or name not in theirs:
+            # Who gives no gradient where another gives zeros trains alike.
+            one = ours.get(name, theirs.get(name))
+            assert one is not None
+            difference = float("inf") if one.any() else 0.0
+        elif torch.equal(ours[name].nan_to_num(7.0), theirs[name].nan_to_num(7.0)):
+            difference = 0.0
+        else:
+            a, b = ours[name].double(), theirs[name].double()
+            difference = float((a - b).abs().max() / b.abs().max().clamp(min=least))
+        if not difference <= largest:
+            largest, where = difference, name
+    return largest, where
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {' '.join(line.strip() for line in lines[:4])}"[:600]
+
+
+def _print(results: dict[str, dict[str, Any]]) -> None:
+    table = Table(box=None)
+    for heading in ("architecture", "task", "parameters", "result", "difference", "capture, s", "why"):
+        table.add_column(heading, no_wrap=True)
+    for name, result in results.items():
+        if result["result"] != "skipped":
+            keys = ("task", "parameters", "result", "difference", "capture_s", "why")
+            table.add_row(name, *(str(result.get(key, "")) for key in keys))
+    Console(width=200).print(table)
+    print(", ".join(f"{count} {result}" for result, count in Counter(r["result"] for r in results.values()).items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Objects that a forward returns and pytree does not know, such as the `DynamicCache` of transformers.
+
+    DynamicCache(layers=[DynamicLayer(keys=%k, values=%v, is_initialized=True)])
+
+Each call returns a new one: of the same class, with the tensors of that call and, otherwise, with attributes like those
+that it had when the program was captured. `__init__` does not run.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphshard.capture.untraceable import Untraceable
+
+_PLAIN = (
+    *(torch.Tensor, torch.SymInt, int, float, complex, bool, str, type(None), slice),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+class Parts:
+    """An object in a structure: its class, its attributes that are or hold tensors, and the others."""
+
+    def __init__(self, cls: type, tensors: dict[str, Any], others: dict[str, Any]) -> None:
+        self.cls, self.tensors, self.others = cls, tensors, others
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Form:
+    """What all the objects that stand in one place have in common."""
+
+    cls: type
+    names: tuple[str, ...]
+    others: dict[str, Any]
+
+    def __str__(self) -> str:
+        return self.cls.__name__
+
+    def make(self, values: Any) -> Any:
+        made = object.__new__(self.cls)
+        made.__dict__.update(_copied(self.others))
+        made.__dict__.update(zip(self.names, values, strict=True))
+        return made
+
+
+def take_apart(result: Any, holds: Callable[[Any], bool]) -> Any:
+    """A forward's result with `Parts` in the place of objects that have tensors.
+
+    Args:
+        result: what the forward returned.
+        holds: whether a leaf is a tensor of the forward.
+
+    Raises:
+        Untraceable: an object refers to itself, or keeps what it has where it cannot be seen.
+    """
+    _register()
+    return _Taker(holds).take(result)
+
+
+class _Taker:
+    def __init__(self, holds: Callable[[Any], bool]) -> None:
+        self._holds = holds
+        self._within: list[Any] = []
+
+    def take(self, tree: Any) -> Any:
+        return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else self._object(leaf), tree)
+
+    def _object(self, value: Any) -> Any:
+        attributes = getattr(value, "__dict__", None)
+        if not isinstance(attributes, dict) or isinstance(value, (type, enum.Enum, torch.nn.Module)) or callable(value):
+            raise Untraceable("result", f"a {type(value).__name__}")
+        if any(value is outer for outer in self._within):
+            raise Untraceable("result", f"a {type(value).__name__} that refers to itself")
+        self._within.append(value)
+        held, others = {}, {}
+        for name, item in attributes.items():
+            taken = self._taken_if_held(item)
+            (others if taken is None else held)[name] = item if taken is None else taken
+        self._within.pop()
+        return Parts(type(value), held, others)
+
+    def _taken_if_held(self, item: Any) -> Any:
+        """A part of an object, taken apart; None if there is no tensor in it."""
+        try:
+            taken = self.take(item)
+        except Untraceable:  # a function or a configuration, which may be shared
+            return None
+        return taken if any(map(self._holds, pytree.tree_leaves(taken))) else None
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Collections are the new object's own; what else attributes refer to is shared, as by a copy."""
+    return {n: copy.deepcopy(v) if isinstance(v, (list, dict, set)) else v for n, v in attributes.items()}
+
+
+def _register() -> None:
+    if Parts not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            Parts,
+            lambda parts: (list(parts.tensors.values()), _Form(parts.cls, tuple(parts.tensors), parts.others)),
+            lambda values, form: form.make(values),
+        )

@@ -1,0 +1,46 @@
+"""What is checked after each call, as a trace does not know values: results of forward behind those of the module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from graphshard.ir.errors import InputError
+
+
+@dataclass(frozen=True)
+class Check:
+    """A status that a linear-algebra operator of forward returned.
+
+    Attributes:
+        operator: as torch's error calls it: "linalg.inv".
+        is_matrix: the operator works on single matrices, not on batches.
+    """
+
+    operator: str
+    is_matrix: bool
+
+    def __call__(self, status: torch.Tensor) -> None:
+        """Raise torch.linalg.LinAlgError if the operator failed."""
+        torch.ops.aten._linalg_check_errors(status, self.operator, is_matrix=self.is_matrix)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition that guards an exception in forward.
+
+    Attributes:
+        line: file, number and source of the line that asks.
+        expected: the truth value with which forward goes on.
+    """
+
+    line: str
+    expected: bool
+
+    def __call__(self, status: torch.Tensor) -> None:
+        """Raise InputError where forward would have raised something; on GPUs an assertion, at a later time."""
+        if status.device.type != "cpu":
+            torch._assert_async(status == self.expected, f"forward raises an exception at {self.line}")
+        elif bool(status) != self.expected:
+            raise InputError(f"forward raises an exception for these inputs at {self.line}")
