@@ -56,6 +56,7 @@ _GUESS = 64
 
 __all__ = [
     "CheckpointPolicy",
+    "FakeTensor",
     "all_gather_into",
     "answer_tracing_checks",
     "cast_tensors",

@@ -15,6 +15,7 @@ from graphshard.capture.entry import Entry
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import named_parameters
+from graphshard.ir.subclasses import POST, PRE, hooks_of, is_subclass
 
 # What gloo and NCCL add up.
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -112,6 +113,7 @@ def check_params(model: nn.Module, device_type: str, ignored: frozenset[nn.Param
                 f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). Compile "
                 "the plain module."
             )
+        _check_class(name, param)
         if param in ignored:
             continue
         if param.device.type not in ("cpu", "meta", device_type):
@@ -124,6 +126,18 @@ def check_params(model: nn.Module, device_type: str, ignored: frozenset[nn.Param
                 f"parameter {name} is trainable and of {param.dtype}, whose gradients cannot be reduced. Use one of "
                 f"{', '.join(str(dtype) for dtype in _REDUCIBLE)}, freeze it, or pass it in ignored_params."
             )
+
+
+def _check_class(name: str, param: nn.Parameter) -> None:
+    """Raise ArgumentError for a tensor subclass, which sharding would make a plain tensor of."""
+    hooks = hooks_of(param)
+    if is_subclass(param) or hooks:
+        has = f"has {' and '.join(hooks)}, which is not supported yet" if hooks else f"has no {PRE} and {POST}"
+        raise ArgumentError(
+            f"parameter {name} is a {type(param).__name__}, a tensor subclass, and {has}: sharded, it would become a "
+            f"plain tensor, and what else it holds would be lost. Replace it by a plain one before graphshard.compile, "
+            f"or give {type(param).__name__} these two methods, FSDP2's protocol for subclasses."
+        )
 
 
 def check_placements(model: nn.Module, placement_fn: Any, ignored: frozenset[nn.Parameter]) -> dict[str, int]:

@@ -8,13 +8,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import graphshard
 from tests.distributed.nets import Net, Tied, rows
 from tests.distributed.twins import world_mesh
 from tests.ranks import RankError, Ranks
+
+
+class Tagged(torch.Tensor):
+    """Overrides nothing, and is lost all the same when a shard is made of it."""
+
+
+def with_stem_of(make_weight: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """A net whose first weight is of another class."""
+
+    def make() -> nn.Module:
+        model = Net()
+        model.stem.weight = nn.Parameter(make_weight(model.stem.weight.detach()))
+        return model
+
+    return make
 
 
 def _error(make: Callable[[], nn.Module], options: Callable[[nn.Module], dict[str, Any]]) -> str:
@@ -51,6 +67,12 @@ def _wrong_arguments(rank: int, world_size: int) -> None:
         (Net, given(units=[lambda name, module: False]), "units: <lambda> chooses no submodule of Net"),
         (Net, given(units=[("stem", "nope")]), "units: the pattern 'nope' matches no submodule"),
         (Net, given(units=[("stem", "head"), ("head", "blocks.0")]), r"units: head is in two groups, \(stem, head\)"),
+        (
+            with_stem_of(lambda weight: TwoTensor(weight, weight.clone())),
+            given(),
+            "parameter stem.weight is a TwoTensor, a tensor subclass, and has no fsdp_pre_all_gather.*Replace it by a",
+        ),
+        (with_stem_of(lambda weight: weight.as_subclass(Tagged)), given(), "parameter stem.weight is a Tagged, a"),
         (lambda: Net().to(torch.complex64), given(), "stem.weight is trainable and of torch.complex64.*freeze it"),
     ]
     for make, options, text in wrong:
