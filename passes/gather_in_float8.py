@@ -7,7 +7,8 @@
 
 What FSDP2's `fsdp_pre_all_gather` and `fsdp_post_all_gather` are used for with float8 weights: half the bytes of
 bfloat16, a quarter of float32. The gradient is that of the gathered values and goes to the stored parameter as it is.
-Uneven parameters are left alone: what lies in the padding of their shards must not reach a scale.
+Uneven parameters are left alone: what lies in the padding of their shards must not reach a scale. So are those that
+decide themselves what is gathered of them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class GatherInFloat8(Pass):
 
     def _applies(self, row: ParamRow) -> bool:
         chosen = any(fnmatch.fnmatchcase(row.name, pattern) for pattern in self.params)
-        return chosen and row.compute_dtype.is_floating_point and row.compute_dtype.itemsize > 1 and row.is_even
+        large = row.compute_dtype.is_floating_point and row.compute_dtype.itemsize > 1
+        return chosen and large and row.is_even and row.extension is None
 
 
 def _rewrite(gather: Collective) -> None:

@@ -12,7 +12,8 @@ The reduction is in the parameter's reduce dtype. Shards are padded to equal siz
 rank: rows beyond the parameter's are cut off after the gather and filled with zeros before the reduction. Where
 parameters are replicated over a second mesh axis, an all-reduce of the shard over that axis follows. A collective
 joins shards along the outermost dim in memory; where a parameter is sharded along another, its landing brings them side
-by side. A parameter that is not sharded, and a world of one rank, gets no collectives at all.
+by side. A parameter that is not sharded, and a world of one rank, gets no collectives at all. Where a parameter decides
+itself what is gathered of it, capture has left a `join`, which becomes a gather: see `ir/joins.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.fx import Node
 
 from graphshard.ir.errors import PassError
 from graphshard.ir.graph import is_communication, rewrite_gradients
+from graphshard.ir.joins import insert_gathers
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.transport import gather, reduce, reduced_over
 from graphshard.passes.base import Pass
@@ -49,6 +51,7 @@ class InsertCollectives(Pass):
                 if slot.kind == "param" and program.params[slot.name].num_shards > 1:
                     gather(phase.module.graph, node, program.params[slot.name], program.mesh.shard)
                     count += 1
+            count += insert_gathers(phase, program.params, program.mesh.shard)
             count += _reduce_gradients(phase, program)
         return count
 

@@ -47,7 +47,7 @@ class Offload(Pass):
         count = 0
         for phase in program.phases.values():
             for node, slot in phase.slot_of().items():
-                if slot.kind == "param" and not program.params[slot.name].ignored:
+                if slot.kind in ("param", "part") and not program.params[slot.name].ignored:
                     count += _upload(phase, node, program.device.type)
 
             def download(grad: Node, name: str, graph: Graph = phase.module.graph) -> Node:

@@ -67,7 +67,7 @@ class RegatherInGroup(Pass):
 def _drop_idle_shards(backward: Phase) -> None:
     """Take away the shards that backward does not read any more."""
     slots = backward.slot_of()
-    idle = [node for node, slot in slots.items() if slot.kind == "param" and not node.users]
+    idle = [node for node, slot in slots.items() if slot.kind in ("param", "part") and not node.users]
     backward.inputs = tuple(slot for node, slot in slots.items() if node not in idle)
     for node in idle:
         backward.module.graph.erase_node(node)

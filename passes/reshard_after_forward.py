@@ -2,11 +2,13 @@
 
 A row with `reshard` has its cast, gather, wait and cut-off marked to be recomputed, so that the partitioner saves
 only the shard and repeats the gather in backward; a row without it has the full parameter marked to be saved.
-The marks are torch's own: `meta["recompute"]` with a `CheckpointPolicy`.
+Of a parameter that decides itself what is gathered (`ir/joins.py`), what it does before and after its gather is
+repeated, too. The marks are torch's own: `meta["recompute"]` with a `CheckpointPolicy`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,6 +16,7 @@ from torch.fx import Node
 
 from graphshard.ir.errors import PassError
 from graphshard.ir.graph import WAIT
+from graphshard.ir.joins import around_gathers
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
 from graphshard.ir.torch_internals import CheckpointPolicy
@@ -39,14 +42,23 @@ class ReshardAfterForward(Pass):
             if slot.kind != "param":
                 continue
             chain = _gathered(node, program.params[slot.name])
-            policy = CheckpointPolicy.MUST_RECOMPUTE
             if chain and not program.params[slot.name].reshard:
-                chain = chain[-1:]
-                policy = CheckpointPolicy.MUST_SAVE
-            for member in chain:
-                count += member.meta.get("recompute") != policy
-                member.meta["recompute"] = policy
+                count += _mark(chain[-1:], CheckpointPolicy.MUST_SAVE)
+            else:
+                count += _mark(chain, CheckpointPolicy.MUST_RECOMPUTE)
+        for name, (before, wait, after) in around_gathers(joint).items() if joint else ():
+            if program.params[name].reshard:
+                count += _mark([*before, wait, *after], CheckpointPolicy.MUST_RECOMPUTE)
+            else:
+                count += _mark([wait], CheckpointPolicy.MUST_SAVE)
         return count
+
+
+def _mark(nodes: Sequence[Node], policy: CheckpointPolicy) -> int:
+    count = sum(node.meta.get("recompute") != policy for node in nodes)
+    for node in nodes:
+        node.meta["recompute"] = policy
+    return count
 
 
 def _gathered(shard: Node, row: ParamRow) -> list[Node]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,17 +39,20 @@ from graphshard.capture.diagnose import explain_failure
 from graphshard.capture.dynamic_shapes import dynamic_dims
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.entry import without_entries
+from graphshard.capture.extensions import Extended, Extensions
 from graphshard.capture.flat import FlatForward
+from graphshard.capture.late_gathers import settle_gathers
 from graphshard.capture.missing import MISSING
 from graphshard.capture.rounding import capture_decompositions
 from graphshard.capture.watch import check_nothing_kept
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import is_backward
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamTable
+from graphshard.ir.params import ParamTable, named_parameters
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import Size, find_sizes, lift_sizes
+from graphshard.ir.subclasses import PRE, is_extended, shard_in
 from graphshard.ir.torch_internals import fake_kernels, makes_size, quiet_tracing
 
 
@@ -57,7 +60,8 @@ from graphshard.ir.torch_internals import fake_kernels, makes_size, quiet_tracin
 class CaptureSpec:
     """What a capture depends on besides the module and the inputs; `dynamic_shapes` is in torch.export's format.
 
-    `method` is what is captured, in the place of `forward`.
+    `method` is what is captured, in the place of `forward`; `extended` are the parameters that decide themselves what
+    is gathered of them.
     """
 
     params: ParamTable
@@ -68,6 +72,7 @@ class CaptureSpec:
     forward_class: type[nn.Module]
     dynamic_shapes: Any = None
     method: str = "forward"
+    extended: tuple[Extended, ...] = ()
 
 
 def capture(
@@ -86,6 +91,7 @@ def capture(
             names the line of the user's code.
         ArgumentError, InputError: `dynamic_shapes` does not fit the inputs.
     """
+    _check_extended(module, spec)
     path = EagerPath()
     traced, first = None, None
     while traced is None:
@@ -100,6 +106,9 @@ def capture(
     _erase_boundaries(joint.graph)
     mark_checkpoints(joint, flat.regions)
     phase = _phase(joint, flat)
+    if spec.extended:
+        settle_gathers(phase, spec.mesh.shard, spec.extended[0].mesh.get_group().group_name)
+        _erase_leaves(phase, {param.row.name for param in spec.extended})
     constants = {**flat.attributes, **_lift_constants(phase)}
     constants = {name: tensor for name, tensor in constants.items() if Slot("buffer", name) in phase.inputs}
     sizes = _sizes(inputs, spec.forward_class)
@@ -128,6 +137,17 @@ def capture(
     )
 
 
+def _check_extended(module: nn.Module, spec: CaptureSpec) -> None:
+    """Raise CaptureError for a parameter that would become a plain tensor: what it is told is not there."""
+    for (name, *_), param in named_parameters(module).items():
+        if is_extended(param) and spec.params[name].extension is None:
+            raise CaptureError(
+                f"parameter {name} ({type(shard_in(param)).__name__}) decides in {PRE} what is gathered of it, which "
+                "is told the mesh of this process. graphshard.compile captures it where there is one; explain, export "
+                "and load cannot."
+            )
+
+
 class _Traced(NamedTuple):
     """What AOTAutograd makes of a forward; `inputs` are the fake tensors of the call."""
 
@@ -142,13 +162,25 @@ def _trace(
     """Trace the forward on a path that it may take."""
     bare = functools.partial(_bare, module, spec)
     call = pytree.tree_flatten((args, kwargs))
-    flat = FlatForward(
-        module, call, params=spec.params, units=spec.units, precision=spec.precision, bare=bare, path=path
-    )
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+    extensions = Extensions(spec.extended, fake_mode)
+    flat = FlatForward(
+        module,
+        call,
+        params=spec.params,
+        units=spec.units,
+        precision=spec.precision,
+        bare=bare,
+        path=path,
+        extensions=extensions,
+    )
     with bare():
         inputs, check_sizes = _fake_inputs(module, args, kwargs, spec, fake_mode, grad=grad)
-    state = [_fake_state(slot, flat.originals, spec, fake_mode, grad) for slot in flat.slots if slot.kind != "input"]
+    state = [
+        extensions.tensors[slot] if slot.kind == "part" else _fake_state(slot, flat.originals, spec, fake_mode, grad)
+        for slot in flat.slots
+        if slot.kind != "input"
+    ]
     try:
         with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)), quiet_tracing():
             stack.enter_context(fake_kernels(MISSING))
@@ -295,6 +327,15 @@ def _erase_boundaries(graph: Graph) -> None:
         if node.meta["val"].shape == source.meta["val"].shape and not is_backward(node):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+
+
+def _erase_leaves(phase: Phase, names: Collection[str]) -> None:
+    """Parameters that are made of parts are read nowhere: their inputs only told autograd of them."""
+    slots = phase.slot_of()
+    phase.inputs = tuple(slot for slot in phase.inputs if slot.kind != "param" or slot.name not in names)
+    for node, slot in slots.items():
+        if slot.kind == "param" and slot.name in names:
+            phase.module.graph.erase_node(node)
 
 
 def _lift_constants(phase: Phase) -> dict[str, torch.Tensor]:

@@ -15,6 +15,8 @@ from graphshard.ir.errors import CaptureError
 
 def explain_failure(error: Exception, cls: type[nn.Module]) -> CaptureError:
     """The error to raise instead of `error`: file, line and source of the user's code, and what to change."""
+    if isinstance(error, CaptureError):
+        return error
     text = str(error).strip().splitlines()
     if text and "Constraint" in text[0]:
         return _dynamic_error(cls, text)
@@ -25,6 +27,12 @@ def explain_failure(error: Exception, cls: type[nn.Module]) -> CaptureError:
     if isinstance(error, Untraceable) and error.line:
         frame = traceback.FrameSummary(*error.line, "forward")
     return _capture_error(cls, frame, _kind(error, _source(frame)), cause)
+
+
+def line_of(error: Exception) -> str:
+    """Where in the user's code an error was raised, as the end of a message; "" where it was elsewhere."""
+    frame = _user_frame(traceback.extract_tb(error.__traceback__))
+    return f" at {frame.filename}:{frame.lineno}: {_source(frame)}" if frame else ""
 
 
 def _dynamic_error(cls: type[nn.Module], text: list[str]) -> CaptureError:

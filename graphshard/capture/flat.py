@@ -24,7 +24,9 @@ from torch.utils import _pytree as pytree
 from graphshard.capture.boundaries import unit_boundaries
 from graphshard.capture.checkpoints import CheckpointRegions, trace_checkpoints
 from graphshard.capture.eager_path import EagerPath
+from graphshard.capture.extensions import Extensions
 from graphshard.capture.objects import take_apart
+from graphshard.capture.results import in_parts
 from graphshard.capture.substitute import Substitute
 from graphshard.capture.watch import Made, Watch, WatchHooks
 from graphshard.ir.checks import Check, Condition
@@ -64,6 +66,7 @@ class FlatForward(nn.Module):
         precision: Precision,
         bare: Callable[[], contextlib.AbstractContextManager[None]],
         path: EagerPath,
+        extensions: Extensions,
     ) -> None:
         super().__init__()
         self._call, self._path, self._bare = call, path, bare
@@ -71,7 +74,9 @@ class FlatForward(nn.Module):
         self.__dict__["_module"] = module  # which is not a part of this one
         self._owned = _owned_tensors(module, params)
         count = sum(isinstance(leaf, torch.Tensor) for leaf in call[0])
-        self.slots = [*(owned.slot for owned in self._owned), *(Slot("input", str(i)) for i in range(count))]
+        self._extensions = extensions
+        inputs = (Slot("input", str(i)) for i in range(count))
+        self.slots = [*(owned.slot for owned in self._owned), *extensions.tensors, *inputs]
         self.originals = {owned.slot.name: owned.tensor for owned in self._owned}
         self.attributes = {o.slot.name: o.tensor for o in self._owned if all(kind == "" for _, kind, _ in o.places)}
         self.leaves: list[Any] = []
@@ -84,12 +89,13 @@ class FlatForward(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         module: nn.Module = self.__dict__["_module"]
         given = dict(zip(self.slots, tensors, strict=True))
-        inputs = iter(tensors[len(self._owned) :])
+        inputs = iter(tensors[len(self._owned) + len(self._extensions.tensors) :])
         leaves = [next(inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._call[0]]
         args, kwargs = pytree.tree_unflatten(leaves, self._call[1])
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._bare())
-            self._hold(given)
+            used = self._extensions.used(given)
+            self._hold(used)
             stack.enter_context(self._boundaries())
             stack.enter_context(run_compiled_functions_eagerly())
             stack.enter_context(preserve_node_meta())
@@ -97,10 +103,10 @@ class FlatForward(nn.Module):
             watch = Watch({slot.name: tensor for slot, tensor in given.items() if slot.kind == "param"})
             stack.enter_context(watch)
             stack.enter_context(WatchHooks(watch.made))
-            stack.enter_context(Substitute({id(o.tensor): given[o.slot] for o in self._owned}))
+            stack.enter_context(Substitute({id(o.tensor): used[o.slot] for o in self._owned}))
             self.regions = stack.enter_context(trace_checkpoints())
             result = self._path.around(module, watch.assume)(*args, **kwargs)
-        self.leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed))
+        self.leaves, self.out_spec = pytree.tree_flatten(in_parts(take_apart(result, _is_computed)))
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)
         self.leaves = [None if i in self.places else leaf for i, leaf in enumerate(self.leaves)]
@@ -109,10 +115,10 @@ class FlatForward(nn.Module):
         self.places += range(len(self.leaves), len(self.leaves) + len(self.checks))
         return [*results, *(status.clone() for _, status in watch.checks)]
 
-    def _hold(self, given: dict[Slot, torch.Tensor]) -> None:
+    def _hold(self, used: dict[Slot, torch.Tensor]) -> None:
         """Put tensors in the place of the module's own."""
         for owned in self._owned:
-            tensor = given[owned.slot]
+            tensor = used[owned.slot]
             if owned.slot.kind == "param":
                 tensor._is_param = True  # for isinstance(tensor, nn.Parameter)
             for attributes, name in owned.holders():

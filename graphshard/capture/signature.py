@@ -15,7 +15,10 @@ from graphshard.ir.params import Settings
 
 @dataclass(frozen=True)
 class Signature:
-    """What a program was captured for. Programs differ where signatures do."""
+    """What a program was captured for. Programs differ where signatures do.
+
+    Of parameters that decide themselves what is gathered of them, `extended` has what programs rely on.
+    """
 
     structure: pytree.TreeSpec
     inputs: tuple[tuple[Any, ...], ...]
@@ -24,6 +27,7 @@ class Signature:
     autocast: Hashable
     params: tuple[tuple[bool, torch.dtype], ...]
     settings: tuple[Settings, ...] = ()
+    extended: tuple[Any, ...] = ()
 
     def loose(self) -> Signature:
         """The signature without shapes and strides."""
@@ -42,6 +46,7 @@ class Signature:
             "grad": "gradients are " + ("on" if self.grad else "off"),
             "autocast": "autocast changed",
             "params": "dtype or requires_grad of a parameter changed",
+            "extended": "attributes or methods of a parameter that is a tensor subclass were changed",
             "settings": "resharding, the divisor of gradients, or what is gathered by hand was changed",
         }
         changed = [why for name, why in reasons.items() if getattr(self, name) != getattr(other, name)]

@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.untraceable import Untraceable
-from graphshard.ir.torch_internals import is_traced, without_onednn
+from graphshard.ir.subclasses import has_traced
+from graphshard.ir.torch_internals import without_onednn
 
 _GRAD = vars(torch._C.TensorBase)["grad"].__get__
 
@@ -41,7 +42,7 @@ class Substitute(TorchFunctionMode):
             raise Untraceable("backward", "Tensor.backward")
         if func == _GRAD and isinstance(args[0], nn.Parameter):
             raise Untraceable("backward", ".grad of a parameter")
-        real = [a for a in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(a, torch.Tensor) and not is_traced(a)]
+        real = [a for a in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(a, torch.Tensor) and not has_traced(a)]
         if real:
             args, kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda tensor: self._by_id.get(id(tensor), tensor), (args, kwargs)

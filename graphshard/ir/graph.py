@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.ir.operators import ARRIVED, DOWNLOAD, OWN_CHUNK, UPLOAD
+from graphshard.ir.operators import ARRIVED, DOWNLOAD, OWN_CHUNK, REDUCED, UPLOAD
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase
 
@@ -22,7 +22,7 @@ REDUCES = frozenset({c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_ten
 ALL_REDUCES = frozenset({c10d.all_reduce.default, c10d.all_reduce_coalesced.default})
 WAIT = c10d.wait_tensor.default
 # Operators of our own, which stay outside of regions.
-OWN = frozenset({UPLOAD, ARRIVED, DOWNLOAD, OWN_CHUNK})
+OWN = frozenset({UPLOAD, ARRIVED, DOWNLOAD, OWN_CHUNK, REDUCED})
 
 
 def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any) -> Node:

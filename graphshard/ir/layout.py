@@ -37,6 +37,8 @@ _MOVEMENT = frozenset(
         OWN_CHUNK,
     }
 )
+# Kinds of the inputs that gathers are made of.
+_GATHERED = ("param", "part", "piece")
 _TAKEOFF = _MOVEMENT | {aten._to_copy.default, aten.div.Tensor}
 
 
@@ -68,7 +70,7 @@ def collectives(phase: Phase) -> list[Collective]:
     A gather carries the parameters whose placeholders it reads, a reduction those whose gradients it returns:
     both are read off the slots.
     """
-    names = {node: slot.name for node, slot in phase.slot_of().items()}
+    names = {node: slot.name for node, slot in phase.slot_of().items() if slot.kind in _GATHERED}
     grads = {n: s.name for n, s in zip(phase.results, phase.outputs, strict=True) if isinstance(n, Node)}
     found = []
     for node in phase.module.graph.nodes:
@@ -107,7 +109,8 @@ class Layout:
     Attributes:
         compute: compute nodes in order; a plan's positions count these. The results of an operator with several
             stand right behind it and are not counted.
-        before: per collective, what must run before it and nothing else needs (prologue or takeoff).
+        before: per collective, what must run before it: what a gather is made of (prologue), and what a reduction is
+            made of and nothing else needs (takeoff).
         after: per wait, what follows from it alone (landing or epilogue).
     """
 
@@ -142,16 +145,18 @@ class Layout:
 
 
 def _takeoffs(nodes: list[Node]) -> dict[Node, Node]:
-    """Nodes that only serve one collective, by collective: a gather's prologue, a reduction's takeoff."""
+    """Nodes by the collective they serve: a gather's prologue, a reduction's takeoff."""
     owner: dict[Node, Node] = {}
     for node in reversed(nodes):
         if is_communication(node) or is_part(node):
             continue
-        targets = {user if is_collective(user) else owner.get(user) for user in node.users}
-        target = targets.pop() if len(targets) == 1 else None
+        targets = list(dict.fromkeys(user if is_collective(user) else owner.get(user) for user in node.users))
+        gathers = [target for target in targets if target is not None and target.target in GATHERS]
+        # Made of shards alone, it can run when the gather starts, whatever else needs it later.
+        target = gathers[0] if gathers else targets[0] if len(targets) == 1 else None
         if target is None:
             continue
-        if target.target in GATHERS or is_view(node) or node.target in _TAKEOFF:
+        if gathers or is_view(node) or node.target in _TAKEOFF:
             owner[node] = target
     return owner
 

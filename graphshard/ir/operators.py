@@ -1,18 +1,22 @@
-"""Operators of our own that graphs may hold: one whose value depends on the rank, and copies between host and device.
+"""Operators of our own that graphs may hold: those that know of other ranks, and copies between host and device.
 
     own_chunk(whole, num_ranks, axis)   this rank's chunk of a tensor that all ranks have
+    join(pieces, num_ranks, param)      of each tensor, what the ranks' pieces make one behind another; a captured graph
+                                        has it where `insert-collectives` puts the gather of a parameter
+    reduced(value, op, axis)            a small tensor reduced over the ranks at once, on the way to a gather
     upload(shard, device)               start a copy of a shard that lives on the host; in flight until `arrived`
     arrived(copy)                       what is computed from here on sees the copy
     download(gradient)                  start a copy to the host; complete after `finish_downloads`
 
-With `own_chunk` the graph stays the same on every rank: it names the mesh axis, as a collective does. On CUDA copies
-run beside the compute on a stream of their own, to and from pinned memory; on a CPU they are plain copies.
+With `own_chunk` and `reduced` the graph stays the same on every rank: they name the mesh axis, as a collective does. On
+CUDA copies run beside the compute on a stream of their own, to and from pinned memory; on a CPU they are plain copies.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +28,20 @@ _LIBRARY = torch.library.Library("graphshard", "FRAGMENT")
 
 def _own_chunk(whole: Tensor, num_ranks: int, group: str) -> Tensor:
     return whole.chunk(num_ranks)[rank_in_group(group)].clone()
+
+
+def _join(pieces: list[Tensor], num_ranks: int, param: str) -> list[Tensor]:
+    """As if every rank had the same pieces: what a world of one rank has, and what sizes and costs are known by."""
+    return [torch.cat([piece.reshape(piece.shape or (1,))] * num_ranks) for piece in pieces]
+
+
+def _joined_shapes(pieces: list[Tensor], num_ranks: int, param: str) -> list[Tensor]:
+    return [piece.new_empty([num_ranks * (piece.shape or (1,))[0], *piece.shape[1:]]) for piece in pieces]
+
+
+def _reduced(value: Tensor, op: str, group: str) -> Tensor:
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_reduce(value, op, group))
 
 
 @functools.cache
@@ -62,7 +80,7 @@ def _download(gradient: Tensor) -> Tensor:
     return host
 
 
-def _define(schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> torch._ops.OpOverload:
+def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, run, "CPU")
@@ -76,6 +94,10 @@ OWN_CHUNK = _define(
     "own_chunk(Tensor whole, int num_ranks, str group) -> Tensor",
     _own_chunk,
     lambda whole, num_ranks, group: whole.new_empty([whole.shape[0] // num_ranks, *whole.shape[1:]]),
+)
+JOIN = _define("join(Tensor[] pieces, int num_ranks, str param) -> Tensor[]", _join, _joined_shapes)
+REDUCED = _define(
+    "reduced(Tensor value, str op, str group) -> Tensor", _reduced, lambda value, op, group: torch.empty_like(value)
 )
 UPLOAD = _define(
     "upload(Tensor shard, str device) -> Tensor",

@@ -26,6 +26,34 @@ from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.precision import Precision
 from graphshard.ir.units import unit_of, units_within
 
+# Shape and dtype of a tensor.
+Layout = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A parameter that decides itself what is gathered of it: see `graphshard.ir.subclasses`.
+
+    Attributes:
+        sent: of each tensor that is gathered, what one rank sends.
+        stored_bytes: of all tensors that a padded shard holds.
+    """
+
+    sent: tuple[Layout, ...]
+    stored_bytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What travels: the tensors' dtype if it is one, bytes otherwise."""
+        dtypes = {dtype for _, dtype in self.sent}
+        return dtypes.pop() if len(dtypes) == 1 else torch.uint8
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one rank sends."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.sent)
+
+
 # Of a parameter, what can be changed from call to call: see `ParamRow.settings`.
 Settings = tuple[bool, float | None, bool, bool]
 
@@ -50,6 +78,8 @@ class ParamRow:
         divide_factor: what its gradient is divided by; None is the number of ranks.
         force_sum: gradients are added up and then divided, where the collective could average.
         held: gathered by hand; it is an input of the program.
+        extension: what is gathered of it, if that is not the shard itself; `compute_dtype` is then that of what is
+            made of it.
     """
 
     names: tuple[str, ...]
@@ -67,6 +97,7 @@ class ParamRow:
     divide_factor: float | None = None
     force_sum: bool = False
     held: bool = False
+    extension: Extension | None = None
 
     def as_now(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> ParamRow:
         """The row of the parameter as it is now: it may have been frozen or converted since."""
@@ -127,15 +158,28 @@ class ParamRow:
 
     def sent_dtype(self, kind: CollectiveKind) -> torch.dtype:
         """Dtype in which the parameter is gathered, or its gradient reduced."""
-        return self.compute_dtype if kind == "gather" else self.reduce_dtype
+        if kind != "gather":
+            return self.reduce_dtype
+        return self.extension.dtype if self.extension else self.compute_dtype
 
     def shard_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a padded shard in a dtype."""
         return math.prod(self.padded_shape) * dtype.itemsize
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the padded shard that a rank stores."""
+        return self.extension.stored_bytes if self.extension else self.shard_bytes(self.dtype)
+
+    def piece_bytes(self, kind: CollectiveKind) -> int:
+        """Bytes of one rank's piece of what a collective makes or takes."""
+        if kind == "gather" and self.extension:
+            return self.extension.num_bytes
+        return self.shard_bytes(self.sent_dtype(kind))
+
     def sent_bytes(self, kind: CollectiveKind) -> int:
         """Bytes of the tensor that a collective makes or takes: all padded shards, or for an all-reduce one of them."""
-        return (1 if kind == "all_reduce" else self.num_shards) * self.shard_bytes(self.sent_dtype(kind))
+        return (1 if kind == "all_reduce" else self.num_shards) * self.piece_bytes(kind)
 
     @property
     def is_even(self) -> bool:

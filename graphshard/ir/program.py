@@ -25,6 +25,7 @@ from graphshard.ir.plan import Plan
 Extent = int | torch.SymInt
 SlotKind = Literal[
     "param",
+    "part",
     "gathered",
     "buffer",
     "input",
@@ -45,18 +46,24 @@ class Slot:
     """What one input or output of a graph means.
 
     `name` is the parameter or buffer name, the index of a user input or output as text, or for "saved" the name of the
-    forward value, for "size" that of a dynamic size. Of a parameter, "gathered" is what was gathered by hand, "piece"
-    what forward keeps for backward to gather again; "accumulated" and "partial" are what backward adds up over several
-    microbatches: its full gradient, or that of the shard before it is all-reduced.
-    A "mutation" or "grad" carries the kind it belongs to in `of`.
+    forward value, for "size" that of a dynamic size. Of a parameter, "part" is one of the tensors that the shard of a
+    tensor subclass holds, "gathered" what was gathered by hand, "piece" what forward keeps for backward to gather
+    again; "accumulated" and "partial" are what backward adds up over several microbatches: its full gradient, or that
+    of the shard before it is all-reduced.
+    A "mutation" or "grad" carries the kind it belongs to in `of`, a "part" which of the tensors it is in `index`.
     """
 
     kind: SlotKind
     name: str
     of: SlotKind | None = None
+    index: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.name}"
+        return f"{self.kind}:{self.name}" + (f"[{self.index}]" if self.kind == "part" else "")
+
+
+# Inputs that are there from the beginning of a phase to its end, whatever it does.
+LASTING = ("param", "part", "buffer", "input")
 
 
 @dataclass

@@ -1,16 +1,31 @@
 """Parameters that are tensor subclasses, and FSDP2's protocol for them.
 
-A subclass takes part in sharding by two methods, on its class or on the shard itself: `fsdp_pre_all_gather` makes the
-tensors that travel out of a shard, `fsdp_post_all_gather` makes the parameter that the model uses out of what arrived.
+A subclass takes part in sharding by two methods, on its class or on the shard itself:
+
+    fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy])     on the shard
+        -> the tensors that travel, metadata
+    fsdp_post_all_gather(gathered tensors, metadata, param_dtype, *, out=None)   on the shard
+        -> the parameter that the model uses, the tensors it is made of
+
+A subclass is taken for what its attributes hold: its parts are the tensors among them. `rebuilt` makes one like it of
+other parts, which is how a program sees it. It needs no `__tensor_flatten__`, which FSDP2 does not need either.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from graphshard.ir.torch_internals import FakeTensor
+from graphshard.ir.errors import CaptureError
+from graphshard.ir.torch_internals import FakeTensor, FunctionalTensor, is_traced
 
+# Those that stand for plain tensors while something is traced among them.
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
@@ -20,12 +35,145 @@ def is_subclass(tensor: torch.Tensor) -> bool:
     A class derived from `nn.Parameter` that overrides no operators is a plain tensor with attributes.
     """
     cls = type(tensor)
-    if cls in (torch.Tensor, nn.Parameter, FakeTensor) or nn.parameter.is_lazy(tensor):
+    if cls in _PLAIN or nn.parameter.is_lazy(tensor):
         return False
     like_plain = (nn.Parameter.__torch_function__, torch.Tensor.__torch_dispatch__)
     return nn.Parameter not in cls.__mro__ or (cls.__torch_function__, cls.__torch_dispatch__) != like_plain
 
 
-def hooks_of(tensor: torch.Tensor) -> tuple[str, ...]:
-    """Which of the protocol's two methods a tensor has."""
-    return tuple(name for name in (PRE, POST) if hasattr(tensor, name))
+def missing_methods(tensor: torch.Tensor) -> str:
+    """Which of the protocol's two methods a tensor lacks; "" for none."""
+    return " and ".join(name for name in (PRE, POST) if not hasattr(tensor, name))
+
+
+def shard_in(param: torch.Tensor) -> torch.Tensor:
+    """What a parameter holds: the rank's shard, or before it is sharded itself."""
+    return param._local_tensor if isinstance(param, DTensor) else param
+
+
+def is_extended(param: torch.Tensor) -> bool:
+    """Whether a parameter follows the protocol, now: methods may have been set on its shard since."""
+    shard = shard_in(param)
+    set_on_shard = PRE in shard.__dict__ or POST in shard.__dict__
+    return set_on_shard or (type(shard) not in _PLAIN and is_subclass(shard))
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a tensor is made of: itself, or those that a subclass has as attributes."""
+    if not is_subclass(tensor):
+        return [tensor]
+    return [part for value in _tensors_in(tensor) for part in parts_of(value)]
+
+
+def has_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or a part of it, belongs to a function that AOTAutograd traces."""
+    return any(map(is_traced, parts_of(tensor)))
+
+
+def rebuilt(like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor like a given one, of other parts, on whose device it is."""
+    return _rebuilt(like, iter(parts))
+
+
+def _rebuilt(like: torch.Tensor, parts: Iterator[torch.Tensor]) -> torch.Tensor:
+    if not is_subclass(like):
+        return next(parts)
+    values = {
+        name: _rebuilt(value, parts) if isinstance(value, torch.Tensor) else value
+        for name, value in _attributes(like).items()
+    }
+    device = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), like.device)
+    made = torch.Tensor._make_wrapper_subclass(
+        type(like), like.shape, strides=like.stride(), dtype=like.dtype, layout=like.layout, device=device
+    )
+    _set(made, values)
+    return made
+
+
+def _tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [value for value in _attributes(tensor).values() if isinstance(value, torch.Tensor)]
+
+
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Everything that was set on a tensor, in slots of its class or beside them."""
+    slots = [name for cls in type(tensor).__mro__ for name in cls.__dict__.get("__slots__", ())]
+    return {**{name: getattr(tensor, name) for name in slots if hasattr(tensor, name)}, **tensor.__dict__}
+
+
+def _set(tensor: torch.Tensor, attributes: Mapping[str, Any]) -> None:
+    for name, value in attributes.items():
+        object.__setattr__(tensor, name, value)
+
+
+def method_of(shard: torch.Tensor, name: str, standing_in: torch.Tensor) -> Any:
+    """One of the protocol's methods of a shard, bound to what stands in for the shard.
+
+    Raises:
+        CaptureError: it was set on the shard, and is not bound to it, so that it could only see the shard itself.
+    """
+    own = shard.__dict__.get(name)
+    if own is None:
+        return getattr(standing_in, name)
+    if not (isinstance(own, MethodType) and own.__self__ is shard):
+        raise CaptureError(
+            f"{name} was set on a shard and is no method of it. Set function.__get__(param._local_tensor), so that it "
+            "gets the shard as its first argument."
+        )
+    return MethodType(own.__func__, standing_in)
+
+
+def identity_of(param: torch.Tensor) -> tuple[Any, ...] | None:
+    """What a program that was captured with a parameter relies on, to be compared; None for a plain parameter.
+
+    Methods, class and attributes; of parts dtype and strides, which are those of the whole parameter, too.
+    """
+    shard = shard_in(param)
+    if not is_extended(param):
+        return None
+    # torch marks a subclass that is a parameter by an attribute.
+    attributes = tuple((name, _told(value)) for name, value in _attributes(shard).items() if name != "_is_param")
+    cls = type(shard)
+    return cls, getattr(cls, PRE, None), getattr(cls, POST, None), attributes
+
+
+def _told(value: Any) -> Hashable | Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if is_subclass(value):
+        return type(value), tuple((name, _told(inner)) for name, inner in _attributes(value).items())
+    return value.stride(), value.dtype
+
+
+def piece_of(tensor: torch.Tensor, dim: int, num_shards: int, index: int) -> torch.Tensor:
+    """A rank's piece of a tensor subclass: as much of a padded shard of its own as belongs to it.
+
+    By the operators that FSDP2 shards with, which is what subclasses implement.
+    """
+    pieces = torch.chunk(tensor, num_shards, dim)
+    padded = tensor.new_zeros(pieces[0].size())
+    length = pieces[index].size(dim) if index < len(pieces) else 0
+    if length:
+        padded.narrow(dim, 0, length).copy_(pieces[index])
+    return padded.narrow(dim, 0, length)
+
+
+def padded_to(shard: torch.Tensor, shape: tuple[int, ...], dim: int) -> torch.Tensor:
+    """A shard with zeros behind it, up to a shape; itself if it has that shape."""
+    if tuple(shard.shape) == shape:
+        return shard
+    padded = shard.new_zeros(shape)
+    if shard.numel():
+        padded.narrow(dim, 0, shard.size(dim)).copy_(shard)
+    if is_subclass(shard):
+        carry_attributes(shard, padded)
+    return padded
+
+
+def carry_attributes(shard: torch.Tensor, made: torch.Tensor) -> None:
+    """Set on what was made of a shard by operators what was set on the shard since it was made, methods among it."""
+    known = _attributes(made)
+    for name, value in _attributes(shard).items():
+        if isinstance(value, MethodType) and value.__self__ is shard:
+            value = MethodType(value.__func__, made)
+        if not isinstance(known.get(name), torch.Tensor):
+            object.__setattr__(made, name, value)

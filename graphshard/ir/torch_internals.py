@@ -29,8 +29,11 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.utils import _apply_to_tensors
 from torch.fx import Graph, GraphModule, _symbolic_trace
 from torch.fx.experimental import symbolic_shapes
@@ -57,6 +60,8 @@ _GUESS = 64
 __all__ = [
     "CheckpointPolicy",
     "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensor",
     "all_gather_into",
     "answer_tracing_checks",
     "cast_tensors",
@@ -64,6 +69,7 @@ __all__ = [
     "conditions_on_sizes",
     "disable_autocast",
     "dispatcher_operators",
+    "dtensor_of",
     "fake_kernels",
     "fake_mode_of",
     "fake_tensor",
@@ -97,6 +103,18 @@ __all__ = [
 def sharded_like(local: torch.Tensor, param: DTensor) -> DTensor:
     """A gradient's shard as a DTensor placed like the parameter; `from_local` takes five times as long."""
     return DTensor(local, param._spec, requires_grad=False)
+
+
+def dtensor_of(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> DTensor:
+    """A DTensor with a local tensor as it is, whatever its class."""
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def min_cut_partition(joint: GraphModule, num_outputs: int) -> tuple[GraphModule, GraphModule]:

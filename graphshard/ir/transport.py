@@ -56,7 +56,12 @@ def prologue(row: ParamRow) -> Steps:
 
 
 def landing(row: ParamRow) -> Steps:
-    """How a gathered buffer, the ranks' shards one behind another, becomes the parameter."""
+    """How a gathered buffer, the ranks' shards one behind another, becomes the parameter.
+
+    Nothing is known of it where the parameter decides itself what is gathered: see `graphshard.ir.joins`.
+    """
+    if row.extension:
+        return []
     shape, dim = list(row.in_memory(row.padded_shape)), row.memory_dim
     joined = [*shape[:dim], row.num_shards * shape[dim], *shape[dim + 1 :]]
     steps: Steps = []

@@ -6,6 +6,7 @@ Between them programs are captured, or loaded. `export` needs the first half onl
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -68,7 +69,7 @@ def make_runner(
         recorder: what records a program, by its name.
     """
     return Runner(
-        tracer,
+        replace(tracer, mesh=mesh),
         mesh,
         groups=make_groups(tracer.spec.mesh, mesh),
         agreement=Agreement(mesh),

@@ -19,6 +19,7 @@ from graphshard.capture.signature import Signature
 from graphshard.ir.errors import CaptureLimitError
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.progress import progress
+from graphshard.ir.subclasses import is_extended
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.regions import lower
 from graphshard.module.agreement import Agreement
@@ -159,8 +160,12 @@ class Runner:
         self.entries.clear()
 
     def unshard(self, names: Collection[str]) -> UnshardHandle:
-        """Start to gather parameters that are not; the programs of the next calls read them."""
+        """Start to gather parameters that are not; the programs of the next calls read them.
+
+        Those that decide themselves what is gathered of them are gathered by programs only.
+        """
         chosen = [ref for ref in self.tracer.params if ref.row.name in names and ref.row.num_shards > 1]
+        chosen = [ref for ref in chosen if not is_extended(ref.param)]
         missing = [ref for ref in chosen if ref.row.name not in self.unsharded.full]
         if missing:
             current = {row.name: row for row in self.tracer.current_spec().params}

@@ -16,6 +16,7 @@ from graphshard.capture.entry import Entry, install_entries
 from graphshard.ir.errors import ArgumentError
 from graphshard.module.runner import Runner
 from graphshard.module.unsupported import Unsupported
+from graphshard.runtime.shards import copy_of
 from graphshard.runtime.unsharded import UnshardHandle
 
 
@@ -28,8 +29,7 @@ class ShardedModule(Unsupported, nn.Module):
         """A compiled module of its own: shards are copied, programs are captured again, compiled regions are shared."""
         for param in self.parameters():
             if id(param) not in memo:
-                # What torch copies of a Parameter; the detour is for parameters that are DTensors.
-                memo[id(param)] = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+                memo[id(param)] = copy_of(param)
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
         for module in self.modules():

@@ -12,18 +12,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.capture import CaptureSpec, capture
+from graphshard.capture.extensions import Extended
 from graphshard.capture.inputs import moved_to
 from graphshard.capture.signature import Signature, leaf_key
-from graphshard.ir.params import ParamTable
+from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Program
+from graphshard.ir.subclasses import identity_of, is_extended
 from graphshard.ir.units import units_within
 from graphshard.lower.regions import RegionCall
 from graphshard.options.options import Options
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, run_pipeline
+from graphshard.runtime.groups import sharding_mesh
 from graphshard.runtime.shards import ParamRef, Storage, param_refs
 
 
@@ -40,6 +44,7 @@ class Tracer:
         name: of the submodule or method; "" for the model itself.
         names: names of the parameters in the whole model by their names here; empty for the model itself.
         compiled: regions that were compiled, by key; shared by all programs of a model and its copies.
+        mesh: that the module is sharded over; None where there is none.
     """
 
     spec: CaptureSpec
@@ -50,6 +55,7 @@ class Tracer:
     name: str = ""
     names: dict[str, str] = field(default_factory=dict)
     compiled: dict[str, RegionCall] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
 
     def trace(
         self,
@@ -107,7 +113,25 @@ class Tracer:
     def current_spec(self) -> CaptureSpec:
         """The spec with the parameters' flags and dtypes as they are now."""
         rows = tuple(ref.row.as_now(ref.param, self.spec.precision.of(ref.row.unit)) for ref in self.params)
-        return replace(self.spec, params=ParamTable(rows))
+        extended = self._extended(rows)
+        rows = tuple(extended[row.name].described() if row.name in extended else row for row in rows)
+        return replace(self.spec, params=ParamTable(rows), extended=tuple(extended.values()))
+
+    def _extended(self, rows: Sequence[ParamRow]) -> dict[str, Extended]:
+        """The parameters that decide themselves what is gathered of them, by name."""
+        mesh = None if self.mesh is None else sharding_mesh(self.mesh)
+        return {
+            row.name: Extended(
+                row=row,
+                param=ref.param,
+                module=ref.owner,
+                policy=self.spec.precision.of(row.unit),
+                mesh=mesh,
+                device=self.spec.device,
+            )
+            for row, ref in zip(rows, self.params, strict=True)
+            if mesh is not None and is_extended(ref.param)
+        }
 
     def signature(self, module: nn.Module, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Signature:
         """The signature of a call with these input leaves."""
@@ -119,6 +143,7 @@ class Tracer:
             grad=torch.is_grad_enabled(),
             autocast=torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
             params=tuple((ref.param.requires_grad, ref.param.dtype) for ref in self.params),
+            extended=tuple(told for ref in self.params if (told := identity_of(ref.param)) is not None),
             settings=tuple(ref.row.settings for ref in self.params),
         )
 

@@ -15,7 +15,7 @@ from graphshard.capture.entry import Entry
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import named_parameters
-from graphshard.ir.subclasses import POST, PRE, hooks_of, is_subclass
+from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
 
 # What gloo and NCCL add up.
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -113,7 +113,7 @@ def check_params(model: nn.Module, device_type: str, ignored: frozenset[nn.Param
                 f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). Compile "
                 "the plain module."
             )
-        _check_class(name, param)
+        _check_class(name, param, ignored=param in ignored)
         if param in ignored:
             continue
         if param.device.type not in ("cpu", "meta", device_type):
@@ -128,15 +128,24 @@ def check_params(model: nn.Module, device_type: str, ignored: frozenset[nn.Param
             )
 
 
-def _check_class(name: str, param: nn.Parameter) -> None:
-    """Raise ArgumentError for a tensor subclass, which sharding would make a plain tensor of."""
-    hooks = hooks_of(param)
-    if is_subclass(param) or hooks:
-        has = f"has {' and '.join(hooks)}, which is not supported yet" if hooks else f"has no {PRE} and {POST}"
+def _check_class(name: str, param: nn.Parameter, *, ignored: bool) -> None:
+    """Raise ArgumentError for a tensor subclass that does not say how it is gathered.
+
+    On the meta device it may say so later, when there are shards to set methods on.
+    """
+    if not is_subclass(param):
+        return
+    kind, missing = type(param).__name__, missing_methods(param)
+    if ignored:
         raise ArgumentError(
-            f"parameter {name} is a {type(param).__name__}, a tensor subclass, and {has}: sharded, it would become a "
-            f"plain tensor, and what else it holds would be lost. Replace it by a plain one before graphshard.compile, "
-            f"or give {type(param).__name__} these two methods, FSDP2's protocol for subclasses."
+            f"parameter {name} is a {kind}, a tensor subclass, and in ignored_params, which a program takes for a "
+            f"plain tensor. Shard it, with {PRE} and {POST}, or replace it by a plain tensor."
+        )
+    if missing and not param.is_meta:
+        raise ArgumentError(
+            f"parameter {name} is a {kind}, a tensor subclass, and has no {missing}: sharded, it would become a plain "
+            f"tensor, and what else it holds would be lost. Give {kind} both methods, FSDP2's protocol for "
+            f"subclasses, or replace the parameter by a plain tensor before graphshard.compile."
         )
 
 

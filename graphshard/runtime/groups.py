@@ -10,7 +10,7 @@ from torch.fx import Graph
 
 from graphshard.ir.graph import is_collective
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.operators import OWN_CHUNK
+from graphshard.ir.operators import OWN_CHUNK, REDUCED
 
 
 def shard_index(mesh: DeviceMesh) -> int:
@@ -30,10 +30,15 @@ def make_groups(mesh: Mesh, device_mesh: DeviceMesh) -> dict[str, str]:
     return groups
 
 
+def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axis that parameters are sharded along, as a mesh of its own."""
+    return mesh if mesh.ndim == 1 else mesh[Mesh.of(mesh).shard.name]
+
+
 def bind_groups(graph: Graph, groups: Mapping[str, str]) -> None:
     """Put the names of the process groups in the place of the names of the axes."""
     for node in graph.nodes:
-        if is_collective(node) or node.target is OWN_CHUNK:
+        if is_collective(node) or node.target in (OWN_CHUNK, REDUCED):
             node.args = (*node.args[:-1], groups[node.args[-1]])
 
 

@@ -18,6 +18,17 @@ from torch.distributed.tensor import DTensor
 from graphshard.ir.errors import ParameterError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.subclasses import (
+    carry_attributes,
+    is_extended,
+    is_subclass,
+    padded_to,
+    parts_of,
+    piece_of,
+    rebuilt,
+    shard_in,
+)
+from graphshard.ir.torch_internals import dtensor_of, sharded_like
 from graphshard.runtime.groups import shard_index
 
 
@@ -52,7 +63,10 @@ def shard_module(
 
 @torch.no_grad()
 def _shard(param: nn.Parameter, row: ParamRow, mesh: DeviceMesh, rank: int, storage: Storage) -> nn.Parameter:
-    if param.is_meta:
+    if is_subclass(param):
+        local = piece_of(param.detach(), row.dim, row.num_shards, rank)
+        local = local if param.is_meta else local.to(storage.device)
+    elif param.is_meta:
         shape = row.local_shape(rank)
         local = torch.empty_strided(shape, row.stride_of(shape), dtype=row.dtype, device="meta")
     else:
@@ -86,7 +100,27 @@ def as_dtensor(local: torch.Tensor, row: ParamRow, mesh: DeviceMesh) -> DTensor:
     """A shard (of a parameter or its gradient) as the DTensor that FSDP2 would make."""
     shape, stride = torch.Size(row.shape), row.stride_of(row.shape)
     placements = Mesh.of(mesh).placements(row.dim if row.shape else None)
+    if is_subclass(local):  # which need not have the views that `from_local` takes of it
+        return dtensor_of(local, mesh, placements, shape, stride)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def copy_of(param: nn.Parameter) -> nn.Parameter:
+    """What torch copies of a Parameter; of a shard that decides what is gathered of it, all that it holds."""
+    if not (is_extended(param) and isinstance(param, DTensor)):
+        return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+    shard = shard_in(param)
+    local = rebuilt(shard, [part.clone() for part in parts_of(shard)])
+    carry_attributes(shard, local)
+    copied = nn.Parameter(sharded_like(local, param), requires_grad=param.requires_grad)
+    assert isinstance(copied, DTensor)
+    copied._local_tensor = local  # a Parameter takes a view, without what was set on it
+    return copied
+
+
+def shard_parts(param: nn.Parameter, row: ParamRow) -> list[torch.Tensor]:
+    """The tensors that the padded shard of a parameter which decides what is gathered of it is made of."""
+    return parts_of(padded_to(shard_in(param), row.padded_shape, row.dim))
 
 
 def padded_shard(param: nn.Parameter, row: ParamRow) -> torch.Tensor:

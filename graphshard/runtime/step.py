@@ -28,7 +28,7 @@ from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
 from graphshard.runtime.gloo import exchange_reductions, gather_into_buffers
 from graphshard.runtime.groups import bind_groups, is_fake, shard_index
-from graphshard.runtime.shards import ParamRef, dense, padded_shard
+from graphshard.runtime.shards import ParamRef, dense, padded_shard, shard_parts
 from graphshard.runtime.unsharded import Unsharded
 
 # Which tangents arrive, and what is done about microbatches.
@@ -180,6 +180,9 @@ class Executable:
         if slot.kind == "param":
             ref = self._params[slot.name]
             return ref.param.detach() if ref.row.ignored else padded_shard(ref.param, ref.row)
+        if slot.kind == "part":
+            ref = self._params[slot.name]
+            return shard_parts(ref.param, ref.row)[slot.index]
         if slot.kind == "gathered":
             return self._unsharded.read(self._names[slot.name])
         if slot.kind == "input":

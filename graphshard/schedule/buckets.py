@@ -32,7 +32,7 @@ def to_buckets(
         transfers = chain.transfers(bucket.kind)[bucket.first : bucket.end]
         rows = [row for atom in atoms for row in atom.rows]
         exact = all(t.num_small == t.num_tensors for t in transfers)
-        small = [row.name for row in rows if exact or row.shard_bytes(row.sent_dtype(bucket.kind)) < pack_below]
+        small = [row.name for row in rows if exact or row.piece_bytes(bucket.kind) < pack_below]
         packed = tuple(small) if bucket.packed else ()
         units = list(dict.fromkeys(atom.unit or "(root)" for atom in atoms))
         name = f"{bucket.kind} {' to '.join(dict.fromkeys((units[0], units[-1])))} in {phase_name}"

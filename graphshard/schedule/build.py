@@ -121,7 +121,7 @@ def optimizer_chain(program: Program, costs: Costs, states: int, trained: Iterab
     """One item: reads the shard, its gradient and the states, and writes all but the gradient."""
     moved = sum(row.shard_bytes(row.dtype) for row in trained)
     seconds = float(costs.optimizer(moved, states))
-    held = sum(row.shard_bytes(row.dtype) for row in program.params)
+    held = sum(row.stored_bytes for row in program.params)
     return Chain("optimizer", (seconds,), (held + moved,))
 
 
@@ -236,7 +236,7 @@ class _Maker:
     def _transfer(self, kind: CollectiveKind, atom: Atom, at: int, last: int = -1) -> Transfer:
         exact = kind == "reduce" and self.settings.exact_reductions
         whole = exact or self.settings.constraints.by_unit
-        small = [row for row in atom.rows if exact or row.shard_bytes(row.sent_dtype(kind)) < self.settings.pack_below]
+        small = [row for row in atom.rows if exact or row.piece_bytes(kind) < self.settings.pack_below]
         return Transfer(
             name=atom.name,
             num_bytes=sum(row.sent_bytes(kind) for row in atom.rows),

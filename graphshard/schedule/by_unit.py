@@ -111,7 +111,7 @@ class PlanByUnit:
         self, program: Program, kind: CollectiveKind, name: str, phase_name: str, rows: list[ParamRow], axis: str
     ) -> Bucket:
         limit = self.pack_gathers_below if kind == "gather" else self._reduction_limit(program)
-        packed = tuple(row.name for row in rows if row.shard_bytes(row.sent_dtype(kind)) < limit)
+        packed = tuple(row.name for row in rows if row.piece_bytes(kind) < limit)
         if len(packed) == 1:
             packed = ()
         return Bucket(

@@ -11,7 +11,7 @@ from torch.fx import Node
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.graph import is_part, is_view
 from graphshard.ir.layout import Collective, Layout
-from graphshard.ir.program import Phase
+from graphshard.ir.program import LASTING, Phase
 
 
 def base_bytes(
@@ -40,7 +40,7 @@ def base_bytes(
     for node in layout.compute:
         spans.setdefault(_owner(node), [index[node], index[node]])
     for node, slot in phase.slot_of().items():
-        spans[node] = [0, end if slot.kind in ("param", "buffer", "input") else 0]
+        spans[node] = [0, end if slot.kind in LASTING else 0]
     for node in phase.module.graph.nodes:
         for source in () if node in ours or node not in index else node.all_input_nodes:
             owner = _owner(source)

@@ -10,11 +10,14 @@ from torch.fx import Node
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.graph import WAIT, is_collective, is_view, module_of
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
-from graphshard.ir.program import Phase, Program
+from graphshard.ir.program import LASTING, Phase, Program
 from graphshard.schedule.timeline import Estimate
 
 # What the tensors of a bucket are, by its kind.
 _OF_BUCKET = {"gather": "gathered parameters", "reduce": "gradients", "all_reduce": "gradients"}
+
+# What the inputs of a phase are, by the kind of their slot.
+_OF_SLOT = {"param": "shards", "part": "shards", "buffer": "shards", "input": "inputs"}
 
 
 @dataclass(frozen=True)
@@ -114,9 +117,10 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
         end = ended if node in results else last[node]
         if node in slots:
             slot = slots[node]
-            kept = slot.kind in ("param", "buffer", "input")
-            what = {"param": "shards", "buffer": "shards", "input": "inputs"}.get(slot.kind, "saved for backward")
-            yield Tensor(slot.name, what, num_bytes(node), began, ended if kept else end)
+            kept = slot.kind in LASTING
+            what = _OF_SLOT.get(slot.kind, "saved for backward")
+            name = f"{slot.name}[{slot.index}]" if slot.kind == "part" else slot.name
+            yield Tensor(name, what, num_bytes(node), began, ended if kept else end)
         elif node in saved:
             yield Tensor(saved[node].name, "saved for backward", num_bytes(node), start, end)
         else:

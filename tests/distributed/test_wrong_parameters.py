@@ -70,7 +70,13 @@ def _wrong_arguments(rank: int, world_size: int) -> None:
         (
             with_stem_of(lambda weight: TwoTensor(weight, weight.clone())),
             given(),
-            "parameter stem.weight is a TwoTensor, a tensor subclass, and has no fsdp_pre_all_gather.*Replace it by a",
+            "parameter stem.weight is a TwoTensor, a tensor subclass, and has no fsdp_pre_all_gather and fsdp_post.*or "
+            "replace the parameter by a plain tensor before",
+        ),
+        (
+            with_stem_of(lambda weight: TwoTensor(weight, weight.clone())),
+            lambda m: {"ignored_params": [m.stem.weight]},
+            "parameter stem.weight is a TwoTensor, a tensor subclass, and in ignored_params",
         ),
         (with_stem_of(lambda weight: weight.as_subclass(Tagged)), given(), "parameter stem.weight is a Tagged, a"),
         (lambda: Net().to(torch.complex64), given(), "stem.weight is trainable and of torch.complex64.*freeze it"),

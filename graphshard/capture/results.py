@@ -1,0 +1,86 @@
+"""Results of a forward that are tensor subclasses: a program returns their parts, and the caller gets the whole.
+
+traced      result -> parts, which are outputs of the program; gradients of the parts make that of the result
+called      parts -> result, as the node of a pytree; a gradient of the result makes those of the parts
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphshard.ir.errors import CaptureError
+from graphshard.ir.subclasses import is_subclass, parts_of, rebuilt
+from graphshard.ir.torch_internals import without_tracing
+
+
+def in_parts(results: Any) -> Any:
+    """The structure with every tensor subclass taken apart.
+
+    Raises:
+        CaptureError: the result's size is dynamic.
+    """
+    return pytree.tree_map(_taken_apart, results)
+
+
+def _taken_apart(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or not is_subclass(leaf):
+        return leaf
+    if any(isinstance(size, torch.SymInt) for size in leaf.shape):
+        raise CaptureError(
+            f"forward returns a {type(leaf).__name__}, a tensor subclass, of a dynamic size. Return plain tensors, or "
+            "leave dynamic_shapes out."
+        )
+    _register()
+    parts = _Parts.apply(leaf)
+    with without_tracing():
+        held = [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in parts]
+        like = rebuilt(leaf, held)
+    return SubclassResult(parts, like)
+
+
+class SubclassResult:
+    """The parts of a result, and a tensor without values that is like the result."""
+
+    def __init__(self, parts: tuple[Any, ...], like: torch.Tensor) -> None:
+        self.parts, self.like = parts, like
+
+
+@functools.cache
+def _register() -> None:
+    pytree.register_pytree_node(SubclassResult, lambda result: (list(result.parts), result.like), _put_together)
+
+
+def _put_together(parts: Any, like: torch.Tensor) -> Any:
+    parts = tuple(parts)
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        return SubclassResult(parts, like)
+    return _Whole.apply(like, *parts)
+
+
+class _Parts(torch.autograd.Function):
+    """A tensor subclass taken apart."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.like = whole.detach()
+        return tuple(part.view_as(part) for part in parts_of(whole))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return rebuilt(ctx.like, grads)
+
+
+class _Whole(torch.autograd.Function):
+    """A tensor subclass put together."""
+
+    @staticmethod
+    def forward(ctx: Any, like: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        return rebuilt(like, [part.view_as(part) for part in parts])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *parts_of(grad)
