@@ -119,6 +119,7 @@ def captured(
     reshard_after_forward: bool | None = None,
     grad: bool = True,
     dynamic_shapes: Any = None,
+    allow: tuple[str, ...] = (),
 ) -> Program:
     """What `graphshard.compile(model, mesh, ...)` captures for `model(*args, **kwargs)` on the CPU."""
     names = find_units(model, units)
@@ -131,7 +132,8 @@ def captured(
         precision=precision,
         reshard_after_forward=reshard_after_forward,
     )
-    spec = CaptureSpec(table, names, mesh, torch.device("cpu"), precision, type(model), dynamic_shapes)
+    device = torch.device("cpu")
+    spec = CaptureSpec(table, names, mesh, device, precision, type(model), dynamic_shapes, allow=allow)
     return capture(model, tuple(args), dict(kwargs or {}), spec, grad=grad)
 
 

@@ -1,7 +1,7 @@
 """Compiled ahead of time: `.gshard` and `.pt2` files, what they must fit, and how they are loaded.
 
 `export.py` writes a file, with `exporter.py` for each of its calls. `archive.py` is the checked zip, `members.py` what
-is in it. `fingerprint.py`, `stored_options.py` and `model_code.py` say what must be the same where it is loaded.
+is in it. `fingerprint.py` and `stored_options.py` say what must be the same where it is loaded.
 `load.py` checks a file and shards the model, `library.py` has its programs. `plain.py` is PyTorch's own format.
 
 * **The file holds executors, not schedules.** What loads is the graph of region calls and collectives. Binding it is a

@@ -26,7 +26,7 @@ from typing import Any
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.files import replacing
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.artifact.model_code import attributes, code_hash
+from graphshard.capture.code import code_hash
 from graphshard.codec.values import encode, short_name
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.params import ParamTable
@@ -46,6 +46,8 @@ _REMEDY = {
     "code": "The source of the model's modules, or of what they call, was changed: export again.",
     "attributes": "Make the model with the same configuration, or export again.",
     "buffers": "Make the model with the same configuration, or export again.",
+    "modules": "Make the model with the same configuration, or export again.",
+    "hooks": "Register the same hooks on submodules before loading, or export again.",
     "parameter names": "Make the model with the same parameters, tied alike, or export again.",
     "parameter shape": "Make the model with the same configuration, or export again.",
     "parameter dtype": "Convert the model before loading, or export again.",
@@ -104,7 +106,7 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         # Without its module, which is __main__ for who runs it as a script.
         "model": type(model).__qualname__,
         "code": code_hash(model),
-        "attributes": attributes(model),
+        "modules": {name: type(module).__qualname__ for name, module in model.named_modules() if name},
         "buffers": {name: f"{short_name(buffer.dtype)}{list(buffer.shape)}" for name, buffer in model.named_buffers()},
     }
 
@@ -117,9 +119,9 @@ def differences(exported: Mapping[str, Any], here: Mapping[str, Any]) -> Iterato
             parts = (*value, *(part for part in other if part not in value))
             for part in sorted(parts, key=lambda part: part.startswith("(")):  # what sums up others comes last
                 if value.get(part) != other.get(part):
-                    yield Difference(field, part, _shown(value.get(part)), _shown(other.get(part)))
+                    yield Difference(field, part, shown(value.get(part)), shown(other.get(part)))
         elif value != other:
-            yield Difference(field, "", _shown(value), _shown(other))
+            yield Difference(field, "", shown(value), shown(other))
 
 
 def table_differences(exported: ParamTable, here: ParamTable, names: Mapping[str, str]) -> Iterator[Difference]:
@@ -132,7 +134,7 @@ def table_differences(exported: ParamTable, here: ParamTable, names: Mapping[str
         for field, name in names.items():
             value, other = getattr(row, field), getattr(known[row.names], field)
             if value != other:
-                yield Difference(name, row.name, _shown(encode(value)), _shown(encode(other)))
+                yield Difference(name, row.name, shown(encode(value)), shown(encode(other)))
 
 
 def _names_difference(exported: ParamTable, here: ParamTable) -> Difference:
@@ -151,6 +153,7 @@ def refuse(path: Any, found: Iterator[Difference]) -> None:
         raise ArtifactError(f"{path} does not fit: {first}", field=first.field)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in a message."""
     text = str(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

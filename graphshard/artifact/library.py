@@ -121,7 +121,7 @@ class StoredPrograms:
         """The error for a call for which there is no program."""
         known = list(runner.executables.known)
         why = min((signature.details(other) for other in known), key=len, default="it has none at all")
-        why = "; ".join(runner.executables.misfits) or why
+        why = "; ".join(runner.executables.changes or runner.executables.misfits) or why
         return ArtifactError(
             f"{self.path} has no program for this call of {runner.tracer.name or 'the model'}: {why}. Export it with "
             "calls=[graphshard.Call(...)] for such calls too, or use graphshard.compile(..., artifact=...), which "

@@ -14,20 +14,24 @@ from typing_extensions import Unpack
 
 from graphshard.artifact.fingerprint import (
     MODEL_FIELDS,
+    Difference,
     differences,
     environment,
     model_facts,
     refuse,
+    shown,
     table_differences,
 )
 from graphshard.artifact.library import StoredPrograms, read_programs
 from graphshard.artifact.members import Artifact, read_artifact
 from graphshard.artifact.stored_options import check_same_options, restored_options
+from graphshard.capture.hooks import HOOKS
 from graphshard.codec.converter import read
 from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, build_table
 from graphshard.ir.precision import Precision
+from graphshard.module.guard import differences as state_differences
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.runner import Runner
 from graphshard.options.arguments import check_names, takes_options
@@ -83,6 +87,7 @@ def load(
     check_same_options(artifact.path, stored, params, tracer, given=options.keys())
     runner = make_runner(model, tracer, mesh)
     library = read_programs(artifact, index, model, runner)
+    _check_state(artifact, model, library)
     runner.library, runner.sealed = library, True
     shard(model, runner)
     library.install(model, runner)
@@ -98,7 +103,9 @@ def library_for(path: str | os.PathLike[str], model: nn.Module, runner: Runner) 
         params = artifact.params(index)
         _check_model(artifact, model, params)
         check_same_options(artifact.path, artifact.meshes[index]["options"], params, runner.tracer)
-        runner.library = library = read_programs(artifact, index, model, runner)
+        library = read_programs(artifact, index, model, runner)
+        _check_state(artifact, model, library)
+        runner.library = library
     except ArtifactError as error:
         log.warning("compiling instead of loading: %s", error)
         return None
@@ -129,11 +136,20 @@ def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh) -> int:
     return fits.index(True)
 
 
+def _check_state(artifact: Artifact, model: nn.Module, library: StoredPrograms) -> None:
+    """Raise ArtifactError if something that a program reads on modules is another than when it was exported."""
+    for record, program in zip(library.records, library.ready or ()):
+        for place, was, now in state_differences(program.state, model.get_submodule(record.entry)):
+            field = "hooks" if place.path[-1][1] in HOOKS else "attributes"
+            where = f"{record.entry}.{place}" if record.entry else str(place)
+            refuse(artifact.path, iter([Difference(field, where, shown(was), shown(now))]))
+
+
 def _check_model(artifact: Artifact, model: nn.Module, params: ParamTable) -> None:
     """Raise ArtifactError if the module is another than was exported."""
     exported, here = artifact.facts["model"], model_facts(model)
     refuse(artifact.path, differences({"model": exported["model"]}, here))
     table = build_table(model, mesh=Mesh.of_shape(1), units=(), precision=Precision(), reshard_after_forward=None)
     refuse(artifact.path, table_differences(params, table, MODEL_FIELDS))
-    for field in ("buffers", "attributes", "code"):
+    for field in ("buffers", "modules", "code"):
         refuse(artifact.path, differences({field: exported[field]}, here))

@@ -38,6 +38,7 @@ ROWS = {
 
 NOT_COMPARED = {
     "max_captures": "limits what is captured later, and is the same program",
+    "allow": "is about what may be captured, and the value that was is in the program",
     "verify": "checks the program, and is the same program",
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
+from graphshard.capture.backward_effects import no_effects_of_backward
 from graphshard.capture.checkpoints import mark_checkpoints
 from graphshard.capture.diagnose import explain_failure
 from graphshard.capture.dynamic_shapes import dynamic_dims
@@ -41,9 +42,12 @@ from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.entry import without_entries
 from graphshard.capture.extensions import Extended, Extensions
 from graphshard.capture.flat import FlatForward
+from graphshard.capture.hooks import HOOKS, hooks_of
 from graphshard.capture.late_gathers import settle_gathers
+from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.missing import MISSING
 from graphshard.capture.rounding import capture_decompositions
+from graphshard.capture.untraceable import Located
 from graphshard.capture.watch import check_nothing_kept
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import is_backward
@@ -61,7 +65,7 @@ class CaptureSpec:
     """What a capture depends on besides the module and the inputs; `dynamic_shapes` is in torch.export's format.
 
     `method` is what is captured, in the place of `forward`; `extended` are the parameters that decide themselves what
-    is gathered of them.
+    is gathered of them; `allow` names what is not torch's and may be kept.
     """
 
     params: ParamTable
@@ -73,6 +77,7 @@ class CaptureSpec:
     dynamic_shapes: Any = None
     method: str = "forward"
     extended: tuple[Extended, ...] = ()
+    allow: tuple[str, ...] = ()
 
 
 def capture(
@@ -92,12 +97,15 @@ def capture(
         ArgumentError, InputError: `dynamic_shapes` does not fit the inputs.
     """
     _check_extended(module, spec)
-    path = EagerPath()
+    path, learned = EagerPath(), Learned()
+    hooks = hooks_of(module)
     traced, first = None, None
     while traced is None:
         try:
             with torch.set_grad_enabled(grad):
-                traced = _trace(module, args, kwargs, spec, path, grad=grad)
+                traced = _trace(module, args, kwargs, spec, path, learned, grad=grad)
+        except Rerun:
+            continue
         except CaptureError as error:
             first = first or error  # of the path that the user knows
             if not path.concede():
@@ -109,8 +117,7 @@ def capture(
     if spec.extended:
         settle_gathers(phase, spec.mesh.shard, spec.extended[0].mesh.get_group().group_name)
         _erase_leaves(phase, {param.row.name for param in spec.extended})
-    constants = {**flat.attributes, **_lift_constants(phase)}
-    constants = {name: tensor for name, tensor in constants.items() if Slot("buffer", name) in phase.inputs}
+    constants = _lift_constants(phase)
     sizes = _sizes(inputs, spec.forward_class)
     if sizes and any(map(makes_size, joint.graph.nodes)):
         raise CaptureError(
@@ -134,6 +141,7 @@ def capture(
         sizes=sizes,
         shapes=tuple((tuple(t.shape), t.stride()) for t in inputs) if sizes else (),
         checks=flat.checks,
+        state=replace(flat.state, hooks=hooks),
     )
 
 
@@ -157,9 +165,16 @@ class _Traced(NamedTuple):
 
 
 def _trace(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec: CaptureSpec, path: EagerPath, *, grad: bool
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    spec: CaptureSpec,
+    path: EagerPath,
+    learned: Learned,
+    *,
+    grad: bool,
 ) -> _Traced:
-    """Trace the forward on a path that it may take."""
+    """Trace the forward on a path that it may take, with what is known of its attributes."""
     bare = functools.partial(_bare, module, spec)
     call = pytree.tree_flatten((args, kwargs))
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
@@ -173,6 +188,8 @@ def _trace(
         bare=bare,
         path=path,
         extensions=extensions,
+        learned=learned,
+        allow=spec.allow,
     )
     with bare():
         inputs, check_sizes = _fake_inputs(module, args, kwargs, spec, fake_mode, grad=grad)
@@ -181,15 +198,19 @@ def _trace(
         for slot in flat.slots
         if slot.kind != "input"
     ]
+    attributes = [_fake_attribute(tensor, spec, fake_mode, grad) for tensor, _ in learned.tensors.values()]
     try:
         with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)), quiet_tracing():
             stack.enter_context(fake_kernels(MISSING))
+            stack.enter_context(no_effects_of_backward(module, spec.forward_class.__name__))
             traced = aot_export_joint_with_descriptors(
-                stack, flat, (*state, *inputs), decompositions=capture_decompositions()
+                stack, flat, (*state, *inputs, *attributes), decompositions=capture_decompositions()
             )
         check_nothing_kept(flat.made)
         joint: GraphModule = traced.graph_module
         check_sizes(joint)
+    except Located as error:
+        raise CaptureError(str(error)) from None
     except Exception as error:
         raise explain_failure(error, spec.forward_class) from error
     return _Traced(joint, flat, inputs)
@@ -245,6 +266,14 @@ def _fake_state(
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=spec.device)
 
 
+def _fake_attribute(tensor: torch.Tensor, spec: CaptureSpec, fake_mode: FakeTensorMode, grad: bool) -> torch.Tensor:
+    """A tensor that a module holds as a plain attribute."""
+    device = spec.device if tensor.is_meta else tensor.device
+    with fake_mode:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return made.requires_grad_(tensor.requires_grad and grad)
+
+
 def _sizes(tensors: list[torch.Tensor], cls: type[nn.Module]) -> tuple[Size, ...]:
     sizes = find_sizes(dict(enumerate(tensors)))
     known = {size.symbol for size in sizes}
@@ -262,8 +291,7 @@ def _sizes(tensors: list[torch.Tensor], cls: type[nn.Module]) -> tuple[Size, ...
 def _bare(module: nn.Module, spec: CaptureSpec) -> Iterator[None]:
     """The module as the user wrote it; undone on exit, with whatever forward has done to attributes meanwhile.
 
-    Hooks of the root are left out: they run around the compiled forward. Backward hooks of other modules are left out,
-    too: there is no such module in the compiled backward.
+    Hooks of the root are left out: they run around the compiled forward.
     """
     with contextlib.ExitStack() as stack:
         for owner in module.modules():
@@ -271,9 +299,8 @@ def _bare(module: nn.Module, spec: CaptureSpec) -> Iterator[None]:
             _restore(owner, without_entries(owner))
             for attribute in ("_parameters", "_buffers"):
                 owner.__dict__[attribute] = dict(owner.__dict__[attribute])
-            both = ("_backward_hooks", "_backward_pre_hooks")
-            for attribute in (*both, "_forward_hooks", "_forward_pre_hooks") if owner is module else both:
-                owner.__dict__[attribute] = type(getattr(owner, attribute))()
+        for attribute in HOOKS:
+            module.__dict__[attribute] = type(getattr(module, attribute))()
         stack.callback(setattr, module, "__class__", module.__class__)
         module.__class__ = spec.forward_class
         if spec.method != "forward":

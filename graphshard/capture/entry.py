@@ -9,15 +9,21 @@ from typing import Any
 
 from torch import nn
 
+from graphshard.ir.state import MISSING
+
 
 class Entry:
     """Stands in for a method of a module: runs a program captured for that method.
 
     The compiled forward of the whole model never calls it, and it is taken away while a module is captured.
+
+    Attributes:
+        replaced: what somebody had put in the method's place on this module; MISSING if nobody had.
     """
 
     def __init__(self, module: nn.Module, name: str, run: Callable[..., Any], method: str = "forward") -> None:
-        functools.update_wrapper(self, getattr(type(module), method).__get__(module))
+        self.replaced = module.__dict__.get(method, MISSING)
+        functools.update_wrapper(self, getattr(module, method))
         self._module, self._name, self._run, self._method = module, name, run, method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -33,16 +39,17 @@ class Entry:
 def install_entries(root: nn.Module, run: Callable[..., Any]) -> None:
     """Let every submodule that has parameters be called on its own; `run` gets name, method, module and inputs."""
     for name, module in root.named_modules():
-        implements_forward = type(module).forward is not nn.Module.forward
-        replaced = module.__dict__.get("forward") is not None  # by somebody else
-        if name and implements_forward and not replaced and any(True for _ in module.parameters()):
-            attributes = without_entries(module)
-            attributes.pop("forward", None)
+        found = module.__dict__.get("forward")
+        implements_forward = type(module).forward is not nn.Module.forward or found is not None
+        if name and implements_forward and type(found) is not Entry and any(True for _ in module.parameters()):
+            entry = Entry(module, name, run)
+            attributes = {key: value for key, value in module.__dict__.items() if key != "forward"}
             module.__dict__.clear()
             # First, so that who copies the module meets it before the shards.
-            module.__dict__.update({"forward": Entry(module, name, run), **attributes})
+            module.__dict__.update({"forward": entry, **attributes})
 
 
 def without_entries(module: nn.Module) -> dict[str, Any]:
     """A module's attributes as they were before `install_entries`."""
-    return {name: value for name, value in module.__dict__.items() if not isinstance(value, Entry)}
+    found = {name: value.replaced if type(value) is Entry else value for name, value in module.__dict__.items()}
+    return {name: value for name, value in found.items() if value is not MISSING}

@@ -1,6 +1,7 @@
 """A module's forward as a function of flat tensors, for AOTAutograd to call.
 
-    flat(*parameters, *buffers, *tensors of attributes, *tensors of a call) -> tensors of the result
+    flat(*parameters, *buffers, *tensors of a call, *tensors of attributes)
+        -> tensors of the result, tensors that forward leaves on modules
 
 AOTAutograd calls it twice, to learn about aliases and to trace. Each time the module is what the user wrote, holding
 the tensors that are traced, and it is left exactly as it was. Because the module itself is called, autograd does what
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +22,14 @@ from torch import nn
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree
 
+from graphshard.capture.attributes import Recorder
 from graphshard.capture.boundaries import unit_boundaries
 from graphshard.capture.checkpoints import CheckpointRegions, trace_checkpoints
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extensions
+from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
+from graphshard.capture.outside import no_outside_values
 from graphshard.capture.results import in_parts
 from graphshard.capture.substitute import Substitute
 from graphshard.capture.watch import Made, Watch, WatchHooks
@@ -33,6 +37,7 @@ from graphshard.ir.checks import Check, Condition
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Slot
+from graphshard.ir.state import ModuleState
 from graphshard.ir.torch_internals import (
     is_traced,
     memory_of,
@@ -47,11 +52,11 @@ class FlatForward(nn.Module):
     Attributes:
         slots: what the tensors that it takes are; inputs are numbered as the tensors of the call.
         originals: the module's own tensors by the names of the slots.
-        attributes: those that are neither parameters nor buffers.
-        leaves: of the last result; None in the place of tensors.
+        leaves: of the last result, and what forward left besides; None in the place of tensors.
         places: of the tensors among the leaves; those of the checks follow.
         checks: of the last call.
         made: the tensors that the last call made, while they are alive.
+        state: what the last call read and left on modules.
         out_spec: structure of the last result.
         regions: checkpointed regions that the last call went through.
     """
@@ -67,18 +72,20 @@ class FlatForward(nn.Module):
         bare: Callable[[], contextlib.AbstractContextManager[None]],
         path: EagerPath,
         extensions: Extensions,
+        learned: Learned,
+        allow: Collection[str],
     ) -> None:
         super().__init__()
-        self._call, self._path, self._bare = call, path, bare
+        self._call, self._path, self._bare, self._learned, self._allow = call, path, bare, learned, allow
         self._boundaries = functools.partial(unit_boundaries, module, units, params, precision)
         self.__dict__["_module"] = module  # which is not a part of this one
         self._owned = _owned_tensors(module, params)
-        count = sum(isinstance(leaf, torch.Tensor) for leaf in call[0])
         self._extensions = extensions
+        count = sum(isinstance(leaf, torch.Tensor) for leaf in call[0]) + len(learned.tensors)
         inputs = (Slot("input", str(i)) for i in range(count))
         self.slots = [*(owned.slot for owned in self._owned), *extensions.tensors, *inputs]
         self.originals = {owned.slot.name: owned.tensor for owned in self._owned}
-        self.attributes = {o.slot.name: o.tensor for o in self._owned if all(kind == "" for _, kind, _ in o.places)}
+        self.state = ModuleState()
         self.leaves: list[Any] = []
         self.places: list[int] = []
         self.checks: tuple[Check | Condition, ...] = ()
@@ -89,7 +96,8 @@ class FlatForward(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         module: nn.Module = self.__dict__["_module"]
         given = dict(zip(self.slots, tensors, strict=True))
-        inputs = iter(tensors[len(self._owned) + len(self._extensions.tensors) :])
+        passed = tensors[len(self._owned) + len(self._extensions.tensors) :]
+        inputs = iter(passed)
         leaves = [next(inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._call[0]]
         args, kwargs = pytree.tree_unflatten(leaves, self._call[1])
         with contextlib.ExitStack() as stack:
@@ -103,10 +111,16 @@ class FlatForward(nn.Module):
             watch = Watch({slot.name: tensor for slot, tensor in given.items() if slot.kind == "param"})
             stack.enter_context(watch)
             stack.enter_context(WatchHooks(watch.made))
-            stack.enter_context(Substitute({id(o.tensor): used[o.slot] for o in self._owned}))
+            own = {id(o.tensor): used[o.slot] for o in self._owned}
+            stack.enter_context(Substitute(own))
             self.regions = stack.enter_context(trace_checkpoints())
+            stack.enter_context(no_outside_values(module, self._allow))
+            recorder = Recorder(module, self._learned, own, self._allow)
+            stack.enter_context(recorder.recording(list(inputs)))
             result = self._path.around(module, watch.assume)(*args, **kwargs)
-        self.leaves, self.out_spec = pytree.tree_flatten(in_parts(take_apart(result, _is_computed)))
+            leaves, self.out_spec = pytree.tree_flatten(in_parts(take_apart(result, _is_computed)))
+            self.leaves = [*leaves, *recorder.finish(leaves, passed)]
+        self.state = recorder.state
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)
         self.leaves = [None if i in self.places else leaf for i, leaf in enumerate(self.leaves)]
@@ -140,11 +154,11 @@ class _Owned:
     def holders(self) -> Iterator[tuple[dict[str, Any], str]]:
         """Dictionaries to put another tensor into, with its name there."""
         for owner, kind, name in self.places:
-            yield (owner.__dict__ if kind == "" else owner.__dict__[kind]), name
+            yield owner.__dict__[kind], name
 
 
 def _owned_tensors(module: nn.Module, params: ParamTable) -> list[_Owned]:
-    """Parameters in the order of the table, buffers, and tensors that are plain attributes."""
+    """Parameters in the order of the table, and buffers."""
     owned: dict[int, _Owned] = {}
     rows = {row.name: _Owned(Slot("param", row.name), torch.empty(0)) for row in params}
     for prefix, owner in module.named_modules():
@@ -155,13 +169,12 @@ def _owned_tensors(module: nn.Module, params: ParamTable) -> list[_Owned]:
                 entry.tensor = param
                 entry.places.append((owner, "_parameters", name))
                 owned[id(param)] = entry
-    for kind in ("_buffers", ""):
-        for prefix, owner in module.named_modules():
-            dot = f"{prefix}." if prefix else ""
-            for name, value in (owner.__dict__[kind] if kind else owner.__dict__).items():
-                if isinstance(value, torch.Tensor):
-                    entry = owned.setdefault(id(value), _Owned(Slot("buffer", f"{dot}{name}"), value))
-                    entry.places.append((owner, kind, name))
+    for prefix, owner in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name, value in owner._buffers.items():
+            if value is not None:
+                entry = owned.setdefault(id(value), _Owned(Slot("buffer", f"{dot}{name}"), value))
+                entry.places.append((owner, "_buffers", name))
     return [*rows.values(), *(entry for entry in owned.values() if entry.slot.kind != "param")]
 
 

@@ -7,6 +7,8 @@ import sysconfig
 
 import torch
 
+from graphshard.ir.errors import CaptureError
+
 _PACKAGES = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -74,6 +76,10 @@ class Untraceable(Exception):
         super().__init__(what)
         self.kind = kind
         self.line = line
+
+
+class Located(CaptureError):
+    """An error whose message names the line of the user's code already; it is raised anew as a CaptureError."""
 
 
 def advice(kind: str) -> str:

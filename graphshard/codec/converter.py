@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from graphshard import passes
 from graphshard.capture.signature import Signature
 from graphshard.codec.graphs import check_phase, decode_graph, encode_graph
+from graphshard.codec.state import CLASSES, read_state, write_state
 from graphshard.codec.structures import decode_structure, describe_structure, described_structure, encode_structure
 from graphshard.codec.values import Decoder, encode, named, short_name, strings, unsupported
 from graphshard.cost.profile import Profile
@@ -197,6 +198,9 @@ def _converter() -> Converter:
     for kind, (unstructure, structure) in ways.items():
         converter.register_unstructure_hook(kind, unstructure)
         converter.register_structure_hook(kind, structure)
+    for kind in CLASSES.values():
+        converter.register_unstructure_hook(kind, write_state)
+        converter.register_structure_hook(kind, read_state)
     converter.register_structure_hook(Activation, _decode_activation)
     converter.register_unstructure_hook_func(lambda kind: kind == Planner, _encode_planner)
     converter.register_structure_hook_func(lambda kind: kind == Planner, _decode_planner)

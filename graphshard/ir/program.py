@@ -20,6 +20,7 @@ from graphshard.ir.fold import fold
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.plan import Plan
+from graphshard.ir.state import ModuleState
 
 # A size or a stride: a number, or a dynamic one.
 Extent = int | torch.SymInt
@@ -224,6 +225,7 @@ class Program:
         reason: why this program was captured.
         next_number: number of the next value to be printed; numbers are kept from stage to stage.
         checks: of the outputs of forward that follow those of the module.
+        state: what it reads and leaves on the module besides parameters and buffers.
         offloaded: shards, gradients and so optimizer state live on the host; graphs copy them to and from the device.
     """
 
@@ -251,6 +253,7 @@ class Program:
     reason: str = ""
     next_number: int = 0
     checks: tuple[Check | Condition, ...] = ()
+    state: ModuleState = field(default_factory=ModuleState)
     offloaded: bool = False
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -21,24 +20,6 @@ def check_no_new_parameters(module: nn.Module, table: ParamTable) -> None:
             raise ParameterError(
                 f"parameter {name} was added after graphshard.compile, which would leave it out of sharding and "
                 "reduction. Add parameters first, then compile the model."
-            )
-
-
-def warn_of_hooks(module: nn.Module) -> None:
-    """Warn of hooks on submodules, which do not run at every call."""
-    for name, sub in module.named_modules():
-        if not name:
-            continue
-        forward = [*sub._forward_hooks.values(), *sub._forward_pre_hooks.values()]
-        backward = [*sub._backward_hooks.values(), *sub._backward_pre_hooks.values()]
-        own = [hook for hook in (*forward, *backward) if not getattr(hook, "__module__", "").startswith("torch.")]
-        if own:
-            what = "its backward hooks do not run" if own[0] in backward else "its forward hooks run once, while the"
-            rest = "" if own[0] in backward else " program is captured: what they do to tensors is kept, nothing else"
-            warnings.warn(
-                f"{name} has hooks, such as {getattr(own[0], '__name__', own[0])}: {what}{rest}. Hooks of the compiled "
-                "module itself run at every call; put others there, or remove them.",
-                stacklevel=2,
             )
 
 

@@ -10,10 +10,19 @@ import torch
 
 from graphshard.capture.fit import misfit
 from graphshard.capture.signature import Signature
+from graphshard.module.guard import Guard
 from graphshard.runtime.step import Executable
 
 # How many shapes are remembered to fit a program with dynamic sizes; finding it again costs under a millisecond.
 REMEMBERED_SHAPES = 1024
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A program that is bound to a module, and what it takes for granted of that module's attributes."""
+
+    executable: Executable
+    guard: Guard
 
 
 @dataclass
@@ -22,31 +31,50 @@ class Executables:
 
     Attributes:
         misfits: why those with dynamic sizes did not fit the last call that none was found for.
+        changes: of the module, why those with the signature of that call did not.
     """
 
-    known: dict[Signature, Executable] = field(default_factory=dict)
+    known: dict[Signature, list[Installed]] = field(default_factory=dict)
     misfits: list[str] = field(default_factory=list)
-    _fits: dict[Signature, Executable] = field(default_factory=dict)
+    changes: list[str] = field(default_factory=list)
+    _fits: dict[Signature, list[Installed]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.known)
+        return sum(map(len, self.known.values()))
 
-    def find(self, signature: Signature, leaves: Sequence[Any]) -> Executable | None:
+    def add(self, signature: Signature, installed: Installed) -> None:
+        """One more program."""
+        self.known.setdefault(signature, []).append(installed)
+        self._fits.clear()
+
+    def find(self, signature: Signature, leaves: Sequence[Any]) -> Installed | None:
         """The program for a call: captured for its signature, or with dynamic sizes that its inputs fit."""
-        return self.known.get(signature) or self._fitting(signature, leaves)
+        self.misfits, self.changes = [], []
+        for one in self.known.get(signature, ()):
+            if self._holds(one):
+                return one
+        return next(filter(self._holds, self._fitting(signature, leaves)), None)
 
-    def _fitting(self, signature: Signature, leaves: Sequence[Any]) -> Executable | None:
+    def _holds(self, installed: Installed) -> bool:
+        change = installed.guard.change()
+        if change:
+            self.changes.append(change)
+        return not change
+
+    def _fitting(self, signature: Signature, leaves: Sequence[Any]) -> list[Installed]:
         if signature in self._fits:
             return self._fits[signature]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        found = None
-        self.misfits = []
-        for known, executable in self.known.items():
-            if executable.program.sizes and known.loose() == signature.loose():
-                why = misfit(executable.program, tensors)
-                found = executable if not why else found
-                self.misfits += [why] if why else []
-        if found is not None:
+        found = []
+        for known, programs in self.known.items():
+            for installed in programs:
+                if known != signature and installed.executable.program.sizes and known.loose() == signature.loose():
+                    why = misfit(installed.executable.program, tensors)
+                    if why:
+                        self.misfits.append(why)
+                    else:
+                        found.append(installed)
+        if found:
             if len(self._fits) >= REMEMBERED_SHAPES:
                 self._fits.clear()
             self._fits[signature] = found
@@ -60,5 +88,7 @@ class Executables:
         """Why a call with this signature needs another program."""
         if not self.known:
             return "first call"
+        if self.changes:
+            return self.changes[-1]
         reason = signature.changes_from(list(self.known)[-1])
         return f"{reason} ({'; '.join(self.misfits)})" if self.misfits else reason

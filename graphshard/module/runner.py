@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from graphshard.capture.entry import install_entries
 from graphshard.capture.signature import Signature
 from graphshard.ir.errors import CaptureLimitError
 from graphshard.ir.program import Phase, Program
@@ -23,8 +24,10 @@ from graphshard.ir.subclasses import is_extended
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.regions import lower
 from graphshard.module.agreement import Agreement
-from graphshard.module.callchecks import check_materialized, check_no_new_parameters, warn_of_hooks
-from graphshard.module.executables import Executables
+from graphshard.module.callchecks import check_materialized, check_no_new_parameters
+from graphshard.module.executables import Executables, Installed
+from graphshard.module.guard import Guard
+from graphshard.module.leave import leave
 from graphshard.module.tracer import Tracer, entry_name
 from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
@@ -104,11 +107,18 @@ class Runner:
         if self.to_install and self.library is not None:
             self.to_install = False
             self.library.install(module, self)
-        executable = self.executables.find(signature, leaves)
-        if executable is None:
+        found = self.executables.find(signature, leaves)
+        if found is None:
             args, kwargs = pytree.tree_unflatten(leaves, structure)
-            executable = self.install(module, signature, self.build(module, args, kwargs, signature))
-        return executable([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+            found = self.install(module, signature, self.build(module, args, kwargs, signature))
+            if not tracer.name:
+                install_entries(module, self.call_entry)  # of forwards that were replaced since
+        program, state = found.executable.program, found.guard.state
+        tensors = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *found.guard.tensors()]
+        results = found.executable(tensors)
+        if state.writes:
+            leave(state, module, results, tensors)
+        return pytree.tree_unflatten(results[: program.out_spec.num_leaves], program.out_spec)
 
     def call_entry(
         self, name: str, method: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -205,8 +215,6 @@ class Runner:
                 "numbers that change as tensors, or raise max_captures in graphshard.compile."
             )
         check_no_new_parameters(module, tracer.spec.params)
-        if not number:
-            warn_of_hooks(module)
         log.info("capture %d of %s: %s", number, tracer.label, reason)
         with progress(f"graphshard: {tracer.label}") as show:
             show("capture and passes")
@@ -226,7 +234,7 @@ class Runner:
 
     def install(
         self, module: nn.Module, signature: Signature, program: Program, make_backward: BackwardFactory | None = None
-    ) -> Executable:
+    ) -> Installed:
         """Check that the other ranks made the same program, and bind it to the module and the mesh."""
         self.agreement.check(program)
         partitioned = self._partitioned.get(signature)
@@ -243,9 +251,10 @@ class Runner:
             self.unsharded,
             self.groups,
         )
-        self.executables.known[signature] = executable
+        installed = Installed(executable, Guard(program.state, module, self.tracer.spec.forward_class.__name__))
+        self.executables.add(signature, installed)
         self.programs.append(program)
-        return executable
+        return installed
 
     def rerun(self, program: Program, partitioned: Partitioned, variant: Variant) -> Phase:
         """Lower a program's backward again, for gradients through other outputs or for microbatches."""

@@ -52,6 +52,7 @@ class Options:
     hardware: Hardware | None = None
     dynamic_shapes: DynamicShapes | None = None
     max_captures: int = 8
+    allow: Sequence[str] = ()
     passes: Pipeline | None = None
     verify: Level | None = None
 
@@ -80,6 +81,7 @@ class OptionArguments(TypedDict, total=False):
     memory_limit: int | None
     dynamic_shapes: DynamicShapes | None
     max_captures: int
+    allow: Sequence[str]
     passes: Pipeline | None
     verify: Level | None
 

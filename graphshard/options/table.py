@@ -46,7 +46,9 @@ def capture_spec(model: nn.Module, options: Options, mesh: Mesh, device: torch.d
         dims=check_placements(model, options.shard_placement_fn, ignored),
         ignored=ignored,
     )
-    return CaptureSpec(table, units, mesh, device, precision, type(model), options.dynamic_shapes)
+    return CaptureSpec(
+        table, units, mesh, device, precision, type(model), options.dynamic_shapes, allow=tuple(options.allow)
+    )
 
 
 def _gathers_again(reshard_after_forward: bool | int | None) -> bool | None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.distributed.fsdp import OffloadPolicy
 
+from graphshard.capture.outside import SOURCES
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.precision import check_policy
 from graphshard.lower.backends import Backend
@@ -143,6 +144,13 @@ def _verify(value: Any) -> None:
         raise ArgumentError(f"{where} must be one of {', '.join(map(repr, get_args(Level)))}, got {level!r}.")
 
 
+def _allow(value: Any) -> None:
+    names = value if isinstance(value, (list, tuple)) else [value]
+    for name in names:
+        if name not in SOURCES or names is not value:
+            raise ArgumentError(f"allow must be a tuple of some of {', '.join(map(repr, SOURCES))}, got {value!r}.")
+
+
 # By option, what raises ArgumentError if a value is wrong by itself. `hardware` is checked where its file is read.
 CHECKS: Mapping[str, Callable[[Any], None]] = {
     "reshard_after_forward": _reshard_after_forward,
@@ -156,6 +164,7 @@ CHECKS: Mapping[str, Callable[[Any], None]] = {
     "memory_limit": _memory_limit,
     "dynamic_shapes": _dynamic_shapes,
     "max_captures": _max_captures,
+    "allow": _allow,
     "passes": _passes,
     "verify": _verify,
 }

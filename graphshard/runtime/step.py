@@ -16,7 +16,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from graphshard.ir.graph import base_of, fake, restride
 from graphshard.ir.operators import finish_downloads
@@ -87,8 +86,8 @@ class Executable:
             self._grads = phase.outputs
             self._backwards[frozenset(s.name for s in phase.inputs if s.kind == "tangent"), None] = phase
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Run the program on the tensors among a call's inputs; return what the module returns."""
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Run the program on the tensors it is given; return the leaves of the result, and what follows them."""
         if self._backwards:
             wrt = [self._params[s.name].param if s.of == "param" else tensors[int(s.name)] for s in self._grads]
             results = iter(Step.apply(self, tensors, *wrt))
@@ -98,7 +97,7 @@ class Executable:
         flat = [next(results) if isinstance(value, Node) else value for value, _ in self._results]
         for check in reversed(self.program.checks):
             check(flat.pop())
-        return pytree.tree_unflatten(flat, self.program.out_spec)
+        return flat
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[Slot, Any]]:
         """Run the forward executor; return the module's tensors and the values saved for backward."""

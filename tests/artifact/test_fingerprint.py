@@ -19,8 +19,8 @@ from torch.export import Dim
 
 import graphshard
 from graphshard.artifact.fingerprint import differences, environment
-from graphshard.artifact.model_code import attributes, code_hash
 from graphshard.artifact.stored_options import check_same_options, describe_options, restored_options
+from graphshard.capture.code import code_hash
 from graphshard.ir.mesh import Mesh
 from graphshard.module.prepare import prepare
 from graphshard.options.options import Options
@@ -340,20 +340,8 @@ def test_code_hash_follows_functions_but_not_comments() -> None:
         def getsource(item: Any) -> str:
             return text if item is helper else real(item)
 
-        with mock.patch("graphshard.artifact.model_code.inspect.getsource", getsource):
+        with mock.patch("graphshard.capture.code.inspect.getsource", getsource):
             return code_hash(Calls(Config()))
 
     assert hashed(source.format("relu()", "another comment")) == before
     assert hashed(source.format("tanh()", "")) != before
-
-
-def test_hashes_of_objects_are_not_compared() -> None:
-    """They differ from process to process; transformers keeps one in every generation_config."""
-    config = Config(theta=2.0)
-    config._original_object_hash = hash(object())
-    assert attributes(Calls(config)) == attributes(Calls(Config(theta=2.0)))
-
-
-def test_attributes_are_followed_into_configurations() -> None:
-    found = attributes(Calls(Config(theta=2.0)))
-    assert found == {"config": "{names: ['a'], theta: 2.0}"}

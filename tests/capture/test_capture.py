@@ -165,7 +165,7 @@ def test_dataclass_inputs() -> None:
 
 
 def test_constants_become_inputs() -> None:
-    """Tensors held as plain attributes, buffers that are not saved, and tensors made in forward."""
+    """Tensors held as plain attributes (behind those of the call), buffers, and tensors made in forward."""
 
     class Model(Scale):
         def __init__(self) -> None:
@@ -180,11 +180,10 @@ def test_constants_become_inputs() -> None:
 
     model = Model()
     program = captured(model, (X,), world_size=1)
-    constants = {name for name in program.constants if not name.startswith("lifted")}
-    assert constants == {"plain", "inner.plain"}
-    assert program.constants["plain"] is model.plain
-    assert {"buffer:plain", "buffer:inner.plain", "buffer:unsaved"} < set(_labels(program)[0])
-    (results,) = step(through(program, "partition"), model, [(X,)])
+    assert [name.startswith("lifted") for name in program.constants] == [True]
+    assert [str(place) for (place,) in program.state.inputs] == ["plain", "inner.plain"]
+    assert {"input:0", "input:1", "input:2", "buffer:unsaved"} < set(_labels(program)[0])
+    (results,) = step(through(program, "partition"), model, [(X, model.plain, model.inner.plain)])
     assert torch.equal(results["output:0"], model(X))
 
 
@@ -360,8 +359,7 @@ def test_constants_are_left_as_they_were() -> None:
     model.counter = torch.zeros(4)
     program = captured(model, (X,), world_size=1)
     assert model.counter.tolist() == [0, 0, 0, 0]
-    assert program.constants["counter"] is model.counter
-    assert Slot("mutation", "counter", "buffer") in program.phases["joint"].outputs
+    assert Slot("mutation", "1", "input") in program.phases["joint"].outputs
 
 
 def test_hooks_of_the_root_run_outside() -> None:

@@ -36,6 +36,7 @@ from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.plan import Bucket, Event, Plan, Prediction
 from graphshard.ir.program import Phase, Planner, Program, Region, Size, Slot, Stage, UnitMemory
 from graphshard.ir.sizes import size_inputs
+from graphshard.ir.state import UNSEEN, Read
 from graphshard.ir.torch_internals import new_fake_mode, new_size
 from graphshard.lower.operators import compile_operators
 from graphshard.lower.regions import lower
@@ -45,8 +46,9 @@ from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
 from tests.helpers import Blocks, captured, through
 
-# Fields that are blank when they come back: times, and the texts of earlier stages, which have files of their own.
-BLANK = {(Program, "lowering_seconds"): 0.0, (Stage, "seconds"): 0.0, (Stage, "text"): ""}
+# Fields that are blank when they come back: times, objects of another process, and the texts of earlier stages, which
+# have files of their own.
+BLANK = {(Program, "lowering_seconds"): 0.0, (Stage, "seconds"): 0.0, (Stage, "text"): "", (Read, "witness"): UNSEEN}
 # Types whose fields are not those of a file: they are stored as a whole.
 WHOLE = (torch.Tensor, torch.SymInt, GraphModule, pytree.TreeSpec, Profile, Phase)
 NAMES = iter(f"x{index}" for index in range(10**6))

@@ -61,7 +61,7 @@ SHAPING: dict[str, Callable[[nn.Module], Any]] = {
 
 def test_every_option_is_tried() -> None:
     """But for those that shape no program."""
-    assert {field.name for field in fields(Options)} - SHAPING.keys() == {"hardware", "max_captures", "verify"}
+    assert {field.name for field in fields(Options)} - SHAPING.keys() == {"allow", "hardware", "max_captures", "verify"}
 
 
 def small() -> Net:

@@ -1,0 +1,16 @@
+"""Which line of the user's code runs."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+from graphshard.capture.untraceable import is_users
+
+
+def user_line() -> str:
+    """The innermost line of the user's code that runs now, as "file:line"; "" if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""

@@ -1,0 +1,119 @@
+"""Random numbers and clocks that are not torch's: a trace would keep one value of them, for ever.
+
+    random.random()                 an error that names the line
+    allow=("random",)               the value of the trace is kept, as the user wants it
+
+Functions of these modules are exchanged while a forward is traced, where they are kept and in modules of the user's
+that imported them by name. Draws that are made otherwise are seen by the state of a generator, which has moved on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import secrets
+import sys
+import time
+import types
+import uuid
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from graphshard.capture.untraceable import Untraceable, is_users
+
+_CLOCKS = ("monotonic", "perf_counter", "process_time", "thread_time", "time")
+# What `allow` may name: modules of Python, with what in them gives another value at every call; () is all.
+SOURCES: dict[str, tuple[types.ModuleType, tuple[str, ...]]] = {
+    "random": (random, ()),
+    "numpy.random": (np.random, ()),
+    "time": (time, (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS), "ctime", "gmtime", "localtime")),
+    "os": (os, ("urandom", "getrandom")),
+    "uuid": (uuid, ("uuid1", "uuid4")),
+    "secrets": (secrets, ()),
+}
+_GENERATORS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    random.Random: ("random", lambda generator: generator.getstate()),
+    np.random.RandomState: ("numpy.random", lambda generator: generator.get_state(legacy=False)),
+    np.random.Generator: ("numpy.random", lambda generator: generator.bit_generator.state),
+}
+
+
+@contextlib.contextmanager
+def no_outside_values(module: nn.Module, allow: Collection[str]) -> Iterator[None]:
+    """In the block, code of the user's that asks a source of SOURCES which is not allowed is an error.
+
+    Args:
+        module: its classes say which modules of Python may have imported something by name.
+
+    Raises, in the block or at its end:
+        Untraceable: names the function.
+    """
+    refused = [source for source in SOURCES if source not in allow]
+    asked = {id(function): _refusing(source, function) for source in refused for function in _functions(source)}
+    python, numpy = random._inst, np.random.mtrand._rand
+    states = [Generator(generator) for generator in (python, numpy)]
+    with contextlib.ExitStack() as stack:
+        for namespace in (*(vars(SOURCES[source][0]) for source in refused), *_namespaces(module)):
+            for name, value in list(namespace.items()):
+                if id(value) in asked:
+                    stack.callback(namespace.__setitem__, name, value)
+                    namespace[name] = asked[id(value)]
+        yield
+    for state in states:
+        state.check(allow)
+
+
+class Generator:
+    """A generator of random numbers, and the state that it was in."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._source, self._state = next(value for kind, value in _GENERATORS.items() if isinstance(generator, kind))
+        self._before = repr(self._state(generator))
+
+    @staticmethod
+    def is_one(value: Any) -> bool:
+        """Whether a value is a generator of Python's or numpy's."""
+        return isinstance(value, tuple(_GENERATORS))
+
+    def check(self, allow: Collection[str]) -> None:
+        """Raise Untraceable if numbers were drawn from it, unless that is allowed."""
+        if self._source not in allow and repr(self._state(self._generator)) != self._before:
+            raise _refusal(self._source, f"a {type(self._generator).__name__}")
+
+
+def _functions(source: str) -> Iterator[Any]:
+    module, names = SOURCES[source]
+    for name in names or module.__all__:
+        function = getattr(module, name, None)
+        if callable(function) and not isinstance(function, type):
+            yield function
+
+
+def _namespaces(module: nn.Module) -> list[dict[str, Any]]:
+    """Globals of the user's modules that define the model's classes and replaced forwards."""
+    names = {cls.__module__ for sub in module.modules() for cls in type(sub).__mro__}
+    names |= {str(getattr(vars(sub).get("forward"), "__module__", "")) for sub in module.modules()}
+    found = (sys.modules.get(name) for name in sorted(names))
+    return [vars(m) for m in found if m is not None and is_users(getattr(m, "__file__", None) or "<>")]
+
+
+def _refusing(source: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, but not for code of the user's."""
+
+    @functools.wraps(function)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if is_users(sys._getframe(1).f_code.co_filename):
+            raise _refusal(source, f"{source}.{function.__name__}")
+        return function(*args, **kwargs)
+
+    return refuse
+
+
+def _refusal(source: str, what: str) -> Untraceable:
+    return Untraceable("outside", f"{what}; compile with allow=({source!r},) to keep the value of the capture")

@@ -1,0 +1,74 @@
+"""How what is at a place of a module is looked up, and changed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from graphshard.capture.entry import Entry
+from graphshard.capture.outer import getter
+from graphshard.ir.state import MISSING, Path, Place, StepKind
+
+
+class LookUp(NamedTuple):
+    """A call that finds something: `get(key, MISSING)`, and where that is a container, steps into it."""
+
+    get: Callable[[Any, Any], Any]
+    key: Any
+    rest: Path = ()
+
+    def now(self) -> Any:
+        """What is there; MISSING if nothing is. An entry counts as what it stands in for."""
+        value = self.get(self.key, MISSING)
+        for kind, key in self.rest:
+            value = _item(value, key) if kind == "item" else _attributes(value, kind, key)(key, MISSING)
+        return value.replaced if type(value) is Entry else value
+
+
+def look_up(root: nn.Module, place: Place) -> LookUp:
+    """The way to a place, up to the first container: another may take its place, while objects are compared.
+
+    Raises:
+        AttributeError: there is no such module or object.
+    """
+    owner: Any = root.get_submodule(place.module)
+    if not place.path:
+        return LookUp(lambda _, __: owner, "")
+    first = next((i for i, (kind, _) in enumerate(place.path) if kind == "item"), len(place.path))
+    for kind, key in place.path[: first - 1]:
+        owner = _attributes(owner, kind, key)(key, MISSING)
+    kind, key = place.path[first - 1]
+    return LookUp(_attributes(owner, kind, key), key, place.path[first:])
+
+
+def owner_of(root: nn.Module, place: Place) -> Any:
+    """What holds what is at a place."""
+    return look_up(root, Place(place.module, place.path[:-1])).now()
+
+
+def _attributes(owner: Any, kind: StepKind, key: Any) -> Callable[[Any, Any], Any]:
+    """What looks an attribute up."""
+    if isinstance(owner, types.FunctionType) and kind in ("cell", "global"):
+        return getter(owner, kind, key)
+    if isinstance(owner, (types.MethodType, functools.partial)):
+        return functools.partial(getattr, owner)
+    if kind == "value":
+        return lambda number, default: next(itertools.islice(owner.values(), number, None), default)
+    attributes: dict[str, Any] = vars(owner)
+    if kind == "class":
+        # The class of a compiled module is graphshard's; the user's is behind it.
+        return functools.partial(getattr, type(owner).__bases__[-1] if "_graphshard" in attributes else type(owner))
+    own = ("_parameters", "_buffers", "_modules") if isinstance(owner, nn.Module) else ()
+    return next((attributes[name].get for name in own if key in attributes[name]), attributes.get)
+
+
+def _item(value: Any, key: Any) -> Any:
+    try:
+        return value[key]
+    except (IndexError, KeyError, TypeError):
+        return MISSING

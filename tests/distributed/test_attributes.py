@@ -1,0 +1,389 @@
+"""What forward reads and leaves on modules, side by side with FSDP2: values, gradients and attributes are equal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import graphshard
+from tests.distributed.nets import rows
+from tests.distributed.twins import assert_same, grads_of, twins, world_mesh
+from tests.ranks import RankError, Ranks
+
+Do = Callable[[nn.Module], Any]
+
+
+@dataclasses.dataclass
+class Config:
+    scale: float = 2.0
+    names: tuple[str, ...] = ("tanh",)
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.1)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.act(self.drop(self.lin(x)))
+
+
+class Net(nn.Module):
+    """Two units, and a body that a test chooses: `body(self, x)` between them."""
+
+    kind = "add"
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Part() for _ in range(2))
+        self.body = body
+        self.register_buffer("ran", torch.zeros(4))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.body(self, self.layers[0](x))).square().mean()
+
+
+def _left(model: nn.Module) -> dict[str, Any]:
+    """What is on the model's modules, parameters and methods aside."""
+    skipped = {"training", "body", "forward", "_graphshard"}
+    found = {}
+    for name, module in model.named_modules():
+        values = {k: v for k, v in vars(module).items() if k not in skipped and not k.startswith("_")}
+        for key, value in {**values, **dict(module._buffers)}.items():
+            for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+                if isinstance(leaf, (Tensor, int, float, str, type(None))):
+                    found[f"{name}.{key}{pytree.keystr(path)}"] = leaf.detach() if isinstance(leaf, Tensor) else leaf
+    return found
+
+
+def _steps(rank: int, world_size: int, make: Callable[[], nn.Module], between: list[Do], loss: Do | None) -> list[str]:
+    """A training step on both after each change; why programs were captured."""
+    torch.manual_seed(0)
+    pair = twins(make(), world_mesh())
+    for number, change in enumerate([lambda model: None, *between]):
+        found = []
+        for model in pair:
+            change(model)
+            model.zero_grad()
+            torch.manual_seed(rank)
+            out = model(rows(10 * number + rank))
+            total = out if loss is None else out + loss(model)
+            total.backward()
+            found.append({"out": out.detach(), "grad_fn": out.grad_fn is not None, **_left(model)})
+        assert_same(*found, f"step {number}")
+        assert_same(*map(grads_of, pair), f"gradients of step {number}")
+    return [program.reason for program in graphshard.programs(pair[0])]
+
+
+def _nothing(model: Any) -> None:
+    pass
+
+
+# --- reads -------------------------------------------------------------------------------------------------------
+
+
+def _scaled(self: Any, x: Tensor) -> Tensor:
+    x = x * self.scale * self.config.scale
+    return x.tanh() if self.config.names == ("tanh",) else x
+
+
+def _plain_net() -> Net:
+    return Net(_scaled, scale=1.0, config=Config())
+
+
+def _set(path: str, value: Any) -> Do:
+    def change(model: nn.Module) -> None:
+        owner, _, name = path.rpartition(".")
+        target: Any = model
+        for part in filter(None, owner.split(".")):
+            target = target[int(part)] if part.isdigit() else getattr(target, part)
+        setattr(target, name, value.clone() if isinstance(value, Tensor) else value)
+
+    return change
+
+
+def _halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+def _kinds(self: Any, x: Tensor) -> Tensor:
+    return x + 1 if self.kind == "add" else x * 3
+
+
+CHANGES = {
+    "a number": ("scale", 3.0, 1.0, "Net.scale was 1.0 and is 3.0"),
+    "a dropout": ("layers.0.drop.p", 0.0, 0.1, "Net.layers.0.drop.p was 0.1 and is 0.0"),
+    "a field": ("config.scale", 5.0, 2.0, "Net.config.scale was 2.0 and is 5.0"),
+    "a tuple": ("config.names", ("sin",), ("tanh",), "Net.config.names was ('tanh') and is ('sin')"),
+}
+
+
+def _switches(rank: int, world_size: int, path: str, new: Any, old: Any, make: Any = _plain_net) -> list[str]:
+    return _steps(rank, world_size, make, [_nothing, _set(path, new), _set(path, old), _set(path, new)], None)
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_an_attribute_that_is_changed_takes_effect_and_switching_back_finds_the_program(
+    ranks: Ranks, case: str
+) -> None:
+    path, new, old, reason = CHANGES[case]
+    for reasons in ranks(2).run(_switches, path, new, old, share=False):
+        assert reasons == ["first call", reason]
+
+
+def test_as_json_the_program_is_checked_as_well(ranks: Ranks) -> None:
+    """The second rank reads programs from JSON, which has descriptions instead of objects."""
+    path, new, old, reason = CHANGES["a field"]
+    assert ranks(2).run(_switches, path, new, old) == [["first call", reason]] * 2
+
+
+def _structure(rank: int, world_size: int) -> list[str]:
+    changes = [
+        _set("layers.0.act", nn.Tanh()),
+        _set("layers.1.forward", _halved),
+        _set("ran", torch.ones(2, 4)),
+        lambda model: delattr(model.layers[1], "forward"),
+        _set("layers.0.act", nn.GELU()),
+        _set("kind", "mul"),
+    ]
+    return _steps(rank, world_size, lambda: Net(_kinds), changes, None)
+
+
+def test_modules_forwards_buffers_and_class_attributes_may_be_replaced(ranks: Ranks) -> None:
+    for reasons in ranks(2).run(_structure, share=False):
+        assert len(reasons) == 7
+        assert reasons[1] == "a submodule of Net.layers.0 was exchanged"
+        assert reasons[2].startswith("Net.layers.1.forward was missing and is _halved")
+        assert reasons[6] == "Net.kind was missing and is 'mul'"
+
+
+# --- tensors -----------------------------------------------------------------------------------------------------
+
+
+def _with_tensors(self: Any, x: Tensor) -> Tensor:
+    self.count.add_(1)
+    return x * self.freqs + self.table["k"][0] + self.ran
+
+
+def _tensors(rank: int, world_size: int) -> list[str]:
+    def make() -> Net:
+        table = {"k": [torch.ones(4), 1]}
+        return Net(_with_tensors, freqs=torch.arange(4.0), table=table, count=torch.zeros(()))
+
+    changes = [
+        _set("freqs", torch.ones(4)),
+        lambda model: model.freqs.mul_(3),
+        lambda model: model.table.update(k=[torch.full((4,), 2.0), 1]),
+        _set("freqs", torch.ones(5, 4)),
+    ]
+    return _steps(rank, world_size, make, changes, None)
+
+
+def test_tensors_in_attributes_are_read_at_every_call(ranks: Ranks) -> None:
+    for reasons in ranks(2).run(_tensors, share=False):
+        was = "float32[4] with strides [1]"
+        assert reasons == ["first call", f"Net.freqs was {was} and is float32[5, 4] with strides [4, 1]"]
+
+
+def _with_gradient(rank: int, world_size: int) -> int:
+    def make() -> Net:
+        return Net(lambda self, x: x * self.weight, weight=torch.full((4,), 2.0, requires_grad=True))
+
+    torch.manual_seed(0)
+    pair = twins(make(), world_mesh())
+    for model in pair:
+        torch.manual_seed(rank)
+        for _ in range(2):
+            model(rows(rank)).backward()
+    assert_same(*({"grad": model.weight.grad} for model in pair), "attribute")
+    assert_same(*map(grads_of, pair), "parameters")
+    return len(graphshard.programs(pair[0]))
+
+
+def test_a_tensor_in_an_attribute_receives_its_gradient(ranks: Ranks) -> None:
+    assert ranks(2).run(_with_gradient, share=False) == [1, 1]
+
+
+# --- writes ------------------------------------------------------------------------------------------------------
+
+
+def _counting(self: Any, x: Tensor) -> Tensor:
+    self.step += 1
+    self.seen["n"] += x.shape[0]
+    self.share = self.step / 8
+    return x * 2 if self.step < 3 else x
+
+
+def _router(self: Any, x: Tensor) -> Tensor:
+    self.aux = None
+    self.aux = x.square().mean() + (0 if self.aux is None else self.aux)
+    self.ran = 0.9 * self.ran + 0.1 * x.detach().mean(0)
+    self.last = {"x": x.detach(), "pair": (x.detach() * 2, "text")}
+    self.history.append(x.detach().mean())
+    self.losses = []
+    self.losses.append(self.aux * 2)
+    return x
+
+
+WRITES = {
+    "counters": (lambda: Net(_counting, step=0, seen={"n": 0}), None, 2),
+    "tensors": (lambda: Net(_router, history=[]), lambda model: model.aux + model.losses[0], 1),
+}
+
+
+def _writes(rank: int, world_size: int, case: str) -> list[str]:
+    make, loss, _ = WRITES[case]
+    return _steps(rank, world_size, make, [_nothing] * 4, loss)
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_what_forward_leaves_is_there_after_every_call(ranks: Ranks, case: str) -> None:
+    for reasons in ranks(2).run(_writes, case, share=False):
+        assert len(reasons) == WRITES[case][2], reasons
+
+
+# --- hooks, closures, globals ------------------------------------------------------------------------------------
+
+SEEN: list[Tensor] = []
+FACTOR = 2.0
+
+
+class _Keeps:
+    """An object with a method that is a hook."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+        self.calls = 0
+
+    def hook(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        self.outputs.append(out.detach())
+        self.calls += 1
+
+
+def _hooks(rank: int, world_size: int) -> list[str]:
+    """Forward hooks that change tensors, keep them and count; added before capture, after it, and removed."""
+    torch.manual_seed(0)
+    pair = twins(Net(lambda self, x: x), world_mesh())
+    kept = [_watched(model) for model in pair]
+    handles: list[Any] = []
+    for number in range(4):
+        found = []
+        for model, (keeps, outputs, count, remember) in zip(pair, kept):
+            if number == 1:
+                handles.append(model.layers[1].register_forward_pre_hook(remember))
+            if number == 3:
+                handles.pop(0).remove()
+            model.zero_grad()
+            torch.manual_seed(rank)
+            out = model(rows(10 * number + rank))
+            out.backward()
+            lists = {f"{i}": tensor for i, tensor in enumerate((*keeps.outputs, *outputs))}
+            found.append({"out": out.detach(), "calls": keeps.calls, "count": count["n"], **lists})
+        assert_same(*found, f"call {number}")
+        assert_same(*map(grads_of, pair), f"gradients of call {number}")
+    return [program.reason for program in graphshard.programs(pair[0])]
+
+
+def _watched(model: nn.Module) -> tuple[_Keeps, list[Tensor], dict[str, int], Callable[..., None]]:
+    """Hooks that double, and that keep; what they keep, and a hook to be added later."""
+    outputs: list[Tensor] = []
+    keeps, count = _Keeps(), {"n": 0}
+
+    def double(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * 2
+
+    def remember(module: nn.Module, args: Any) -> None:
+        outputs.append(args[0].detach())
+        count["n"] += 1
+
+    model.layers[0].lin.register_forward_hook(double)
+    model.layers[0].register_forward_hook(keeps.hook)
+    return keeps, outputs, count, remember
+
+
+def test_forward_hooks_of_submodules_run_at_every_call(ranks: Ranks) -> None:
+    for reasons in ranks(2).run(_hooks, share=False):
+        assert reasons == ["first call", "Net.layers.1._forward_pre_hooks were added"]
+
+
+def _backward_hooks(rank: int, world_size: int) -> list[str]:
+    def halve(module: nn.Module, grads: Any, outs: Any) -> Any:
+        return tuple(grad / 2 for grad in grads)
+
+    def triple(module: nn.Module, outs: Any) -> Any:
+        return tuple(out * 3 for out in outs)
+
+    def hook(model: nn.Module) -> None:
+        model.layers[0].register_full_backward_pre_hook(triple)
+
+    def make() -> nn.Module:
+        model = Net(lambda self, x: x)
+        model.layers[1].lin.register_full_backward_hook(halve)
+        return model
+
+    return _steps(rank, world_size, make, [hook], None)
+
+
+def test_backward_hooks_of_submodules_change_gradients(ranks: Ranks) -> None:
+    for reasons in ranks(2).run(_backward_hooks, share=False):
+        assert reasons == ["first call", "Net.layers.0._backward_pre_hooks were added"]
+
+
+def _backward_effect(rank: int, world_size: int, attribute: bool) -> None:
+    norms: list[Tensor] = []
+
+    def spy(module: Any, grads: Any, outs: Any) -> None:
+        if attribute:
+            module.norm = outs[0].norm()
+        else:
+            norms.append(outs[0].norm())
+
+    model = Net(lambda self, x: x)
+    model.layers[0].register_full_backward_hook(spy)
+    ours = graphshard.compile(model, world_mesh(), backend="eager")
+    try:
+        ours(rows(rank))
+    finally:
+        assert not norms
+        assert not hasattr(model.layers[0], "norm")
+
+
+@pytest.mark.parametrize(("attribute", "what"), [(True, r"layers\.0\.norm"), (False, r"_backward_hooks\.0\.norms")])
+def test_what_a_backward_hook_leaves_is_an_error(ranks: Ranks, attribute: bool, what: str) -> None:
+    with pytest.raises(
+        RankError, match=f"CaptureError: graphshard cannot capture Net.forward: .* changes .*{what}, which"
+    ):
+        ranks(2).run(_backward_effect, attribute, share=False)
+
+
+def _with_globals(self: Any, x: Tensor) -> Tensor:
+    SEEN.append(x.detach().sum())
+    return x * FACTOR
+
+
+def _globals(rank: int, world_size: int) -> tuple[int, list[str]]:
+    def change(model: nn.Module) -> None:
+        globals()["FACTOR"] = 3.0
+
+    reasons = _steps(rank, world_size, lambda: Net(_with_globals), [_nothing, change], None)
+    both = [float(t) for t in SEEN]
+    globals().update(FACTOR=2.0)
+    SEEN.clear()
+    assert both[::2] == both[1::2]
+    return len(both), reasons
+
+
+def test_globals_that_forward_names_are_read_and_written(ranks: Ranks) -> None:
+    for number, reasons in ranks(2).run(_globals, share=False):
+        assert number == 6
+        assert reasons == ["first call", "Net.body.FACTOR was 2.0 and is 3.0"]
