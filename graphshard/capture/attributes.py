@@ -304,7 +304,8 @@ class Recorder:
         if place not in places:
             places.append(place)
         if id(tensor) not in self._tensors:  # forward may write to it, in this run that is to be repeated
-            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            with torch._C.DisableTorchFunction():
+                return tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return self._tensors[id(tensor)]
 
     def _learn_tensors(self) -> None:

@@ -57,6 +57,10 @@ _ADVICE = {
         "What forward returns has a value that no program can make. Return tensors, numbers, strings, and objects or "
         "collections that hold them."
     ),
+    "outside": (
+        "It is not torch's, so each call would see the value of the capture. Draw with torch's generator (torch.rand, "
+        "torch.randint), or pass the value into the call as a tensor."
+    ),
     "other": "This line cannot be traced, or it fails for these inputs.",
 }
 

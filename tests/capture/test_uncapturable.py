@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import types
 
 import pytest
 import torch
@@ -64,27 +65,28 @@ class _WriteToData(Scale):
         return x * self.w
 
 
-FOREIGN = nn.Parameter(torch.ones(4))
+# Attributes of objects that are globals are not followed, as those of modules are.
+FOREIGN = types.SimpleNamespace(w=nn.Parameter(torch.ones(4)))
 
 
 class _Foreign(Scale):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.w * FOREIGN
+        return x * self.w * FOREIGN.w
 
 
-KEPT: list[torch.Tensor] = []
+KEPT = types.SimpleNamespace(tensors=[])
 
 
 class _Keep(Scale):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        KEPT.append(x * self.w)
+        KEPT.tensors.append(x * self.w)
         return x * self.w
 
 
 class _KeepGradient(Scale):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * self.w
-        y.register_hook(lambda grad: KEPT.append(grad))
+        y.register_hook(lambda grad: KEPT.tensors.append(grad))
         return y * 2
 
 
@@ -124,16 +126,20 @@ UNCAPTURABLE_WITH_GRADIENTS = [
     (_WriteToData, "self.w.data[1:].mul_(2)", "Forward writes to a parameter."),
     (
         _Foreign,
-        "return x * self.w * FOREIGN",
+        "return x * self.w * FOREIGN.w",
         "Forward uses a tensor that requires a gradient and belongs",
     ),
     (_Sparse, "return F.embedding(x.long(), self.w[:, None], sparse=True)", "The gradient of this embedding would be"),
     (_Backward, "y.backward(retain_graph=True)", "Gradients of parameters are accumulated after the call."),
     (_Accumulated, "return x * self.w if self.w.grad is None else x", "Gradients of parameters are accumulated after"),
-    (_Keep, "KEPT.append(x * self.w)", "A tensor of this forward is kept outside of the modules after the call."),
+    (
+        _Keep,
+        "KEPT.tensors.append(x * self.w)",
+        "A tensor of this forward is kept outside of the modules after the call.",
+    ),
     (
         _KeepGradient,
-        "y.register_hook(lambda grad: KEPT.append(grad))",
+        "y.register_hook(lambda grad: KEPT.tensors.append(grad))",
         "A tensor of this forward is kept outside of the modules after the call.",
     ),
 ]
@@ -148,7 +154,7 @@ def test_an_error_where_a_program_would_differ(cls: type[nn.Module], line: str, 
     """What forward does to tensors that are not its own is never left out in silence."""
     with pytest.raises(CaptureError, match=_error(cls, line, advice)):
         captured(cls(4), (X,))
-    KEPT.clear()
+    KEPT.tensors.clear()
 
 
 def test_torch_func_in_forward() -> None:
@@ -170,10 +176,10 @@ def test_tensors_without_a_gradient_may_be_anybodys() -> None:
 
     class Model(Scale):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.w * FOREIGN.detach()
+            return x * self.w * FOREIGN.w.detach()
 
     (constant,) = captured(Model(4), (X,)).constants.values()
-    assert constant.data_ptr() == FOREIGN.data_ptr()
+    assert constant.data_ptr() == FOREIGN.w.data_ptr()
 
 
 @pytest.mark.parametrize(("cls", "line", "advice"), UNCAPTURABLE, ids=[cls.__name__ for cls, *_ in UNCAPTURABLE])
