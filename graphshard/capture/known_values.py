@@ -206,7 +206,8 @@ def _guarded(func: Any, frame: FrameType) -> bool | None:
 
 
 def _as_tensor(condition: torch.SymBool) -> Tensor:
-    return torch.full((), condition, dtype=torch.bool)  # type: ignore[arg-type]
+    value: Any = condition
+    return torch.full((), value, dtype=torch.bool)
 
 
 def _asking(*modules: str) -> FrameType:

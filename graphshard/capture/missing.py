@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from graphshard.ir.torch_internals import new_unknown_size
 
@@ -23,4 +25,7 @@ def _ctc_loss_backward(mode: Any, _: Any, grad: torch.Tensor, log_probs: torch.T
         return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
-MISSING = {aten._ctc_loss.Tensor: _ctc_loss, aten._ctc_loss_backward.Tensor: _ctc_loss_backward}
+MISSING: dict[OpOverload, Callable[..., Any]] = {
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+}

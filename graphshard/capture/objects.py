@@ -44,7 +44,7 @@ class _Form:
         return self.cls.__name__
 
     def make(self, values: Any) -> Any:
-        made = object.__new__(self.cls)
+        made: Any = object.__new__(self.cls)
         made.__dict__.update(_copied(self.others))
         made.__dict__.update(zip(self.names, values, strict=True))
         return made
@@ -79,7 +79,8 @@ class _Taker:
         if any(value is outer for outer in self._within):
             raise Untraceable("result", f"a {type(value).__name__} that refers to itself")
         self._within.append(value)
-        held, others = {}, {}
+        held: dict[str, Any] = {}
+        others: dict[str, Any] = {}
         for name, item in attributes.items():
             taken = self._taken_if_held(item)
             (others if taken is None else held)[name] = item if taken is None else taken

@@ -1,0 +1,74 @@
+"""Architectures of transformers, each of another kind, in their default configurations: FSDP2's training bit for bit.
+
+Models and batches are those of `benchmarks/architectures.py`, which does the same with all architectures.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import graphshard
+from benchmarks.architectures import compare
+from benchmarks.tiny_models import batch_of, tiny_model
+from tests.ranks import FakeWorld, Ranks
+
+# The masks that wav2vec2 draws with numpy would be the same at each call.
+QUICK: dict[str, dict[str, Any]] = {
+    "llama": {},  # returns a DynamicCache
+    "bert": {},
+    "clip": {},  # logit_scale is a scalar
+    "swin": {},
+    "wav2vec2": {"apply_spec_augment": False},  # chooses labels by their values, and guards their range
+}
+SLOW = ("t5", "mixtral", "mamba", "whisper", "aya_vision", "bart", "gemma3", "segformer", "deepseek_v3", "nllb-moe")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_training_equals_fsdp2(ranks: Ranks, name: str) -> None:
+    """Losses, gradients and parameters of two steps on two ranks, each with its own batches."""
+    first, _ = ranks(2).run(compare, name, QUICK.get(name, {}), share=False)
+    assert "fsdp2" not in first, first["fsdp2"]
+    assert (first["result"], first.get("difference")) == ("equal", 0.0), first.get("why")
+
+
+@pytest.fixture
+def mesh(fake_world: FakeWorld) -> DeviceMesh:
+    fake_world(1)
+    return init_device_mesh("cpu", (1,))
+
+
+def test_caches_are_those_of_eager_mode(mesh: DeviceMesh) -> None:
+    """A new one at each call, with the call's keys and values, that can be used as transformers uses it."""
+    model, task = tiny_model("llama")
+    torch.manual_seed(0)
+    batches = [batch_of(model, task) for _ in range(2)]
+    plain = copy.deepcopy(model)
+    compiled = graphshard.compile(model, mesh, backend="eager")
+    caches = [compiled(**batch).past_key_values for batch in batches]
+    for batch, cache in zip(batches, caches, strict=True):
+        expected = plain(**batch).past_key_values
+        assert type(cache) is type(expected)
+        assert cache.get_seq_length() == expected.get_seq_length() == batch["input_ids"].shape[1]
+        for layer, other in zip(cache.layers, expected.layers, strict=True):
+            assert torch.equal(layer.keys, other.keys)
+            assert torch.equal(layer.values, other.values)
+    assert caches[0].layers is not caches[1].layers
+
+
+def test_generation(mesh: DeviceMesh) -> None:
+    """Without a cache compiled programs generate; with one, the message says so."""
+    model, _ = tiny_model("llama")
+    plain = copy.deepcopy(model).eval()
+    compiled = graphshard.compile(model.eval(), mesh, backend="eager")
+    tokens = torch.arange(5, 10)[None]
+    expected = plain.generate(tokens, max_new_tokens=2, do_sample=False)
+    assert torch.equal(compiled.generate(tokens, max_new_tokens=2, do_sample=False, use_cache=False), expected)
+    with pytest.raises(
+        graphshard.InputError, match=r"past_key_values is a DynamicCache, .* Pass use_cache=False: model"
+    ):
+        compiled.generate(tokens, max_new_tokens=2, do_sample=False)
