@@ -75,4 +75,8 @@ def _kind(error: Exception, line: str) -> str:
         return error.kind
     if not any(word in type(error).__name__ for word in ("DataDependent", "Untraceable", "UserError", "Unbacked")):
         return "other"
+    if "GuardOnDataDependent" in type(error).__name__ and not re.search(
+        r"\b(if|while|assert|and|or)\b|max\(|min\(", line
+    ):
+        return "shape"
     return "item" if re.search(r"\.item\(|\.tolist\(|\bint\(|\bfloat\(", line) else "control flow"

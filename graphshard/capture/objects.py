@@ -32,6 +32,13 @@ class Parts:
         self.cls, self.tensors, self.others = cls, tensors, others
 
 
+class Shared:
+    """A part of an object that nothing is known of, such as a function: all calls have the same."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Form:
     """What all the objects that stand in one place have in common."""
@@ -58,7 +65,7 @@ def take_apart(result: Any, holds: Callable[[Any], bool]) -> Any:
         holds: whether a leaf is a tensor of the forward.
 
     Raises:
-        Untraceable: an object refers to itself, or keeps what it has where it cannot be seen.
+        Untraceable: an object refers to itself, or is none of those that have attributes.
     """
     _register()
     return _Taker(holds).take(result)
@@ -75,25 +82,16 @@ class _Taker:
     def _object(self, value: Any) -> Any:
         attributes = getattr(value, "__dict__", None)
         if not isinstance(attributes, dict) or isinstance(value, (type, enum.Enum, torch.nn.Module)) or callable(value):
+            if self._within:
+                return Shared(value)
             raise Untraceable("result", f"a {type(value).__name__}")
         if any(value is outer for outer in self._within):
             raise Untraceable("result", f"a {type(value).__name__} that refers to itself")
         self._within.append(value)
-        held: dict[str, Any] = {}
-        others: dict[str, Any] = {}
-        for name, item in attributes.items():
-            taken = self._taken_if_held(item)
-            (others if taken is None else held)[name] = item if taken is None else taken
+        taken = {name: self.take(item) for name, item in attributes.items()}
         self._within.pop()
-        return Parts(type(value), held, others)
-
-    def _taken_if_held(self, item: Any) -> Any:
-        """A part of an object, taken apart; None if there is no tensor in it."""
-        try:
-            taken = self.take(item)
-        except Untraceable:  # a function or a configuration, which may be shared
-            return None
-        return taken if any(map(self._holds, pytree.tree_leaves(taken))) else None
+        held = {name: item for name, item in taken.items() if any(map(self._holds, pytree.tree_leaves(item)))}
+        return Parts(type(value), held, {name: item for name, item in attributes.items() if name not in held})
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -108,3 +106,4 @@ def _register() -> None:
             lambda parts: (list(parts.tensors.values()), _Form(parts.cls, tuple(parts.tensors), parts.others)),
             lambda values, form: form.make(values),
         )
+        pytree.register_pytree_node(Shared, lambda shared: ([], shared.value), lambda _, value: value)

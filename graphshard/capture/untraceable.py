@@ -28,8 +28,8 @@ _ADVICE = {
         "A tensor's value becomes a Python number. Keep it a tensor, or pass the number into the call as an argument."
     ),
     "shape": (
-        "The size of the result depends on the values of a tensor. Keep the size, for example with torch.where or a "
-        "mask."
+        "A size that depends on the values of a tensor must be known here. Say what holds of it with torch._check, or "
+        "keep the size, for example with torch.where or a mask."
     ),
     "loop": (
         "The number of rounds depends on the values of a tensor. Loop over everything that may be there, such as all "

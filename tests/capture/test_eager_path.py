@@ -196,8 +196,8 @@ def test_at_last_everyone_sees_that_it_is_traced(how: str) -> None:
         if is_compiling() if how == "import" else torch.compiler.is_compiling():
             return torch.sin(x)
         if how == "number":
-            return x * x.sum().item()
-        return x[x > 0].sum() if how == "size" else x if x.sum() > 0 else -x
+            return x * max(x.sum().item(), 1.0)
+        return torch.stack(list(x.nonzero())) if how == "size" else x if x.sum() > 0 else -x
 
     assert _ops(forward) == {"sin"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ class _Branch(Scale):
 
 class _Item(Scale):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = x.sum().item()
+        scale = max(x.sum().item(), 1.0)
         return x * self.w * scale
 
 
@@ -36,10 +37,24 @@ class _Int(Scale):
         return x * self.w if int(x.sum()) > 3 else x
 
 
-class _Mask(Scale):
+class _Rows(Scale):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * self.w
-        return y[y > 0].sum()
+        for row in torch.nonzero(y):
+            y = y.index_fill(0, row, 1.0)
+        return y
+
+
+class _Size(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.w
+        return torch.eye(int(x.sum())) @ y
+
+
+class _Object(Scale):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = x * self.w
+        return y, lambda: y
 
 
 class _Cond(Scale):
@@ -109,9 +124,10 @@ class _Sparse(Scale):
 
 UNCAPTURABLE = [
     (_Branch, "if y.sum() > 0:", "The condition depends on the values of a tensor. Use torch.where"),
-    (_Item, "scale = x.sum().item()", "A tensor's value becomes a Python number. Keep it a tensor"),
+    (_Item, "scale = max(x.sum().item(), 1.0)", "A tensor's value becomes a Python number. Keep it a tensor"),
     (_Int, "return x * self.w if int(x.sum()) > 3 else x", "A tensor's value becomes a Python number."),
-    (_Mask, "return y[y > 0].sum()", "The size of the result depends on the values of a tensor."),
+    (_Rows, "for row in torch.nonzero(y):", "The number of rounds depends on the values of a tensor."),
+    (_Size, "return torch.eye(int(x.sum())) @ y", "A size that depends on the values of a tensor must be known here."),
     (
         _Cond,
         "return torch.cond(x.sum() > 0, lambda v: v * 2, lambda v: v + 1, (x * self.w,))",

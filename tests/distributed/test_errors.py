@@ -44,7 +44,7 @@ class _Branching(_Net):
 
 class _Numbering(_Net):
     def forward(self, x: Tensor) -> Tensor:
-        number = x[0, 0].item()  # the culprit
+        number = max(x[0, 0].item(), 1.0)  # the culprit
         return super().forward(x) + number
 
 
