@@ -47,7 +47,7 @@ from graphshard.capture.late_gathers import settle_gathers
 from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.missing import MISSING
 from graphshard.capture.rounding import capture_decompositions
-from graphshard.capture.untraceable import Located
+from graphshard.capture.untraceable import Located, Untraceable
 from graphshard.capture.watch import check_nothing_kept
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import is_backward
@@ -55,7 +55,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, named_parameters
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.sizes import Size, find_sizes, lift_sizes
+from graphshard.ir.sizes import Size, expression, find_sizes, lift_sizes
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
 from graphshard.ir.torch_internals import fake_kernels, makes_size, quiet_tracing
 
@@ -99,7 +99,7 @@ def capture(
     _check_extended(module, spec)
     path, learned = EagerPath(), Learned()
     hooks = hooks_of(module)
-    traced, first = None, None
+    traced, reason = None, None
     while traced is None:
         try:
             with torch.set_grad_enabled(grad):
@@ -107,9 +107,10 @@ def capture(
         except Rerun:
             continue
         except CaptureError as error:
-            first = first or error  # of the path that the user knows
+            if reason is None or isinstance(error.__cause__, Untraceable):  # others may come of the path
+                reason = error
             if not path.concede():
-                raise first from first.__cause__
+                raise reason from reason.__cause__
     joint, flat, inputs = traced
     _erase_boundaries(joint.graph)
     mark_checkpoints(joint, flat.regions)
@@ -351,7 +352,8 @@ def _erase_boundaries(graph: Graph) -> None:
     """The nodes of autograd at the boundaries of units have left views of the same shape."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         source = node.args[0]
-        if node.meta["val"].shape == source.meta["val"].shape and not is_backward(node):
+        shapes = [list(map(expression, each.meta["val"].shape)) for each in (node, source)]
+        if shapes[0] == shapes[1] and not is_backward(node):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 

@@ -13,14 +13,24 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from graphshard.ir.params import memory_order
+
 aten = torch.ops.aten
 
 
 def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
     if x.device.type != "cpu" or not train or p in (0, 1):
         return NotImplemented
-    keep = aten.bernoulli.p(torch.empty_like(x), 1 - p)
+    keep = _drawn_in_memory_order(torch.empty_like(x), 1 - p)
     return x * (keep / (1 - p)), keep.to(torch.bool)
+
+
+def _drawn_in_memory_order(like: torch.Tensor, p: float) -> torch.Tensor:
+    """What `like.bernoulli_(p)` draws; the operator that returns a new tensor draws in the order of the dims."""
+    order = memory_order(like)
+    if not order:
+        return aten.bernoulli.p(like, p)
+    return aten.bernoulli.p(like.permute(order), p).permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _native_dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:

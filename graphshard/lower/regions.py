@@ -193,8 +193,9 @@ def _inputs(run: list[Node], sizes: Mapping[Any, Node]) -> list[Node]:
     read = dict.fromkeys(root for root in roots if root not in kernels and not is_size(root))
     vals = [node.meta["val"] for node in (*read, *run)] if sizes else []
     used = set().union(*map(symbols_of, vals))
-    given = set(roots)  # sizes that depend on values may be arguments only
-    return [*read, *(node for symbol, node in sizes.items() if symbol in used or node in given)]
+    # Sizes that depend on values may be arguments only.
+    given = [root for root in roots if is_size(root) and root.op == "placeholder"]
+    return list(dict.fromkeys([*read, *(node for symbol, node in sizes.items() if symbol in used), *given]))
 
 
 def _roots(node: Node) -> Iterator[Node]:

@@ -211,9 +211,10 @@ def test_inputs_may_be_mutated() -> None:
     assert program.phases["joint"].outputs[0] == Slot("mutation", "0", "input")
 
 
-def test_dropout_is_that_of_eager_mode() -> None:
+@pytest.mark.parametrize("dims", [(0, 1), (1, 0)], ids=["contiguous", "transposed"])
+def test_dropout_is_that_of_eager_mode(dims: tuple[int, int]) -> None:
     """The same random numbers and the same rounding."""
-    model = _Function(lambda self, x: nn.functional.dropout(x * self.w, 0.3).bfloat16())
+    model = _Function(lambda self, x: nn.functional.dropout(x.permute(dims) * self.w, 0.3).bfloat16())
     x = torch.randn(4, 4)
     program = through(captured(model, (x,), world_size=1), "partition")
     torch.manual_seed(0)
