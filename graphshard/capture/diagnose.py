@@ -15,8 +15,6 @@ from graphshard.ir.errors import CaptureError
 
 def explain_failure(error: Exception, cls: type[nn.Module]) -> CaptureError:
     """The error to raise instead of `error`: file, line and source of the user's code, and what to change."""
-    if isinstance(error, CaptureError):
-        return error
     text = str(error).strip().splitlines()
     if text and "Constraint" in text[0]:
         return _dynamic_error(cls, text)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from graphshard.capture.diagnose import line_of
 from graphshard.capture.shard_operators import ShardOperators
 from graphshard.ir.errors import CaptureError
+from graphshard.ir.extension import Extension
 from graphshard.ir.operators import JOIN
-from graphshard.ir.params import Extension, ParamRow
+from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Slot
 from graphshard.ir.subclasses import (
     POST,
@@ -87,8 +89,11 @@ class Extended:
             stand_in = self.stand_in()
             with ShardOperators() as watch:
                 sent, metadata = self._before(stand_in)
-            self._check_operators(watch)
-            full = self._after(stand_in, sent, metadata)
+            self._check_operators(PRE, watch)
+            self._check_sizes(sent)
+            with ShardOperators() as watch:
+                full = self._after(stand_in, sent, metadata)
+            self._check_operators(POST, watch)
             stored = sum(part.nbytes for part in parts_of(stand_in))
             reduce_dtype = self.policy.reduce_dtype
             if reduce_dtype is None or reduce_dtype == self.policy.param_dtype:
@@ -132,13 +137,15 @@ class Extended:
     def _without_padding(self, full: torch.Tensor) -> torch.Tensor:
         """What FSDP2 takes with `as_strided`: the memory of the parameter, without what was gathered of padding."""
         shape = self.row.shape
-        if not full.is_contiguous() or full.shape[1:] != shape[1:] or full.shape[0] < shape[0]:
-            raise self._error(
-                POST,
-                f"it returns a tensor of shape {list(full.shape)}, strides {list(full.stride())}; the parameter "
-                f"has shape {list(shape)} and is contiguous",
-            )
-        return full if full.shape == shape else full.narrow(0, 0, shape[0])
+        if full.is_contiguous() and full.shape[1:] == shape[1:] and full.shape[0] >= shape[0]:
+            return full if full.shape == shape else full.narrow(0, 0, shape[0])
+        if full.is_contiguous() and full.numel() == math.prod(shape):
+            return full.view(shape)
+        raise self._error(
+            POST,
+            f"it returns a tensor of shape {list(full.shape)}, strides {list(full.stride())}; the parameter has shape "
+            f"{list(shape)} and is contiguous",
+        )
 
     def _run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -158,22 +165,36 @@ class Extended:
             )
         if row.order:
             raise self._error(PRE, "the parameter must be contiguous")
-        if row.dim != 0 and row.num_shards > 1:
-            raise self._error(PRE, f"it is sharded along dim {row.dim}, and must be along 0")
-
-    def _check_operators(self, watch: ShardOperators) -> None:
-        """What a program cannot do, or not as FSDP2 does: draw numbers again, and tell padding from elements."""
-        if watch.communicating:
-            raise self._error(PRE, COMMUNICATION.format(watch.communicating))
-        if watch.random and self.row.reshard:
+        if row.dim != 0 and not row.is_even:
             raise self._error(
                 PRE,
-                f"{watch.random} draws random numbers, and FSDP2 would draw others for backward. Keep the parameter "
-                "gathered with reshard_after_forward=False",
+                f"the parameter is sharded along dim {row.dim}, whose size {row.shape[row.dim]} the number of ranks, "
+                f"{row.num_shards}, must divide. Choose such a size, or shard it along dim 0",
             )
-        if watch.mixing and not self.row.is_even:
+
+    def _check_sizes(self, sent: Sequence[torch.Tensor]) -> None:
+        row = self.row
+        for tensor in sent if row.dim != 0 and row.num_shards > 1 else ():
+            if tensor.numel() != math.prod(row.padded_shape):
+                raise self._error(
+                    PRE,
+                    f"the parameter is sharded along dim {row.dim}, so what is gathered must have as many elements as "
+                    f"the shard, {math.prod(row.padded_shape)}, and a tensor has {tensor.numel()}. Shard along dim 0",
+                )
+
+    def _check_operators(self, name: str, watch: ShardOperators) -> None:
+        """What a program cannot do, or not as FSDP2 does: draw numbers where it does, tell padding from elements."""
+        if watch.communicating:
+            raise self._error(name, COMMUNICATION.format(watch.communicating))
+        if watch.random:
             raise self._error(
-                PRE,
+                name,
+                f"{watch.random} draws random numbers, and FSDP2 draws them at each gather, among those of the "
+                "forward. Draw them between the calls of the model, and set them as an attribute of the shard",
+            )
+        if name == PRE and watch.mixing and not self.row.is_even:
+            raise self._error(
+                name,
                 f"the parameter's {self.row.shape[self.row.dim]} rows are uneven over {self.row.num_shards} ranks, and "
                 f"{watch.mixing} computes across rows, so that padding would count. Choose a size that the number of "
                 "ranks divides",

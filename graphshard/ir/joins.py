@@ -34,6 +34,8 @@ def insert_gathers(phase: Phase, params: ParamTable, axis: Axis) -> int:
         with phase.module.graph.inserting_before(join):
             rows = [piece if fake(piece).dim() else emitter(aten.reshape.default, piece, [1]) for piece in pieces]
             wholes = _gathered(emitter, rows, params[name], axis) if num_ranks > 1 else rows
+            if num_ranks > 1 and params[name].dim > 0:
+                wholes = [_side_by_side(emitter, whole, params[name]) for whole in wholes]
         for user in list(join.users):
             index: Any = user.args[1]
             user.replace_all_uses_with(wholes[index])
@@ -76,6 +78,15 @@ def _one(emitter: _Emitter, piece: Node, dtype: torch.dtype, axis: Axis) -> Node
     if not fake(piece).is_contiguous():
         piece = emitter(aten.clone.default, piece, memory_format=torch.contiguous_format)
     return _as(emitter, _launch(emitter, _as(emitter, piece, dtype), axis), fake(piece).dtype)
+
+
+def _side_by_side(emitter: _Emitter, whole: Node, row: ParamRow) -> Node:
+    """What was gathered of shards along another dim than 0, as the memory of the parameter, in rows of a shard's."""
+    dim, shape = row.dim, list(fake(whole).shape)
+    ranks = emitter(aten.view.default, whole, [row.num_shards, *row.padded_shape])
+    joined = emitter(aten.permute.default, ranks, [*range(1, dim + 1), 0, *range(dim + 1, len(row.shape) + 1)])
+    dense = emitter(aten.clone.default, joined, memory_format=torch.contiguous_format)
+    return emitter(aten.view.default, dense, shape)
 
 
 def _launch(emitter: _Emitter, piece: Node, axis: Axis) -> Node:

@@ -21,38 +21,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.extension import Extension
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.precision import Precision
 from graphshard.ir.units import unit_of, units_within
-
-# Shape and dtype of a tensor.
-Layout = tuple[tuple[int, ...], torch.dtype]
-
-
-@dataclass(frozen=True)
-class Extension:
-    """A parameter that decides itself what is gathered of it: see `graphshard.ir.subclasses`.
-
-    Attributes:
-        sent: of each tensor that is gathered, what one rank sends.
-        stored_bytes: of all tensors that a padded shard holds.
-    """
-
-    sent: tuple[Layout, ...]
-    stored_bytes: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What travels: the tensors' dtype if it is one, bytes otherwise."""
-        dtypes = {dtype for _, dtype in self.sent}
-        return dtypes.pop() if len(dtypes) == 1 else torch.uint8
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that one rank sends."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.sent)
-
 
 # Of a parameter, what can be changed from call to call: see `ParamRow.settings`.
 Settings = tuple[bool, float | None, bool, bool]

@@ -14,6 +14,7 @@ from torch import nn
 
 from graphshard.capture.entry import Entry, install_entries
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.state import MISSING
 from graphshard.module.runner import Runner
 from graphshard.module.unsupported import Unsupported
 from graphshard.runtime.shards import copy_of
@@ -36,6 +37,12 @@ class ShardedModule(Unsupported, nn.Module):
             memo.update((id(value), None) for value in module.__dict__.values() if isinstance(value, Entry))
         attributes = {name: value for name, value in self.__dict__.items() if name != "_graphshard"}
         twin.__dict__.update(copy.deepcopy(attributes, memo))
+        for module, copied in zip(self.modules(), twin.modules()):
+            for name, value in module.__dict__.items():
+                if isinstance(value, Entry):
+                    del copied.__dict__[name]
+                    if value.replaced is not MISSING:
+                        copied.__dict__[name] = copy.deepcopy(value.replaced, memo)
         attach(twin, self._graphshard.for_copy(twin))
         return twin
 

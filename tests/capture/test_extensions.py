@@ -57,6 +57,10 @@ def _takes_two(self: Any, mesh: Any, size: Any) -> Any:
     return (self,), None
 
 
+def _sends_more(self: Any, mesh: Any) -> Any:
+    return (self.to(torch.bfloat16), self.new_ones(1)), None
+
+
 def _fails(self: Any, mesh: Any) -> Any:
     return (self[:, 1000],), None
 
@@ -72,7 +76,7 @@ def _transposes(self: Any, gathered: Any, metadata: Any, param_dtype: Any, *, ou
 @pytest.mark.parametrize(
     ("methods", "text"),
     [
-        ({"pre": _draws}, r"aten.rand_like.default draws random numbers.*reshard_after_forward=False"),
+        ({"pre": _draws}, r"aten.rand_like.default draws random numbers, and FSDP2 draws them at each.*set them as an"),
         (
             {"pre": _writes},
             r"fsdp_pre_all_gather of parameter blocks.0.0.weight writes to its shard. Keep what",
@@ -87,7 +91,14 @@ def _transposes(self: Any, gathered: Any, metadata: Any, param_dtype: Any, *, ou
         ({"post": _makes_one}, r"fsdp_post_all_gather of parameter .*must return the parameter and the tensors"),
         ({"post": _transposes}, r"returns a tensor of shape \[8, 16\].*the parameter has shape \[16, 8\]"),
         ({"pre": _scales, "make": lambda: Net(dim=3)}, r"6 rows|3 rows are uneven over 2 ranks, and aten.amax.default"),
-        ({"shard_placement_fn": lambda param: Shard(param.dim() - 1)}, "sharded along dim 1, and must be along 0"),
+        (
+            {"shard_placement_fn": lambda param: Shard(param.dim() - 1), "make": lambda: Net(dim=3)},
+            r"\(Tensor\): the parameter is sharded along dim 1, whose size 3 the number of ranks, 2, must divide",
+        ),
+        (
+            {"shard_placement_fn": lambda param: Shard(param.dim() - 1), "pre": _sends_more},
+            r"must have as many elements as the shard, 64, and a tensor has 1. Shard along dim 0",
+        ),
     ],
 )
 def test_what_methods_cannot_do(fake_world: FakeWorld, methods: dict[str, Any], text: str) -> None:

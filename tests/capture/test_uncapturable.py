@@ -148,11 +148,7 @@ UNCAPTURABLE_WITH_GRADIENTS = [
     (_Sparse, "return F.embedding(x.long(), self.w[:, None], sparse=True)", "The gradient of this embedding would be"),
     (_Backward, "y.backward(retain_graph=True)", "Gradients of parameters are accumulated after the call."),
     (_Accumulated, "return x * self.w if self.w.grad is None else x", "Gradients of parameters are accumulated after"),
-    (
-        _Keep,
-        "KEPT.tensors.append(x * self.w)",
-        "A tensor of this forward is kept outside of the modules after the call.",
-    ),
+    (_Keep, "KEPT.tensors.append(x * self.w)", "A tensor of this forward is kept outside of the modules after"),
     (
         _KeepGradient,
         "y.register_hook(lambda grad: KEPT.tensors.append(grad))",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -387,3 +389,34 @@ def test_globals_that_forward_names_are_read_and_written(ranks: Ranks) -> None:
     for number, reasons in ranks(2).run(_globals, share=False):
         assert number == 6
         assert reasons == ["first call", "Net.body.FACTOR was 2.0 and is 3.0"]
+
+
+def _entrances(rank: int, world_size: int) -> list[int]:
+    """A replaced forward and a hook count, however the module is called."""
+    torch.manual_seed(0)
+    model = Net(lambda self, x: x)
+    plain = copy.deepcopy(model.eval())
+    ours = graphshard.compile(model, world_mesh(), backend="eager")
+    x = rows(rank)
+    expected = _replace(plain.layers[0])(x)
+    _replace(ours.layers[0])
+    assert torch.equal(ours(x), plain(x))
+    assert torch.equal(ours.layers[0](x), expected)
+    assert torch.equal(copy.deepcopy(ours)(x), plain(x))
+    assert torch.equal(copy.deepcopy(ours).layers[0](x), expected)
+    del ours.layers[0].forward, plain.layers[0].forward
+    assert torch.equal(ours(x), plain(x))
+    assert torch.equal(ours.layers[0](x), plain.layers[0](x))
+    return [len(graphshard.programs(ours))]
+
+
+def _replace(part: Any) -> Any:
+    """Another forward, which uses the module's parameters, and a hook."""
+    part.forward = types.MethodType(lambda self, x: self.lin(x) * 5, part)
+    part.lin.register_forward_hook(lambda module, args, out: out + 1)
+    return part
+
+
+@pytest.mark.filterwarnings("error")
+def test_every_entrance_runs_hooks_and_replaced_forwards(ranks: Ranks) -> None:
+    ranks(2).run(_entrances, share=False)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import graphshard
@@ -43,6 +44,7 @@ def _train_pairs(rank: int, world_size: int) -> None:
         (before_told, {"reshard_after_forward": False}),
         (before, {"mp_policy": BF16}),
         (before_told, {"mp_policy": BF16, "reshard_after_forward": True}),
+        (before, {"shard_placement_fn": lambda param: Shard(param.dim() - 1)}),
     ):
         with pairs_follow(how):
             ours = train_beside_fsdp2(_pairs, world_mesh(), **options)
