@@ -8,6 +8,7 @@ def forward(self, x): return x * SCALE                                        gl
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -65,7 +66,9 @@ class _Cell:
 
 @functools.cache
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for part in codes_of(code) for name in part.co_names))
+    """The globals that a function names; `co_names` has the names of attributes as well."""
+    steps = (step for part in codes_of(code) for step in dis.get_instructions(part))
+    return tuple(dict.fromkeys(step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")))
 
 
 def _may_change(value: Any) -> bool:

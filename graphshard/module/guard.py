@@ -43,6 +43,9 @@ class Guard:
         state: of the program.
         root: the module, or submodule, that the program is for.
         label: what the module is called.
+
+    Attributes:
+        moved: at the last look an object was another than before, though it may count as the same.
     """
 
     def __init__(self, state: ModuleState, root: nn.Module, label: str) -> None:
@@ -50,9 +53,11 @@ class Guard:
         self._names = {id(module): name for name, module in root.named_modules()}
         self._from_file = any(read.witness is UNSEEN for read in (*state.reads, *state.hooks))
         self._unbound = next(self._bind(), "")
+        self.moved = True
 
     def change(self) -> str:
         """What is not as it was, in words; "" if the program can run."""
+        self.moved = False
         why = self._unbound or next(self._changes(), "")
         if why and self._from_file:  # an object of the same description may have taken a place
             self._unbound = next(self._bind(), "")
@@ -132,7 +137,8 @@ class Guard:
         return self._numbers[place].now()
 
     def _of_others(self, found: list[Any]) -> Iterator[str]:
-        """Other objects than at the last call may be equal ones."""
+        """Other objects than at the last call may be equal ones, or entries that are gone."""
+        self.moved = True
         for index, (watch, value) in enumerate(zip(self._fixed, found)):
             if value is not self._objects[index]:
                 if not same(watch.witness, watch.found.now()):

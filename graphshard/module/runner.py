@@ -111,8 +111,8 @@ class Runner:
         if found is None:
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             found = self.install(module, signature, self.build(module, args, kwargs, signature))
-            if not tracer.name:
-                install_entries(module, self.call_entry)  # of forwards that were replaced since
+        if found.guard.moved and not tracer.name:
+            install_entries(module, self.call_entry)  # a forward may have been replaced, or put back
         program, state = found.executable.program, found.guard.state
         tensors = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *found.guard.tensors()]
         results = found.executable(tensors)

@@ -431,3 +431,14 @@ def test_a_copy_of_the_model_is_captured_alike() -> None:
     model = Blocks(2)
     inputs = (torch.ones(3, 4),)
     assert print_program(captured(copy.deepcopy(model), inputs)) == print_program(captured(model, inputs))
+
+
+scale = 2.0
+
+
+def test_globals_are_told_from_attributes_of_the_same_name() -> None:
+    model = _Function(lambda self, x: x * self.w * self.scale)
+    model.scale = 3.0
+    reads = {str(read.place): read.text for read in captured(model, (X,)).state.reads}
+    assert reads["scale"] == "3.0"
+    assert "2.0" not in reads.values()
