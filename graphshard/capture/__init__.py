@@ -25,13 +25,13 @@ say which calls a captured program serves. `diagnose.py` turns a failure into a 
   through a recorder, which hands out this run's tensors; what is there afterwards is compared with before
   (`changes.py`) and put back. Reads become what a program holds for (`witness.py`), writes are made again after each
   call. Comparing finds what intercepting would miss, such as an item that is put into a dict in a list.
-* **Counters and lists are followed in a second run** (`numbers.py`, `growing.py`), once the first has shown that forward
-  changes them. Stand-ins are no subclasses of int and list, since C code reads those without asking. If anything goes
+* **Counters and lists are followed in a second run** (`numbers.py`, `growing.py`), once the first has shown that they
+  change. Stand-ins are no subclasses of int and list, since C code reads those without asking. If anything goes
   wrong with them, there is a run without them, for the value as it is.
 * **Functions are followed to what they close over and to globals** (`outer.py`), as hooks keep their results there.
   What code leaves that runs in backward would happen once: `backward_effects.py` makes it an error.
-* **Random numbers that are not torch's are seen twice** (`outside.py`): functions are exchanged, which knows the line, and
-  states of generators are compared, which misses nothing.
+* **Random numbers that are not torch's are seen twice** (`outside.py`): functions are exchanged, which knows the line,
+  and states of generators are compared, which misses nothing.
 * **Submodules have entries** (`entry.py`). The `forward` of a submodule is an `Entry` in its `__dict__`, which is taken
   away while a module is captured. The class and `repr` of submodules stay the user's, and `model.encoder(x)` runs a
   program of its own.
