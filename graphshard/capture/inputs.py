@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.dynamic_shapes import marks_of
 from graphshard.ir.errors import InputError
+from graphshard.ir.subclasses import overrides_operators
 
 _CONSTANTS = (int, float, bool, str, type(None))
 
@@ -22,6 +23,11 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
     """
     moved = []
     for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and overrides_operators(leaf):
+            raise InputError(
+                f"input {_path(structure, index)} is a {type(leaf).__name__}, a tensor subclass with operators of its "
+                "own. Pass the plain tensors that it is made of."
+            )
         if isinstance(leaf, torch.Tensor) and leaf.device != device:
             if leaf.device.type != "cpu":
                 raise InputError(

@@ -41,6 +41,11 @@ def is_subclass(tensor: torch.Tensor) -> bool:
     return nn.Parameter not in cls.__mro__ or (cls.__torch_function__, cls.__torch_dispatch__) != like_plain
 
 
+def overrides_operators(tensor: torch.Tensor) -> bool:
+    """Whether the class of a tensor says what operators on it do."""
+    return type(tensor) not in _PLAIN and type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
+
+
 def missing_methods(tensor: torch.Tensor) -> str:
     """Which of the protocol's two methods a tensor lacks; "" for none."""
     return " and ".join(name for name in (PRE, POST) if not hasattr(tensor, name))

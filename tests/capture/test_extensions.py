@@ -242,3 +242,21 @@ forward:
     (row,) = program.params
     assert row.sent_bytes("gather") == 2 * (2 * 8 * 2 + 4)
     assert row.sent_dtype("gather") == torch.uint8
+
+
+def test_subclasses_are_no_inputs(fake_world: FakeWorld) -> None:
+    fake_world(2)
+    model = graphshard.compile(even(), init_device_mesh("cpu", (2,)), backend="eager")
+    with pytest.raises(
+        graphshard.InputError, match=r"input args\[0\] is a TwoTensor, a tensor subclass with operators"
+    ):
+        model(pair(X))
+
+
+def test_results_of_a_dynamic_size(fake_world: FakeWorld) -> None:
+    fake_world(2)
+    mesh = init_device_mesh("cpu", (2,))
+    with pairs_follow():
+        model = graphshard.compile(even(pair), mesh, backend="eager", dynamic_shapes=({0: torch.export.Dim("n")},))
+        with pytest.raises(graphshard.CaptureError, match="returns a TwoTensor, a tensor subclass, of a dynamic size"):
+            model(torch.ones(4, 8))
