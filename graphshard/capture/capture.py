@@ -9,6 +9,7 @@ decomposes when a region is lowered.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -298,8 +299,8 @@ def _bare(module: nn.Module, spec: CaptureSpec) -> Iterator[None]:
         for owner in module.modules():
             stack.callback(_restore, owner, dict(owner.__dict__))
             _restore(owner, without_entries(owner))
-            for attribute in ("_parameters", "_buffers"):
-                owner.__dict__[attribute] = dict(owner.__dict__[attribute])
+            for attribute in ("_parameters", "_buffers", *HOOKS):
+                owner.__dict__[attribute] = copy.copy(owner.__dict__[attribute])
         for attribute in HOOKS:
             module.__dict__[attribute] = type(getattr(module, attribute))()
         stack.callback(setattr, module, "__class__", module.__class__)

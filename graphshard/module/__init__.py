@@ -6,7 +6,8 @@ the same programs.
 
 * **A guard asks for objects, not for values** (`guard.py`): a call compares identities, at 0.1 us each, and values only
   of what has contents or was replaced. Programs of one signature are tried in order, so that an attribute that is
-  switched back finds the old one. Programs from files know descriptions instead of objects, and are bound anew where one differs.
+  switched back finds the old one. Programs from files know descriptions instead of objects, and are bound anew where
+  one differs.
 * **Ranks number models when these first run**, not when they are compiled. So a copy on one rank only, such as an
   average of weights, does not make the others wait.
 * **Models are counted for each process group**: a rank may be in several meshes.

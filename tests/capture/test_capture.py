@@ -442,3 +442,28 @@ def test_globals_are_told_from_attributes_of_the_same_name() -> None:
     reads = {str(read.place): read.text for read in captured(model, (X,)).state.reads}
     assert reads["scale"] == "3.0"
     assert "2.0" not in reads.values()
+
+
+class _InstallsHooks(nn.Module):
+    """Collects what its layer returns with a hook that it installs at the first call, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "collected"):
+            self.collected: list[torch.Tensor] = []
+            self.layer.register_forward_hook(lambda module, args, output: self.collected.append(output))
+        self.collected.clear()
+        self.layer(x)
+        (only,) = self.collected
+        return only * 2
+
+
+def test_hooks_that_forward_installs_are_undone() -> None:
+    """Forward is called more than once while it is traced."""
+    model = _InstallsHooks()
+    captured(model, (torch.ones(2, 3),))
+    assert not model.layer._forward_hooks
+    assert not hasattr(model, "collected")
