@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from graphshard.ir.errors import PassError
 from graphshard.ir.graph import WAIT, aten, base_of, c10d, emit, erase_dead, fake
-from graphshard.ir.layout import Collective, Layout, collectives
+from graphshard.ir.layout import COMPUTE, Collective, Layout, collectives
 from graphshard.ir.plan import Bucket
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass
@@ -60,8 +60,16 @@ class Bucketing(Pass):
                 if bucket.phase != phase_name or len(members) < 2 or None in members:
                     continue
                 _MERGE[bucket.kind](phase.module.graph, bucket, [m for m in members if m is not None], layout)
+            _stay_compute(phase, layout)
             count += _tag(phase, [b for b in program.plan.buckets if b.phase == phase_name])
         return count
+
+
+def _stay_compute(phase: Phase, before: Layout) -> None:
+    """Positions of the plan count what was compute before, though it may look like a part of a bucket now."""
+    now = Layout.of(phase).index
+    for node in set(before.compute).intersection(phase.module.graph.nodes).difference(now):
+        node.meta[COMPUTE] = True
 
 
 def _tag(phase: Phase, buckets: list[Bucket]) -> int:

@@ -39,6 +39,11 @@ _MOVEMENT = frozenset(
 )
 # Kinds of the inputs that gathers are made of.
 _GATHERED = ("param", "part", "piece")
+
+# Mark of what was compute when the plan was made, though it moves nothing but what travels together now: the model
+# joins or splits parameters itself.
+COMPUTE = "compute"
+
 _TAKEOFF = _MOVEMENT | {aten._to_copy.default, aten.div.Tensor}
 
 
@@ -148,7 +153,7 @@ def _takeoffs(nodes: list[Node]) -> dict[Node, Node]:
     """Nodes by the collective they serve: a gather's prologue, a reduction's takeoff."""
     owner: dict[Node, Node] = {}
     for node in reversed(nodes):
-        if is_communication(node) or is_part(node):
+        if is_communication(node) or is_part(node) or COMPUTE in node.meta:
             continue
         targets = list(dict.fromkeys(user if is_collective(user) else owner.get(user) for user in node.users))
         gathers = [target for target in targets if target is not None and target.target in GATHERS]
@@ -170,7 +175,7 @@ def _landings(nodes: list[Node]) -> dict[Node, Node]:
             if is_reduced(node):
                 reduced.add(node)
             continue
-        if is_communication(node):
+        if is_communication(node) or COMPUTE in node.meta:
             continue
         # What a reduction made may be added to what an earlier one left.
         inputs = [n for n in node.all_input_nodes if n.op != "placeholder"]

@@ -265,3 +265,36 @@ def _submodule(rank: int, world_size: int) -> None:
 
 def test_a_submodule_called_on_its_own(ranks: Ranks) -> None:
     ranks(2).run(_submodule)
+
+
+class Joined(nn.Module):
+    """Joins parameters of its own, as attention of transformers' wavlm does: that is no part of a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList(Block(8, 12) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.cat([part.weight for part in self.parts])
+        bias = torch.cat([part.bias for part in self.parts])
+        x = F.linear(x, weight, bias).unflatten(-1, (3, 8)).sum(-2)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _joined(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Joined()
+    theirs = copy.deepcopy(model)
+    for layer in theirs.layers:
+        fully_shard(layer, mesh=world_mesh())
+    fully_shard(theirs, mesh=world_mesh())
+    ours = graphshard.compile(model, world_mesh(), backend="eager", units=["layers.*"])
+    inputs = [rows(10 * step + rank, 5, 8) for step in range(2)]
+    assert_same(*(full(train(each, inputs)) for each in (ours, theirs)), "trained")
+
+
+def test_parameters_that_the_model_joins(ranks: Ranks) -> None:
+    ranks(2).run(_joined)
