@@ -36,6 +36,11 @@ class FollowedNumber:
     def __getattr__(self, name: str) -> Any:
         return getattr(fixed(self), name)
 
+    def __bool__(self) -> bool:
+        if isinstance(self._value, bool):
+            return bool(fixed(self))
+        return bool(fixed(FollowedNumber(Computed("ne", (self._expression, 0)), self._value != 0, self._conditions)))
+
     def __copy__(self) -> Any:
         return self
 
@@ -91,7 +96,7 @@ def _give_operators() -> None:
         setattr(FollowedNumber, f"__{name}__", _computed(name))
         if name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow"):
             setattr(FollowedNumber, f"__r{name}__", _computed(name, reflected=True))
-    for function in (bool, int, float, hash, repr, str, format, round, divmod, complex):
+    for function in (int, float, hash, repr, str, format, round, divmod, complex):
         setattr(FollowedNumber, f"__{function.__name__}__", _asked(function))
     for name in ("index", "and_", "or_", "xor", "lshift", "rshift", "invert"):
         setattr(FollowedNumber, f"__{name.strip('_')}__", _asked(getattr(operator, name)))

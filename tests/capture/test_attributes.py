@@ -1,0 +1,103 @@
+"""What a forward reads and leaves on modules, as a program says it, and what it may not leave there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphshard.ir.errors import CaptureError
+from graphshard.ir.state import Computed, Counted, Number, Place
+from tests.helpers import captured
+
+X = torch.ones(4)
+STEP = Place("", (("attribute", "step"),))
+
+
+class _Net(nn.Module):
+    def __init__(self, function: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+        self.function = function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x * self.w)
+
+
+def _counts(net: Any, x: torch.Tensor) -> torch.Tensor:
+    net.step += 1
+    return x if net.step % 10 else x * 2
+
+
+def test_a_counter_is_followed_and_asked_only_for_the_outcome() -> None:
+    model = _Net(_counts, step=4)
+    state = captured(model, (X,)).state
+    following = Computed("add", (Number(STEP), 1))
+    (write,) = state.writes
+    (condition,) = state.conditions
+    assert (write.place, write.terms) == (STEP, (Counted(following),))
+    assert (condition.expression, condition.value) == (Computed("ne", (Computed("mod", (following, 10)), 0)), True)
+    assert condition.line.startswith(f"{__file__}:")
+    assert model.step == 4
+
+
+def test_a_number_that_is_computed_with_is_fixed() -> None:
+    def function(net: Any, x: torch.Tensor) -> torch.Tensor:
+        net.step += 1
+        return x * net.step
+
+    (condition,) = captured(_Net(function, step=4), (X,)).state.conditions
+    assert (condition.expression, condition.value) == (Computed("add", (Number(STEP), 1)), 5)
+
+
+def test_a_list_that_is_looked_at_is_fixed() -> None:
+    def function(net: Any, x: torch.Tensor) -> torch.Tensor:
+        net.step.append(len(net.step))
+        return x
+
+    state = captured(_Net(function, step=[1]), (X,)).state
+    assert [read.text for read in state.reads if read.place == STEP] == ["[1]"]
+    assert [write.kind for write in state.writes] == ["extend"]
+
+
+def _object(net: Any, x: torch.Tensor) -> torch.Tensor:
+    net.found = re.compile("a").finditer("a")
+    return x
+
+
+def _parameter(net: Any, x: torch.Tensor) -> torch.Tensor:
+    net.kept = [net.w]
+    return x
+
+
+def _module(net: Any, x: torch.Tensor) -> torch.Tensor:
+    net.late = nn.Identity()
+    return net.late(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (_object, "what it sets found to is a callable_iterator. Keep tensors and numbers there"),
+        (_parameter, "what it sets kept to is a parameter"),
+        (_module, "what it sets late to is a parameter or a module. Make and exchange it outside"),
+    ],
+)
+def test_what_cannot_be_made_again_is_an_error_with_its_line(function: Any, what: str) -> None:
+    model = _Net(function)
+    line = f"_Net.forward at {__file__}:{function.__code__.co_firstlineno + 1}: {what}"
+    with pytest.raises(CaptureError, match=re.escape(f"graphshard cannot capture {line}")):
+        captured(model, (X,))
+    assert not {"found", "kept", "late"} & {*vars(model), *model._parameters, *model._modules}
+
+
+def test_nothing_of_a_class_is_left_exchanged() -> None:
+    before = dict(vars(nn.Module))
+    captured(_Net(_counts, step=1), (X,))
+    assert dict(vars(nn.Module)) == before
