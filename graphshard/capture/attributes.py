@@ -176,7 +176,7 @@ class Recorder:
 
     def _read(self, node: Node, name: str, value: Any) -> Any:
         attributes = attributes_of(node.owner)
-        if node.is_module and (name in _TORCHS or (node.owner is self.root and name == "forward")):
+        if node.is_module and (name in _TORCHS or (name == "forward" and _is_stand_in(value))):
             return value
         key = id(node.owner), name
         if name not in attributes:
@@ -312,3 +312,9 @@ class Recorder:
         if self._unknown:
             self.learned.tensors.update(self._unknown)
             raise Rerun
+
+
+def _is_stand_in(forward: Any) -> bool:
+    """Whether capture itself has put another method in the place of forward."""
+    code = getattr(forward, "__code__", None)
+    return hasattr(forward, "__wrapped__") and code is not None and not is_users(code.co_filename)

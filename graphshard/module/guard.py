@@ -87,7 +87,7 @@ class Guard:
             _Watch(expected[p], LookUp(_Values(h), ""), expected[p].witness) for p, h in held if p in expected
         ]
         known = {read.place for read in self.state.reads}
-        own = [Place(name, (("attribute", "forward"),)) for name, _ in modules[1:]]
+        own = [Place(name, (("attribute", "forward"),)) for name, _ in modules]
         none = [Read(place, "missing", (), MISSING) for place in own if place not in known]
         try:
             watches = [_Watch(r, look_up(self._root, r.place), r.witness) for r in (*self.state.reads, *none)]
@@ -186,7 +186,7 @@ def _replaced_forwards(root: nn.Module, names: Mapping[int, str]) -> Iterator[Re
     for name, _ in root.named_modules():
         place = Place(name, (("attribute", "forward"),))
         now = look_up(root, place).now()
-        if name and now is not MISSING:
+        if now is not MISSING:
             yield Read(place, text_at(place, now, names))
 
 
