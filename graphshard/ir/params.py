@@ -227,6 +227,22 @@ class ParamTable:
                 rows.append(dataclasses.replace(row, names=names, unit=unit))
         return ParamTable(tuple(rows))
 
+    @cached_property
+    def in_packing_order(self) -> tuple[ParamRow, ...]:
+        """The rows as FSDP2 lays them out in one buffer: a module's own parameters behind those of its submodules.
+
+        Where in a buffer an element lies may decide in which order it is summed over ranks.
+        """
+        places: dict[str, int] = {}
+
+        def path(row: ParamRow) -> tuple[float, ...]:
+            *modules, _ = row.name.split(".")
+            prefixes = itertools.accumulate(modules, "{}.{}".format)
+            return (*(places.setdefault(prefix, len(places)) for prefix in prefixes), math.inf)
+
+        paths = {row.name: path(row) for row in self.rows}
+        return tuple(sorted(self.rows, key=lambda row: paths[row.name]))
+
     @property
     def units(self) -> tuple[str, ...]:
         """Units that own parameters, in registration order."""

@@ -203,7 +203,7 @@ class _Maker:
         """Parameters of a unit and dtype in order of use, cut where they are worth a collective of their own."""
         whole = self.settings.constraints.by_unit or (kind == "reduce" and self.settings.exact_reductions)
         groups: dict[tuple[str, ...], list[ParamRow]] = {}
-        order = [row for row in self.program.params if row.name in at]
+        order = [row for row in self.program.params.in_packing_order if row.name in at]
         for row in order if whole else sorted(order, key=lambda row: at[row.name]):
             before = "" if whole or kind == "reduce" else self.gathered.get(row.name, "")
             groups.setdefault((row.unit, str(row.sent_dtype(kind)), before), []).append(row)

@@ -91,7 +91,7 @@ class PlanByUnit:
         found: list[tuple[Bucket, list[Collective]]] = []
         for (kind, unit, axis, *_), members in groups.items():
             rows = {c.params[0]: program.params[c.params[0]] for c in members}
-            ordered = [row for row in program.params if row.name in rows]
+            ordered = [row for row in program.params.in_packing_order if row.name in rows]
             name = self._name(kind, unit, phase_name, [bucket.name for bucket, _ in found])
             bucket = self._bucket(program, members[0].kind, name, phase_name, ordered, axis)
             found.append((bucket, members))

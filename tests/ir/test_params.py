@@ -155,3 +155,18 @@ def test_frozen_parameters_are_marked() -> None:
     model = Blocks(2)
     model.layers[0].requires_grad_(False)
     assert [row.trainable for row in _table(model)] == [False, True]
+
+
+def test_packing_order_has_submodules_before_their_parents() -> None:
+    """`nn.MultiheadAttention` has parameters of its own beside a layer with some."""
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "head": nn.Linear(4, 2)})
+    table = build_table(model, mesh=Mesh.of_shape(2), units=(), precision=Precision(), reshard_after_forward=None)
+    own, out, head = ["in_proj_weight", "in_proj_bias"], ["out_proj.weight", "out_proj.bias"], ["weight", "bias"]
+    assert [row.name for row in table] == [
+        *(f"attention.{name}" for name in own + out),
+        *(f"head.{name}" for name in head),
+    ]
+    assert [row.name for row in table.in_packing_order] == [
+        *(f"attention.{name}" for name in out + own),
+        *(f"head.{name}" for name in head),
+    ]
