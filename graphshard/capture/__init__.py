@@ -60,8 +60,8 @@ Pitfalls:
   device's stream API.
 * Each attempt to trace a path has a fake mode and a shape environment of its own: a failed one leaves symbols in both.
 * AOTAutograd calls the flat function twice, first without a graph. What a mode needs to know it keeps itself.
-* Traced parameters are no leaves, so autocast does not cache their casts. Effects (`ForwardTokenAOTInput`) are taken
-  out of the trace before AOTAutograd sees them.
+* AOTAutograd traces leaves as results of something else, and autocast keeps casts of leaves only: `leaves_stay_leaves`.
+* Effects (`ForwardTokenAOTInput`) are taken out of the trace before AOTAutograd sees them.
 * Tracing takes oneDNN's LSTM without a workspace, so its backward fails: `substitute.py` turns oneDNN off for it.
 * Batch norm inside a checkpoint: eager mode updates running statistics twice, graphshard once.
 """

@@ -57,7 +57,7 @@ class _Boundary:
         if self.policy.param_dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = cast_tensors((args, kwargs), self.policy.param_dtype)
         if not self.left and self.has_node and torch.is_grad_enabled():
-            args, kwargs = replace_differentiable((args, kwargs), _Inputs.apply)
+            args, kwargs = through_one_node((args, kwargs))
         self.left = self.left or set(self.modules)
         return args, kwargs
 
@@ -66,8 +66,13 @@ class _Boundary:
         return output if self.policy.output_dtype is None else cast_tensors(output, self.policy.output_dtype)
 
 
+def through_one_node(inputs: Any) -> Any:
+    """The same values, of which those that require gradients have come through one node of autograd."""
+    return replace_differentiable(inputs, _Inputs.apply)
+
+
 class _Inputs(torch.autograd.Function):
-    """All inputs of a unit that require gradients, as they are."""
+    """All inputs of a unit, or of a region, that require gradients, as they are."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

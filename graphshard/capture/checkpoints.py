@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
+from graphshard.capture.boundaries import through_one_node
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import is_backward, is_part
 from graphshard.ir.recomputed import RECOMPUTE, SAVE, maker_of, save_leaving
@@ -70,8 +71,9 @@ def trace_checkpoints() -> Iterator[CheckpointRegions]:
             yield
 
     def reentrant(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        # Eager mode differentiates the region by itself: it adds to the gradients of its inputs at once.
         with regions.enter(None):
-            outputs = function(*args)
+            outputs = function(*through_one_node(args))
         if torch.is_grad_enabled() and not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             warnings.warn(
                 "torch.utils.checkpoint with use_reentrant=True: none of the inputs requires a gradient, so nothing "

@@ -39,6 +39,7 @@ from graphshard.ir.precision import Precision
 from graphshard.ir.program import Slot
 from graphshard.ir.state import ModuleState
 from graphshard.ir.torch_internals import (
+    cached_casts,
     is_traced,
     memory_of,
     replaced,
@@ -105,6 +106,7 @@ class FlatForward(nn.Module):
             used = self._extensions.used(given)
             self._hold(used)
             stack.enter_context(self._boundaries())
+            stack.enter_context(cached_casts())
             stack.enter_context(run_compiled_functions_eagerly())
             stack.enter_context(preserve_node_meta())
             stack.enter_context(_module_stack(module))

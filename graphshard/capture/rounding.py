@@ -7,6 +7,7 @@ its random numbers; on CUDA eager mode runs `native_dropout` itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +29,19 @@ def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
 def _drawn_in_memory_order(like: torch.Tensor, p: float) -> torch.Tensor:
     """What `like.bernoulli_(p)` draws; the operator that returns a new tensor draws in the order of the dims."""
     order = memory_order(like)
-    if not order:
+    if not order or not _draws_in_memory_order():
         return aten.bernoulli.p(like, p)
     return aten.bernoulli.p(like.permute(order), p).permute(sorted(range(len(order)), key=order.__getitem__))
+
+
+@functools.cache
+def _draws_in_memory_order() -> bool:
+    """Whether `bernoulli_` does: torch's own kernel, but not MKL's, which is taken on Intel's processors."""
+    drawn = [
+        torch.empty(4, 8, device="cpu").t().bernoulli_(generator=torch.Generator("cpu").manual_seed(0)).t(),
+        torch.empty(4, 8, device="cpu").bernoulli_(generator=torch.Generator("cpu").manual_seed(0)),
+    ]
+    return torch.equal(*drawn)
 
 
 def _native_dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
@@ -40,7 +51,8 @@ def _native_dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: floa
 
 
 def capture_decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    """The table to differentiate an exported graph with."""
+    """The table to differentiate a forward with."""
+    _draws_in_memory_order()  # found out before anything is traced
     return {
         aten.native_dropout.default: _native_dropout,
         aten.native_dropout_backward.default: _native_dropout_backward,

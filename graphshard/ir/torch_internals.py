@@ -64,6 +64,7 @@ __all__ = [
     "FunctionalTensor",
     "all_gather_into",
     "answer_tracing_checks",
+    "cached_casts",
     "cast_tensors",
     "condition",
     "conditions_on_sizes",
@@ -77,6 +78,7 @@ __all__ = [
     "interceptable_reads",
     "is_traced",
     "is_unknown",
+    "leaves_stay_leaves",
     "load_package",
     "makes_size",
     "memory_of",
@@ -425,6 +427,40 @@ def without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextlib.contextmanager
+def leaves_stay_leaves() -> Iterator[None]:
+    """What AOTAutograd traces for a leaf is one; it would be the result of something else.
+
+    Autocast keeps casts of leaves only, and code may ask.
+    """
+    mirror = torch._mirror_autograd_meta_to  # type: ignore[attr-defined]
+
+    def as_it_was(source: torch.Tensor, traced: torch.Tensor) -> None:
+        if source.is_leaf and source.requires_grad:
+            traced.requires_grad_()
+        else:
+            mirror(source, traced)
+
+    with replaced(torch, "_mirror_autograd_meta_to", as_it_was):
+        yield
+
+
+@contextlib.contextmanager
+def cached_casts() -> Iterator[None]:
+    """Within an autocast block a leaf is cast once, however often it is read, as in eager mode.
+
+    AOTAutograd would cast it each time, and add the gradients of the reads in the leaf's own precision.
+    """
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+        torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager
