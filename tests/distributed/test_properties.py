@@ -1,4 +1,8 @@
-"""Random modules on real ranks: full tensors survive sharding, saving and loading, and training is data parallel."""
+"""Random modules and programs on real ranks.
+
+Whatever the parameters are, full tensors survive sharding, saving and loading, and training is data
+parallel. Whatever a program does, it trains as with FSDP2, bit for bit; `benchmarks/fuzz.py` runs more of them.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import graphshard
 from tests.distributed.nets import data_parallel, full, hashes_agree, rows, train
+from tests.distributed.random_programs import from_json, random_program, smaller, to_json
+from tests.distributed.random_runs import differences
 from tests.distributed.twins import world_mesh
 from tests.ranks import Ranks
 
@@ -182,3 +188,18 @@ def _together(rank: int, world_size: int, case: Case, folder: str) -> None:
 def test_random_modules(ranks: Ranks, world_size: int, case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks(world_size).run(_together, case, folder)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_programs(ranks: Ranks, seed: int) -> None:
+    program = random_program(seed)
+    found = ranks(program.world_size).run(differences, program, share=program.share)
+    assert not any(found), f"python -m benchmarks.fuzz --replay '{to_json(program)}'"
+
+
+def test_programs_are_data() -> None:
+    """They survive JSON, a seed is a program for ever, and each smaller one is another and no longer."""
+    for seed in range(50):
+        program = random_program(seed)
+        assert from_json(to_json(program)) == program == random_program(seed)
+        assert all(candidate != program for candidate in smaller(program))
