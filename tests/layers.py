@@ -30,7 +30,13 @@ FLOORS = (
 )
 
 # The only files that import torch's private packages.
-TORCH_INTERNALS = ("graphshard.capture.capture", "graphshard.lower.inductor", "graphshard.ir.torch_internals")
+TORCH_INTERNALS = (
+    "graphshard.capture.capture",
+    "graphshard.capture.phase",
+    "graphshard.lower.inductor",
+    "graphshard.ir.torch_internals",
+    "graphshard.ir.tracing_internals",
+)
 
 
 @dataclass(frozen=True)

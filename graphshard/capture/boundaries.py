@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
-from graphshard.ir.torch_internals import cast_tensors, replace_differentiable
+from graphshard.ir.tracing_internals import cast_tensors, replace_differentiable
 from graphshard.ir.units import modules_of
 
 

@@ -9,56 +9,45 @@ decomposes when a region is lowered.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._export.non_strict_utils import make_fake_inputs, produce_guards_and_solve_constraints
-from torch._functorch._aot_autograd.descriptors import (
-    AOTInput,
-    AOTOutput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.backward_effects import no_effects_of_backward
+from graphshard.capture.bare import bare
 from graphshard.capture.checkpoints import mark_checkpoints
 from graphshard.capture.diagnose import explain_failure
 from graphshard.capture.dynamic_shapes import dynamic_dims
 from graphshard.capture.eager_path import EagerPath
-from graphshard.capture.entry import without_entries
 from graphshard.capture.extensions import Extended, Extensions
 from graphshard.capture.flat import FlatForward
-from graphshard.capture.hooks import HOOKS, hooks_of
+from graphshard.capture.hooks import hooks_of
 from graphshard.capture.late_gathers import settle_gathers
 from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.missing import MISSING
+from graphshard.capture.phase import erase_boundaries, erase_leaves, lift_constants, phase_of
 from graphshard.capture.rounding import capture_decompositions
 from graphshard.capture.untraceable import Located, Untraceable
 from graphshard.capture.watch import check_nothing_kept
 from graphshard.ir.errors import CaptureError
-from graphshard.ir.graph import is_backward
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, named_parameters
 from graphshard.ir.precision import Precision
-from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.sizes import Size, expression, find_sizes, lift_sizes
+from graphshard.ir.program import Program, Slot
+from graphshard.ir.sizes import Size, find_sizes, lift_sizes
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
-from graphshard.ir.torch_internals import fake_kernels, leaves_stay_leaves, makes_size, quiet_tracing
+from graphshard.ir.tracing_internals import fake_kernels, leaves_stay_leaves, makes_size, quiet_tracing
 
 
 @dataclass(frozen=True)
@@ -113,13 +102,13 @@ def capture(
             if not path.concede():
                 raise reason from reason.__cause__
     joint, flat, inputs = traced
-    _erase_boundaries(joint.graph)
+    erase_boundaries(joint.graph)
     mark_checkpoints(joint, flat.regions)
-    phase = _phase(joint, flat)
+    phase = phase_of(joint, flat)
     if spec.extended:
         settle_gathers(phase, spec.mesh.shard, spec.extended[0].mesh.get_group().group_name)
-        _erase_leaves(phase, {param.row.name for param in spec.extended})
-    constants = _lift_constants(phase)
+        erase_leaves(phase, {param.row.name for param in spec.extended})
+    constants = lift_constants(phase)
     sizes = _sizes(inputs, spec.forward_class)
     if sizes and any(map(makes_size, joint.graph.nodes)):
         raise CaptureError(
@@ -177,7 +166,7 @@ def _trace(
     grad: bool,
 ) -> _Traced:
     """Trace the forward on a path that it may take, with what is known of its attributes."""
-    bare = functools.partial(_bare, module, spec)
+    as_written = functools.partial(bare, module, spec.forward_class, spec.method)
     call = pytree.tree_flatten((args, kwargs))
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
     extensions = Extensions(spec.extended, fake_mode)
@@ -187,13 +176,13 @@ def _trace(
         params=spec.params,
         units=spec.units,
         precision=spec.precision,
-        bare=bare,
+        bare=as_written,
         path=path,
         extensions=extensions,
         learned=learned,
         allow=spec.allow,
     )
-    with bare():
+    with as_written():
         inputs, check_sizes = _fake_inputs(module, args, kwargs, spec, fake_mode, grad=grad)
     state = [
         extensions.tensors[slot] if slot.kind == "part" else _fake_state(slot, flat.originals, spec, fake_mode, grad)
@@ -288,119 +277,3 @@ def _sizes(tensors: list[torch.Tensor], cls: type[nn.Module]) -> tuple[Size, ...
                     "dimension that it derives from in dynamic_shapes, as one of another input."
                 )
     return sizes
-
-
-@contextlib.contextmanager
-def _bare(module: nn.Module, spec: CaptureSpec) -> Iterator[None]:
-    """The module as the user wrote it; undone on exit, with whatever forward has done to attributes meanwhile.
-
-    Hooks of the root are left out: they run around the compiled forward.
-    """
-    with contextlib.ExitStack() as stack:
-        for owner in module.modules():
-            stack.callback(_restore, owner, dict(owner.__dict__))
-            _restore(owner, without_entries(owner))
-            for attribute in ("_parameters", "_buffers", *HOOKS):
-                owner.__dict__[attribute] = copy.copy(owner.__dict__[attribute])
-        for attribute in HOOKS:
-            module.__dict__[attribute] = type(getattr(module, attribute))()
-        stack.callback(setattr, module, "__class__", module.__class__)
-        module.__class__ = spec.forward_class
-        if spec.method != "forward":
-            module.__dict__["forward"] = _as_forward(module, spec.method)
-        yield
-
-
-def _as_forward(module: nn.Module, method: str) -> Callable[..., Any]:
-    """A method of the module in the place of its forward, which it may call."""
-    run = getattr(module, method)
-
-    @functools.wraps(run)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        module.__dict__.pop("forward")
-        try:
-            return run(*args, **kwargs)
-        finally:
-            module.__dict__["forward"] = forward
-
-    return forward
-
-
-def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """Undo what tracing the forward did to a module's attributes."""
-    module.__dict__.clear()
-    module.__dict__.update(attributes)
-
-
-def _phase(joint: GraphModule, flat: FlatForward) -> Phase:
-    """The joint graph with slots for what AOTAutograd describes; unused tensors of attributes are no inputs of it."""
-    graph = joint.graph
-    graph.set_codegen(CodeGen())
-    (output,) = graph.find_nodes(op="output")
-    inputs = [_input_slot(node.meta["desc"], flat) for node in graph.find_nodes(op="placeholder")]
-    # Inputs that need no gradient have an undescribed None among the outputs.
-    described = [(v, d) for v, d in zip(output.args[0], output.meta.pop("desc"), strict=True) if d is not None]
-    outputs = [(value, _output_slot(desc, flat)) for value, desc in described]
-    constants = [(leaf, Slot("output", str(i))) for i, leaf in enumerate(flat.leaves) if i not in flat.places]
-    of_forward = [pair for pair in outputs if pair[1].kind == "output"] + constants
-    others = [pair for pair in outputs if pair[1].kind not in ("output", "mutation")]
-    mutations = [pair for pair in outputs if pair[1].kind == "mutation"]
-    ordered = [*mutations, *sorted(of_forward, key=lambda pair: int(pair[1].name)), *others]
-    output.args = (tuple(value for value, _ in ordered),)
-    return Phase(joint, tuple(inputs), tuple(slot for _, slot in ordered))
-
-
-def _erase_boundaries(graph: Graph) -> None:
-    """The nodes of autograd at the boundaries of units have left views of the same shape."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        source = node.args[0]
-        shapes = [list(map(expression, each.meta["val"].shape)) for each in (node, source)]
-        if shapes[0] == shapes[1] and not is_backward(node):
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
-
-
-def _erase_leaves(phase: Phase, names: Collection[str]) -> None:
-    """Parameters that are made of parts are read nowhere: their inputs only told autograd of them."""
-    slots = phase.slot_of()
-    phase.inputs = tuple(slot for slot in phase.inputs if slot.kind != "param" or slot.name not in names)
-    for node, slot in slots.items():
-        if slot.kind == "param" and slot.name in names:
-            phase.module.graph.erase_node(node)
-
-
-def _lift_constants(phase: Phase) -> dict[str, torch.Tensor]:
-    """Tensors that were made while the forward was traced, or are nobody's, become inputs."""
-    graph, constants = phase.module.graph, {}
-    first = phase.placeholders[0] if phase.inputs else next(iter(graph.nodes))
-    for number, node in enumerate(graph.find_nodes(op="get_attr")):
-        name = f"lifted_{number}"
-        constants[name] = getattr(phase.module, node.target)
-        delattr(phase.module, node.target)
-        with graph.inserting_before(first):
-            new = graph.placeholder(name)
-        new.meta = node.meta
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
-    phase.inputs = (*(Slot("buffer", name) for name in constants), *phase.inputs)
-    return constants
-
-
-def _input_slot(desc: AOTInput, flat: FlatForward) -> Slot:
-    if isinstance(desc, PlainAOTInput):
-        return flat.slots[desc.idx]
-    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
-        return Slot("tangent", str(flat.places[desc.output.idx]))
-    raise AssertionError(f"unexpected input {desc} of the joint graph")
-
-
-def _output_slot(desc: AOTOutput, flat: FlatForward) -> Slot:
-    if isinstance(desc, PlainAOTOutput):
-        return Slot("output", str(flat.places[desc.idx]))
-    if isinstance(desc, InputMutationAOTOutput):
-        source = _input_slot(desc.mutated_input, flat)
-        return Slot("mutation", source.name, source.kind)
-    if isinstance(desc, GradAOTOutput):
-        source = _input_slot(desc.grad_of, flat)
-        return Slot("grad", source.name, source.kind)
-    raise AssertionError(f"unexpected output {desc} of the joint graph")

@@ -22,7 +22,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from graphshard.capture.known_values import Assume, known_values
-from graphshard.ir.torch_internals import answer_tracing_checks
+from graphshard.ir.tracing_internals import answer_tracing_checks
 
 log = logging.getLogger(__name__)
 

@@ -38,13 +38,8 @@ from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Slot
 from graphshard.ir.state import ModuleState
-from graphshard.ir.torch_internals import (
-    cached_casts,
-    is_traced,
-    memory_of,
-    replaced,
-    run_compiled_functions_eagerly,
-)
+from graphshard.ir.torch_internals import cached_casts, replaced
+from graphshard.ir.tracing_internals import is_traced, memory_of, run_compiled_functions_eagerly
 
 
 class FlatForward(nn.Module):

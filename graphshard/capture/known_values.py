@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graphshard.capture.guards import expected_truth, line_of
 from graphshard.capture.untraceable import Untraceable
-from graphshard.ir.torch_internals import (
+from graphshard.ir.tracing_internals import (
     conditions_on_sizes,
     interceptable_reads,
     is_traced,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from graphshard.ir.torch_internals import new_unknown_size
+from graphshard.ir.tracing_internals import new_unknown_size
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.subclasses import is_subclass, parts_of, rebuilt
-from graphshard.ir.torch_internals import without_tracing
+from graphshard.ir.tracing_internals import without_tracing
 
 
 def in_parts(results: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.subclasses import has_traced
-from graphshard.ir.torch_internals import without_onednn
+from graphshard.ir.tracing_internals import without_onednn
 
 _GRAD = vars(torch._C.TensorBase)["grad"].__get__
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphshard.capture.untraceable import Untraceable, is_users
 from graphshard.ir.checks import Check, Condition
-from graphshard.ir.torch_internals import memory_of, written_by
+from graphshard.ir.tracing_internals import memory_of, written_by
 
 _EMBEDDINGS = {torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default}
 

@@ -18,7 +18,8 @@ from torch.fx import Graph
 
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.sizes import numbers_in
-from graphshard.ir.torch_internals import hint, is_unknown, new_size, new_unknown_size
+from graphshard.ir.torch_internals import hint, new_size
+from graphshard.ir.tracing_internals import is_unknown, new_unknown_size
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,

@@ -22,7 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from graphshard.ir.errors import CaptureError
-from graphshard.ir.torch_internals import FakeTensor, FunctionalTensor, is_traced
+from graphshard.ir.torch_internals import FakeTensor, FunctionalTensor
+from graphshard.ir.tracing_internals import is_traced
 
 # Those that stand for plain tensors while something is traced among them.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor, FunctionalTensor)

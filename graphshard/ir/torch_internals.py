@@ -1,18 +1,14 @@
 """Torch internals that more than one module needs, in one place to adapt when torch moves them.
 
-Besides this module only `capture/capture.py` and `lower/inductor.py` import torch internals; a lint rule says so.
+What tracing needs is in `tracing_internals.py`. Besides the two only `capture/capture.py`, `capture/phase.py` and
+`lower/inductor.py` import torch internals; a lint rule says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import sys
-import types
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import sympy
@@ -24,35 +20,22 @@ from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
-from torch._ops import OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
-from torch.distributed.utils import _apply_to_tensors
-from torch.fx import Graph, GraphModule, _symbolic_trace
-from torch.fx.experimental import symbolic_shapes
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
-    _constrain_range_for_size,
-    free_unbacked_symbols,
 )
 from torch.fx.graph import _BoxedCodeGen
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.numbers import int_oo
 from torch.utils.checkpoint import CheckpointPolicy
-
-try:
-    from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
-except ImportError:
-    collect_grad_tensors = None  # type: ignore[assignment]
 
 # Size, for estimates, of what depends on values.
 _GUESS = 64
@@ -63,42 +46,25 @@ __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "all_gather_into",
-    "answer_tracing_checks",
     "cached_casts",
-    "cast_tensors",
     "condition",
-    "conditions_on_sizes",
     "disable_autocast",
     "dispatcher_operators",
     "dtensor_of",
-    "fake_kernels",
     "fake_mode_of",
     "fake_tensor",
     "hint",
-    "interceptable_reads",
-    "is_traced",
-    "is_unknown",
-    "leaves_stay_leaves",
     "load_package",
-    "makes_size",
-    "memory_of",
     "min_cut_partition",
     "new_fake_mode",
     "new_size",
-    "new_unknown_size",
-    "quiet_tracing",
     "rendezvous_store",
-    "replace_differentiable",
     "replaced",
     "run_and_save_rng_state",
-    "run_compiled_functions_eagerly",
     "run_with_rng_state",
     "sharded_like",
     "trace_structured",
     "use_boxed_calls",
-    "without_onednn",
-    "without_tracing",
-    "written_by",
 ]
 
 
@@ -246,208 +212,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def answer_tracing_checks(is_told: Callable[[FrameType], bool], *, everyone: bool) -> Iterator[None]:
-    """While a forward is traced, let `is_told` answer code that asks whether it is.
-
-    Asked are `torch.compiler.is_compiling` and `is_exporting`, `torch.fx._symbolic_trace.is_fx_tracing`, and whether
-    a tensor is a `torch._subclasses.FakeTensor`. Code that imported one of the functions by name reads torch's flags
-    through it, which have one answer for all. `torch.jit.is_tracing` says no in any case.
-
-    Args:
-        is_told: given the frame that asks.
-        everyone: what the flags say.
-    """
-
-    def ask() -> bool:
-        return is_told(sys._getframe(1))
-
-    def fake_tensor_class(_: object) -> type:
-        frame = sys._getframe(1)
-        if not is_told(frame):
-            return _NoTensor
-        return FakeTensor if str(frame.f_globals.get("__name__", "")).startswith("torch.") else _AnyTracedTensor
-
-    class Subclasses(types.ModuleType):
-        FakeTensor = property(fake_tensor_class)
-
-    with contextlib.ExitStack() as stack:
-        for owner, functions, flags in (
-            (torch.compiler, ("is_compiling", "is_exporting"), ("_is_compiling_flag", "_is_exporting_flag")),
-            (_symbolic_trace, ("is_fx_tracing",), ("_is_fx_tracing_flag",)),
-        ):
-            for name, value in (*((f, ask) for f in functions), *((f, everyone) for f in flags)):
-                stack.enter_context(replaced(owner, name, value))
-        # A property of its class: FakeTensor itself stays in the module, for torch's own code.
-        torch._subclasses.__class__ = Subclasses
-        stack.callback(setattr, torch._subclasses, "__class__", types.ModuleType)
-        yield
-
-
-class _NoTensor:
-    """What fake tensors are no instances of."""
-
-
-class _Traced(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, (FakeTensor, FunctionalTensor))
-
-
-class _AnyTracedTensor(metaclass=_Traced):
-    """What all tensors of a trace are instances of."""
-
-
-@contextlib.contextmanager
-def quiet_tracing() -> Iterator[None]:
-    """Keep what torch logs of a failure while it traces from the user, who gets an error."""
-    with replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Error detected in ")
-        yield
-
-
-@contextlib.contextmanager
-def fake_kernels(kernels: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
-    """Within the block, operators that fake tensors have no kernel for have these; given mode, operator, arguments."""
-    known = {op: op_implementations_dict[op] for op in kernels if op in op_implementations_dict}
-    op_implementations_dict.update(kernels)
-    try:
-        yield
-    finally:
-        for op in kernels:
-            op_implementations_dict.pop(op)
-        op_implementations_dict.update(known)
-
-
-def new_unknown_size(mode: FakeTensorMode, low: int | None = None, high: int | None = None) -> torch.SymInt:
-    """A size that depends on values, with its least and largest."""
-    assert mode.shape_env is not None
-    size: torch.SymInt = mode.shape_env.create_unbacked_symint()
-    _constrain_range_for_size(size, low, high)
-    return size
-
-
-@contextlib.contextmanager
-def conditions_on_sizes(
-    decide: Callable[[torch.SymBool], bool | None], check: Callable[[torch.SymBool], None]
-) -> Iterator[None]:
-    """Within the block, conditions on sizes that depend on values are not torch's alone.
-
-    Args:
-        decide: asked where code decides by one; None leaves it to torch.
-        check: told what `torch._check` takes for granted.
-    """
-    ask, expect = torch.SymBool.__bool__, symbolic_shapes.expect_true
-
-    def truth(self: torch.SymBool) -> bool:
-        decided = decide(self) if free_unbacked_symbols(self) else None
-        return bool(ask(self)) if decided is None else decided
-
-    def expected(value: Any, skip: int = 0) -> bool:
-        if isinstance(value, torch.SymBool) and free_unbacked_symbols(value):
-            check(value)
-        return bool(expect(value, skip))
-
-    with replaced(torch.SymBool, "__bool__", truth), replaced(symbolic_shapes, "expect_true", expected):
-        yield
-
-
-@contextlib.contextmanager
-def interceptable_reads() -> Iterator[None]:
-    """Let modes see functions that read values of traced tensors, which have methods of their own for two of them."""
-    with contextlib.ExitStack() as stack:
-        for name in ("tolist", "__bool__"):
-            stack.enter_context(replaced(FunctionalTensor, name, getattr(torch.Tensor, name)))
-        yield
-
-
-def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor belongs to a function that AOTAutograd traces, perhaps within one of torch.func's."""
-    return isinstance(tensor, FunctionalTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in containers, dataclasses among them, in another dtype: those that FSDP2 casts."""
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return _apply_to_tensors(cast, tree)
-
-
-def replace_differentiable(tree: Any, replace: Callable[..., Sequence[torch.Tensor]]) -> Any:
-    """Exchange all tensors in containers that require gradients at once: those that FSDP2 exchanges.
-
-    Args:
-        replace: from the tensors to those to put in their places; it is not called if there are none.
-    """
-    if collect_grad_tensors is None:  # torch before 2.13
-        leaves, structure = pytree.tree_flatten(tree)
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        for place, tensor in zip(places, replace(*(leaves[i] for i in places)) if places else ()):
-            leaves[place] = tensor
-        return pytree.tree_unflatten(leaves, structure)
-    found = collect_grad_tensors(tree)
-    return replace_grad_tensors(tree, iter(replace(*found))) if found else tree
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """Which memory a tensor shows; equal for views of the same, also while a forward is traced."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def written_by(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments that it writes to."""
-    given = {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}
-    writes = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-    return [leaf for leaf in pytree.tree_leaves(writes) if isinstance(leaf, torch.Tensor)]
-
-
-def makes_size(node: torch.fx.Node) -> bool:
-    """Whether an operator makes a number, or a tensor of a size, that depends on the values of a tensor."""
-    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-    return (
-        isinstance(node.target, OpOverload)
-        and any(tag in node.target.tags for tag in tags)
-        and any(map(is_unknown, pytree.tree_leaves(node.meta.get("val"))))
-    )
-
-
-def is_unknown(value: Any) -> bool:
-    """Whether a value is a number, or a tensor of a size, that depends on the values of a tensor."""
-    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(
-        free_unbacked_symbols(value)
-    )
-
-
-@contextlib.contextmanager
-def without_onednn() -> Iterator[None]:
-    """Operators take kernels of torch's own while this is open."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
-
-
-@contextlib.contextmanager
-def leaves_stay_leaves() -> Iterator[None]:
-    """What AOTAutograd traces for a leaf is one; it would be the result of something else.
-
-    Autocast keeps casts of leaves only, and code may ask.
-    """
-    mirror = torch._mirror_autograd_meta_to  # type: ignore[attr-defined]
-
-    def as_it_was(source: torch.Tensor, traced: torch.Tensor) -> None:
-        if source.is_leaf and source.requires_grad:
-            traced.requires_grad_()
-        else:
-            mirror(source, traced)
-
-    with replaced(torch, "_mirror_autograd_meta_to", as_it_was):
-        yield
-
-
-@contextlib.contextmanager
 def cached_casts() -> Iterator[None]:
     """Within an autocast block a leaf is cast once, however often it is read, as in eager mode.
 
@@ -461,18 +225,3 @@ def cached_casts() -> Iterator[None]:
     finally:
         torch.set_autocast_cache_enabled(enabled)
         torch.clear_autocast_cache()
-
-
-@contextlib.contextmanager
-def run_compiled_functions_eagerly() -> Iterator[None]:
-    """What `torch.compile` has made runs as the plain function while this is open, so that it can be traced."""
-    if "torch._dynamo.eval_frame" not in sys.modules:  # then nothing was compiled
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-def without_tracing() -> contextlib.AbstractContextManager[Any]:
-    """Inside a trace, run operators on real tensors."""
-    return _disable_current_modes()

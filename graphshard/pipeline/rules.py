@@ -21,7 +21,8 @@ from graphshard.ir.liveness import peak_gathered_bytes
 from graphshard.ir.printer import describe, dtype_name
 from graphshard.ir.program import Program
 from graphshard.ir.sizes import numbers_in, symbols_of
-from graphshard.ir.torch_internals import fake_mode_of, is_unknown
+from graphshard.ir.torch_internals import fake_mode_of
+from graphshard.ir.tracing_internals import is_unknown
 from graphshard.ir.transport import reduced_over
 from graphshard.lower.executor import Executor
 from graphshard.lower.lines import print_line

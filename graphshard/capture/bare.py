@@ -1,0 +1,60 @@
+"""The module as the user wrote it, for as long as it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from graphshard.capture.entry import without_entries
+from graphshard.capture.hooks import HOOKS
+
+
+@contextlib.contextmanager
+def bare(module: nn.Module, cls: type[nn.Module], method: str) -> Iterator[None]:
+    """The module as the user wrote it; undone on exit, with whatever forward has done to attributes meanwhile.
+
+    Hooks of the root are left out: they run around the compiled forward.
+
+    Args:
+        cls: the user's class of the module, which may be a compiled one by now.
+        method: what takes the place of `forward`.
+    """
+    with contextlib.ExitStack() as stack:
+        for owner in module.modules():
+            stack.callback(_restore, owner, dict(owner.__dict__))
+            _restore(owner, without_entries(owner))
+            for attribute in ("_parameters", "_buffers", *HOOKS):
+                owner.__dict__[attribute] = copy.copy(owner.__dict__[attribute])
+        for attribute in HOOKS:
+            module.__dict__[attribute] = type(getattr(module, attribute))()
+        stack.callback(setattr, module, "__class__", module.__class__)
+        module.__class__ = cls
+        if method != "forward":
+            module.__dict__["forward"] = _as_forward(module, method)
+        yield
+
+
+def _as_forward(module: nn.Module, method: str) -> Callable[..., Any]:
+    """A method of the module in the place of its forward, which it may call."""
+    run = getattr(module, method)
+
+    @functools.wraps(run)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        module.__dict__.pop("forward")
+        try:
+            return run(*args, **kwargs)
+        finally:
+            module.__dict__["forward"] = forward
+
+    return forward
+
+
+def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Undo what tracing the forward did to a module's attributes."""
+    module.__dict__.clear()
+    module.__dict__.update(attributes)
