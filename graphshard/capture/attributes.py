@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from graphshard.capture.changes import Changes, Node, attributes_of
+from graphshard.capture.changes import OF_PARAMETERS, Changes, Node, attributes_of
 from graphshard.capture.growing import Growing
 from graphshard.capture.hooks import users_hooks
 from graphshard.capture.learned import Learned, Rerun
@@ -32,9 +32,10 @@ from graphshard.capture.outside import Generator
 from graphshard.capture.untraceable import is_users
 from graphshard.capture.witness import FUNCTIONS, PLAIN, SETS, is_container, text_at, witness_of
 from graphshard.ir.state import MISSING, Condition, ModuleState, Number, Place, Read
+from graphshard.ir.tracing_internals import is_traced
 
-# What nn.Module itself keeps in its instances, and its own methods.
-_TORCHS = frozenset(vars(nn.Module())) | {"_graphshard"}
+# What torch's modules themselves keep in their instances, and their own methods.
+_TORCHS = frozenset(vars(nn.Module())) | {"_graphshard"} | OF_PARAMETERS
 _TORCHS_METHODS = frozenset(vars(nn.Module)) - {"forward"}
 # How many functions that are globals of each other are looked into for their globals.
 _GLOBALS_OF_GLOBALS = 2
@@ -297,6 +298,8 @@ class Recorder:
         raise Rerun
 
     def _tensor(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
+        if is_traced(tensor):  # a property has computed it, as those of parametrizations do
+            return tensor
         if id(tensor) in self.own:
             return self.own[id(tensor)]
         known = self.learned.tensors if id(tensor) in self._tensors else self._unknown

@@ -144,7 +144,7 @@ class Changes:
             yield from self._of_buffers(node)
         for name in dict.fromkeys((*node.before, *now)):
             old, new = node.before.get(name, MISSING), now.get(name, MISSING)
-            if new is old or (node.is_module and (name in _KINDS or name == "forward")):
+            if new is old or (node.is_module and (name in _KINDS or name in OF_PARAMETERS or name == "forward")):
                 continue
             place, key = node.step(name), (id(node.owner), name)
             if {type(old), type(new)} <= {int, float} and (key in self.reads or node.has_items):
@@ -218,6 +218,8 @@ class Changes:
 
 
 _KINDS = ("_parameters", "_buffers", "_modules")
+# What nn.LSTM and its like keep of their parameters besides, and renew when these are others, as traced ones are.
+OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:

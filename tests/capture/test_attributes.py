@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.state import Computed, Counted, Number, Place
@@ -101,3 +102,21 @@ def test_nothing_of_a_class_is_left_exchanged() -> None:
     before = dict(vars(nn.Module))
     captured(_Net(_counts, step=1), (X,))
     assert dict(vars(nn.Module)) == before
+
+
+@pytest.mark.parametrize("parametrization", [weight_norm, spectral_norm, orthogonal])
+def test_tensors_that_a_property_computes_are_no_attributes(parametrization: Callable[[nn.Module], nn.Module]) -> None:
+    """A parametrized weight is another tensor at each reading; taken for state, it would be learned anew for ever."""
+    program = captured(parametrization(nn.Linear(4, 4)), (torch.ones(2, 4),), world_size=1)
+    assert not program.state.inputs
+    assert program.differentiated >= {"bias"}
+
+
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
+def test_what_recurrent_modules_keep_of_their_parameters_is_no_state(cls: type[nn.RNNBase]) -> None:
+    model = cls(4, 5)
+    kept = list(model._flat_weights)
+    program = captured(model, (torch.ones(2, 4),), world_size=1)
+    assert program.state.writes == ()
+    assert program.differentiated == set(dict(model.named_parameters()))
+    assert all(a is b for a, b in zip(model._flat_weights, kept, strict=True))
