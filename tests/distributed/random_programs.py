@@ -7,7 +7,8 @@ FSDP2 on a CPU cannot do everything, and what it cannot do is never generated:
 
 * BatchNorm and functions of LAPACK in bfloat16, and gradients whose sums are divided by factors;
 * parameters of several dtypes in one unit, and weights tied across units;
-* microbatches without communication where a unit is never called;
+* microbatches without communication where a unit is never called, or several times: FSDP2 then reduces what they have
+  accumulated by itself, when the first of the calls is over in backward;
 * a program that writes in place into what a unit returned, if that is a view;
 * a unit that is called twice, of which one call is in a reentrant checkpoint: it stays gathered after backward.
 
@@ -171,7 +172,7 @@ def random_program(seed: int, *, backend: str = "eager") -> Program:
         reshard=draw.choice([None, None, True, False]),
         policy=policy,
         activation=draw.choice(["default"] * 4 + ["full", "half", "nothing"]),
-        sync=sync if len(times) == len(blocks) else tuple(True for _ in sync),
+        sync=sync if list(times.values()) == [1] * len(blocks) else tuple(True for _ in sync),
         keep=draw.random() < 0.15,
         sizes=tuple((draw.randint(2, 4), draw.randint(2, 6)) for _ in range(draw.randint(2, 3) if several else 1)),
         dynamic=dynamic,
