@@ -29,7 +29,8 @@ Which plan is taken:
   the shortest step only.
 * **Without a limit, the peak of FSDP2's order is the limit**: a default must not take more memory than what it
   replaces.
-* **A known plan serves other sizes**, because a rank may capture one alone and could not ask the others.
+* **A known plan serves other sizes**, because a rank may capture one alone and could not ask the others. Its positions
+  are fitted to what that size computes; its buckets and the order of its events stay.
 * **Meshes of two axes and regathering in subgroups are planned by unit** (with `memory_limit=` it is an error). The
   scheduling problem has one link, and no all-reduce behind a reduction.
 * **Backwards for other tangents are planned by unit**, as a rank may need one alone and could not ask the others.

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import graphshard
 from graphshard.cost.costs import Costs
@@ -74,3 +75,37 @@ def test_plans_by_cost_have_the_bits_of_fsdp2(ranks: Ranks, world_size: int) -> 
 
 def test_the_least_memory_has_them_too(ranks: Ranks) -> None:
     ranks(2).run(_train, True)
+
+
+class Branching(nn.Module):
+    """Computes something else for another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            for _ in range(x.shape[0]):
+                x = x.sin()
+            x = layer(x)
+        return x
+
+
+def _branch(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model, mesh = Branching(), world_mesh()
+    theirs = fsdp2(copy.deepcopy(model), mesh)
+    ours = graphshard.compile(model, mesh, backend="eager")
+    # In the second step a rank captures alone, as the other has that size; in the third both do.
+    for step, rows in enumerate(((2, 3), (2, 1), (4, 5))):
+        x = torch.randn(rows[rank], 8, generator=torch.Generator().manual_seed(step * world_size + rank))
+        for m in (ours, theirs):
+            m.zero_grad()
+            m(x).square().mean().backward()
+        assert_same(grads_of(ours), grads_of(theirs), f"gradients of step {step}")
+
+
+def test_ranks_whose_sizes_compute_something_else(ranks: Ranks) -> None:
+    """Nobody waits for a plan of a rank that has one, and all have the same collectives in the same order."""
+    ranks(2).run(_branch, share=False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
@@ -20,11 +23,11 @@ from graphshard.ir.program import Program
 from graphshard.options.passes import profile_here, with_planner
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.schedule.agreed import AgreedPlanner, outline
+from graphshard.schedule.agreed import AgreedPlanner, communication, outline
 from graphshard.schedule.build import Constraints
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
-from tests.helpers import Blocks, captured, through
+from tests.helpers import Blocks, captured, copied, through
 from tests.ranks import FakeWorld
 
 CPU = torch.device("cpu")
@@ -107,7 +110,38 @@ def test_a_planner_in_a_file() -> None:
 def test_the_plan_of_a_size_serves_others(partitioned: Program) -> None:
     """A rank may capture another batch size alone; with a memory limit the plan is made anew."""
     other = through(captured(Blocks(4, 16, bias=True), (torch.randn(2, 16),)), "partition")
-    assert outline(other) == outline(partitioned) != outline(through(captured(Blocks(2, 16), BATCH), "partition"))
+    assert communication(other) == communication(partitioned)
+    assert outline(other) == outline(partitioned)
+    assert communication(partitioned) != communication(through(captured(Blocks(2, 16), BATCH), "partition"))
+
+
+def test_the_plan_of_a_size_is_fitted_to_what_another_computes(partitioned: Program) -> None:
+    """Python may branch on a size: the rank asks nobody, its collectives run in the same order, and where it can."""
+
+    class Longer(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = x.sin()
+            return super().forward(x).cos()
+
+    longer = through(captured(Longer(4, 16, bias=True), BATCH), "partition")
+    assert outline(longer) != outline(partitioned)
+    asked: list[Program] = []
+
+    def alone(program: Program, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        asked.append(program)
+        return json.loads(json.dumps(make()))
+
+    for given, other in ((partitioned, longer), (longer, partitioned)):
+        asked.clear()
+        planner = AgreedPlanner(PlanByCost(COSTS), alone)
+        known, fitted = planner(given), planner(other)
+        assert asked == [given]
+        assert known.buckets == fitted.buckets
+        for name, events in fitted.events.items():
+            assert [(e.action, e.bucket) for e in events] == [(e.action, e.bucket) for e in known.events[name]]
+        assert fitted.events != known.events
+        through(replace(copied(other), plan=fitted), "reorder")  # raises where it cannot be applied
 
 
 def test_compile_takes_it(fake_world: FakeWorld) -> None:
