@@ -63,5 +63,6 @@ Pitfalls:
 * AOTAutograd traces leaves as results of something else, and autocast keeps casts of leaves only: `leaves_stay_leaves`.
 * Effects (`ForwardTokenAOTInput`) are taken out of the trace before AOTAutograd sees them.
 * Tracing takes oneDNN's LSTM without a workspace, so its backward fails: `substitute.py` turns oneDNN off for it.
-* Batch norm inside a checkpoint: eager mode updates running statistics twice, graphshard once.
+* AOTAutograd switches hooks of saved tensors off while it traces. Checkpointed regions switch them on: what autograd
+  saves says how far eager mode runs a region again, and so which buffers are written twice (`written_again.py`).
 """

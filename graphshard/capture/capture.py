@@ -40,6 +40,7 @@ from graphshard.capture.phase import erase_boundaries, erase_leaves, lift_consta
 from graphshard.capture.rounding import capture_decompositions
 from graphshard.capture.untraceable import Located, Untraceable
 from graphshard.capture.watch import check_nothing_kept
+from graphshard.capture.written_again import write_again
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, named_parameters
@@ -105,6 +106,7 @@ def capture(
     erase_boundaries(joint.graph)
     mark_checkpoints(joint, flat.regions)
     phase = phase_of(joint, flat)
+    write_again(phase, spec.forward_class.__name__)
     if spec.extended:
         settle_gathers(phase, spec.mesh.shard, spec.extended[0].mesh.get_group().group_name)
         erase_leaves(phase, {param.row.name for param in spec.extended})

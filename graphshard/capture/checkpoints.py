@@ -8,7 +8,7 @@ of checkpointing is therefore routed through an annotation of the nodes that are
     checkpoint_wrapper(module)                                                -> either
 
 The annotation becomes torch's own marks: `ac_graph_id` says to which region a node belongs, `recompute` what the
-partitioner does with it.
+partitioner does with it. It also says which nodes eager mode runs again, for what they write (`written_again.py`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from graphshard.capture.boundaries import through_one_node
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import is_backward, is_part
 from graphshard.ir.recomputed import RECOMPUTE, SAVE, maker_of, save_leaving
-from graphshard.ir.torch_internals import replaced
+from graphshard.ir.torch_internals import hooks_while_tracing, number_of_backward, replaced
 
 _KEY = "graphshard_checkpoint"
+# How often eager mode runs a node again in backward.
+REPEATED = "graphshard_repeated"
 _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 # The policy of a selective checkpoint: called with a context, an operator and its arguments.
 _PolicyFn = Callable[..., Any]
@@ -41,24 +43,56 @@ _PolicyFn = Callable[..., Any]
 
 @dataclass
 class CheckpointRegions:
-    """The checkpointed regions of one capture, in order of execution; `policies` holds None for a full checkpoint."""
+    """The checkpointed regions of one capture, in order of execution.
+
+    Attributes:
+        policies: what is saved of each; None for a full checkpoint.
+        ends: how many tensors autograd has saved in each when eager mode stops to run it again; None: at its end.
+        visits: the backward passes that read what was saved in each, before each of which eager mode runs it again.
+    """
 
     policies: list[_PolicyFn | None] = field(default_factory=list)
+    ends: list[int | None] = field(default_factory=list)
+    visits: list[set[int]] = field(default_factory=list)
     depth: int = 0
 
     @contextlib.contextmanager
-    def enter(self, policy: _PolicyFn | None) -> Iterator[None]:
+    def enter(self, policy: _PolicyFn | None, *, stops_early: bool) -> Iterator[None]:
         """What is traced inside belongs to a new region. A checkpoint within a checkpoint belongs to the outer one."""
         self.depth += 1
         try:
             if self.depth > 1:
                 yield
             else:
-                self.policies.append(policy)
-                with annotate({_KEY: len(self.policies) - 1}):
+                with self._counting(policy) as count:
                     yield
+                self.ends[-1] = count() if stops_early else None
         finally:
             self.depth -= 1
+
+    @contextlib.contextmanager
+    def _counting(self, policy: _PolicyFn | None) -> Iterator[Callable[[], int]]:
+        """Nodes are annotated with the region and with how many tensors autograd has saved in it before."""
+        region, saved, visits = len(self.policies), 0, set[int]()
+        self.policies.append(policy)
+        self.ends.append(None)
+        self.visits.append(visits)
+        with contextlib.ExitStack() as annotation:
+            annotation.enter_context(annotate({_KEY: (region, saved)}))
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                nonlocal saved
+                saved += 1
+                annotation.close()
+                annotation.enter_context(annotate({_KEY: (region, saved)}))
+                return tensor
+
+            def unpack(tensor: torch.Tensor) -> torch.Tensor:
+                visits.add(number_of_backward())
+                return tensor
+
+            with hooks_while_tracing(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                yield lambda: saved
 
 
 @contextlib.contextmanager
@@ -66,13 +100,23 @@ def trace_checkpoints() -> Iterator[CheckpointRegions]:
     """While this is open, checkpointed functions are traced as what they are, and their nodes annotated."""
     regions = CheckpointRegions()
 
-    def without_reentrant(_fn: Any, _preserve: bool, context_fn: Any = None, *_: Any, **__: Any) -> Iterator[None]:
-        with regions.enter(_policy_of(context_fn)):
+    def without_reentrant(
+        _fn: Any,
+        _preserve: bool,
+        context_fn: Any = None,
+        _determinism: Any = None,
+        _debug: bool = False,
+        early_stop: bool = True,
+        *_: Any,
+        **__: Any,
+    ) -> Iterator[None]:
+        switched = torch_checkpoint._enable_checkpoint_early_stop
+        with regions.enter(_policy_of(context_fn), stops_early=early_stop if switched is None else switched):
             yield
 
     def reentrant(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
         # Eager mode differentiates the region by itself: it adds to the gradients of its inputs at once.
-        with regions.enter(None):
+        with regions.enter(None, stops_early=False):
             outputs = function(*through_one_node(args))
         if torch.is_grad_enabled() and not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             warnings.warn(
@@ -113,16 +157,24 @@ def _policy_of(context_fn: Callable[[], tuple[Any, Any]] | None) -> _PolicyFn | 
 def mark_checkpoints(joint: GraphModule, regions: CheckpointRegions) -> None:
     """Turn the annotations of the forward nodes of a joint graph into marks for the partitioner."""
     decisions: dict[Node, bool] = {}
-    for node in joint.graph.nodes:
+    for node in list(joint.graph.nodes):
         custom = node.meta.pop("custom", {})
         if node.op == "call_function" and _KEY in custom and not is_backward(node):
-            region = custom[_KEY]
+            region, saved = custom[_KEY]
+            end = regions.ends[region]
             # Eager mode asks about operators, not about the selection of one of their results.
             maker = maker_of(node) if is_part(node) else node
             if maker not in decisions:
                 decisions[maker] = _is_saved(maker, regions.policies[region])
             node.meta["ac_graph_id"] = region
             node.meta["recompute"] = SAVE if decisions[maker] else RECOMPUTE
+            reached = regions.visits[region] and (end is None or saved < end)
+            if reached and not decisions[maker]:
+                node.meta[REPEATED] = len(regions.visits[region])
+        elif node.target is torch.ops.aten.detach.default and _KEY in custom:
+            # Autograd unpacks what `pack` was given as another tensor.
+            node.replace_all_uses_with(node.args[0])
+            joint.graph.erase_node(node)
     save_leaving(joint.graph)
 
 

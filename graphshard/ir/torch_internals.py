@@ -225,3 +225,18 @@ def cached_casts() -> Iterator[None]:
     finally:
         torch.set_autocast_cache_enabled(enabled)
         torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def hooks_while_tracing() -> Iterator[None]:
+    """In the block `saved_tensors_hooks` are called although AOTAutograd traces, which switches them off."""
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+
+
+def number_of_backward() -> int:
+    """Which backward pass is running; -1 outside of them."""
+    return torch._C._current_graph_task_id()

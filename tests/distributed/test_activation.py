@@ -201,3 +201,75 @@ def _policy_in_inductor(rank: int, world_size: int) -> None:
 def test_random_numbers_are_drawn_again_in_inductor(ranks: Ranks) -> None:
     """The masks of FSDP2's operators; no region falls back to those."""
     ranks(2).run(_policy_in_inductor)
+
+
+class _Statistics(nn.Module):
+    """BatchNorm somewhere in a checkpointed region."""
+
+    def __init__(self, where: str, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(4)
+        self.where, self.reentrant = where, reentrant
+
+    def region(self, x: Tensor) -> Tensor:
+        if self.where == "first":
+            return self.second(self.norm(x)).relu()
+        if self.where == "middle":
+            return self.second(self.norm(self.second(x)))
+        if self.where == "last":
+            return self.norm(self.second(x))
+        y = self.second(x).sin()
+        with torch.no_grad():  # behind all that backward needs
+            self.norm(x)
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.region, self.first(x), use_reentrant=self.reentrant)).square()
+
+
+def _statistics(rank: int, world_size: int, where: str, reentrant: bool) -> int:
+    torch.manual_seed(0)
+    pair = twins(_Statistics(where, reentrant), world_mesh())
+    optims = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in pair]
+    for step in range(3):
+        for model, optim in zip(pair, optims):
+            model(_batch(rank, step).flatten(0, 1)).mean().backward()
+            optim.step()
+            optim.zero_grad()
+        assert_same(*(dict(model.named_buffers()) for model in pair), f"buffers after step {step}")
+        assert_same(*map(params_of, pair), f"parameters after step {step}")
+    return int(pair[0].norm.num_batches_tracked)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["first", "middle", "last", "behind"])
+def test_buffers_are_written_again_where_eager_mode_does(ranks: Ranks, where: str, reentrant: bool) -> None:
+    """Twice in a step; once behind the point where a checkpoint that is not reentrant stops to compute again."""
+    assert ranks(2).run(_statistics, where, reentrant)[0] == (3 if where == "behind" and not reentrant else 6)
+
+
+class _SharedStatistics(_Statistics):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class _Average(_Statistics):
+    """The region multiplies by the buffer that it writes."""
+
+    def region(self, x: Tensor) -> Tensor:
+        y = self.second(x) * self.norm.running_mean
+        self.norm.running_mean.add_(1)
+        return y.sin()
+
+
+def _refused(rank: int, world_size: int) -> None:
+    for cls, reason in ((_SharedStatistics, "code outside"), (_Average, "gradients depend on it")):
+        model = graphshard.compile(cls("first", False), world_mesh(), backend="eager")
+        with pytest.raises(graphshard.CaptureError, match=rf"buffer norm.running_mean, .*{reason}.*out of the checkp"):
+            model(_batch(rank, 0).flatten(0, 1))
+
+
+def test_buffers_that_would_differ_are_refused(ranks: Ranks) -> None:
+    """Another order of writes, and gradients of a buffer that has changed."""
+    ranks(2).run(_refused)
