@@ -30,7 +30,6 @@ from graphshard.capture.extensions import Extensions
 from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
 from graphshard.capture.outside import no_outside_values
-from graphshard.capture.results import in_parts
 from graphshard.capture.substitute import Substitute
 from graphshard.capture.watch import Made, Watch, WatchHooks
 from graphshard.ir.checks import Check, Condition
@@ -115,7 +114,7 @@ class FlatForward(nn.Module):
             recorder = Recorder(module, self._learned, own, self._allow)
             stack.enter_context(recorder.recording(list(inputs)))
             result = self._path.around(module, watch.assume)(*args, **kwargs)
-            leaves, self.out_spec = pytree.tree_flatten(in_parts(take_apart(result, _is_computed)))
+            leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed))
             self.leaves = [*leaves, *recorder.finish(leaves, passed)]
         self.state = recorder.state
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]

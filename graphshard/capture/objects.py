@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from graphshard.capture.results import in_parts
 from graphshard.capture.untraceable import Untraceable
 
 _PLAIN = (
@@ -58,7 +59,7 @@ class _Form:
 
 
 def take_apart(result: Any, holds: Callable[[Any], bool]) -> Any:
-    """A forward's result with `Parts` in the place of objects that have tensors.
+    """A forward's result with `Parts` in the place of objects that have tensors, and of tensor subclasses their parts.
 
     Args:
         result: what the forward returned.
@@ -77,7 +78,13 @@ class _Taker:
         self._within: list[Any] = []
 
     def take(self, tree: Any) -> Any:
-        return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else self._object(leaf), tree)
+        return pytree.tree_map(self._leaf, tree)
+
+    def _leaf(self, leaf: Any) -> Any:
+        # Here and not in another pass over the structure, which would put together what this one has taken apart.
+        if isinstance(leaf, torch.Tensor):
+            return in_parts(leaf)
+        return leaf if isinstance(leaf, _PLAIN) else self._object(leaf)
 
     def _object(self, value: Any) -> Any:
         attributes = getattr(value, "__dict__", None)

@@ -17,17 +17,13 @@ from graphshard.ir.subclasses import is_subclass, parts_of, rebuilt
 from graphshard.ir.tracing_internals import without_tracing
 
 
-def in_parts(results: Any) -> Any:
-    """The structure with every tensor subclass taken apart.
+def in_parts(leaf: torch.Tensor) -> torch.Tensor | SubclassResult:
+    """A result; if it is a tensor subclass, taken apart.
 
     Raises:
         CaptureError: the result's size is dynamic.
     """
-    return pytree.tree_map(_taken_apart, results)
-
-
-def _taken_apart(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor) or not is_subclass(leaf):
+    if not is_subclass(leaf):
         return leaf
     if any(isinstance(size, torch.SymInt) for size in leaf.shape):
         raise CaptureError(
