@@ -1,6 +1,6 @@
 """What a forward reads and writes on modules, recorded while it runs.
 
-    with recorder.recording(tensors):       attributes that are tensors are these, in order of recorder.inputs
+    with recorder.recording(tensors):       attributes that are tensors are these, in the order of learned.tensors
         result = module(x)
         more = recorder.finish(result, x)   tensors that forward left on modules
     recorder.state                          all of it, see ir/state.py
@@ -32,6 +32,7 @@ from graphshard.capture.outside import Generator
 from graphshard.capture.untraceable import is_users
 from graphshard.capture.witness import FUNCTIONS, PLAIN, SETS, is_container, text_at, witness_of
 from graphshard.ir.state import MISSING, Condition, ModuleState, Number, Place, Read
+from graphshard.ir.torch_internals import replaced
 from graphshard.ir.tracing_internals import is_traced
 
 # What torch's modules themselves keep in their instances, and their own methods.
@@ -59,14 +60,9 @@ class Recorder:
         self.state = ModuleState()
         self._names = {id(module): name for name, module in root.named_modules()}
 
-    @property
-    def inputs(self) -> list[torch.Tensor]:
-        """The tensors that are read, as they are now."""
-        return [tensor for tensor, _ in self.learned.tensors.values()]
-
     @contextlib.contextmanager
     def recording(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Record what runs in the block, which is given these tensors in the place of `inputs`."""
+        """Record what runs in the block, which is given these tensors in the place of those that are learned."""
         self._tensors = dict(zip(self.learned.tensors, tensors, strict=True))
         self.nodes: dict[int, Node] = {}
         self.reads: dict[tuple[int, str], Read] = {}
@@ -83,7 +79,7 @@ class Recorder:
                 self._add(module, Place(name), attributes_of(module))
             self._watch_hooks()
             self._watch(nn.Module)
-            self._exchange(nn.Module, "__setattr__", self._noting_lines(nn.Module.__setattr__))
+            stack.enter_context(replaced(nn.Module, "__setattr__", self._noting_lines(nn.Module.__setattr__)))
             try:
                 yield
             except Exception as error:
@@ -128,11 +124,6 @@ class Recorder:
         for held in (self.nodes, self.grown, self._tensors, self._unknown):
             held.clear()  # what is traced is not to outlive the trace
 
-    def _exchange(self, owner: type, name: str, value: Any) -> None:
-        own = vars(owner).get(name)
-        setattr(owner, name, value)
-        self._stack.callback(*((delattr, owner, name) if own is None else (setattr, owner, name, own)))
-
     def _add(self, owner: Any, place: Place, content: Any) -> Node:
         if id(owner) not in self.nodes:
             self.nodes[id(owner)] = Node.of(owner, place, content)
@@ -156,7 +147,7 @@ class Recorder:
             return self._read(node, name, value)
 
         self._watched.add(cls)
-        self._exchange(cls, "__getattribute__", look_up)
+        self._stack.enter_context(replaced(cls, "__getattribute__", look_up))
 
     def _watch_hooks(self) -> None:
         """Hooks, and what is captured itself, are functions that nobody looks up."""

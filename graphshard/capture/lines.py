@@ -8,9 +8,15 @@ from types import FrameType
 from graphshard.capture.untraceable import is_users
 
 
-def user_line() -> str:
-    """The innermost line of the user's code that runs now, as "file:line"; "" if there is none."""
+def user_place() -> tuple[str, int] | None:
+    """File and number of the innermost line of the user's code that runs now; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+
+
+def user_line() -> str:
+    """The innermost line of the user's code that runs now, as "file:line"; "" if there is none."""
+    place = user_place()
+    return f"{place[0]}:{place[1]}" if place is not None else ""

@@ -7,7 +7,6 @@ torch.linalg.inv(x)    raises if x is singular: a value, which a trace does not 
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -18,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphshard.capture.untraceable import Untraceable, is_users
+from graphshard.capture.lines import user_place
+from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.checks import Check, Condition
-from graphshard.ir.tracing_internals import memory_of, written_by
+from graphshard.ir.tracing_internals import arguments_of, memory_of, written_by
 
 _EMBEDDINGS = {torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default}
 
@@ -29,8 +29,7 @@ class Made(NamedTuple):
     """A tensor that an operator made, as long as it is alive, and the line of the user's that called the operator."""
 
     tensor: weakref.ref[torch.Tensor]
-    file: str
-    line: int
+    place: tuple[str, int] | None
 
 
 class Watch(TorchDispatchMode):
@@ -60,7 +59,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             raise Untraceable("operator", f"operator {func}")
-        if func in _EMBEDDINGS and _argument(func, "sparse", args, kwargs):
+        if func in _EMBEDDINGS and arguments_of(func, args, kwargs).get("sparse"):
             raise Untraceable("sparse", f"operator {func}")
         if func is torch.ops.aten._linalg_check_errors.default:
             self.checks.append((Check(args[1], kwargs["is_matrix"]), args[0]))
@@ -70,10 +69,8 @@ class Watch(TorchDispatchMode):
                 if name is not None:
                     raise Untraceable("write", f"parameter {name}, operator {func}")
         result = func(*args, **kwargs)
-        file, line = _users_line()
-        self.made += [
-            Made(weakref.ref(t), file, line) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)
-        ]
+        place = user_place()
+        self.made += [Made(weakref.ref(t), place) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         return result
 
 
@@ -87,10 +84,10 @@ class WatchHooks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.register_hook:
             tensor, hook = args
-            file, line = _users_line()
+            place = user_place()
 
             def watched(grad: torch.Tensor) -> torch.Tensor | None:
-                self._made.append(Made(weakref.ref(grad), file, line))
+                self._made.append(Made(weakref.ref(grad), place))
                 return hook(grad)
 
             args = (tensor, watched)
@@ -104,16 +101,4 @@ def check_nothing_kept(made: Iterable[Made]) -> None:
     for each in made:
         if (tensor := each.tensor()) is not None:
             shape = list(tensor.shape)
-            raise Untraceable("kept", f"a tensor of shape {shape}", line=(each.file, each.line))
-
-
-def _argument(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    place = next(i for i, argument in enumerate(func._schema.arguments) if argument.name == name)
-    return args[place] if place < len(args) else kwargs.get(name)
-
-
-def _users_line() -> tuple[str, int]:
-    frame = sys._getframe(2)
-    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+            raise Untraceable("kept", f"a tensor of shape {shape}", line=each.place)

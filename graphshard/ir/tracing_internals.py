@@ -38,6 +38,7 @@ _GUESS = 64
 
 __all__ = [
     "answer_tracing_checks",
+    "arguments_of",
     "cast_tensors",
     "conditions_on_sizes",
     "fake_kernels",
@@ -206,9 +207,14 @@ def memory_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def written_by(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def arguments_of(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an operator was given, by the names of its arguments."""
+    return {**dict(zip((argument.name for argument in func._schema.arguments), args)), **kwargs}
+
+
+def written_by(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among an operator's arguments that it writes to."""
-    given = {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}
+    given = arguments_of(func, args, kwargs)
     writes = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
     return [leaf for leaf in pytree.tree_leaves(writes) if isinstance(leaf, torch.Tensor)]
 
