@@ -94,7 +94,7 @@ def capture(
     while traced is None:
         try:
             with torch.set_grad_enabled(grad):
-                traced = _trace(module, args, kwargs, spec, path, learned, grad=grad)
+                traced = _trace(module, args, kwargs, spec, path, learned)
         except Rerun:
             continue
         except CaptureError as error:
@@ -164,8 +164,6 @@ def _trace(
     spec: CaptureSpec,
     path: EagerPath,
     learned: Learned,
-    *,
-    grad: bool,
 ) -> _Traced:
     """Trace the forward on a path that it may take, with what is known of its attributes."""
     as_written = functools.partial(bare, module, spec.forward_class, spec.method)
@@ -185,13 +183,13 @@ def _trace(
         allow=spec.allow,
     )
     with as_written():
-        inputs, check_sizes = _fake_inputs(module, args, kwargs, spec, fake_mode, grad=grad)
+        inputs, check_sizes = _fake_inputs(module, args, kwargs, spec, fake_mode)
     state = [
-        extensions.tensors[slot] if slot.kind == "part" else _fake_state(slot, flat.originals, spec, fake_mode, grad)
+        extensions.tensors[slot] if slot.kind == "part" else _fake_state(slot, flat.originals, spec, fake_mode)
         for slot in flat.slots
         if slot.kind != "input"
     ]
-    attributes = [_fake_attribute(tensor, spec, fake_mode, grad) for tensor, _ in learned.tensors.values()]
+    attributes = [_fake_attribute(tensor, spec, fake_mode) for tensor, _ in learned.tensors.values()]
     try:
         with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)), quiet_tracing():
             stack.enter_context(leaves_stay_leaves())
@@ -216,8 +214,6 @@ def _fake_inputs(
     kwargs: dict[str, Any],
     spec: CaptureSpec,
     fake_mode: FakeTensorMode,
-    *,
-    grad: bool,
 ) -> tuple[list[torch.Tensor], Callable[[GraphModule], None]]:
     """Fake tensors for those of a call, and a check, after tracing, that the dynamic sizes among theirs stayed so."""
     dynamic = dynamic_dims(module, args, kwargs, spec.dynamic_shapes)
@@ -234,9 +230,7 @@ def _fake_inputs(
     _, fake_args, fake_kwargs, equalities, signature, _ = made
     given = zip(pytree.tree_leaves((fake_args, fake_kwargs)), leaves, strict=True)
     inputs = [
-        fake.detach().requires_grad_(leaf.requires_grad and grad)
-        for fake, leaf in given
-        if isinstance(leaf, torch.Tensor)
+        fake.detach().requires_grad_(leaf.requires_grad) for fake, leaf in given if isinstance(leaf, torch.Tensor)
     ]
 
     def check_sizes(joint: GraphModule) -> None:
@@ -247,7 +241,7 @@ def _fake_inputs(
 
 
 def _fake_state(
-    slot: Slot, originals: dict[str, torch.Tensor], spec: CaptureSpec, fake_mode: FakeTensorMode, grad: bool
+    slot: Slot, originals: dict[str, torch.Tensor], spec: CaptureSpec, fake_mode: FakeTensorMode
 ) -> torch.Tensor:
     """A full parameter in the compute dtype, or a buffer."""
     with fake_mode:
@@ -255,17 +249,17 @@ def _fake_state(
             row = spec.params[slot.name]
             stride = row.stride_of(row.shape)
             full = torch.empty_strided(row.shape, stride, dtype=row.compute_dtype, device=spec.device)
-            return full.requires_grad_(row.trainable and grad)
+            return full.requires_grad_(row.trainable)
         tensor = originals[slot.name]
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=spec.device)
 
 
-def _fake_attribute(tensor: torch.Tensor, spec: CaptureSpec, fake_mode: FakeTensorMode, grad: bool) -> torch.Tensor:
+def _fake_attribute(tensor: torch.Tensor, spec: CaptureSpec, fake_mode: FakeTensorMode) -> torch.Tensor:
     """A tensor that a module holds as a plain attribute."""
     device = spec.device if tensor.is_meta else tensor.device
     with fake_mode:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return made.requires_grad_(tensor.requires_grad and grad)
+        return made.requires_grad_(tensor.requires_grad)
 
 
 def _sizes(tensors: list[torch.Tensor], cls: type[nn.Module]) -> tuple[Size, ...]:

@@ -26,6 +26,9 @@ from graphshard.ir.tracing_internals import answer_tracing_checks
 
 log = logging.getLogger(__name__)
 
+# Modules of torch that compute in another way where they are traced.
+_LIKE_USERS = {"torch.nn.modules.activation"}
+
 
 @dataclass
 class EagerPath:
@@ -82,7 +85,7 @@ class EagerPath:
         # torch's older names for a check ask on behalf of their callers.
         asking = [caller for caller in _callers(frame) if caller.f_code.co_name != "is_compiling"]
         codes = {caller.f_code for caller in asking if _package(caller) not in ("torch", "graphshard")}
-        if _package(asking[0]) == "torch" or codes & self.told:
+        if (_package(asking[0]) == "torch" and _module(asking[0]) not in _LIKE_USERS) or codes & self.told:
             return True
         self.asked |= codes
         return False
@@ -95,4 +98,8 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return _module(frame).partition(".")[0]
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -62,8 +62,9 @@ __all__ = [
 def answer_tracing_checks(is_told: Callable[[FrameType], bool], *, everyone: bool) -> Iterator[None]:
     """While a forward is traced, let `is_told` answer code that asks whether it is.
 
-    Asked are `torch.compiler.is_compiling` and `is_exporting`, `torch.fx._symbolic_trace.is_fx_tracing`, and whether
-    a tensor is a `torch._subclasses.FakeTensor`. Code that imported one of the functions by name reads torch's flags
+    Asked are `torch.compiler.is_compiling` and `is_exporting`, `torch.fx._symbolic_trace.is_fx_tracing`, what
+    `nn.MultiheadAttention` asks before it takes its fast path, and whether a tensor is a
+    `torch._subclasses.FakeTensor`. Code that imported one of the functions by name reads torch's flags
     through it, which have one answer for all. `torch.jit.is_tracing` says no in any case.
 
     Args:
@@ -87,6 +88,7 @@ def answer_tracing_checks(is_told: Callable[[FrameType], bool], *, everyone: boo
         for owner, functions, flags in (
             (torch.compiler, ("is_compiling", "is_exporting"), ("_is_compiling_flag", "_is_exporting_flag")),
             (_symbolic_trace, ("is_fx_tracing",), ("_is_fx_tracing_flag",)),
+            (torch.nn.modules.activation, ("_is_make_fx_tracing",), ()),
         ):
             for name, value in (*((f, ask) for f in functions), *((f, everyone) for f in flags)):
                 stack.enter_context(replaced(owner, name, value))

@@ -233,9 +233,6 @@ def smaller(program: Program) -> Iterator[Program]:
             yield replace(program, **{field.name: field.default})
     for index in range(len(program.sync) - 1):
         yield replace(program, sync=_without(program.sync, index))
-    for steps in (1, 2):
-        if steps < program.steps:
-            yield replace(program, steps=steps)
     for width in (4, 2, 3):
         if program.width > width:
             yield replace(program, width=width)
