@@ -100,7 +100,7 @@ def capture(
         except CaptureError as error:
             if reason is None or isinstance(error.__cause__, Untraceable):  # others may come of the path
                 reason = error
-            if not path.concede():
+            if _says_nested(error) or not path.concede():  # the other path has other values, not other bits
                 raise reason from reason.__cause__
     joint, flat, inputs = traced
     erase_boundaries(joint.graph)
@@ -136,6 +136,10 @@ def capture(
         checks=flat.checks,
         state=replace(flat.state, hooks=hooks),
     )
+
+
+def _says_nested(error: CaptureError) -> bool:
+    return isinstance(error.__cause__, Untraceable) and error.__cause__.kind == "nested"
 
 
 def _check_extended(module: nn.Module, spec: CaptureSpec) -> None:

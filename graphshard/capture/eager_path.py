@@ -27,7 +27,7 @@ from graphshard.ir.tracing_internals import answer_tracing_checks
 log = logging.getLogger(__name__)
 
 # Modules of torch that compute in another way where they are traced.
-_LIKE_USERS = {"torch.nn.modules.activation"}
+_LIKE_USERS = {"torch.nn.modules.activation", "torch.nn.modules.transformer"}
 
 
 @dataclass

@@ -53,6 +53,10 @@ _ADVICE = {
         "attribute of a module."
     ),
     "sparse": "The gradient of this embedding would be a sparse tensor, which is no shard. Make it with sparse=False.",
+    "nested": (
+        "Eager mode makes a nested tensor here where all of the mask's padding is at the end, and leaves zeros in the "
+        "padding. Make nn.TransformerEncoder with enable_nested_tensor=False."
+    ),
     "result": (
         "What forward returns has a value that no program can make. Return tensors, numbers, strings, and objects or "
         "collections that hold them."

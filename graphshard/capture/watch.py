@@ -22,6 +22,10 @@ from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.tracing_internals import arguments_of, memory_of, written_by
 
+_NESTED = {
+    torch.ops.aten._nested_tensor_from_mask.default,
+    torch.ops.aten._nested_tensor_from_mask_left_aligned.default,
+}
 _EMBEDDINGS = {torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default}
 
 
@@ -59,6 +63,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             raise Untraceable("operator", f"operator {func}")
+        if func in _NESTED:
+            raise Untraceable("nested", f"operator {func}")
         if func in _EMBEDDINGS and arguments_of(func, args, kwargs).get("sparse"):
             raise Untraceable("sparse", f"operator {func}")
         if func is torch.ops.aten._linalg_check_errors.default:

@@ -7,7 +7,7 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -62,10 +62,10 @@ __all__ = [
 def answer_tracing_checks(is_told: Callable[[FrameType], bool], *, everyone: bool) -> Iterator[None]:
     """While a forward is traced, let `is_told` answer code that asks whether it is.
 
-    Asked are `torch.compiler.is_compiling` and `is_exporting`, `torch.fx._symbolic_trace.is_fx_tracing`, what
-    `nn.MultiheadAttention` asks before it takes its fast path, and whether a tensor is a
-    `torch._subclasses.FakeTensor`. Code that imported one of the functions by name reads torch's flags
-    through it, which have one answer for all. `torch.jit.is_tracing` says no in any case.
+    Asked are `torch.compiler.is_compiling` and `is_exporting`, `torch.fx._symbolic_trace.is_fx_tracing`, whether a
+    tensor is a `torch._subclasses.FakeTensor`, and what modules of torch ask before they take their fast paths. Code
+    that imported one of the functions by name reads torch's flags through it, which have one answer for all.
+    `torch.jit.is_tracing` says no in any case.
 
     Args:
         is_told: given the frame that asks.
@@ -81,6 +81,12 @@ def answer_tracing_checks(is_told: Callable[[FrameType], bool], *, everyone: boo
             return _NoTensor
         return FakeTensor if str(frame.f_globals.get("__name__", "")).startswith("torch.") else _AnyTracedTensor
 
+    def has_torch_function(args: Iterable[Any]) -> bool:
+        told = is_told(sys._getframe(1))
+        return overridden(args) if told else bool(torch.overrides._get_overloaded_args(args))  # without those of modes
+
+    overridden = torch.overrides.has_torch_function
+
     class Subclasses(types.ModuleType):
         FakeTensor = property(fake_tensor_class)
 
@@ -92,6 +98,7 @@ def answer_tracing_checks(is_told: Callable[[FrameType], bool], *, everyone: boo
         ):
             for name, value in (*((f, ask) for f in functions), *((f, everyone) for f in flags)):
                 stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(replaced(torch.overrides, "has_torch_function", has_torch_function))
         # A property of its class: FakeTensor itself stays in the module, for torch's own code.
         torch._subclasses.__class__ = Subclasses
         stack.callback(setattr, torch._subclasses, "__class__", types.ModuleType)

@@ -328,22 +328,6 @@ def test_hugging_face_attention_has_a_mask_where_values_decide(name: str) -> Non
     assert _mask(_llama(**{name: torch.ones(2, 8, dtype=torch.long)})) == (2, 1, 8, 8)
 
 
-class _Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
-
-
-def test_attention_takes_its_fast_path_without_gradients() -> None:
-    """nn.MultiheadAttention asks by itself whether it is traced, and computes in another way."""
-    program = captured(_Attends().eval(), (torch.ones(2, 3, 4),), grad=False, world_size=1)
-    targets = [node.target for node in program.phases["forward"].module.graph.nodes]
-    assert torch.ops.aten._native_multi_head_attention.default in targets
-
-
 def test_parameters_require_gradients_without_grad_mode() -> None:
     """Code may ask, and torch does: a product with what requires none is computed in another way."""
     module = _Function(lambda x: torch.sin(x) if module.w.requires_grad else torch.cos(x))
