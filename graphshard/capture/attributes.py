@@ -26,6 +26,7 @@ from graphshard.capture.changes import OF_PARAMETERS, Changes, Node, attributes_
 from graphshard.capture.growing import Growing
 from graphshard.capture.hooks import users_hooks
 from graphshard.capture.learned import Learned, Rerun
+from graphshard.capture.left_hooks import LeftHooks
 from graphshard.capture.lines import user_line
 from graphshard.capture.numbers import FollowedNumber
 from graphshard.capture.outside import Generator
@@ -77,6 +78,7 @@ class Recorder:
             stack.callback(self._restore)
             for name, module in self.root.named_modules():
                 self._add(module, Place(name), attributes_of(module))
+            self._hooks = LeftHooks(self.root)
             self._watch_hooks()
             self._watch(nn.Module)
             stack.enter_context(replaced(nn.Module, "__setattr__", self._noting_lines(nn.Module.__setattr__)))
@@ -105,7 +107,7 @@ class Recorder:
             generator.check(self._allow)
         own, label = list(self.own.values()), type(self.root).__name__
         changes = Changes(label, self.nodes, self.reads, self.lines, self.grown, own, results, given)
-        writes = tuple(changes)
+        writes = (*changes, *self._hooks.writes(self.nodes.keys()))
         if changes.followable - self.learned.refused:
             self.learned.followed |= changes.followable - self.learned.refused
             raise Rerun

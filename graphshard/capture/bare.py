@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from graphshard.capture.entry import without_entries
-from graphshard.capture.hooks import HOOKS
+from graphshard.capture.hooks import ALL_HOOKS
 
 
 @contextlib.contextmanager
@@ -28,9 +28,11 @@ def bare(module: nn.Module, cls: type[nn.Module], method: str) -> Iterator[None]
         for owner in module.modules():
             stack.callback(_restore, owner, dict(owner.__dict__))
             _restore(owner, without_entries(owner))
-            for attribute in ("_parameters", "_buffers", *HOOKS):
+            for attribute in ("_parameters", "_buffers"):
                 owner.__dict__[attribute] = copy.copy(owner.__dict__[attribute])
-        for attribute in HOOKS:
+            for attribute in ALL_HOOKS:  # not a copy: handles, by which hooks are removed, know the very dict
+                stack.callback(_refill, owner.__dict__[attribute], dict(owner.__dict__[attribute]))
+        for attribute in ALL_HOOKS:
             module.__dict__[attribute] = type(getattr(module, attribute))()
         stack.callback(setattr, module, "__class__", module.__class__)
         module.__class__ = cls
@@ -52,6 +54,11 @@ def _as_forward(module: nn.Module, method: str) -> Callable[..., Any]:
             module.__dict__["forward"] = forward
 
     return forward
+
+
+def _refill(hooks: dict[int, Any], content: dict[int, Any]) -> None:
+    hooks.clear()
+    hooks.update(content)
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:

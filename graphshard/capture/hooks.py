@@ -12,13 +12,15 @@ from graphshard.capture.witness import text_at, witness_of
 from graphshard.ir.state import Place, Read
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Besides: which of them are called in another way.
+ALL_HOOKS = (*HOOKS, "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 def users_hooks(module: nn.Module, place: Place) -> Iterator[tuple[Place, Any]]:
     """The hooks of a module that are not graphshard's own, with their places."""
     for kind in HOOKS:
         hooks = attributes_of(module)[kind].values()
-        users = [hook for hook in hooks if not _is_ours(getattr(hook, "__func__", hook))]
+        users = [hook for hook in hooks if not is_ours(hook)]
         for number, hook in enumerate(users):
             yield place.then("attribute", kind).then("value", number), hook
 
@@ -36,5 +38,6 @@ def hooks_of(root: nn.Module) -> tuple[Read, ...]:
     return tuple(found)
 
 
-def _is_ours(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("graphshard.")
+def is_ours(hook: Any) -> bool:
+    """Whether a hook is graphshard's own."""
+    return str(getattr(getattr(hook, "__func__", hook), "__module__", "")).startswith("graphshard.")

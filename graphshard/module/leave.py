@@ -62,5 +62,7 @@ def _write(write: Write, owner: Any, values: list[Any]) -> None:
             put(owner, kind, key, values[0])
         elif write.kind == "set":
             owner.__setitem__(key, values[0]) if kind == "item" else setattr(owner, key, values[0])
+        elif kind == "value":
+            del owner[list(owner)[key]]
         else:
             owner.__delitem__(key) if kind == "item" else delattr(owner, key)

@@ -98,6 +98,24 @@ def test_what_cannot_be_made_again_is_an_error_with_its_line(function: Any, what
     assert not {"found", "kept", "late"} & {*vars(model), *model._parameters, *model._modules}
 
 
+class _Hooks(nn.Sequential):
+    """Registers a hook that keeps what it sees in a list of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: list[Any] = []
+        self[0].register_forward_hook(lambda module, args, out: seen.append(out))
+        return self[0](x)
+
+
+def test_a_hook_that_keeps_what_forward_made_is_an_error_that_names_it() -> None:
+    """Each call would give it another list, or the traced one for ever."""
+    model = _Hooks(nn.Linear(4, 4))
+    text = r"registers a hook of 0, _Hooks\.forward.*<lambda>, that keeps seen, which forward has made\. Register"
+    with pytest.raises(CaptureError, match=text):
+        captured(model, (X,))
+    assert not model[0]._forward_hooks
+
+
 def test_nothing_of_a_class_is_left_exchanged() -> None:
     before = dict(vars(nn.Module))
     captured(_Net(_counts, step=1), (X,))

@@ -25,7 +25,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "swin": {},
     "wav2vec2": {"apply_spec_augment": False},  # chooses labels by their values, and guards their range
 }
-SLOW = ("t5", "mixtral", "mamba", "whisper", "bart", "gemma3", "segformer", "deepseek_v3", "nllb-moe")
+SLOW = ("t5", "mixtral", "mamba", "whisper", "aya_vision", "bart", "gemma3", "segformer", "deepseek_v3", "nllb-moe")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
