@@ -153,7 +153,7 @@ def _sizes_of_values(graph: Graph, zero: Node) -> dict[sympy.Symbol, Node]:
 def _erase(phase: Phase, unused: set[Node]) -> None:
     """Erase what nothing needs any more, saved values that no other gradient reads included."""
     graph = phase.module.graph
-    erase_dead(graph)
+    erase_dead(graph, random=[node for node in graph.nodes if node.users])  # which eager mode would not draw either
     slots = phase.slot_of()
     idle = [node for node, slot in slots.items() if slot.kind != "size" and (node in unused or not node.users)]
     phase.inputs = tuple(slot for node, slot in slots.items() if node not in idle)

@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard.ir.graph import aten, base_of, emit, erase_dead, fake, is_communication, is_part, is_view
+from graphshard.ir.graph import aten, base_of, emit, erase_dead, fake, is_communication, is_idle_draw, is_part, is_view
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.recomputed import RANDOM_STATE
@@ -36,6 +36,8 @@ class Partition(Pass):
             return 0
         num_outputs = sum(slot.kind != "grad" for slot in joint.outputs)
         slots = {node.name: slot for node, slot in joint.slot_of().items()}
+        for node in filter(is_idle_draw, joint.module.graph.nodes):
+            node.meta.pop("recompute", None)  # for nobody, which needs no state of a generator
         forward, backward = min_cut_partition(joint.module, num_outputs)
         _name_random_states(forward, backward)
         _drop_idle(forward, backward, num_outputs)
@@ -115,7 +117,8 @@ def _results(module: GraphModule) -> list[Node]:
 
 def _drop_idle(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
     """Save nothing that backward does not read, such as a parameter that was only marked to be kept."""
-    erase_dead(backward.graph)
+    forwards = {node.name for node in forward.graph.nodes}
+    erase_dead(backward.graph, random=[node for node in backward.graph.nodes if node.name in forwards])
     idle = {n.name: n for n in backward.graph.find_nodes(op="placeholder") if not n.users and "tangent" not in n.name}
     (output,) = forward.graph.find_nodes(op="output")
     results = list(output.args[0])

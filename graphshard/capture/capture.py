@@ -48,6 +48,7 @@ from graphshard.ir.precision import Precision
 from graphshard.ir.program import Program, Slot
 from graphshard.ir.sizes import Size, find_sizes, lift_sizes
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
+from graphshard.ir.torch_internals import draws_stay
 from graphshard.ir.tracing_internals import fake_kernels, leaves_stay_leaves, makes_size, quiet_tracing
 
 
@@ -197,6 +198,7 @@ def _trace(
     try:
         with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)), quiet_tracing():
             stack.enter_context(leaves_stay_leaves())
+            stack.enter_context(draws_stay())
             stack.enter_context(fake_kernels(MISSING))
             stack.enter_context(no_effects_of_backward(module, spec.forward_class.__name__))
             traced = aot_export_joint_with_descriptors(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, OWN_CHUNK, REDUCED, UPLOAD
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase
+from graphshard.ir.torch_internals import run_and_save_rng_state
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -74,11 +76,27 @@ def rewrite_gradients(phase: Phase, rewrite: Callable[[Node, str], Node]) -> int
     return count
 
 
-def erase_dead(graph: Graph) -> None:
-    """Erase calls whose result nobody uses, collectives included; placeholders stay."""
+def erase_dead(graph: Graph, random: Collection[Node] = ()) -> None:
+    """Erase calls whose result nobody uses, collectives included; placeholders stay.
+
+    Random operators stay, too, but for those named: what is drawn later is what comes after in the generator.
+    """
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
+        if node.op == "call_function" and not node.users and (not is_random(node) or node in random):
             graph.erase_node(node)
+
+
+def is_random(node: Node) -> bool:
+    """Whether a call draws random numbers from torch's generator."""
+    if isinstance(node.target, OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags
+    return node.target is run_and_save_rng_state
+
+
+def is_idle_draw(node: Node) -> bool:
+    """Whether a call makes random numbers, or is one tensor of such, that nobody uses."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return not node.users and isinstance(source, Node) and is_random(source)
 
 
 def is_collective(node: Node) -> bool:

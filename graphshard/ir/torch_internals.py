@@ -19,6 +19,7 @@ from torch._dynamo.source import ConstantSource
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
 from torch._logging import trace_structured
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -50,6 +51,7 @@ __all__ = [
     "condition",
     "disable_autocast",
     "dispatcher_operators",
+    "draws_stay",
     "dtensor_of",
     "fake_mode_of",
     "fake_tensor",
@@ -93,8 +95,21 @@ def min_cut_partition(joint: GraphModule, num_outputs: int) -> tuple[GraphModule
     could not be stored with.
     """
     modes = (fake_mode_of(n.meta["val"]) for n in joint.graph.nodes if isinstance(n.meta.get("val"), FakeTensor))
-    with config.patch(cse=False, graphsafe_rng_functionalization=False), tracing(TracingContext(next(modes, None))):
+    with (
+        config.patch(cse=False, graphsafe_rng_functionalization=False),
+        tracing(TracingContext(next(modes, None))),
+        draws_stay(),
+    ):
         return min_cut_rematerialization_partition(joint, [], num_fwd_outputs=num_outputs)
+
+
+def draws_stay() -> contextlib.AbstractContextManager[None]:
+    """In the block torch keeps random operators in graphs although nobody reads what they draw, as eager mode does.
+
+    Later ones draw what comes after in the generator.
+    """
+    patched: contextlib.AbstractContextManager[None] = inductor_config.patch(fallback_random=True)
+    return patched
 
 
 def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:

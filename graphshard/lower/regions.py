@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard.ir.graph import OWN, aten, fake, is_communication, is_view, module_of
+from graphshard.ir.graph import OWN, aten, emit, fake, is_communication, is_idle_draw, is_random, is_view, module_of
 from graphshard.ir.printer import describe, print_graph
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.sizes import SYMBOLS, is_size, rename, size_inputs, symbols_of
@@ -104,8 +104,10 @@ class Call:
 def cut(phase: Phase) -> list[Call]:
     """Cut a phase at its collectives into region calls, in order.
 
-    Views and dynamic sizes do not leave a region: whoever needs one makes it again from what it is made of.
+    Views and dynamic sizes do not leave a region: whoever needs one makes it again from what it is made of. Random
+    numbers that nobody reads do, or they would not be drawn, and the next would be others than in eager mode.
     """
+    _pick_idle_draws(phase.module.graph)
     nodes = [node for node in phase.module.graph.nodes if node.op != "call_function" or not is_size(node)]
     runs = _runs(nodes)
     sizes = size_inputs(phase.module.graph)
@@ -114,10 +116,18 @@ def cut(phase: Phase) -> list[Call]:
     needed = outside.union(*inputs)
     calls = []
     for run, sources in zip(runs, inputs):
-        results = [node for node in run if node in needed and not is_view(node)]
+        results = [node for node in run if (node in needed and not is_view(node)) or is_idle_draw(node)]
         if results:
             calls.append(Call(run, sources, results, make_region(run, sources, results)))
     return calls
+
+
+def _pick_idle_draws(graph: Graph) -> None:
+    """Let a region return the first tensor of a random operator that makes several and that nobody reads."""
+    for node in list(graph.nodes):
+        if is_random(node) and not node.users and not isinstance(node.meta["val"], torch.Tensor):
+            with graph.inserting_after(node):
+                emit(graph, operator.getitem, node, 0, like=node)
 
 
 def _executor(
