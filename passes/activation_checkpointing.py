@@ -110,7 +110,7 @@ def _within_budget(joint: Phase, regions: dict[Node, int], budget: float) -> set
     The partitioner's own choice is the most there is to save. The cost of a value is that of the operators between it
     and other saved values, on an H100; only ratios matter.
     """
-    num_outputs = sum(slot.kind != "grad" for slot in joint.outputs)
+    num_outputs = sum(not slot.is_of_backward for slot in joint.outputs)
     forward, _ = min_cut_partition(joint.clone().module, num_outputs)
     names = {node.name for node in forward.graph.output_node().all_input_nodes}
     outer = leaving(joint.module.graph, regions)

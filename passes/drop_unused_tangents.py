@@ -74,6 +74,7 @@ class DropUnusedTangents(Pass):
         used = likely_used(tangents) if self.used is None else self.used
         unused = {node for node, name in tangents.items() if name not in used}
         if unused:
+            _write_no_more(phase, {name for name, through in program.rewritten.items() if used.isdisjoint(through)})
             _propagate(phase, set(unused))
             _erase(phase, unused)
             program.differentiated = phase.differentiated
@@ -84,6 +85,12 @@ def likely_used(tangents: dict[Node, str]) -> frozenset[str]:
     """Scalar outputs are losses; a model without one is differentiated through everything it returns."""
     scalars = frozenset(name for node, name in tangents.items() if fake(node).dim() == 0)
     return scalars or frozenset(tangents.values())
+
+
+def _write_no_more(phase: Phase, buffers: set[str]) -> None:
+    """Regions that write these do not run again."""
+    pairs = zip(phase.results, phase.outputs)
+    phase.set_results([None if slot.of == "late" and slot.name in buffers else value for value, slot in pairs])
 
 
 def _propagate(phase: Phase, zeros: set[Node]) -> None:

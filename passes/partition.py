@@ -34,7 +34,7 @@ class Partition(Pass):
         joint = program.phases.get("joint")
         if joint is None:
             return 0
-        num_outputs = sum(slot.kind != "grad" for slot in joint.outputs)
+        num_outputs = sum(not slot.is_of_backward for slot in joint.outputs)
         slots = {node.name: slot for node, slot in joint.slot_of().items()}
         for node in filter(is_idle_draw, joint.module.graph.nodes):
             node.meta.pop("recompute", None)  # for nobody, which needs no state of a generator

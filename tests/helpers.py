@@ -253,6 +253,8 @@ def step(
         for given, outputs in zip(inputs, results):
             given.update((slot, value) for slot, value in outputs.items() if slot.kind == "saved")
             for node, slot in backward.slot_of().items():
+                if slot.kind == "late":
+                    given[slot] = outputs.get(f"mutation:{slot.name}", given[Slot("buffer", slot.name)])
                 if slot.kind == "tangent":
                     ones = torch.ones(fake(node).shape, dtype=fake(node).dtype)
                     given[slot] = tangents[slot.name] if tangents else ones

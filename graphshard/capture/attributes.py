@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +30,8 @@ from graphshard.capture.left_hooks import LeftHooks
 from graphshard.capture.lines import user_line
 from graphshard.capture.numbers import FollowedNumber
 from graphshard.capture.outside import Generator
-from graphshard.capture.untraceable import is_users
+from graphshard.capture.region_effects import RegionEffects
+from graphshard.capture.untraceable import Located, is_users
 from graphshard.capture.witness import FUNCTIONS, PLAIN, SETS, is_container, text_at, witness_of
 from graphshard.ir.state import MISSING, Condition, ModuleState, Number, Place, Read
 from graphshard.ir.torch_internals import replaced
@@ -73,6 +74,7 @@ class Recorder:
         self._unknown: dict[int, tuple[torch.Tensor, list[Place]]] = {}
         self._watched: set[type] = set()
         self._generators: list[Generator] = []
+        self._region: RegionEffects | None = None
         with contextlib.ExitStack() as stack:
             self._stack = stack
             stack.callback(self._restore)
@@ -120,6 +122,16 @@ class Recorder:
         )
         return changes.made
 
+    def enter_region(self) -> Callable[[], Located | None]:
+        """A checkpointed region begins; what is returned is to be called at its end, see `RegionEffects.refusal`."""
+        region = self._region = RegionEffects(type(self.root).__name__, self.nodes, self.lines)
+
+        def leave() -> Located | None:
+            self._region = None
+            return region.refusal()
+
+        return leave
+
     def _restore(self) -> None:
         for node in self.nodes.values():
             node.restore()
@@ -164,6 +176,8 @@ class Recorder:
         def set_and_note(module: nn.Module, name: str, value: Any) -> None:
             if id(module) in self.nodes:
                 self.lines[id(module), name] = user_line()
+                if self._region is not None:
+                    self._region.was_set.add((id(module), name))
             set_attribute(module, name, value)
 
         return set_and_note
@@ -173,6 +187,8 @@ class Recorder:
         if node.is_module and (name in _TORCHS or (name == "forward" and _is_stand_in(value))):
             return value
         key = id(node.owner), name
+        if self._region is not None:
+            self._region.reads(node.owner, name)
         if name not in attributes:
             self._read_of_class(node, name)
             return self._tensor(value, node.place.then("class", name)) if isinstance(value, torch.Tensor) else value

@@ -107,7 +107,7 @@ def capture(
     erase_boundaries(joint.graph)
     mark_checkpoints(joint, flat.regions)
     phase = phase_of(joint, flat)
-    write_again(phase, spec.forward_class.__name__)
+    rewritten = write_again(phase, spec.forward_class.__name__)
     if spec.extended:
         settle_gathers(phase, spec.mesh.shard, spec.extended[0].mesh.get_group().group_name)
         erase_leaves(phase, {param.row.name for param in spec.extended})
@@ -131,6 +131,7 @@ def capture(
         flat.out_spec,
         tangents,
         differentiated=phase.differentiated,
+        rewritten=rewritten,
         model=spec.forward_class.__name__,
         sizes=sizes,
         shapes=tuple((tuple(t.shape), t.stride()) for t in inputs) if sizes else (),
@@ -207,6 +208,7 @@ def _trace(
         check_nothing_kept(flat.made)
         joint: GraphModule = traced.graph_module
         check_sizes(joint)
+        flat.regions.check_effects()
     except Located as error:
         raise CaptureError(str(error)) from None
     except Exception as error:

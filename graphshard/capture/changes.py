@@ -41,7 +41,7 @@ class Node:
     @staticmethod
     def of(owner: Any, place: Place, content: Any) -> Node:
         """As something is now."""
-        node = Node(owner, place, _copy(content), _copy(content), isinstance(owner, nn.Module))
+        node = Node(owner, place, contents_of(content), contents_of(content), isinstance(owner, nn.Module))
         for kind in _KINDS if node.is_module else ():
             node.before[kind] = dict(content[kind])
         return node
@@ -89,7 +89,7 @@ class Node:
                 if content.get(name, MISSING) is not value:
                     put(self.owner, self.kinds[name], name, value)
             return
-        if not _same(_copy(content), self.content):
+        if not _same(contents_of(content), self.content):
             content.clear()
             (content.update if isinstance(content, (dict, set)) else content.extend)(self.content)
         for kind in _KINDS if self.is_module else ():
@@ -139,7 +139,7 @@ class Changes:
                 yield Write(place, "extend", self._terms(grown.items, place, ""))
 
     def _of_dict(self, node: Node) -> Iterator[Write]:
-        now = _copy(node.now())
+        now = contents_of(node.now())
         if node.is_module:
             yield from self._of_buffers(node)
         for name in dict.fromkeys((*node.before, *now)):
@@ -228,7 +228,7 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     return found
 
 
-def _copy(content: Any) -> Any:
+def contents_of(content: Any) -> Any:
     """Contents as a plain dict, set or list: a class of the user's may have other methods."""
     if isinstance(content, dict):
         return dict(content)

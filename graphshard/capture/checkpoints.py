@@ -28,6 +28,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from graphshard.capture.boundaries import through_one_node
+from graphshard.capture.untraceable import Located
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import is_backward, is_part
 from graphshard.ir.recomputed import RECOMPUTE, SAVE, maker_of, save_leaving
@@ -36,9 +37,15 @@ from graphshard.ir.torch_internals import hooks_while_tracing, number_of_backwar
 _KEY = "graphshard_checkpoint"
 # How often eager mode runs a node again in backward.
 REPEATED = "graphshard_repeated"
+# To which region a node of backward belongs.
+BACKWARD_OF = "graphshard_backward_of"
 _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 # The policy of a selective checkpoint: called with a context, an operator and its arguments.
 _PolicyFn = Callable[..., Any]
+
+
+def _leave_nothing() -> Callable[[], Located | None]:
+    return lambda: None
 
 
 @dataclass
@@ -49,11 +56,15 @@ class CheckpointRegions:
         policies: what is saved of each; None for a full checkpoint.
         ends: how many tensors autograd has saved in each when eager mode stops to run it again; None: at its end.
         visits: the backward passes that read what was saved in each, before each of which eager mode runs it again.
+        refusals: errors for what each leaves on modules, if eager mode runs it again.
+        enter_region: called when a region begins; what it returns is called at its end, and returns such an error.
     """
 
     policies: list[_PolicyFn | None] = field(default_factory=list)
     ends: list[int | None] = field(default_factory=list)
     visits: list[set[int]] = field(default_factory=list)
+    refusals: list[Located | None] = field(default_factory=list)
+    enter_region: Callable[[], Callable[[], Located | None]] = _leave_nothing
     depth: int = 0
 
     @contextlib.contextmanager
@@ -64,11 +75,19 @@ class CheckpointRegions:
             if self.depth > 1:
                 yield
             else:
+                leave = self.enter_region()
                 with self._counting(policy) as count:
                     yield
                 self.ends[-1] = count() if stops_early else None
+                self.refusals[-1] = leave()
         finally:
             self.depth -= 1
+
+    def check_effects(self) -> None:
+        """Raise the error for what a region leaves on modules that eager mode runs again."""
+        for refusal, visits in zip(self.refusals, self.visits, strict=True):
+            if refusal is not None and visits:
+                raise refusal
 
     @contextlib.contextmanager
     def _counting(self, policy: _PolicyFn | None) -> Iterator[Callable[[], int]]:
@@ -77,6 +96,7 @@ class CheckpointRegions:
         self.policies.append(policy)
         self.ends.append(None)
         self.visits.append(visits)
+        self.refusals.append(None)
         with contextlib.ExitStack() as annotation:
             annotation.enter_context(annotate({_KEY: (region, saved)}))
 
@@ -137,6 +157,7 @@ def trace_checkpoints() -> Iterator[CheckpointRegions]:
             stack.enter_context(replaced(owner, name, value))
         stack.enter_context(preserve_node_meta())
         yield regions
+        regions.enter_region = _leave_nothing  # what was there knows tensors of the trace, which are not to outlive it
 
 
 def _policy_of(context_fn: Callable[[], tuple[Any, Any]] | None) -> _PolicyFn | None:
@@ -175,6 +196,8 @@ def mark_checkpoints(joint: GraphModule, regions: CheckpointRegions) -> None:
             # Autograd unpacks what `pack` was given as another tensor.
             node.replace_all_uses_with(node.args[0])
             joint.graph.erase_node(node)
+        elif is_backward(node) and _KEY in custom:
+            node.meta[BACKWARD_OF] = custom[_KEY][0]
     save_leaving(joint.graph)
 
 

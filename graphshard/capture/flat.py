@@ -112,6 +112,7 @@ class FlatForward(nn.Module):
             self.regions = stack.enter_context(trace_checkpoints())
             stack.enter_context(no_outside_values(module, self._allow))
             recorder = Recorder(module, self._learned, own, self._allow)
+            self.regions.enter_region = recorder.enter_region
             stack.enter_context(recorder.recording(list(inputs)))
             result = self._path.around(module, watch.assume)(*args, **kwargs)
             leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed))

@@ -1,54 +1,89 @@
 """Buffers that a checkpointed region writes are written again when eager mode runs the region again, in backward.
 
-    %new = add(%buffer, %mean)                %new = add(%buffer, %mean)
-    return %new, ...                          %again = add(%new, %mean)
-                                              return %again, ...
+    forward                                   backward
+    %new = add(%buffer, %mean)                %again = add(%late, %mean)
+    return %new, ...                          return %again, ...
 
-Recomputation gives the other operands the values that they had. Where it would not, because what backward needs depends
-on the buffer, or where the order of several writes differs from eager mode's, there is an error.
+What backward finds in the buffer, "late", may be what other calls have written since. Recomputation gives the other
+operands the values that they had. Where it would not, because what backward needs depends on the buffer, or where the
+order of several writes differs from eager mode's, there is an error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch.fx import Node
 
-from graphshard.capture.checkpoints import REPEATED
+from graphshard.capture.checkpoints import BACKWARD_OF, REPEATED
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import is_backward, is_part
-from graphshard.ir.program import Phase
+from graphshard.ir.program import Phase, Slot
 
 aten = torch.ops.aten
 
 
-def write_again(phase: Phase, label: str) -> None:
-    """Return, of buffers that a checkpointed region writes, what they are after eager mode's backward.
+def write_again(phase: Phase, label: str) -> dict[str, tuple[str, ...]]:
+    """Let backward write the buffers that a checkpointed region writes.
+
+    Returns:
+        Their names, each with the outputs through any of which backward must go to run the region.
 
     Raises:
         CaptureError: what eager mode's backward makes of the buffer, or of gradients, would differ.
     """
     sources = {slot.name: node for node, slot in phase.slot_of().items() if slot.kind == "buffer"}
-    results = phase.results
-    copied: dict[Node, Node] = {}
-    written: dict[int, Node] = {}
+    written: dict[str, Node] = {}
     path: set[Node] = set()
-    for index, (value, slot) in enumerate(zip(results, phase.outputs, strict=True)):
+    for value, slot in zip(phase.results, phase.outputs, strict=True):
         if slot.kind == "mutation" and slot.of == "buffer" and isinstance(value, Node):
-            source = sources[slot.name]
-            writes = _repeated_writes(source, value, slot.name, label)
+            writes = _repeated_writes(sources[slot.name], value, slot.name, label)
             if writes:
                 path |= writes
-                copied[source] = written[index] = value
+                written[slot.name] = value
     if not path:
-        return
-    ordered = sorted(path)
-    position = ordered[-1]
-    for node in ordered:
-        with phase.module.graph.inserting_after(position):
-            position = copied[node] = phase.module.graph.node_copy(node, lambda n: copied.get(n, n))
-    for index, value in written.items():
-        results[index] = copied[value]
-    phase.set_results(results)
+        return {}
+    through = {name: _through(phase, value.meta["ac_graph_id"]) for name, value in written.items()}
+    late = {sources[name]: _late(phase, name, sources[name]) for name in written}
+    copied = _copied(sorted(path), late)
+    phase.set_results([*phase.results, *(copied[value] for value in written.values())])
+    phase.outputs = (*phase.outputs, *(Slot("mutation", name, "late") for name in written))
+    return through
+
+
+def _late(phase: Phase, name: str, buffer: Node) -> Node:
+    """What backward finds in a buffer. Partitioners know an input of backward by its name."""
+    node = phase.add_input(f"tangents_late_{name.replace('.', '_')}", Slot("late", name), buffer.meta["val"])
+    node.meta["partitioner_tag"] = "is_backward"
+    return node
+
+
+def _copied(path: Iterable[Node], late: Mapping[Node, Node]) -> dict[Node, Node]:
+    """Nodes of forward as nodes of backward that read other buffers, where the backward of their regions begins."""
+    copied = dict(late)
+    for node in path:
+        first = next(n for n in node.graph.nodes if n.meta.get(BACKWARD_OF) == node.meta["ac_graph_id"])
+        with node.graph.inserting_before(first):
+            new = copied[node] = node.graph.node_copy(node, lambda n: copied.get(n, n))
+        for mark in ("recompute", "ac_graph_id", REPEATED):
+            new.meta.pop(mark, None)
+        new.meta["partitioner_tag"] = "is_backward"
+    return copied
+
+
+def _through(phase: Phase, region: int) -> tuple[str, ...]:
+    """The outputs whose gradients reach a region."""
+    found = []
+    for node, slot in phase.slot_of().items():
+        if slot.kind == "tangent":
+            known = {node}
+            for other in phase.module.graph.nodes:
+                if not known.isdisjoint(other.all_input_nodes):
+                    known.add(other)
+            if any(other.meta.get(BACKWARD_OF) == region for other in known):
+                found.append(slot.name)
+    return tuple(found)
 
 
 def _repeated_writes(source: Node, value: Node, name: str, label: str) -> set[Node]:

@@ -29,6 +29,7 @@ SlotKind = Literal[
     "part",
     "gathered",
     "buffer",
+    "late",
     "input",
     "size",
     "tangent",
@@ -49,8 +50,8 @@ class Slot:
     `name` is the parameter or buffer name, the index of a user input or output as text, or for "saved" the name of the
     forward value, for "size" that of a dynamic size. Of a parameter, "part" is one of the tensors that the shard of a
     tensor subclass holds, "gathered" what was gathered by hand, "piece" what forward keeps for backward to gather
-    again; "accumulated" and "partial" are what backward adds up over several microbatches: its full gradient, or that
-    of the shard before it is all-reduced.
+    again; "late" is a buffer as backward finds it; "accumulated" and "partial" are what backward adds up over several
+    microbatches: its full gradient, or that of the shard before it is all-reduced.
     A "mutation" or "grad" carries the kind it belongs to in `of`, a "part" which of the tensors it is in `index`.
     """
 
@@ -60,11 +61,17 @@ class Slot:
     index: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.name}" + (f"[{self.index}]" if self.kind == "part" else "")
+        end = f"[{self.index}]" if self.kind == "part" else " in backward" if self.of == "late" else ""
+        return f"{self.kind}:{self.name}{end}"
+
+    @property
+    def is_of_backward(self) -> bool:
+        """Whether backward returns it."""
+        return self.kind == "grad" or self.of == "late"
 
 
 # Inputs that are there from the beginning of a phase to its end, whatever it does.
-LASTING = ("param", "part", "buffer", "input")
+LASTING = ("param", "part", "buffer", "late", "input")
 
 
 @dataclass
@@ -218,6 +225,7 @@ class Program:
         history: every earlier stage.
         established: names of the rules of `graphshard.pipeline.rules` that passes have made to hold.
         differentiated: parameters whose gradient the program computes.
+        rewritten: buffers that backward writes, each with the outputs through any of which it must go to do so.
         model: name of the class that was captured.
         sizes: dynamic sizes of the inputs; empty for a program of one shape.
         shapes: shape and strides of every input of a program with dynamic sizes.
@@ -246,6 +254,7 @@ class Program:
     history: list[Stage] = field(default_factory=list)
     established: set[str] = field(default_factory=set)
     differentiated: frozenset[str] = frozenset()
+    rewritten: dict[str, tuple[str, ...]] = field(default_factory=dict)
     model: str = ""
     sizes: tuple[Size, ...] = ()
     shapes: tuple[tuple[tuple[Extent, ...], tuple[Extent, ...]], ...] = ()

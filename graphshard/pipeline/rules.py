@@ -68,13 +68,13 @@ def slots_match(program: Program, phase_name: str) -> Iterator[Violation]:
 
 
 def saved_is_returned(program: Program, phase_name: str) -> Iterator[Violation]:
-    """Backward reads only what forward was given, what it returns, tangents, and what earlier backwards left."""
+    """Backward reads what forward was given and returns, tangents, buffers, what earlier backwards left: no more."""
     if phase_name != "backward" or "forward" not in program.phases:
         return
     forward, backward = program.phases["forward"], program.phases["backward"]
     given = {*forward.outputs, *forward.inputs}
     for node, slot in backward.slot_of().items():
-        if slot.kind not in ("tangent", "accumulated", "partial") and slot not in given:
+        if slot.kind not in ("tangent", "late", "accumulated", "partial") and slot not in given:
             yield Violation(f"backward reads {slot}, which forward does not return", node)
 
 

@@ -83,7 +83,7 @@ class Executable:
         self._backwards: dict[Variant, Phase] = {}
         if "backward" in program.phases:
             phase = self._bind(program.phases["backward"])
-            self._grads = phase.outputs
+            self._grads = tuple(slot for slot in phase.outputs if slot.kind == "grad")
             self._backwards[frozenset(s.name for s in phase.inputs if s.kind == "tangent"), None] = phase
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -133,7 +133,7 @@ class Executable:
                 return restride(tangent, self._stride(node, tangent, saved))
             if slot.kind in LEFT:
                 return restride(self._accumulation.take(slot, self._names), fake(node).stride())
-            return saved[slot]
+            return self._buffer(slot.name) if slot.kind == "late" else saved[slot]
 
         inputs = [read(slot, node) for slot, node in zip(phase.inputs, phase.placeholders, strict=True)]
         saved.clear()
@@ -146,6 +146,8 @@ class Executable:
         for slot, value in results.items():
             if slot.kind in LEFT:
                 self._accumulation.put(slot, self._names, value)
+            elif slot.of == "late" and value is not None:
+                self._buffer(slot.name).copy_(value)
         return [self._as_gradient(results.get(slot), slot) for slot in self._grads]
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
@@ -188,8 +190,11 @@ class Executable:
             return tensors[int(slot.name)].detach()
         if slot.kind == "size":
             return self.sizes(tensors)[slot]
-        constant = self.program.constants.get(slot.name)
-        return constant if constant is not None else self._module.get_buffer(slot.name)
+        return self._buffer(slot.name)
+
+    def _buffer(self, name: str) -> torch.Tensor:
+        constant = self.program.constants.get(name)
+        return constant if constant is not None else self._module.get_buffer(name)
 
     def _as_gradient(self, value: torch.Tensor | None, slot: Slot) -> torch.Tensor | None:
         if value is None or slot.of != "param":

@@ -17,7 +17,7 @@ from graphshard.schedule.timeline import Estimate
 _OF_BUCKET = {"gather": "gathered parameters", "reduce": "gradients", "all_reduce": "gradients"}
 
 # What the inputs of a phase are, by the kind of their slot.
-_OF_SLOT = {"param": "shards", "part": "shards", "buffer": "shards", "input": "inputs"}
+_OF_SLOT = dict.fromkeys(("param", "part", "buffer", "late"), "shards") | {"input": "inputs"}
 
 
 @dataclass(frozen=True)
