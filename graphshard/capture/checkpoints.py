@@ -14,12 +14,14 @@ partitioner does with it. It also says which nodes eager mode runs again, for wh
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed._composable import checkpoint_activation
 from torch.fx import GraphModule, Node
 from torch.fx.traceback import annotate, preserve_node_meta
@@ -28,7 +30,8 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from graphshard.capture.boundaries import through_one_node
-from graphshard.capture.untraceable import Located
+from graphshard.capture.outside import exchanged, namespaces_of
+from graphshard.capture.untraceable import Located, Untraceable, is_users
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import is_backward, is_part
 from graphshard.ir.recomputed import RECOMPUTE, SAVE, maker_of, save_leaving
@@ -53,6 +56,7 @@ class CheckpointRegions:
     """The checkpointed regions of one capture, in order of execution.
 
     Attributes:
+        namespaces: globals of the user's modules.
         policies: what is saved of each; None for a full checkpoint.
         ends: how many tensors autograd has saved in each when eager mode stops to run it again; None: at its end.
         visits: the backward passes that read what was saved in each, before each of which eager mode runs it again.
@@ -60,6 +64,7 @@ class CheckpointRegions:
         enter_region: called when a region begins; what it returns is called at its end, and returns such an error.
     """
 
+    namespaces: Sequence[dict[str, Any]] = ()
     policies: list[_PolicyFn | None] = field(default_factory=list)
     ends: list[int | None] = field(default_factory=list)
     visits: list[set[int]] = field(default_factory=list)
@@ -82,6 +87,22 @@ class CheckpointRegions:
                 self.refusals[-1] = leave()
         finally:
             self.depth -= 1
+
+    @contextlib.contextmanager
+    def no_questions(self) -> Iterator[None]:
+        """In the block, code of the user's that asks whether gradients are enabled is an error: there are two answers.
+
+        Eager mode runs a reentrant region without gradients, and again, with them, in backward.
+        """
+        ask = torch.is_grad_enabled
+
+        def answer() -> bool:
+            if ask() and is_users(sys._getframe(1).f_code.co_filename):
+                raise Untraceable("reentrant", "torch.is_grad_enabled")
+            return ask()
+
+        with exchanged({id(ask): answer}, [vars(torch), *self.namespaces]):
+            yield
 
     def check_effects(self) -> None:
         """Raise the error for what a region leaves on modules that eager mode runs again."""
@@ -116,9 +137,9 @@ class CheckpointRegions:
 
 
 @contextlib.contextmanager
-def trace_checkpoints() -> Iterator[CheckpointRegions]:
+def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
     """While this is open, checkpointed functions are traced as what they are, and their nodes annotated."""
-    regions = CheckpointRegions()
+    regions = CheckpointRegions(namespaces_of(module))
 
     def without_reentrant(
         _fn: Any,
@@ -136,7 +157,7 @@ def trace_checkpoints() -> Iterator[CheckpointRegions]:
 
     def reentrant(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
         # Eager mode differentiates the region by itself: it adds to the gradients of its inputs at once.
-        with regions.enter(None, stops_early=False):
+        with regions.enter(None, stops_early=False), regions.no_questions():
             outputs = function(*through_one_node(args))
         if torch.is_grad_enabled() and not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             warnings.warn(

@@ -109,7 +109,7 @@ class FlatForward(nn.Module):
             stack.enter_context(WatchHooks(watch.made))
             own = {id(o.tensor): used[o.slot] for o in self._owned}
             stack.enter_context(Substitute(own))
-            self.regions = stack.enter_context(trace_checkpoints())
+            self.regions = stack.enter_context(trace_checkpoints(module))
             stack.enter_context(no_outside_values(module, self._allow))
             recorder = Recorder(module, self._learned, own, self._allow)
             self.regions.enter_region = recorder.enter_region

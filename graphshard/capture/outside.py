@@ -18,7 +18,7 @@ import sys
 import time
 import types
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -57,15 +57,22 @@ def no_outside_values(module: nn.Module, allow: Collection[str]) -> Iterator[Non
     asked = {id(function): _refusing(source, function) for source in refused for function in _functions(source)}
     python, numpy = random._inst, np.random.mtrand._rand
     states = [Generator(generator) for generator in (python, numpy)]
-    with contextlib.ExitStack() as stack:
-        for namespace in (*(vars(SOURCES[source][0]) for source in refused), *_namespaces(module)):
-            for name, value in list(namespace.items()):
-                if id(value) in asked:
-                    stack.callback(namespace.__setitem__, name, value)
-                    namespace[name] = asked[id(value)]
+    with exchanged(asked, [*(vars(SOURCES[source][0]) for source in refused), *namespaces_of(module)]):
         yield
     for state in states:
         state.check(allow)
+
+
+@contextlib.contextmanager
+def exchanged(others: Mapping[int, Any], namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """In the block, other functions in the place of those with these identities."""
+    with contextlib.ExitStack() as stack:
+        for namespace in namespaces:
+            for name, value in list(namespace.items()):
+                if id(value) in others:
+                    stack.callback(namespace.__setitem__, name, value)
+                    namespace[name] = others[id(value)]
+        yield
 
 
 class Generator:
@@ -95,7 +102,7 @@ def _functions(source: str) -> Iterator[Any]:
             yield function
 
 
-def _namespaces(module: nn.Module) -> list[dict[str, Any]]:
+def namespaces_of(module: nn.Module) -> list[dict[str, Any]]:
     """Globals of the user's modules that define the model's classes and replaced forwards."""
     names = {cls.__module__ for sub in module.modules() for cls in type(sub).__mro__}
     names |= {str(getattr(vars(sub).get("forward"), "__module__", "")) for sub in module.modules()}

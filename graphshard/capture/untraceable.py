@@ -40,6 +40,10 @@ _ADVICE = {
         "Forward writes to a parameter. The full parameter exists during the call only, and FSDP2 loses what is "
         "written to it. Write to it between calls, under torch.no_grad(), or hold the value in a buffer."
     ),
+    "reentrant": (
+        "A checkpoint with use_reentrant=True runs this twice: without gradients in forward, with them in backward. A "
+        "program has one answer. Use use_reentrant=False, or ask outside of the checkpoint."
+    ),
     "foreign": (
         "Forward uses a tensor that requires a gradient and belongs to no module: its gradient would be lost. Make it "
         "a parameter of a module, pass it as an input, or detach it."

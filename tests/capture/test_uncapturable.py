@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import is_grad_enabled, nn
+from torch.utils.checkpoint import checkpoint
 
 from graphshard.ir.errors import CaptureError
 from tests.helpers import Scale, captured, step, through
@@ -122,6 +123,21 @@ class _Sparse(Scale):
         return F.embedding(x.long(), self.w[:, None], sparse=True)
 
 
+class _Asks(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():  # outside of the checkpoint there is one answer
+            return x
+        return checkpoint(self.region, x * self.w, use_reentrant=True)
+
+    def region(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if torch.is_grad_enabled() else x
+
+
+class _AsksByName(_Asks):
+    def region(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3 if is_grad_enabled() else x
+
+
 UNCAPTURABLE = [
     (_Branch, "if y.sum() > 0:", "The condition depends on the values of a tensor. Use torch.where"),
     (_Item, "scale = max(x.sum().item(), 1.0)", "A tensor's value becomes a Python number. Keep it a tensor"),
@@ -148,6 +164,8 @@ UNCAPTURABLE_WITH_GRADIENTS = [
     (_Sparse, "return F.embedding(x.long(), self.w[:, None], sparse=True)", "The gradient of this embedding would be"),
     (_Backward, "y.backward(retain_graph=True)", "Gradients of parameters are accumulated after the call."),
     (_Accumulated, "return x * self.w if self.w.grad is None else x", "Gradients of parameters are accumulated after"),
+    (_Asks, "return x * 2 if torch.is_grad_enabled() else x", "A checkpoint with use_reentrant=True runs this twice:"),
+    (_AsksByName, "return x * 3 if is_grad_enabled() else x", "A checkpoint with use_reentrant=True runs this twice:"),
     (_Keep, "KEPT.tensors.append(x * self.w)", "A tensor of this forward is kept outside of the modules after"),
     (
         _KeepGradient,
@@ -166,6 +184,7 @@ def test_an_error_where_a_program_would_differ(cls: type[nn.Module], line: str, 
     """What forward does to tensors that are not its own is never left out in silence."""
     with pytest.raises(CaptureError, match=_error(cls, line, advice)):
         captured(cls(4), (X,))
+    assert torch.is_grad_enabled is is_grad_enabled
     KEPT.tensors.clear()
 
 
