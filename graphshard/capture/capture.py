@@ -21,7 +21,6 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.backward_effects import no_effects_of_backward
@@ -47,6 +46,7 @@ from graphshard.ir.params import ParamTable, named_parameters
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Program, Slot
 from graphshard.ir.sizes import Size, find_sizes, lift_sizes
+from graphshard.ir.strides import new_tracing_mode
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
 from graphshard.ir.torch_internals import draws_stay
 from graphshard.ir.tracing_internals import fake_kernels, leaves_stay_leaves, makes_size, quiet_tracing
@@ -174,7 +174,7 @@ def _trace(
     """Trace the forward on a path that it may take, with what is known of its attributes."""
     as_written = functools.partial(bare, module, spec.forward_class, spec.method)
     call = pytree.tree_flatten((args, kwargs))
-    fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+    fake_mode = new_tracing_mode()
     extensions = Extensions(spec.extended, fake_mode)
     flat = FlatForward(
         module,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 VOCAB = 11
+REENTRANT = 2  # the variant of "checkpoint" with use_reentrant=True
 KINDS: dict[str, type[nn.Module]] = {}
 
 
@@ -494,7 +495,7 @@ class _Checkpoint(nn.Module):
     def __init__(self, width: int, size: int, flag: bool) -> None:
         super().__init__()
         self.inner = _Linear(width, size, flag)
-        self.reentrant = size % 3 == 2
+        self.reentrant = size % 3 == REENTRANT
         self.variant = size % 3
 
     def _run(self, x: Tensor, tokens: Tensor) -> Tensor:

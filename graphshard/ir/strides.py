@@ -1,0 +1,133 @@
+"""Fake tensors laid out as the kernels of torch lay out their results.
+
+    native_batch_norm(x)     kernel: contiguous        fake: strides of x
+    bfloat16 expanded * t    kernel: strides of t      fake: contiguous
+
+torch decides by strides how it computes: a product with what is contiguous is one `addmm`, with anything else `mm` and
+`add`, and a sum adds in the order of memory. So a trace with other strides than eager mode's rounds differently.
+`benchmarks/fake_strides.py` finds the operators of which fake results have other strides than real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._prims_common import (
+    compute_elementwise_output_strides,
+    make_channels_last_strides_for,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from graphshard.ir.torch_internals import FakeTensorMode
+
+aten = torch.ops.aten
+
+
+def _like(index: int) -> Callable[..., Any]:
+    """Contiguous, or in the channels-last format if the argument at this index is."""
+
+    def strides(shape: torch.Size, args: Any) -> Any:
+        if suggest_memory_format(args[index]) is torch.contiguous_format:
+            return make_contiguous_strides_for(shape)
+        return make_channels_last_strides_for(shape)
+
+    return strides
+
+
+def _contiguous(shape: torch.Size, args: Any) -> Any:
+    return make_contiguous_strides_for(shape)
+
+
+def _elementwise(shape: torch.Size, args: Any) -> Any:
+    """In the order of the tensors that have all dims, the first ones first, as TensorIterator decides it."""
+    return compute_elementwise_output_strides(*(arg.expand(shape) for arg in args if isinstance(arg, torch.Tensor)))
+
+
+# Rules of torch that lay out results in another way than kernels for the CPU do.
+_ON_CPU: dict[OpOverload, Callable[..., Any]] = {
+    aten.native_batch_norm.default: _like(0),
+    aten._native_batch_norm_legit.default: _like(0),
+    aten._native_batch_norm_legit.no_stats: _like(0),
+    aten._native_batch_norm_legit_functional.default: _like(0),
+    aten._native_batch_norm_legit_no_training.default: _like(0),
+    aten._batch_norm_with_update.default: _like(0),
+    aten._batch_norm_with_update_functional.default: _like(0),
+    aten._batch_norm_no_update.default: _like(0),
+    aten.native_batch_norm_backward.default: _like(1),
+    aten.batch_norm_backward.default: _like(1),
+    aten.native_layer_norm_backward.default: _contiguous,
+    aten._log_softmax_backward_data.default: _contiguous,
+    aten.binary_cross_entropy.default: lambda shape, args: compute_elementwise_output_strides(args[0]),
+    aten.binary_cross_entropy_backward.default: lambda shape, args: compute_elementwise_output_strides(args[1]),
+    aten.huber_loss_backward.default: _contiguous,
+    aten.mse_loss_backward.default: _contiguous,
+    aten.smooth_l1_loss_backward.default: _contiguous,
+    aten.log_sigmoid_forward.default: _contiguous,
+    aten.normal.Tensor_Tensor: _contiguous,
+    aten.reflection_pad3d.default: _like(0),
+    aten.replication_pad3d.default: _like(0),
+    aten.reflection_pad2d_backward.default: _like(1),
+    aten.reflection_pad3d_backward.default: _like(1),
+    aten.replication_pad2d_backward.default: _like(1),
+    aten.replication_pad3d_backward.default: _like(1),
+    aten.max_unpool2d.default: _like(0),
+    aten.channel_shuffle.default: _like(0),
+}
+# And those that do so on every device.
+_ANYWHERE: dict[OpOverload, Callable[..., Any]] = {
+    aten.copysign.Tensor: _elementwise,
+    aten.div.Tensor_mode: _elementwise,
+    aten.floor_divide.default: _elementwise,
+    aten.hardswish_backward.default: _elementwise,
+    aten.hardtanh_backward.default: _elementwise,
+    aten.heaviside.default: _elementwise,
+    aten.logaddexp.default: _elementwise,
+    aten.logical_and.default: _elementwise,
+    aten.logical_or.default: _elementwise,
+    aten.logical_xor.default: _elementwise,
+    aten.logit_backward.default: _elementwise,
+    aten.native_dropout_backward.default: _elementwise,
+    aten.pow.Scalar: _contiguous,
+    aten.special_xlog1py.default: _elementwise,
+    aten.xlogy.Tensor: _elementwise,
+}
+# For these torch computes fake results in float32 where the dtype has half the bits, and forgets strides of 0 first.
+_IN_HALF = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+
+
+def new_tracing_mode() -> FakeTensorMode:
+    """A mode to trace a forward with, whose tensors have the strides of the kernels."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+    dispatch = mode.dispatch
+
+    # Of the instance, not of a subclass: rules of higher-order operators are found by the class of the mode.
+    def dispatch_with_strides(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = dispatch(func, types, args, kwargs)
+        if func not in _ON_CPU and func not in _ANYWHERE and func not in _IN_HALF:
+            return result
+        with mode:
+            laid_out = [_laid_out(func, args, each) for each in (result if isinstance(result, tuple) else (result,))]
+        return tuple(laid_out) if isinstance(result, tuple) else laid_out[0]
+
+    mode.dispatch = dispatch_with_strides  # type: ignore[method-assign]
+    return mode
+
+
+def _laid_out(func: OpOverload, args: Any, result: torch.Tensor | None) -> torch.Tensor | None:
+    """A result of an operator, or one that has the strides that it should have."""
+    if result is None or result.dim() < 2:
+        return result
+    rule = _ANYWHERE.get(func)
+    if func in _IN_HALF and result.dtype in (torch.bfloat16, torch.float16):
+        rule = _elementwise
+    elif func in _ON_CPU and result.device.type == "cpu":
+        rule = _ON_CPU[func]
+    stride = result.stride() if rule is None else tuple(rule(result.shape, args))
+    if stride == result.stride():
+        return result
+    return torch.empty_strided(result.shape, stride, dtype=result.dtype, device=result.device)
