@@ -2,7 +2,7 @@
 
     python -m benchmarks.fake_strides                        torch's own examples of all functions, float32
     python -m benchmarks.fake_strides --dtype bfloat16 log_softmax nn.functional.layer_norm
-    python -m benchmarks.fake_strides --torch                torch's rules, without those of graphshard/ir/strides.py
+    python -m benchmarks.fake_strides --torch                torch's rules, without those of graphshard/ir/kernel_strides.py
 
 Forward and backward of each example run with several memory layouts of inputs and gradients. Every operator runs on
 fake copies of its arguments, too, and a line is printed for one whose results have another shape, dtype or strides.
@@ -24,7 +24,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphshard.ir.strides import new_tracing_mode
+from graphshard.ir.kernel_strides import new_tracing_mode
 from graphshard.ir.torch_internals import FakeTensorMode
 
 EXAMPLES = 12

@@ -46,7 +46,7 @@ from graphshard.ir.params import ParamTable, named_parameters
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Program, Slot
 from graphshard.ir.sizes import Size, find_sizes, lift_sizes
-from graphshard.ir.strides import new_tracing_mode
+from graphshard.ir.kernel_strides import new_tracing_mode
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
 from graphshard.ir.torch_internals import draws_stay
 from graphshard.ir.tracing_internals import fake_kernels, leaves_stay_leaves, makes_size, quiet_tracing
