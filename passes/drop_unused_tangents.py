@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from graphshard.ir.graph import WAIT, aten, c10d, emit, erase_dead, fake, is_view
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SizeBuilder, expression, size_inputs, symbols_of
+from graphshard.ir.strides import laid_out, restride
 from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.passes.base import Pass
 
@@ -103,6 +104,8 @@ def _propagate(phase: Phase, zeros: set[Node]) -> None:
         if _is_zero(node, zeros):
             zeros.add(node)
         elif (other := _other_addend(node, zeros)) is not None:
+            if _strides(node) != _strides(other) and not restride(node, fake(other)):
+                other = laid_out(other, fake(node))
             node.replace_all_uses_with(other)
         elif node.target is aten.masked_scatter.default and dead == [node.args[2]]:
             node.target, node.args = aten.masked_fill.Scalar, (*node.args[:2], 0)
@@ -131,9 +134,11 @@ def _other_addend(node: Node, zeros: set[Node]) -> Node | None:
     if len(rest) != 1 or len(node.args) != 2:
         return None
     addend, result = fake(rest[0]), fake(node)
-    # Views behind the sum rely on its strides.
-    same = addend.shape == result.shape and addend.stride() == result.stride() and addend.dtype == result.dtype
-    return rest[0] if same else None
+    return rest[0] if addend.shape == result.shape and addend.dtype == result.dtype else None
+
+
+def _strides(node: Node) -> list[object]:
+    return list(map(expression, fake(node).stride()))
 
 
 def _materialize(graph: Graph, zero: Node, before: Node) -> Node:

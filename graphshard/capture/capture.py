@@ -28,6 +28,7 @@ from graphshard.capture.bare import bare
 from graphshard.capture.checkpoints import mark_checkpoints
 from graphshard.capture.diagnose import explain_failure
 from graphshard.capture.dynamic_shapes import dynamic_dims
+from graphshard.capture.eager_kernels import eager_kernels
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extended, Extensions
 from graphshard.capture.flat import FlatForward
@@ -200,6 +201,7 @@ def _trace(
         with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)), quiet_tracing():
             stack.enter_context(leaves_stay_leaves())
             stack.enter_context(draws_stay())
+            stack.enter_context(eager_kernels())
             stack.enter_context(fake_kernels(MISSING))
             stack.enter_context(no_effects_of_backward(module, spec.forward_class.__name__))
             traced = aot_export_joint_with_descriptors(

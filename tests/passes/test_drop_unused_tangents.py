@@ -253,3 +253,63 @@ def test_views_stay_possible() -> None:
     found = full_gradients(program, step(program, model, [batch]))
     (expected,) = torch.autograd.grad(model(*batch)[0], [model.w])
     torch.testing.assert_close(found["w"], expected)
+
+
+def _transposed(t: torch.Tensor, z: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """A sum has the strides of its first argument, and what remains of it those of the other."""
+    total = s * z + (s * t).t().contiguous().t()
+    return total.view(8).neg().view(2, 4) + s
+
+
+def test_what_follows_a_sum_takes_the_strides_of_what_remains() -> None:
+    """As in eager mode, which adds nothing; a view that is possible no more copies."""
+    program = _program(_transposed)
+    _drop(program, "0")
+    phase = program.phases["backward"]
+    assert not calls(phase, "full")
+    assert_expected_inline(
+        print_phase(phase),
+        """\
+  %0: f32[2, 4] = tangent:0
+  %1: f32[2, 4] = saved
+  %2: f32[2, 4] = mul.Tensor(%1, %0)
+  %3: f32[4, 2] = t(%2)
+  %4: f32[4, 2] = clone(%3, memory_format=torch.contiguous_format)
+  %5: f32[2, 4] = t(%4)
+  %6: f32[8] = reshape(%5, [8])
+  %7: f32[8] = neg(%6)
+  %8: f32[2, 4] = view(%7, [2, 4])
+  %9: f32[2, 4] = add.Tensor(%8, %1)
+  return %9 as grad:0
+""",
+    )
+    t, s = _inputs()
+    (results,) = run_ranks(phase, [{slot: {"tangent:0": t, "saved:s": s}[str(slot)] for slot in phase.inputs}])
+    (found,) = results.values()
+    assert torch.equal(found, _transposed(t, torch.zeros_like(t), s))
+
+
+def _named_strides(t: torch.Tensor, z: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    total = z + (s * t).t().contiguous().t()
+    return torch.as_strided(total, (4, 2), (1, 4)).neg()
+
+
+def test_strides_that_an_operator_names_are_kept() -> None:
+    program = _program(_named_strides)
+    _drop(program, "0")
+    phase = program.phases["backward"]
+    assert not calls(phase, "full")
+    (named,) = calls(phase, "as_strided")
+    (source,) = named.all_input_nodes
+    assert source.meta["val"].stride() == (4, 1)
+    t, s = _inputs()
+    (results,) = run_ranks(phase, [{slot: {"tangent:0": t, "saved:s": s}[str(slot)] for slot in phase.inputs}])
+    (found,) = results.values()
+    assert torch.equal(found, _named_strides(t, torch.zeros_like(t), s))
+
+
+def test_what_is_returned_keeps_its_strides() -> None:
+    program = _program(lambda t, z, s: s * z + (s * t).t().contiguous().t())
+    _drop(program, "0")
+    (result,) = program.phases["backward"].results
+    assert result.meta["val"].stride() == (4, 1)

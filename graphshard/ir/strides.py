@@ -1,0 +1,100 @@
+"""Other strides for a value of a graph, and for what is made of it.
+
+Gradients have the strides of whatever autograd adds up or is given. Operators that sum add in the order of the memory,
+so that strides decide about the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from graphshard.ir.graph import aten, behind, emit, is_communication
+from graphshard.ir.params import memory_order
+from graphshard.ir.sizes import expression
+
+# Their arguments say where in the memory elements are.
+_NAME_STRIDES = frozenset({aten.as_strided.default, aten.as_strided_scatter.default, aten.as_strided_copy.default})
+
+
+def restride(node: Node, value: torch.Tensor) -> bool:
+    """Let a node have this fake value, which differs in strides, and what is computed of it those that follow.
+
+    What is communicated or returned keeps its strides: it is copied.
+
+    Returns:
+        Whether that is possible; otherwise nothing is changed.
+    """
+    values: dict[Node, Any] = {node: value}
+    targets: dict[Node, Any] = {}
+    keeping: list[Node] = []
+    waiting = set(node.users)
+    while waiting:
+        node = node.next
+        if node not in waiting:
+            continue
+        waiting.remove(node)
+        if node.op == "output" or is_communication(node):
+            keeping.append(node)
+            continue
+        if node.target in _NAME_STRIDES:
+            return False
+        made = _made(node, node.target, values)
+        if made is None and node.target is aten.view.default:
+            targets[node] = aten.reshape.default
+            made = _made(node, targets[node], values)
+        if made is None or not _alike(made, node.meta["val"], strides=False):
+            return False
+        if not _alike(made, node.meta["val"]):
+            values[node] = made
+            waiting.update(node.users)
+    before = {changed: changed.meta["val"] for changed in values}
+    for changed, made in values.items():
+        changed.meta["val"] = made
+    for changed, target in targets.items():
+        changed.target = target
+    for user in keeping:
+        for changed in filter(values.__contains__, user.all_input_nodes):
+            user.replace_input_with(changed, laid_out(changed, before[changed]))
+    return True
+
+
+def laid_out(node: Node, like: torch.Tensor) -> Node:
+    """A copy of a value, behind it, with the order of another's memory."""
+    graph = node.graph
+    there = list(memory_order(like) or range(like.dim()))
+    back = sorted(range(len(there)), key=there.__getitem__)
+    copied = node
+    for target, args, kwargs in (
+        (aten.permute.default, [there], {}),
+        (aten.clone.default, [], {"memory_format": torch.contiguous_format}),
+        (aten.permute.default, [back], {}),
+    ):
+        with behind(copied):
+            copied = emit(graph, target, copied, *args, like=node, **kwargs)
+    return copied
+
+
+def _made(node: Node, target: Any, values: dict[Node, Any]) -> Any:
+    """What a call makes of these values; None if it cannot."""
+    try:
+        return target(*_given(node.args, values), **_given(node.kwargs, values))
+    except Exception:  # of whatever kind: operators may be anybody's
+        return None
+
+
+def _given(arguments: Any, values: dict[Node, Any]) -> Any:
+    return map_arg(arguments, lambda node: values[node] if node in values else node.meta["val"])
+
+
+def _alike(one: Any, other: Any, *, strides: bool = True) -> bool:
+    """Whether fake values have the same shapes and dtypes, and strides."""
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(_alike(a, b, strides=strides) for a, b in zip(one, other))
+    if not isinstance(one, torch.Tensor):
+        return True
+    sizes = (lambda t: (*t.shape, *t.stride())) if strides else (lambda t: t.shape)
+    return one.dtype == other.dtype and [*map(expression, sizes(one))] == [*map(expression, sizes(other))]

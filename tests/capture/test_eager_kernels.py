@@ -1,0 +1,81 @@
+"""Operators for which torch has Python functions beside its kernels run as kernels, bit for bit as in eager mode."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+
+import graphshard
+from graphshard.capture.eager_kernels import eager_kernels
+from tests.ranks import FakeWorld
+
+SIZES: dict[str, dict[str, Any]] = {
+    "linear": {"size": 5},
+    "bilinear": {"scale_factor": 1.7},
+    "bilinear, corners": {"size": (5, 4), "align_corners": True},
+    "bilinear, antialias": {"size": (5, 4), "antialias": True},
+    "bicubic": {"size": (5, 14)},
+    "trilinear": {"size": (2, 5, 4)},
+    "nearest": {"scale_factor": 2},
+    "nearest-exact": {"size": (5, 4)},
+}
+
+
+class Scaled(nn.Module):
+    """Weights, interpolated."""
+
+    def __init__(self, mode: str, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(shape))
+        self.mode = mode
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.interpolate(self.w * x, mode=self.mode.partition(",")[0], **SIZES[self.mode])
+        return (y * y.detach().cos()).sum()
+
+
+@pytest.fixture
+def mesh(fake_world: FakeWorld) -> DeviceMesh:
+    fake_world(1)
+    return init_device_mesh("cpu", (1,))
+
+
+def _compared(mesh: DeviceMesh, mode: str, backend: str) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Loss and gradient of both."""
+    torch.manual_seed(0)
+    dims = {"linear": 1, "trilinear": 3}.get(mode, 2)
+    model = Scaled(mode, (2, 3, 7, 9, 6)[: 2 + dims])
+    twin, x = copy.deepcopy(model), torch.randn(model.w.shape)
+    found = []
+    for each in (graphshard.compile(model, mesh, backend=backend), twin):
+        loss = each(x)
+        loss.backward()
+        grad: Any = each.w.grad
+        found.append((loss.detach(), grad.full_tensor() if each is model else grad))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("mode", SIZES)
+def test_interpolation(mesh: DeviceMesh, mode: str) -> None:
+    for ours, plain in zip(*_compared(mesh, mode, "eager"), strict=True):
+        assert torch.equal(ours, plain)
+
+
+def test_interpolation_with_inductor(mesh: DeviceMesh) -> None:
+    """Which takes the operators apart itself."""
+    for ours, plain in zip(*_compared(mesh, "bilinear", "inductor"), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_torch_is_as_before() -> None:
+    op = torch.ops.aten.upsample_bilinear2d.vec
+    before = dict(op.py_kernels)
+    with eager_kernels():
+        assert len(op.py_kernels) < len(before)
+    assert op.py_kernels == before
