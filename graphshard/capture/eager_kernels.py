@@ -3,41 +3,59 @@
     F.interpolate(x, mode="bilinear")    eager mode    upsample_bilinear2d
                                          tracing       a function in Python: arange, index, mul, add, ...
 
-torch has written some operators in Python for compilers, in the place of their kernels. They round differently.
+torch has written some operators in Python for compilers, in the place of their kernels. They round differently. Only
+sizes that are not known need them: torch's kernels ask for numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 _FAMILIES = ("upsample_", "_upsample_")
-_IN_PYTHON = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
+_IN_PYTHON = (DispatchKey.Autograd, _COMPOSITE)
 
 
 @contextlib.contextmanager
 def eager_kernels() -> Iterator[None]:
     """In the block these operators are not taken apart while they are traced."""
-    taken = []
+    replaced = []
     for op in _operators():
         for key in _IN_PYTHON:
             if key in op.py_kernels:
-                taken.append((op, key, op.py_kernels.pop(key)))
+                replaced.append((op, key, op.py_kernels[key]))
+                op.py_kernels[key] = functools.partial(_chosen, op, key, op.py_kernels[key])
                 op._dispatch_cache.clear()
     try:
         yield
     finally:
-        for op, key, kernel in taken:
+        for op, key, kernel in replaced:
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
 
 
 def _operators() -> Iterator[OpOverload]:
+    """Those that torch has given such a function, which has made it look them up."""
     for name in dir(torch.ops.aten):
         if name.startswith(_FAMILIES) and not name.endswith("_backward"):
             packet = getattr(torch.ops.aten, name)
             yield from (getattr(packet, overload) for overload in packet.overloads())
+
+
+def _chosen(op: OpOverload, key: DispatchKey, in_python: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run torch's kernel, or the function in Python where sizes are not known; what is whole is not taken apart."""
+    leaves = pytree.arg_tree_leaves(*args, **kwargs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    numbers = [*leaves, *(size for tensor in tensors for size in tensor.shape)]
+    if any(isinstance(number, (torch.SymInt, torch.SymFloat)) for number in numbers):
+        return in_python(*args, **kwargs)
+    kernel = next((each for each in (key, _COMPOSITE) if op.has_kernel_for_dispatch_key(each)), None)
+    return NotImplemented if kernel is None else op._op_dk(kernel, *args, **kwargs)
