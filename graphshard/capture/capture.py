@@ -100,6 +100,8 @@ def capture(
         except Rerun:
             continue
         except CaptureError as error:
+            if error.__cause__ is None:  # forward ran to its end, on whatever path
+                raise
             if reason is None or isinstance(error.__cause__, Untraceable):  # others may come of the path
                 reason = error
             if _says_nested(error) or not path.concede():  # the other path has other values, not other bits

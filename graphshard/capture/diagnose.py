@@ -71,6 +71,8 @@ def _user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSumm
 def _kind(error: Exception, line: str) -> str:
     if isinstance(error, Untraceable) and error.kind != "value":
         return error.kind
+    if "data is not allocated yet" in str(error):  # code in C has read a traced tensor
+        return "item"
     if not any(word in type(error).__name__ for word in ("DataDependent", "Untraceable", "UserError", "Unbacked")):
         return "other"
     if "GuardOnDataDependent" in type(error).__name__ and not re.search(

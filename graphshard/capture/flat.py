@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from graphshard.capture.attributes import Recorder
 from graphshard.capture.boundaries import unit_boundaries
 from graphshard.capture.checkpoints import CheckpointRegions, trace_checkpoints
+from graphshard.capture.conversions import idle_conversions
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extensions
 from graphshard.capture.learned import Learned
@@ -107,6 +108,7 @@ class FlatForward(nn.Module):
             watch = Watch({slot.name: tensor for slot, tensor in given.items() if slot.kind == "param"})
             stack.enter_context(watch)
             stack.enter_context(WatchHooks(watch.made))
+            stack.enter_context(idle_conversions())
             own = {id(o.tensor): used[o.slot] for o in self._owned}
             stack.enter_context(Substitute(own))
             self.regions = stack.enter_context(trace_checkpoints(module))

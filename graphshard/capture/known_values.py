@@ -192,10 +192,19 @@ class _Readers(TorchFunctionMode):
                 if expected is not None:
                     self._assume(tensors[0], expected, line_of(_outside_torch(frame)))
                     return expected
+                if func is Tensor.tolist:
+                    return _as_list(tensors[0])
                 if func in _DECIDERS:
                     drawn = all(map(self._makers.is_drawn, tensors))
                     raise Untraceable("random" if drawn else "value", func.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def _as_list(tensor: Tensor) -> Any:
+    """What `tolist` makes of a traced tensor: numbers that are computed with, one by one."""
+    if tensor.dim() == 0:
+        return tensor.item()
+    return [_as_list(part) for part in tensor.unbind()]
 
 
 def _guarded(func: Any, frame: FrameType) -> bool | None:

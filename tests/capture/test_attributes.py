@@ -116,6 +116,18 @@ def test_a_hook_that_keeps_what_forward_made_is_an_error_that_names_it() -> None
     assert not model[0]._forward_hooks
 
 
+class _Converted(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super(_Converted, self.to(torch.float32)).forward(x)
+
+
+def test_a_conversion_to_what_a_module_is_does_nothing() -> None:
+    """It goes through all gradients of parameters, which forward may not ask for."""
+    program = captured(_Converted(4, 4), (X,), world_size=1)
+    assert program.differentiated == {"weight", "bias"}
+    assert program.state.writes == ()
+
+
 def test_nothing_of_a_class_is_left_exchanged() -> None:
     before = dict(vars(nn.Module))
     captured(_Net(_counts, step=1), (X,))

@@ -138,6 +138,19 @@ class _AsksByName(_Asks):
         return x * 3 if is_grad_enabled() else x
 
 
+class _Convert(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.to(torch.bfloat16)
+        return x * self.w
+
+
+class _ListOfSizes(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros(4, 4).bool()
+        rows[tuple(x.long()), tuple(x.long())] = True
+        return x * self.w * rows.sum()
+
+
 UNCAPTURABLE = [
     (_Branch, "if y.sum() > 0:", "The condition depends on the values of a tensor. Use torch.where"),
     (_Item, "scale = max(x.sum().item(), 1.0)", "A tensor's value becomes a Python number. Keep it a tensor"),
@@ -149,11 +162,13 @@ UNCAPTURABLE = [
         "return torch.cond(x.sum() > 0, lambda v: v * 2, lambda v: v + 1, (x * self.w,))",
         "This operator takes functions, which graphshard cannot schedule yet.",
     ),
+    (_ListOfSizes, "rows[tuple(x.long()), tuple(x.long())] = True", "A tensor's value becomes a Python number."),
     (_Shapes, "return (x * self.w) @ torch.ones(5, 5)", "This line cannot be traced, or it fails for these inputs."),
 ]
 
 
 UNCAPTURABLE_WITH_GRADIENTS = [
+    (_Convert, "self.to(torch.bfloat16)", "Forward writes to a parameter."),
     (_Write, "self.w.mul_(2)", "Forward writes to a parameter. The full parameter exists during the call only"),
     (_WriteToData, "self.w.data[1:].mul_(2)", "Forward writes to a parameter."),
     (

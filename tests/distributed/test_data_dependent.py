@@ -62,6 +62,23 @@ class Shortened(nn.Module):
         return self.linear(x)[:count].square().sum()
 
 
+class Listed(nn.Module):
+    """Sorts tokens by experts and splits them by a list of sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 2)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        order = chosen.sort(stable=True).indices
+        sizes = torch.nn.functional.one_hot(chosen, 2).sum(0).tolist()
+        parts = x[order].split(sizes)
+        out = torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
+        return (out * weights[order, None]).square().mean()
+
+
 class Looped(nn.Module):
     """Runs as many experts as were hit."""
 
@@ -75,7 +92,7 @@ class Looped(nn.Module):
         return x.sum()
 
 
-MODELS: tuple[Callable[[], nn.Module], ...] = (Experts, Masked, Shortened)
+MODELS: tuple[Callable[[], nn.Module], ...] = (Experts, Masked, Shortened, Listed)
 
 
 def _rows(seed: int) -> Tensor:
