@@ -48,7 +48,7 @@ def _nodes(root: nn.Module) -> Iterator[Node]:
         for place, hook in users_hooks(module, Place(name)) if name else ():
             function = getattr(hook, "__func__", hook)
             if isinstance(function, types.FunctionType) and is_users(function.__code__.co_filename):
-                yield from _with_containers(Node.of_function(function, place))
+                yield from _with_containers(Node.of_variables(function, place))
 
 
 def _with_containers(node: Node) -> Iterator[Node]:

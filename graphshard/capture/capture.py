@@ -32,7 +32,7 @@ from graphshard.capture.eager_kernels import eager_kernels
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extended, Extensions
 from graphshard.capture.flat import FlatForward
-from graphshard.capture.hooks import hooks_of
+from graphshard.capture.hooks import hooks_of, refuse_hooks_of_all_modules, without_hooks_of_all_modules
 from graphshard.capture.late_gathers import settle_gathers
 from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.missing import MISSING
@@ -90,6 +90,7 @@ def capture(
         ArgumentError, InputError: `dynamic_shapes` does not fit the inputs.
     """
     _check_extended(module, spec)
+    refuse_hooks_of_all_modules()
     path, learned = EagerPath(), Learned()
     hooks = hooks_of(module)
     traced, reason = None, None
@@ -201,6 +202,7 @@ def _trace(
     attributes = [_fake_attribute(tensor, spec, fake_mode) for tensor, _ in learned.tensors.values()]
     try:
         with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)), quiet_tracing():
+            stack.enter_context(without_hooks_of_all_modules())
             stack.enter_context(leaves_stay_leaves())
             stack.enter_context(draws_stay())
             stack.enter_context(eager_kernels())

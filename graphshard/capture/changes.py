@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.growing import Growing
 from graphshard.capture.numbers import expression_of, is_followed
-from graphshard.capture.outer import getter, put, reached
+from graphshard.capture.outer import getter, put, reached, slots_of
 from graphshard.capture.untraceable import Located
 from graphshard.capture.witness import FUNCTIONS, PLAIN, is_container
 from graphshard.ir.state import MISSING, Constant, Counted, Given, Made, Old, Place, Result, StepKind, Term, Write
@@ -26,7 +26,7 @@ class Node:
     Attributes:
         content: its attributes or items as they were; what is put back at the end.
         before: the same with the tensors of this run; what is compared at the end.
-        kinds: of a function, by the names of variables.
+        kinds: of variables, by their names.
         line: where forward read it.
     """
 
@@ -47,11 +47,21 @@ class Node:
         return node
 
     @staticmethod
-    def of_function(function: types.FunctionType, place: Place) -> Node:
-        """The variables of a function."""
-        found = list(reached(function))
+    def of_variables(owner: Any, place: Place, found: Iterable[tuple[StepKind, str, Any]] | None = None) -> Node:
+        """What code reaches of a function, a module or class, or an object with slots."""
+        found = list(reached(owner) if found is None else found)
         content, kinds = {name: value for _, name, value in found}, {name: kind for kind, name, _ in found}
-        return Node(function, place, content, dict(content), False, kinds)
+        return Node(owner, place, content, dict(content), False, kinds)
+
+    @property
+    def has_variables(self) -> bool:
+        """Whether only some of its contents are followed, of a function, a module or a class."""
+        return isinstance(self.owner, (types.FunctionType, types.ModuleType, type))
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether its attributes are in no `__dict__`, or not all of them."""
+        return not self.has_variables and not self.has_items and bool(slots_of(type(self.owner)))
 
     @property
     def has_items(self) -> bool:
@@ -64,16 +74,18 @@ class Node:
 
     def now(self) -> Any:
         """Its contents now."""
-        if isinstance(self.owner, types.FunctionType):
+        if self.has_variables:
             found = {name: getter(self.owner, kind, name)(name, MISSING) for name, kind in self.kinds.items()}
             return {name: value for name, value in found.items() if value is not MISSING}
+        if self.has_slots:
+            return {name: value for _, name, value in reached(self.owner)}
         return self.owner if self.has_items else attributes_of(self.owner)
 
     def set(self, name: Any, value: Any) -> None:
         """Put in something else, as it would have been before."""
         self.before[name] = value
-        if isinstance(self.owner, types.FunctionType):
-            put(self.owner, self.kinds[name], name, value)
+        if self.has_variables or self.has_slots:
+            put(self.owner, self.kinds.get(name, "attribute"), name, value)
         else:
             self.now()[name] = value
 
@@ -84,10 +96,12 @@ class Node:
     def restore(self) -> None:
         """Put its contents back."""
         content = self.now()
-        if isinstance(self.owner, types.FunctionType):
+        if self.has_variables or self.has_slots:
+            for name in content.keys() - self.content.keys() if self.has_slots else ():
+                object.__delattr__(self.owner, name)
             for name, value in self.content.items():
                 if content.get(name, MISSING) is not value:
-                    put(self.owner, self.kinds[name], name, value)
+                    put(self.owner, self.kinds.get(name, "attribute"), name, value)
             return
         if not _same(contents_of(content), self.content):
             content.clear()

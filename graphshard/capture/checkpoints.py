@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -47,7 +47,11 @@ _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _PolicyFn = Callable[..., Any]
 
 
-def _leave_nothing() -> Callable[[], Located | None]:
+class _EnterRegion(Protocol):
+    def __call__(self, *, reentrant: bool) -> Callable[[], Located | None]: ...
+
+
+def _leave_nothing(*, reentrant: bool) -> Callable[[], Located | None]:
     return lambda: None
 
 
@@ -69,18 +73,18 @@ class CheckpointRegions:
     ends: list[int | None] = field(default_factory=list)
     visits: list[set[int]] = field(default_factory=list)
     refusals: list[Located | None] = field(default_factory=list)
-    enter_region: Callable[[], Callable[[], Located | None]] = _leave_nothing
+    enter_region: _EnterRegion = _leave_nothing
     depth: int = 0
 
     @contextlib.contextmanager
-    def enter(self, policy: _PolicyFn | None, *, stops_early: bool) -> Iterator[None]:
+    def enter(self, policy: _PolicyFn | None, *, stops_early: bool, reentrant: bool = False) -> Iterator[None]:
         """What is traced inside belongs to a new region. A checkpoint within a checkpoint belongs to the outer one."""
         self.depth += 1
         try:
             if self.depth > 1:
                 yield
             else:
-                leave = self.enter_region()
+                leave = self.enter_region(reentrant=reentrant)
                 with self._counting(policy) as count:
                     yield
                 self.ends[-1] = count() if stops_early else None
@@ -157,7 +161,7 @@ def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
 
     def reentrant(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
         # Eager mode differentiates the region by itself: it adds to the gradients of its inputs at once.
-        with regions.enter(None, stops_early=False), regions.no_questions():
+        with regions.enter(None, stops_early=False, reentrant=True), regions.no_questions():
             outputs = function(*through_one_node(args))
         if torch.is_grad_enabled() and not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             warnings.warn(

@@ -1,53 +1,127 @@
-"""What a function of the user's reaches besides its arguments: variables that it closes over, and globals.
+"""What a function of the user's reaches besides its arguments, and how that is looked up and changed.
 
 seen = []
 layer.register_forward_hook(lambda module, args, out: seen.append(out))        cell "seen"
 SCALE = 2.0
-def forward(self, x): return x * SCALE                                        global "SCALE"
+def forward(self, x): return x * SCALE                                         global "SCALE"
+def forward(self, x): return x * config.SCALE                                  attribute of a module or class
+def forward(self, x, cache=[]): cache.append(x)                                default of an argument
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dis
 import functools
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphshard.capture.code import codes_of
+from graphshard.capture.untraceable import is_users
 from graphshard.capture.witness import PLAIN, is_container
 from graphshard.ir.state import MISSING, StepKind
 
 # Larger ones are taken for tables, which do not change.
 _LARGEST = 64
+# Classes of Python whose objects hold what users set.
+_SETTINGS = (types.SimpleNamespace, argparse.Namespace)
+_VARIABLES = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_DEREF")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+# What newer versions of Python write between reading a variable and its attribute.
+_BETWEEN = ("CACHE", "COPY", "DUP_TOP", "PUSH_NULL", "EXTENDED_ARG")
+Found = Iterator[tuple[StepKind, str, Any]]
 
 
-def reached(function: types.FunctionType) -> Iterator[tuple[StepKind, str, Any]]:
-    """Variables and globals that a function names, with their values."""
-    for name in function.__code__.co_freevars:
-        value = getter(function, "cell", name)(name, MISSING)
+def reached(owner: Any) -> Found:
+    """Variables, globals and defaults that a function has; attributes of an object with slots."""
+    if not isinstance(owner, types.FunctionType):
+        for name in (*slots_of(type(owner)), *getattr(owner, "__dict__", ())):
+            value = getter(owner, "attribute", name)(name, MISSING)
+            if value is not MISSING:
+                yield "attribute", name, value
+        return
+    for name in owner.__code__.co_freevars:
+        value = getter(owner, "cell", name)(name, MISSING)
         if value is not MISSING:
             yield "cell", name, value
-    for name in _names(function.__code__):
-        value = function.__globals__.get(name, MISSING)
-        if value is not MISSING and not name.startswith("__") and _may_change(value):
+    for (kind, name), chains in _named(owner.__code__).items():
+        value = owner.__globals__.get(name, MISSING) if kind == "global" and not name.startswith("__") else MISSING
+        if value is not MISSING and (_may_change(value) or (is_namespace(value) and any(reached_in(value, chains)))):
             yield "global", name, value
+    for name in _defaults(owner):
+        value = getter(owner, "default", name)(name, MISSING)
+        if not isinstance(value, PLAIN) and _may_change(value):
+            yield "default", name, value
 
 
-def getter(function: types.FunctionType, kind: StepKind, name: str) -> Callable[[str, Any], Any]:
+def reached_in(namespace: Any, chains: Collection[tuple[str, ...]]) -> Found:
+    """What the code that names these attributes of a module or class reaches there."""
+    for name in dict.fromkeys(chain[0] for chain in chains if chain):
+        value = getattr(namespace, name, MISSING)
+        further = is_namespace(value) and any(reached_in(value, following(chains, name)))
+        if value is not MISSING and not name.startswith("__") and (further or _may_change(value)):
+            yield "attribute", name, value
+
+
+def chains_of(function: types.FunctionType, kind: StepKind, name: str) -> Collection[tuple[str, ...]]:
+    """The attributes that a function names of a variable: ("model", "SCALE") of `config.model.SCALE`."""
+    return _named(function.__code__).get((kind, name), ())
+
+
+def following(chains: Collection[tuple[str, ...]], name: str) -> list[tuple[str, ...]]:
+    """What is named of an attribute."""
+    return [chain[1:] for chain in chains if chain[:1] == (name,) and len(chain) > 1]
+
+
+def getter(owner: Any, kind: StepKind, name: str) -> Callable[[str, Any], Any]:
     """What looks a variable up: called with its name and a default."""
-    return _Cell(function, name).get if kind == "cell" else function.__globals__.get
+    if kind == "cell":
+        return _Cell(owner, name).get
+    if kind == "global":
+        found: Callable[[str, Any], Any] = owner.__globals__.get
+        return found
+    if kind == "default":
+        return functools.partial(_default, owner)
+    return functools.partial(getattr, owner) if is_namespace(owner) else functools.partial(_attribute, owner)
 
 
-def put(function: types.FunctionType, kind: StepKind, name: str, value: Any) -> None:
+def put(owner: Any, kind: StepKind, name: str, value: Any) -> None:
     """Give a variable another value."""
     if kind == "cell":
-        _Cell(function, name).cell.cell_contents = value
+        _Cell(owner, name).cell.cell_contents = value
+    elif kind == "global":
+        owner.__globals__[name] = value
+    elif kind == "default":
+        by_name = _defaults(owner)
+        if isinstance(by_name[name], str):
+            owner.__kwdefaults__ = {**owner.__kwdefaults__, name: value}
+        else:
+            index = by_name[name]
+            owner.__defaults__ = tuple(value if i == index else v for i, v in enumerate(owner.__defaults__))
+    elif is_namespace(owner):
+        setattr(owner, name, value)
     else:
-        function.__globals__[name] = value
+        object.__setattr__(owner, name, value)  # of a frozen dataclass, too
+
+
+def is_namespace(value: Any) -> bool:
+    """Whether a value is a module or class of the user's, whose attributes may be settings."""
+    if isinstance(value, types.ModuleType):
+        return is_users(getattr(value, "__file__", None) or "<>")
+    return isinstance(value, type) and _is_users_class(value)
+
+
+def slots_of(cls: type) -> tuple[str, ...]:
+    """Names of the attributes that objects of a class keep in slots."""
+    bases = [base for base in cls.__mro__ if base is not object and "__slots__" in vars(base)]
+    found = ([base.__slots__] if isinstance(base.__slots__, str) else base.__slots__ for base in bases)  # type: ignore[attr-defined]
+    return tuple(name for names in found for name in names if not name.startswith("__"))
 
 
 class _Cell:
@@ -64,15 +138,54 @@ class _Cell:
             return default
 
 
+def _attribute(owner: Any, name: str, default: Any) -> Any:
+    """Around whoever watches attributes."""
+    with contextlib.suppress(AttributeError):
+        return object.__getattribute__(owner, name)
+    return default
+
+
+def _defaults(function: types.FunctionType) -> dict[str, int | str]:
+    """Arguments that have a default: which one it is, or the name of a keyword."""
+    code, values = function.__code__, function.__defaults__ or ()
+    first = code.co_argcount - len(values)
+    places: dict[str, int | str] = {code.co_varnames[first + i]: i for i in range(len(values))}
+    return {**places, **{name: name for name in function.__kwdefaults__ or ()}}
+
+
+def _default(function: types.FunctionType, name: str, default: Any) -> Any:
+    place = _defaults(function).get(name)
+    if isinstance(place, int):
+        return (function.__defaults__ or ())[place]
+    return (function.__kwdefaults__ or {}).get(name, default)
+
+
 @functools.cache
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that a function names; `co_names` has the names of attributes as well."""
-    steps = (step for part in codes_of(code) for step in dis.get_instructions(part))
-    return tuple(dict.fromkeys(step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")))
+def _named(code: types.CodeType) -> dict[tuple[str, str], tuple[tuple[str, ...], ...]]:
+    """The variables that a function names, by kind and name, with the attributes that it names of them."""
+    found: dict[tuple[str, str], dict[tuple[str, ...], None]] = {}
+    for part in codes_of(code):
+        steps = [step for step in dis.get_instructions(part) if step.opname not in _BETWEEN]
+        for index, step in enumerate(steps):
+            if step.opname in _VARIABLES:
+                chain: list[str] = []
+                while steps[index + 1 + len(chain)].opname in _ATTRIBUTES:
+                    chain.append(steps[index + 1 + len(chain)].argval)
+                kind = "cell" if step.opname == "LOAD_DEREF" else "global"
+                found.setdefault((kind, step.argval), {})[tuple(chain)] = None
+    return {variable: tuple(chains) for variable, chains in found.items()}
 
 
 def _may_change(value: Any) -> bool:
-    """Whether a global is something that a program may set: modules, classes and loggers are not."""
+    """Whether a variable is something that a program may set: modules, classes and loggers are not."""
     if is_container(value):
         return type(value) in (list, tuple, dict, set, frozenset) and len(value) <= _LARGEST
-    return isinstance(value, (*PLAIN, torch.Tensor, nn.Module, types.FunctionType))
+    if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, types.FunctionType, *_SETTINGS)):
+        return True
+    has_attributes = hasattr(value, "__dict__") or bool(slots_of(type(value)))
+    return has_attributes and not isinstance(value, (type, types.ModuleType)) and _is_users_class(type(value))
+
+
+def _is_users_class(cls: type) -> bool:
+    module = sys.modules.get(cls.__module__)
+    return cls.__module__ == "__main__" or is_users(getattr(module, "__file__", None) or "<>")

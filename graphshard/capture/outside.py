@@ -10,6 +10,7 @@ that imported them by name. Draws that are made otherwise are seen by the state 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import os
 import random
@@ -33,7 +34,8 @@ SOURCES: dict[str, tuple[types.ModuleType, tuple[str, ...]]] = {
     "numpy.random": (np.random, ()),
     "time": (time, (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS), "ctime", "gmtime", "localtime")),
     "os": (os, ("urandom", "getrandom")),
-    "uuid": (uuid, ("uuid1", "uuid4")),
+    "datetime": (datetime, ()),
+    "uuid": (uuid, ("uuid1", "uuid4", "uuid6", "uuid7")),
     "secrets": (secrets, ()),
 }
 _GENERATORS: dict[type, tuple[str, Callable[[Any], Any]]] = {
@@ -54,7 +56,10 @@ def no_outside_values(module: nn.Module, allow: Collection[str]) -> Iterator[Non
         Untraceable: names the function.
     """
     refused = [source for source in SOURCES if source not in allow]
-    asked = {id(function): _refusing(source, function) for source in refused for function in _functions(source)}
+    refuse = functools.partial(_refusing, [vars(SOURCES[source][0]) for source in refused])
+    asked = {id(function): refuse(source, function) for source in refused for function in _functions(source)}
+    if "datetime" in refused:
+        asked |= {id(cls): _without_today(cls, refuse) for cls in (datetime.datetime, datetime.date)}
     python, numpy = random._inst, np.random.mtrand._rand
     states = [Generator(generator) for generator in (python, numpy)]
     with exchanged(asked, [*(vars(SOURCES[source][0]) for source in refused), *namespaces_of(module)]):
@@ -86,7 +91,7 @@ class Generator:
     @staticmethod
     def is_one(value: Any) -> bool:
         """Whether a value is a generator of Python's or numpy's."""
-        return isinstance(value, tuple(_GENERATORS))
+        return isinstance(value, tuple(_GENERATORS)) and not isinstance(value, random.SystemRandom)
 
     def check(self, allow: Collection[str]) -> None:
         """Raise Untraceable if numbers were drawn from it, unless that is allowed."""
@@ -110,16 +115,42 @@ def namespaces_of(module: nn.Module) -> list[dict[str, Any]]:
     return [vars(m) for m in found if m is not None and is_users(getattr(m, "__file__", None) or "<>")]
 
 
-def _refusing(source: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, but not for code of the user's."""
+def _refusing(through: Collection[dict[str, Any]], source: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, but not for code of the user's, which may ask through functions of these modules."""
 
     @functools.wraps(function)
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if is_users(sys._getframe(1).f_code.co_filename):
+        if is_users(_asking(through).f_code.co_filename):
             raise _refusal(source, f"{source}.{function.__name__}")
         return function(*args, **kwargs)
 
     return refuse
+
+
+def _asking(through: Collection[dict[str, Any]]) -> types.FrameType:
+    """The code that asks, directly or through functions of modules with these globals."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and any(frame.f_globals is names for names in through):
+        frame = frame.f_back
+    return frame
+
+
+def _without_today(cls: type, refuse: Callable[[str, Any], Any]) -> type:
+    """A class of dates whose objects know no today; what it makes is of the class itself."""
+
+    class Same(type):
+        def __instancecheck__(self, instance: object) -> bool:
+            return isinstance(instance, cls)
+
+        def __subclasscheck__(self, other: type) -> bool:
+            return issubclass(other, cls)
+
+    def make(_: type, *args: Any, **kwargs: Any) -> Any:
+        return cls(*args, **kwargs)
+
+    asking = (name for name in ("now", "utcnow", "today") if hasattr(cls, name))
+    methods = {name: staticmethod(refuse("datetime", getattr(cls, name))) for name in asking}
+    return Same(cls.__name__, (cls,), {**methods, "__new__": make})
 
 
 def _refusal(source: str, what: str) -> Untraceable:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from graphshard.capture.changes import Node, contents_of
 from graphshard.capture.growing import Growing
@@ -52,24 +54,43 @@ class RegionEffects:
         if (id(owner), name) not in self.was_set:
             self._read_before.add((id(owner), name))
 
-    def refusal(self) -> Located | None:
+    def refusal(self, *, reentrant: bool) -> Located | None:
         """At the end of the region: the error to raise if backward runs it again; None if that changes nothing."""
         for now in _all_held(self._nodes.values()):
             before = self._begin.get(id(now.owner))
             for name in () if before is None else _differences(before.contents, now.contents):
                 key = id(now.owner), name
+                if reentrant and now.kind == "attributes" and _has_gradient(now.contents.get(name)):
+                    place = now.place.then("attribute", name)
+                    return self._without_gradient(place, self._lines.get(key, now.line))
                 if now.kind != "attributes" or not isinstance(now.owner, nn.Module) or key in self._read_before:
                     place = now.place if now.kind == "items" else now.place.then("attribute", name)
                     return self._refusal(place, self._lines.get(key, now.line))
         return None
 
+    def _without_gradient(self, place: Place, line: str) -> Located:
+        return self._error(
+            line,
+            f"with use_reentrant=True leaves {place} without a gradient in eager mode, so that a loss made of it "
+            "trains nothing. Use use_reentrant=False, or return it from the region.",
+        )
+
     def _refusal(self, place: Place, line: str) -> Located:
+        return self._error(
+            line,
+            f"changes {place}, which eager mode does once more in backward, when it runs the region again. Change it "
+            "outside of the region, or keep a tensor in a buffer and write to that in place.",
+        )
+
+    def _error(self, line: str, what: str) -> Located:
         where = f" at {line}" if line else ""
         return Located(
-            f"graphshard cannot capture {self._label}.forward{where}: a region of torch.utils.checkpoint changes "
-            f"{place}, which eager mode does once more in backward, when it runs the region again. Change it outside "
-            "of the region, or keep a tensor in a buffer and write to that in place."
+            f"graphshard cannot capture {self._label}.forward{where}: a region of torch.utils.checkpoint {what}"
         )
+
+
+def _has_gradient(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
 
 
 def _all_held(nodes: Iterable[Node]) -> Iterator[_Held]:

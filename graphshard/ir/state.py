@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch.utils import _pytree as pytree
 
-StepKind: TypeAlias = Literal["attribute", "class", "item", "value", "cell", "global"]
+StepKind: TypeAlias = Literal["attribute", "class", "item", "value", "cell", "global", "default"]
 Path: TypeAlias = tuple[tuple[StepKind, Any], ...]
 
 
@@ -39,7 +39,8 @@ class Place:
     Attributes:
         module: name in the module that is captured; "" is that module.
         path: steps by an "attribute", by a "class" attribute, by the key of an "item", by the number of a "value" of a
-            dict, and by the name of a variable that a function closes over ("cell") or of a "global".
+            dict, and by the name of a variable that a function closes over ("cell"), of a "global", or of an argument
+            with a "default".
     """
 
     module: str

@@ -56,6 +56,7 @@ __all__ = [
     "fake_mode_of",
     "fake_tensor",
     "hint",
+    "hooks_of_all_modules",
     "load_package",
     "min_cut_partition",
     "new_fake_mode",
@@ -250,6 +251,16 @@ def hooks_while_tracing() -> Iterator[None]:
         yield
     finally:
         torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+
+
+def hooks_of_all_modules() -> tuple[dict[int, Any], ...]:
+    """What `torch.nn.modules.module.register_module_forward_hook` and its like fill."""
+    return (
+        torch.nn.modules.module._global_forward_pre_hooks,
+        torch.nn.modules.module._global_forward_hooks,
+        torch.nn.modules.module._global_backward_pre_hooks,
+        torch.nn.modules.module._global_backward_hooks,
+    )
 
 
 def number_of_backward() -> int:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.capture.hooks import HOOKS, hooks_of
+from graphshard.capture.hooks import HOOKS, hooks_of, users_hook_of_all_modules
 from graphshard.capture.witness import Items, OfType, TensorLike, same, tensor_like, text_at, witness_of
 from graphshard.ir.state import MISSING, UNSEEN, ModuleState, Place, Read, evaluate
+from graphshard.ir.torch_internals import hooks_of_all_modules
 from graphshard.module.places import LookUp, look_up
 
 
@@ -82,6 +83,7 @@ class Guard:
         expected = {read.place: read for read in self.state.hooks}
         held = [(Place(name, (("attribute", kind),)), vars(m)[kind]) for name, m in modules[1:] for kind in HOOKS]
         self._unhooked = [(place, hooks) for place, hooks in held if place not in expected]
+        self._for_all = hooks_of_all_modules()
         self._hook_dicts = [hooks for _, hooks in self._unhooked]
         self._hooked = [
             _Watch(expected[p], LookUp(_Values(h), ""), expected[p].witness) for p, h in held if p in expected
@@ -113,6 +115,8 @@ class Guard:
                 yield f"a submodule of {self._label}{name and '.'}{name} was exchanged"
         if any(self._hook_dicts):
             yield next(f"{self._label}.{place} were added" for place, hooks in self._unhooked if hooks)
+        if any(self._for_all) and users_hook_of_all_modules() is not None:
+            yield "a hook for all modules was registered"
         found = [get(key, MISSING) for get, key in self._getters]
         if not all(map(operator.is_, found, self._objects)):
             yield from self._of_others(found)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from graphshard.capture.entry import Entry
-from graphshard.capture.outer import getter
+from graphshard.capture.outer import getter, slots_of
 from graphshard.ir.state import MISSING, Path, Place, StepKind
 
 
@@ -53,8 +53,10 @@ def owner_of(root: nn.Module, place: Place) -> Any:
 
 def _attributes(owner: Any, kind: StepKind, key: Any) -> Callable[[Any, Any], Any]:
     """What looks an attribute up."""
-    if isinstance(owner, types.FunctionType) and kind in ("cell", "global"):
+    if isinstance(owner, types.FunctionType) and kind in ("cell", "global", "default"):
         return getter(owner, kind, key)
+    if isinstance(owner, (type, types.ModuleType)) or key in slots_of(type(owner)):
+        return functools.partial(getattr, owner)
     if isinstance(owner, (types.MethodType, functools.partial)):
         return functools.partial(getattr, owner)
     if kind == "value":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import random
 import re
+import secrets
 import time
 import uuid
 from collections.abc import Callable
+from datetime import datetime
 from random import uniform
 from typing import Any
 
@@ -18,6 +21,7 @@ from torch import nn
 
 from graphshard.ir.errors import ArgumentError, CaptureError
 from graphshard.options.options import Options
+from graphshard.ir.printer import print_program
 from tests.helpers import captured
 
 X = torch.ones(4)
@@ -28,6 +32,7 @@ class _Net(nn.Module):
         super().__init__()
         self.w = nn.Parameter(torch.ones(4))
         self.draw = draw
+        self.system = random.SystemRandom()
         self.rng, self.numpys = random.Random(0), np.random.default_rng(0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,6 +46,13 @@ ASKING = {
     "numpy": lambda net: float(np.random.rand()),
     "clock": lambda net: time.perf_counter(),
     "urandom": lambda net: os.urandom(1)[0],
+    "the system's random numbers": lambda net: random.SystemRandom().random(),
+    "a generator of the system's": lambda net: net.system.choice([1.0, 2.0]),
+    "secrets": lambda net: secrets.randbelow(7),
+    "nanoseconds": lambda net: time.time_ns() % 7,
+    "now": lambda net: datetime.now().microsecond,
+    "now by module": lambda net: dt.datetime.now().microsecond,
+    "today": lambda net: float(dt.date.today().day),
     "uuid": lambda net: uuid.uuid4().int % 7,
 }
 
@@ -69,6 +81,22 @@ def test_what_is_allowed_is_a_constant_of_the_program() -> None:
         captured(_Net(ASKING[case]), (X,), allow=(source,))
         with pytest.raises(CaptureError):
             captured(_Net(ASKING[case]), (X,), allow=("uuid",))
+
+
+def test_dates_that_are_no_clocks_are_what_they_are() -> None:
+    """A date may be made, asked for its class and computed with while a forward is traced."""
+    before = datetime(2020, 1, 1)
+
+    def draw(net: Any) -> float:
+        day = datetime(2020, 1, 2) + dt.timedelta(days=1)
+        assert type(day) is type(before)
+        assert isinstance(day, datetime)
+        assert issubclass(type(day), dt.date)
+        return float((day - before).days)
+
+    program = captured(_Net(draw), (X,))
+    assert "mul.Tensor(%2, 2.0)" in print_program(program)
+    assert datetime is type(before)
 
 
 def test_everything_is_put_back() -> None:

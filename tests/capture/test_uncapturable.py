@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-import types
 from typing import Any
 
 import pytest
@@ -82,27 +82,36 @@ class _WriteToData(Scale):
 
 
 # Attributes of objects that are globals are not followed, as those of modules are.
-FOREIGN = types.SimpleNamespace(w=nn.Parameter(torch.ones(4)))
+@functools.cache
+def foreign() -> nn.Parameter:
+    """What nobody can follow."""
+    return nn.Parameter(torch.ones(4))
+
+
+foreign()  # it is there before anything is traced
 
 
 class _Foreign(Scale):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.w * FOREIGN.w
+        return x * self.w * foreign()
 
 
-KEPT = types.SimpleNamespace(tensors=[])
+@functools.cache
+def kept() -> list[torch.Tensor]:
+    """A list that nobody can follow."""
+    return []
 
 
 class _Keep(Scale):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        KEPT.tensors.append(x * self.w)
+        kept().append(x * self.w)
         return x * self.w
 
 
 class _KeepGradient(Scale):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * self.w
-        y.register_hook(lambda grad: KEPT.tensors.append(grad))
+        y.register_hook(lambda grad: kept().append(grad))
         return y * 2
 
 
@@ -173,7 +182,7 @@ UNCAPTURABLE_WITH_GRADIENTS = [
     (_WriteToData, "self.w.data[1:].mul_(2)", "Forward writes to a parameter."),
     (
         _Foreign,
-        "return x * self.w * FOREIGN.w",
+        "return x * self.w * foreign()",
         "Forward uses a tensor that requires a gradient and belongs",
     ),
     (_Sparse, "return F.embedding(x.long(), self.w[:, None], sparse=True)", "The gradient of this embedding would be"),
@@ -181,10 +190,10 @@ UNCAPTURABLE_WITH_GRADIENTS = [
     (_Accumulated, "return x * self.w if self.w.grad is None else x", "Gradients of parameters are accumulated after"),
     (_Asks, "return x * 2 if torch.is_grad_enabled() else x", "A checkpoint with use_reentrant=True runs this twice:"),
     (_AsksByName, "return x * 3 if is_grad_enabled() else x", "A checkpoint with use_reentrant=True runs this twice:"),
-    (_Keep, "KEPT.tensors.append(x * self.w)", "A tensor of this forward is kept outside of the modules after"),
+    (_Keep, "kept().append(x * self.w)", "A tensor of this forward is kept outside of the modules after"),
     (
         _KeepGradient,
-        "y.register_hook(lambda grad: KEPT.tensors.append(grad))",
+        "y.register_hook(lambda grad: kept().append(grad))",
         "A tensor of this forward is kept outside of the modules after the call.",
     ),
 ]
@@ -200,7 +209,7 @@ def test_an_error_where_a_program_would_differ(cls: type[nn.Module], line: str, 
     with pytest.raises(CaptureError, match=_error(cls, line, advice)):
         captured(cls(4), (X,))
     assert torch.is_grad_enabled is is_grad_enabled
-    KEPT.tensors.clear()
+    kept().clear()
 
 
 def test_torch_func_in_forward() -> None:
@@ -222,10 +231,10 @@ def test_tensors_without_a_gradient_may_be_anybodys() -> None:
 
     class Model(Scale):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.w * FOREIGN.w.detach()
+            return x * self.w * foreign().detach()
 
     (constant,) = captured(Model(4), (X,)).constants.values()
-    assert constant.data_ptr() == FOREIGN.w.data_ptr()
+    assert constant.data_ptr() == foreign().data_ptr()
 
 
 @pytest.mark.parametrize(("cls", "line", "advice"), UNCAPTURABLE, ids=[cls.__name__ for cls, *_ in UNCAPTURABLE])

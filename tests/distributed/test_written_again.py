@@ -180,6 +180,8 @@ def test_buffers_are_the_same_between_forward_and_backward(ranks: Ranks, then: s
 class _Leaves(nn.Module):
     """A region that leaves something on the module."""
 
+    reentrant = False
+
     def __init__(self, leave: Callable[[Any, Tensor], None], **attributes: Any) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -195,7 +197,7 @@ class _Leaves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen: list[Tensor] = []
-        return checkpoint(self.region, x, use_reentrant=False).sum()
+        return checkpoint(self.region, x, use_reentrant=self.reentrant).sum()
 
 
 def _counts(net: Any, y: Tensor) -> None:
@@ -237,6 +239,18 @@ def test_what_a_region_would_leave_twice_is_an_error_with_its_line(leave: Any, w
         rf"_Leaves.forward at {re.escape(__file__)}:\d+: a region of .* changes {what}, which eager", found
     )
     captured(model, (torch.ones(2, 4),), grad=False)  # eager mode runs the region once
+
+
+def test_a_loss_that_a_reentrant_region_leaves_is_an_error() -> None:
+    """In eager mode it requires no gradient, as the region runs without; nobody would notice that it trains nothing."""
+
+    def leave(net: Any, y: Tensor) -> None:
+        net.aux = y.square().mean()
+
+    model = _Leaves(leave, reentrant=True)
+    line = re.escape(f"{__file__}:{leave.__code__.co_firstlineno + 1}")
+    with pytest.raises(graphshard.CaptureError, match=rf"at {line}: .* leaves aux without a gradient in eager mode"):
+        captured(model, (torch.ones(2, 4, requires_grad=True),))
 
 
 def _leaves(rank: int, world_size: int) -> None:

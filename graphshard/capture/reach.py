@@ -1,0 +1,199 @@
+"""What a forward can reach, and what it is given of that while it is traced.
+
+a tensor                    this run's
+a number that changes       what follows it, in a second run
+a list that grows           what takes the items, in a second run
+an object, a dict, a list   itself, with such things in it; put back at the end
+a function                  itself; what it closes over, its globals and defaults likewise
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from graphshard.capture.changes import Node
+from graphshard.capture.growing import Growing
+from graphshard.capture.learned import Learned, Rerun
+from graphshard.capture.lines import user_line
+from graphshard.capture.numbers import FollowedNumber
+from graphshard.capture.outer import chains_of, following, is_namespace, reached_in, slots_of
+from graphshard.capture.outside import Generator
+from graphshard.capture.untraceable import is_users
+from graphshard.capture.witness import FUNCTIONS, PLAIN, SETS, is_container, text_at, witness_of
+from graphshard.ir.state import Condition, Number, Place, Read
+from graphshard.ir.tracing_internals import is_traced
+
+# How many functions that are globals of each other are looked into for their globals.
+_GLOBALS_OF_GLOBALS = 2
+
+
+class Reach:
+    """What is reached in one run.
+
+    Args:
+        learned: by earlier runs.
+        tensors: this run's, in the order of those that are learned.
+        own: what takes the place of parameters and buffers that are held as attributes besides, by identity.
+        names: of modules, by identity.
+        watch: called with a class whose objects are reached; whether it is told what is read of them.
+
+    Attributes:
+        nodes: what has contents, by identity.
+        reads: of what forward has read, by the identity of the owner and the name.
+        grown: lists that are followed.
+        conditions: on numbers that are followed.
+        generators: of random numbers.
+    """
+
+    def __init__(
+        self,
+        learned: Learned,
+        tensors: Sequence[torch.Tensor],
+        own: Mapping[int, torch.Tensor],
+        names: Mapping[int, str],
+        watch: Callable[[type], bool],
+    ) -> None:
+        self._learned, self._own, self._names, self._watch = learned, own, names, watch
+        self._tensors = dict(zip(learned.tensors, tensors, strict=True))
+        self._unknown: dict[int, tuple[torch.Tensor, list[Place]]] = {}
+        self.nodes: dict[int, Node] = {}
+        self.reads: dict[tuple[int, str], Read] = {}
+        self.grown: dict[Place, Growing] = {}
+        self.conditions: list[Condition] = []
+        self.generators: list[Generator] = []
+
+    def add(self, owner: Any, place: Place, content: Any) -> Node:
+        """Something with contents is reached."""
+        if id(owner) not in self.nodes:
+            self.nodes[id(owner)] = Node.of(owner, place, content)
+        return self.nodes[id(owner)]
+
+    def restore(self) -> None:
+        """Put everything back, and let go of what is traced: it is not to outlive the trace."""
+        for node in self.nodes.values():
+            node.restore()
+        for held in (self.nodes, self.grown, self._tensors, self._unknown):
+            held.clear()
+
+    def witnessed(self, place: Place, value: Any) -> Read:
+        """What is at a place; of what is followed only the type matters, and parameters are themselves."""
+        free = tuple(p.path[len(place.path) :] for p in self._learned.followed if p.starts_with(place))
+        witness = value if id(value) in self._own else witness_of(value, free=free)
+        return Read(place, text_at(place, value, self._names, free), free, witness)
+
+    def prepared(self, value: Any, place: Place) -> Any:
+        """A value as forward is given it: with this run's tensors, and watched for what forward does to it."""
+        if place in self._learned.followed:
+            return self._followed(value, place)
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value, place)
+        if isinstance(value, FUNCTIONS):
+            self._reach_function(value, place)
+        if isinstance(value, (*PLAIN, *FUNCTIONS, type, types.ModuleType)) or id(value) in self.nodes:
+            return value
+        if isinstance(value, tuple):
+            items = [self.prepared(item, place.then("item", i)) for i, item in enumerate(value)]
+            changed = any(new is not old for new, old in zip(items, value))
+            return value if not changed else type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if is_container(value):
+            self._reach_items(value, place)
+        else:
+            self._reach_object(value, place)
+        return value
+
+    def tensor(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
+        """This run's tensor in the place of one that somebody holds."""
+        if is_traced(tensor):  # a property has computed it, as those of parametrizations do
+            return tensor
+        if id(tensor) in self._own:
+            return self._own[id(tensor)]
+        known = self._learned.tensors if id(tensor) in self._tensors else self._unknown
+        _, places = known.setdefault(id(tensor), (tensor, []))
+        if place not in places:
+            places.append(place)
+        if id(tensor) not in self._tensors:  # forward may write to it, in this run that is to be repeated
+            with torch._C.DisableTorchFunction():
+                return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return self._tensors[id(tensor)]
+
+    def learn_tensors(self) -> None:
+        """Raise Rerun if there were tensors that were not known."""
+        if self._unknown:
+            self._learned.tensors.update(self._unknown)
+            raise Rerun
+
+    def _reach_items(self, value: Any, place: Place) -> None:
+        if not isinstance(value, frozenset):
+            node = self.add(value, place, value)
+            node.line = user_line()
+            for key, item in [] if isinstance(value, SETS) else list(node.items()):
+                node.set(key, self.prepared(item, place.then("item", key)))
+
+    def _reach_object(self, value: Any, place: Place) -> None:
+        if Generator.is_one(value):
+            self.generators.append(Generator(value))
+            return
+        attributes = getattr(value, "__dict__", None)
+        if type(value).__module__.partition(".")[0] == "torch":
+            return
+        if slots_of(type(value)):
+            node = self.nodes[id(value)] = Node.of_variables(value, place)
+        elif isinstance(attributes, dict):
+            node = self.add(value, place, attributes)
+        else:
+            return
+        if not self._watch(type(value)):
+            self._reach_variables(node, node.content)
+
+    def _reach_function(self, value: Any, place: Place) -> None:
+        """What a function of the user's reaches; of globals that are functions, not what globals of theirs reach."""
+        if isinstance(value, types.MethodType):
+            self.prepared(value.__self__, place.then("attribute", "__self__"))
+            self._reach_function(value.__func__, place.then("attribute", "__func__"))
+        elif isinstance(value, functools.partial):
+            self._reach_function(value.func, place.then("attribute", "func"))
+            self._reach_items(value.keywords, place.then("attribute", "keywords"))
+        elif isinstance(value, types.FunctionType) and id(value) not in self.nodes:
+            deep = sum(kind == "global" for kind, _ in place.path)
+            if is_users(value.__code__.co_filename) and deep <= _GLOBALS_OF_GLOBALS:
+                node = self.nodes[id(value)] = Node.of_variables(value, place)
+                self._reach_variables(node, node.content)
+                for name, item in node.content.items():
+                    if is_namespace(item):
+                        self._reach_namespace(item, node.step(name), chains_of(value, node.kinds[name], name))
+
+    def _reach_namespace(self, value: Any, place: Place, chains: Collection[tuple[str, ...]]) -> None:
+        """What code names of a module or a class."""
+        found = Node.of_variables(value, place, reached_in(value, chains))
+        node = self.nodes.setdefault(id(value), found)
+        new = [name for name in found.content if node is found or name not in node.content]
+        for name in new if node is not found else ():
+            node.content[name] = node.before[name] = found.content[name]
+            node.kinds = {**node.kinds, name: "attribute"}
+        self._reach_variables(node, new)
+        for name in found.content:
+            if is_namespace(found.content[name]):
+                self._reach_namespace(found.content[name], place.then("attribute", name), following(chains, name))
+
+    def _reach_variables(self, node: Node, names: Iterable[str]) -> None:
+        for name in names:
+            item = node.content[name]
+            self.reads[id(node.owner), name] = self.witnessed(node.step(name), item)
+            prepared = self.prepared(item, node.step(name))
+            if prepared is not item:
+                node.set(name, prepared)
+
+    def _followed(self, value: Any, place: Place) -> Any:
+        """What follows a number or a list."""
+        if isinstance(value, list):
+            return self.grown.setdefault(place, Growing(type(value), lambda: self._refuse(place)))
+        return FollowedNumber(Number(place), value, self.conditions)
+
+    def _refuse(self, place: Place) -> NoReturn:
+        self._learned.refuse({place})
+        raise Rerun
