@@ -26,9 +26,10 @@ say which calls a captured program serves. `diagnose.py` turns a failure into a 
   (`changes.py`) and put back. Reads become what a program holds for (`witness.py`), writes are made again after each
   call. Comparing finds what intercepting would miss, such as an item that is put into a dict in a list.
 * **Counters and lists are followed in a second run** (`numbers.py`, `growing.py`), once the first has shown that they
-  change. Stand-ins are no subclasses of int and list, since C code reads those without asking. If anything goes
+  change. Operators are given what is read of an input of the program, in a third run. Stand-ins are no subclasses of int and list, since C code reads those without asking. If anything goes
   wrong with them, there is a run without them, for the value as it is.
-* **Functions are followed to what they close over and to globals** (`outer.py`), as hooks keep their results there.
+* **Functions are followed to what they close over, to defaults and globals, and to attributes that their code names of
+  modules and classes** (`outer.py`, `reach.py`), as hooks keep their results there.
   What code leaves that runs in backward would happen once: `backward_effects.py` makes it an error.
 * **Random numbers that are not torch's are seen twice** (`outside.py`): functions are exchanged, which knows the line,
   and states of generators are compared, which misses nothing.
@@ -64,5 +65,6 @@ Pitfalls:
 * Effects (`ForwardTokenAOTInput`) are taken out of the trace before AOTAutograd sees them.
 * Tracing takes oneDNN's LSTM without a workspace, so its backward fails: `substitute.py` turns oneDNN off for it.
 * AOTAutograd switches hooks of saved tensors off while it traces. Checkpointed regions switch them on: what autograd
-  saves says how far eager mode runs a region again, and so which buffers are written twice (`written_again.py`).
+  saves says how far eager mode runs a region again, and so which buffers backward writes (`written_again.py`), and
+  what else a region leaves would be there twice (`region_effects.py`).
 """

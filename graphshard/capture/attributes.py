@@ -75,10 +75,12 @@ class Recorder:
             try:
                 yield
             except Exception as error:
+                if self.learned.fix_numbers():
+                    raise Rerun from error
                 if self.learned.followed:  # what stands in for them may be the reason
                     self.learned.refuse(set(self.learned.followed))
                     raise Rerun from error
-                self.reach.learn_tensors()
+                self.reach.learn_inputs()
                 raise
 
     def finish(self, results: Sequence[Any], given: Sequence[Any]) -> list[torch.Tensor]:
@@ -92,7 +94,7 @@ class Recorder:
             CaptureError: forward left something that cannot be made again after each call.
             Rerun: something was learned.
         """
-        self.reach.learn_tensors()
+        self.reach.learn_inputs()
         for generator in self.reach.generators:
             generator.check(self._allow)
         own, label = list(self.own.values()), type(self.root).__name__
@@ -103,8 +105,9 @@ class Recorder:
             raise Rerun
         self.state = ModuleState(
             reads=tuple(self.reach.reads.values()),
-            conditions=tuple(self.reach.conditions),
+            conditions=tuple(self.reach.numbers.conditions),
             inputs=tuple(tuple(places) for _, places in self.learned.tensors.values()),
+            numbers=tuple(self.learned.numbers),
             writes=writes,
             modules=tuple((name, type(module).__qualname__) for name, module in self.root.named_modules() if name),
         )

@@ -36,18 +36,19 @@ from graphshard.capture.hooks import hooks_of, refuse_hooks_of_all_modules, with
 from graphshard.capture.late_gathers import settle_gathers
 from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.missing import MISSING
-from graphshard.capture.phase import erase_boundaries, erase_leaves, lift_constants, phase_of
+from graphshard.capture.phase import erase_boundaries, erase_leaves, lift_constants, phase_of, read_numbers_again
 from graphshard.capture.rounding import capture_decompositions
 from graphshard.capture.untraceable import Located, Untraceable
 from graphshard.capture.watch import check_nothing_kept
 from graphshard.capture.written_again import write_again
 from graphshard.ir.errors import CaptureError
+from graphshard.ir.kernel_strides import new_tracing_mode
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, named_parameters
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Program, Slot
 from graphshard.ir.sizes import Size, find_sizes, lift_sizes
-from graphshard.ir.kernel_strides import new_tracing_mode
+from graphshard.ir.state import Place, number_as_tensor
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
 from graphshard.ir.torch_internals import draws_stay
 from graphshard.ir.tracing_internals import fake_kernels, leaves_stay_leaves, makes_size, quiet_tracing
@@ -58,7 +59,8 @@ class CaptureSpec:
     """What a capture depends on besides the module and the inputs; `dynamic_shapes` is in torch.export's format.
 
     `method` is what is captured, in the place of `forward`; `extended` are the parameters that decide themselves what
-    is gathered of them; `allow` names what is not torch's and may be kept.
+    is gathered of them; `allow` names what is not torch's and may be kept; `followed` are places of numbers that change
+    from call to call.
     """
 
     params: ParamTable
@@ -71,6 +73,7 @@ class CaptureSpec:
     method: str = "forward"
     extended: tuple[Extended, ...] = ()
     allow: tuple[str, ...] = ()
+    followed: tuple[Place, ...] = ()
 
 
 def capture(
@@ -91,7 +94,7 @@ def capture(
     """
     _check_extended(module, spec)
     refuse_hooks_of_all_modules()
-    path, learned = EagerPath(), Learned()
+    path, learned = EagerPath(), Learned(followed=set(spec.followed))
     hooks = hooks_of(module)
     traced, reason = None, None
     while traced is None:
@@ -101,6 +104,8 @@ def capture(
         except Rerun:
             continue
         except CaptureError as error:
+            if learned.fix_numbers():  # an operator may have to know one
+                continue
             if error.__cause__ is None:  # forward ran to its end, on whatever path
                 raise
             if reason is None or isinstance(error.__cause__, Untraceable):  # others may come of the path
@@ -111,6 +116,7 @@ def capture(
     erase_boundaries(joint.graph)
     mark_checkpoints(joint, flat.regions)
     phase = phase_of(joint, flat)
+    read_numbers_again(phase)
     rewritten = write_again(phase, spec.forward_class.__name__)
     if spec.extended:
         settle_gathers(phase, spec.mesh.shard, spec.extended[0].mesh.get_group().group_name)
@@ -199,7 +205,8 @@ def _trace(
         for slot in flat.slots
         if slot.kind != "input"
     ]
-    attributes = [_fake_attribute(tensor, spec, fake_mode) for tensor, _ in learned.tensors.values()]
+    held = [*(tensor for tensor, _ in learned.tensors.values()), *map(number_as_tensor, learned.numbers.values())]
+    attributes = [_fake_attribute(tensor, spec, fake_mode) for tensor in held]
     try:
         with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)), quiet_tracing():
             stack.enter_context(without_hooks_of_all_modules())

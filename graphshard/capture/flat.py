@@ -77,7 +77,7 @@ class FlatForward(nn.Module):
         self.__dict__["_module"] = module  # which is not a part of this one
         self._owned = _owned_tensors(module, params)
         self._extensions = extensions
-        count = sum(isinstance(leaf, torch.Tensor) for leaf in call[0]) + len(learned.tensors)
+        count = sum(isinstance(leaf, torch.Tensor) for leaf in call[0]) + len(learned.tensors) + len(learned.numbers)
         inputs = (Slot("input", str(i)) for i in range(count))
         self.slots = [*(owned.slot for owned in self._owned), *extensions.tensors, *inputs]
         self.originals = {owned.slot.name: owned.tensor for owned in self._owned}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from graphshard.ir.state import Place
+from graphshard.ir.state import Expression, Place
 
 
 class Rerun(BaseException):
@@ -20,12 +20,23 @@ class Learned:
     Attributes:
         tensors: those that are inputs, with the places where each was found, by identity.
         followed: places of numbers and lists that forward changes, which are followed.
+        numbers: what is computed of those that are followed and an input of the trace, with its value.
+        may_be_inputs: whether numbers may be inputs; if operators must know one of them, none is.
         refused: places of such that cannot be followed, because forward looks at them in other ways.
     """
 
     tensors: dict[int, tuple[torch.Tensor, list[Place]]] = field(default_factory=dict)
     followed: set[Place] = field(default_factory=set)
+    numbers: dict[Expression, int | float] = field(default_factory=dict)
+    may_be_inputs: bool = True
     refused: set[Place] = field(default_factory=set)
+
+    def fix_numbers(self) -> bool:
+        """Let no number be an input; False if there was none."""
+        had = bool(self.numbers)
+        self.numbers.clear()
+        self.may_be_inputs = False
+        return had
 
     def refuse(self, places: set[Place]) -> None:
         """Follow these no more."""

@@ -2,16 +2,19 @@
 
     self.step += 1                   add(step, 1), computed anew after each call
     if self.step < 100: ...          the trace holds while lt(step, 100) is what it was
-    x * self.step                    the trace holds while the step is what it was
+    x * (self.step / 100)            truediv(step, 100) is an input of the program, computed before each call
+    range(self.step)                 the trace holds while the step is what it was
 
 A `FollowedNumber` stands in for such a number. It is no subclass of int, because torch and Python read those without
-asking; what they cannot ask is answered with the number itself, and becomes a condition of the trace.
+asking; what they cannot ask is answered with the number itself, and becomes a condition of the trace. An input is a
+tensor of the number's precision, and what is read of it takes part in operators as a number does in eager mode: bits
+are the same. Where an operator, or its derivative, must know the number, the trace holds for that number alone.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -20,14 +23,48 @@ from graphshard.capture.lines import user_line
 from graphshard.ir.state import NUMBER_OPERATORS, Computed, Condition, Expression
 
 
-class FollowedNumber:
-    """An expression of numbers, with its value in this trace; `conditions` collects what the trace depends on."""
+class Numbers:
+    """What a trace depends on of numbers that are followed.
 
-    __slots__ = ("_conditions", "_expression", "_value")
+    Args:
+        inputs: numbers that the trace reads of its inputs.
+        may_be_inputs: whether others may become inputs.
+
+    Attributes:
+        conditions: while which the trace holds.
+        unknown: numbers that operators were given, and that are no inputs yet.
+    """
+
+    def __init__(self, inputs: Mapping[Expression, Any], *, may_be_inputs: bool) -> None:
+        self._inputs, self._may_be_inputs = inputs, may_be_inputs
+        self.conditions: list[Condition] = []
+        self.unknown: dict[Expression, int | float] = {}
+
+    def fixed(self, expression: Expression, value: Any) -> Any:
+        """The number itself, on which the trace depends from now on."""
+        condition = Condition(expression, value, user_line())
+        if all((c.expression, c.value) != (condition.expression, condition.value) for c in self.conditions):
+            self.conditions.append(condition)
+        return value
+
+    def given(self, expression: Expression, value: Any) -> Any:
+        """What an operator is given."""
+        if expression in self._inputs:
+            return self._inputs[expression]
+        if type(value) is bool or not self._may_be_inputs:
+            return self.fixed(expression, value)
+        self.unknown[expression] = value
+        return value
+
+
+class FollowedNumber:
+    """An expression of numbers, with its value in this trace; `numbers` collects what the trace depends on."""
+
+    __slots__ = ("_expression", "_numbers", "_value")
     __hash__: Any
 
-    def __init__(self, expression: Expression, value: Any, conditions: list[Condition]) -> None:
-        self._expression, self._value, self._conditions = expression, value, conditions
+    def __init__(self, expression: Expression, value: Any, numbers: Numbers) -> None:
+        self._expression, self._value, self._numbers = expression, value, numbers
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -39,7 +76,7 @@ class FollowedNumber:
     def __bool__(self) -> bool:
         if isinstance(self._value, bool):
             return bool(fixed(self))
-        return bool(fixed(FollowedNumber(Computed("ne", (self._expression, 0)), self._value != 0, self._conditions)))
+        return bool(fixed(FollowedNumber(Computed("ne", (self._expression, 0)), self._value != 0, self._numbers)))
 
     def __copy__(self) -> Any:
         return self
@@ -49,18 +86,17 @@ class FollowedNumber:
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(fixed, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(_given, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def fixed(value: Any) -> Any:
     """The number itself of one that is followed, on which the trace depends from now on; other values as they are."""
-    if type(value) is not FollowedNumber:
-        return value
-    condition = Condition(value._expression, value._value, user_line())
-    if all((c.expression, c.value) != (condition.expression, condition.value) for c in value._conditions):
-        value._conditions.append(condition)
-    return value._value
+    return value._numbers.fixed(value._expression, value._value) if type(value) is FollowedNumber else value
+
+
+def _given(value: Any) -> Any:
+    return value._numbers.given(value._expression, value._value) if type(value) is FollowedNumber else value
 
 
 def expression_of(value: Any) -> Expression:
@@ -81,7 +117,7 @@ def _computed(name: str, *, reflected: bool = False) -> Callable[..., Any]:
             return NotImplemented
         operands = (*others, self) if reflected else (self, *others)
         value = compute(*(o._value if type(o) is FollowedNumber else o for o in operands))
-        return FollowedNumber(Computed(name, tuple(map(expression_of, operands))), value, self._conditions)
+        return FollowedNumber(Computed(name, tuple(map(expression_of, operands))), value, self._numbers)
 
     return operation
 

@@ -22,6 +22,7 @@ from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import is_backward
 from graphshard.ir.program import Phase, Slot
 from graphshard.ir.sizes import expression
+from graphshard.ir.torch_internals import CheckpointPolicy
 
 
 def phase_of(joint: GraphModule, flat: FlatForward) -> Phase:
@@ -63,6 +64,14 @@ def erase_leaves(phase: Phase, names: Collection[str]) -> None:
     for node, slot in slots.items():
         if slot.kind == "param" and slot.name in names:
             phase.module.graph.erase_node(node)
+
+
+def read_numbers_again(phase: Phase) -> None:
+    """Numbers that are inputs are read in backward, too: the tensor that each is in is saved, not the number."""
+    inputs = {node for node, slot in phase.slot_of().items() if slot.kind == "input"}
+    for node in phase.module.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
+        if node.args[0] in inputs:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def lift_constants(phase: Phase) -> dict[str, torch.Tensor]:

@@ -20,12 +20,12 @@ from graphshard.capture.changes import Node
 from graphshard.capture.growing import Growing
 from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.lines import user_line
-from graphshard.capture.numbers import FollowedNumber
+from graphshard.capture.numbers import FollowedNumber, Numbers
 from graphshard.capture.outer import chains_of, following, is_namespace, reached_in, slots_of
 from graphshard.capture.outside import Generator
 from graphshard.capture.untraceable import is_users
 from graphshard.capture.witness import FUNCTIONS, PLAIN, SETS, is_container, text_at, witness_of
-from graphshard.ir.state import Condition, Number, Place, Read
+from graphshard.ir.state import Number, Place, Read
 from graphshard.ir.tracing_internals import is_traced
 
 # How many functions that are globals of each other are looked into for their globals.
@@ -37,7 +37,7 @@ class Reach:
 
     Args:
         learned: by earlier runs.
-        tensors: this run's, in the order of those that are learned.
+        tensors: this run's, in the order of those that are learned; those of numbers follow.
         own: what takes the place of parameters and buffers that are held as attributes besides, by identity.
         names: of modules, by identity.
         watch: called with a class whose objects are reached; whether it is told what is read of them.
@@ -46,7 +46,7 @@ class Reach:
         nodes: what has contents, by identity.
         reads: of what forward has read, by the identity of the owner and the name.
         grown: lists that are followed.
-        conditions: on numbers that are followed.
+        numbers: that are followed.
         generators: of random numbers.
     """
 
@@ -59,12 +59,13 @@ class Reach:
         watch: Callable[[type], bool],
     ) -> None:
         self._learned, self._own, self._names, self._watch = learned, own, names, watch
-        self._tensors = dict(zip(learned.tensors, tensors, strict=True))
+        self._tensors = dict(zip(learned.tensors, tensors))
         self._unknown: dict[int, tuple[torch.Tensor, list[Place]]] = {}
         self.nodes: dict[int, Node] = {}
         self.reads: dict[tuple[int, str], Read] = {}
         self.grown: dict[Place, Growing] = {}
-        self.conditions: list[Condition] = []
+        inputs = zip(learned.numbers, tensors[len(learned.tensors) :], strict=True)
+        self.numbers = Numbers({number: t.item() for number, t in inputs}, may_be_inputs=learned.may_be_inputs)
         self.generators: list[Generator] = []
 
     def add(self, owner: Any, place: Place, content: Any) -> Node:
@@ -121,10 +122,11 @@ class Reach:
                 return tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return self._tensors[id(tensor)]
 
-    def learn_tensors(self) -> None:
-        """Raise Rerun if there were tensors that were not known."""
-        if self._unknown:
+    def learn_inputs(self) -> None:
+        """Raise Rerun if there were tensors, or numbers that operators were given, that were not known."""
+        if self._unknown or self.numbers.unknown:
             self._learned.tensors.update(self._unknown)
+            self._learned.numbers.update(self.numbers.unknown)
             raise Rerun
 
     def _reach_items(self, value: Any, place: Place) -> None:
@@ -192,7 +194,7 @@ class Reach:
         """What follows a number or a list."""
         if isinstance(value, list):
             return self.grown.setdefault(place, Growing(type(value), lambda: self._refuse(place)))
-        return FollowedNumber(Number(place), value, self.conditions)
+        return FollowedNumber(Number(place), value, self.numbers)
 
     def _refuse(self, place: Place) -> NoReturn:
         self._learned.refuse({place})

@@ -17,9 +17,9 @@ import torch
 from torch.fx import Graph
 
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.sizes import numbers_in
+from graphshard.ir.sizes import SymNumber, numbers_in
 from graphshard.ir.torch_internals import hint, new_size
-from graphshard.ir.tracing_internals import is_unknown, new_unknown_size
+from graphshard.ir.tracing_internals import is_unknown, new_unknown_float, new_unknown_size
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -57,11 +57,15 @@ def encode_symbols(sizes: Iterable[tuple[str, torch.SymInt]]) -> dict[str, Any]:
 
 
 def encode_unknown(graphs: Iterable[Graph]) -> dict[str, Any]:
-    """The same of sizes in graphs that depend on values; they have no hint."""
+    """The same of numbers in graphs that depend on values; they have no hint, and those that are no sizes no range."""
     numbers = [n for graph in graphs for node in graph.nodes for n in numbers_in(node.meta.get("val")) if is_unknown(n)]
     symbols = {symbol: n.node.shape_env for n in numbers for symbol in n.node.expr.free_symbols}
     ranges = {str(symbol): env.var_to_range[symbol] for symbol, env in symbols.items()}
-    return {name: {"hint": None, "range": _ends(known)} for name, known in sorted(ranges.items())}
+    floats = {str(symbol) for symbol in symbols if not symbol.is_integer}
+    return {
+        name: {"hint": None, "range": None if name in floats else _ends(known)}
+        for name, known in sorted(ranges.items())
+    }
 
 
 def _range(size: torch.SymInt) -> list[int | None]:
@@ -72,16 +76,18 @@ def _ends(known: Any) -> list[int | None]:
     return [int(end) if end.is_Integer else None for end in (known.lower, known.upper)]
 
 
-def decode_symbols(data: Mapping[str, Any], mode: Any) -> dict[str, torch.SymInt]:
+def decode_symbols(data: Mapping[str, Any], mode: Any) -> dict[str, SymNumber]:
     """Inverse of `encode_symbols`: sizes of a fake mode."""
-    found = {}
+    found: dict[str, SymNumber] = {}
     for name, item in data.items():
-        numbers = [number for number in (item["hint"], *item["range"]) if number is not None]
+        ends = item["range"] or ()
+        numbers = [number for number in (item["hint"], *ends) if number is not None]
         if not name.isidentifier() or not all(type(n) is int and n >= 0 for n in numbers):
             raise ArgumentError(f"{name!r}: {item} is no size")
-        known = item["hint"] is not None
-        ends = item["range"]
-        found[name] = new_size(mode, name, item["hint"], *ends) if known else new_unknown_size(mode, *ends)
+        if item["hint"] is not None:
+            found[name] = new_size(mode, name, item["hint"], *ends)
+        else:
+            found[name] = new_unknown_size(mode, *ends) if ends else new_unknown_float(mode)
     return found
 
 

@@ -3,6 +3,7 @@
 self.scale                     Read    the program holds while the attribute is what it was
 self.freqs, a tensor           an input of the program behind those of the call
 if self.step < 100:            Condition    the program holds while the comparison has this result
+x * self.step                  an input of the program: the number, as a tensor without dimensions
 self.step += 1                 Write   after each call, of the number that was there before
 self.aux = loss                Write   after each call, of an output of the program behind those of the result
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch.utils import _pytree as pytree
 
 StepKind: TypeAlias = Literal["attribute", "class", "item", "value", "cell", "global", "default"]
@@ -138,6 +140,20 @@ def evaluate(expression: Expression, number_at: Callable[[Place], Any]) -> Any:
     return expression
 
 
+def places_in(expression: Expression) -> Iterator[Place]:
+    """Where the numbers are that an expression is computed of."""
+    if isinstance(expression, Number):
+        yield expression.place
+    elif isinstance(expression, Computed):
+        for operand in expression.operands:
+            yield from places_in(operand)
+
+
+def number_as_tensor(value: float) -> torch.Tensor:
+    """A number as a tensor of its precision, on the host."""
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64, device="cpu")
+
+
 # --- writes ------------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +226,7 @@ class ModuleState:
         reads: what must be as it was.
         conditions: on numbers that may change.
         inputs: places of each tensor that the program is given behind those of the call; it is at all of them.
+        numbers: that the program is given behind those, as tensors without dimensions.
         writes: after each call.
         hooks: of submodules, by the module's name and the attribute that holds them; other modules have none.
         modules: names of the submodules and of their classes.
@@ -218,6 +235,7 @@ class ModuleState:
     reads: tuple[Read, ...] = ()
     conditions: tuple[Condition, ...] = ()
     inputs: tuple[tuple[Place, ...], ...] = ()
+    numbers: tuple[Expression, ...] = ()
     writes: tuple[Write, ...] = ()
     hooks: tuple[Read, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()

@@ -48,6 +48,7 @@ __all__ = [
     "leaves_stay_leaves",
     "makes_size",
     "memory_of",
+    "new_unknown_float",
     "new_unknown_size",
     "quiet_tracing",
     "replace_differentiable",
@@ -142,9 +143,18 @@ def fake_kernels(kernels: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[N
 def new_unknown_size(mode: FakeTensorMode, low: int | None = None, high: int | None = None) -> torch.SymInt:
     """A size that depends on values, with its least and largest."""
     assert mode.shape_env is not None
-    size: torch.SymInt = mode.shape_env.create_unbacked_symint()
+    with mode.shape_env.ignore_fresh_unbacked_symbols():  # no operator makes it
+        size: torch.SymInt = mode.shape_env.create_unbacked_symint()
     _constrain_range_for_size(size, low, high)
     return size
+
+
+def new_unknown_float(mode: FakeTensorMode) -> torch.SymFloat:
+    """A number that depends on values, and is no size."""
+    assert mode.shape_env is not None
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        number: torch.SymFloat = mode.shape_env.create_unbacked_symfloat()
+    return number
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
+from graphshard.lower.numbers import numbers_as_tensors
 from graphshard.lower.operators import compile_operators, num_kernels, outputs_of
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import Boxed
@@ -134,7 +135,7 @@ def _decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     outputs = outputs_of(module)
     with torch.no_grad(), outputs[0].fake_mode:
-        decomposed = make_fx(module, select_decomp_table(), tracing_mode="real")(*inputs)
+        decomposed = make_fx(numbers_as_tensors(module), select_decomp_table(), tracing_mode="real")(*inputs)
     (output,) = decomposed.graph.find_nodes(op="output")
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
     output.meta["original_output_strides"] = [value.stride() for value in outputs]

@@ -10,6 +10,7 @@ import torch
 
 from graphshard.capture.fit import misfit
 from graphshard.capture.signature import Signature
+from graphshard.ir.state import Place
 from graphshard.module.guard import Guard
 from graphshard.runtime.step import Executable
 
@@ -32,11 +33,13 @@ class Executables:
     Attributes:
         misfits: why those with dynamic sizes did not fit the last call that none was found for.
         changes: of the module, why those with the signature of that call did not.
+        number: where a number is that was another one, if that is why the last of them did not.
     """
 
     known: dict[Signature, list[Installed]] = field(default_factory=dict)
     misfits: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
+    number: Place | None = None
     _fits: dict[Signature, list[Installed]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -49,7 +52,7 @@ class Executables:
 
     def find(self, signature: Signature, leaves: Sequence[Any]) -> Installed | None:
         """The program for a call: captured for its signature, or with dynamic sizes that its inputs fit."""
-        self.misfits, self.changes = [], []
+        self.misfits, self.changes, self.number = [], [], None
         for one in self.known.get(signature, ()):
             if self._holds(one):
                 return one
@@ -59,6 +62,7 @@ class Executables:
         change = installed.guard.change()
         if change:
             self.changes.append(change)
+            self.number = installed.guard.number
         return not change
 
     def _fitting(self, signature: Signature, leaves: Sequence[Any]) -> list[Installed]:

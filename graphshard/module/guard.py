@@ -18,7 +18,7 @@ from torch import nn
 
 from graphshard.capture.hooks import HOOKS, hooks_of, users_hook_of_all_modules
 from graphshard.capture.witness import Items, OfType, TensorLike, same, tensor_like, text_at, witness_of
-from graphshard.ir.state import MISSING, UNSEEN, ModuleState, Place, Read, evaluate
+from graphshard.ir.state import MISSING, UNSEEN, ModuleState, Place, Read, evaluate, number_as_tensor, places_in
 from graphshard.ir.torch_internals import hooks_of_all_modules
 from graphshard.module.places import LookUp, look_up
 
@@ -47,6 +47,7 @@ class Guard:
 
     Attributes:
         moved: at the last look an object was another than before, though it may count as the same.
+        number: where there was another number than before, if that is all the last look found; None otherwise.
     """
 
     def __init__(self, state: ModuleState, root: nn.Module, label: str) -> None:
@@ -55,10 +56,11 @@ class Guard:
         self._from_file = any(read.witness is UNSEEN for read in (*state.reads, *state.hooks))
         self._unbound = next(self._bind(), "")
         self.moved = True
+        self.number: Place | None = None
 
     def change(self) -> str:
         """What is not as it was, in words; "" if the program can run."""
-        self.moved = False
+        self.moved, self.number = False, None
         why = self._unbound or next(self._changes(), "")
         if why and self._from_file:  # an object of the same description may have taken a place
             self._unbound = next(self._bind(), "")
@@ -67,7 +69,8 @@ class Guard:
 
     def tensors(self) -> list[torch.Tensor]:
         """The program's inputs behind those of the call."""
-        return [places[0].now() for places in self._inputs]
+        numbers = [number_as_tensor(evaluate(number, self.number_at)) for number in self.state.numbers]
+        return [*(places[0].now() for places in self._inputs), *numbers]
 
     # --- preparing look-ups ------------------------------------------------------------------------------------
 
@@ -132,6 +135,7 @@ class Guard:
         for condition in self.state.conditions:
             value = evaluate(condition.expression, self.number_at)
             if value != condition.value:
+                self.number = next(places_in(condition.expression), None)
                 yield f"{self._label}: {condition.expression} was {condition.value} ({condition.line}) and is {value}"
 
     def number_at(self, place: Place) -> Any:
@@ -150,8 +154,10 @@ class Guard:
                 self._objects[index] = value
 
     def _difference(self, watch: _Watch) -> str:
-        read = watch.read
-        now = text_at(read.place, watch.found.now(), self._names, read.free)
+        read, value = watch.read, watch.found.now()
+        if type(value) is type(watch.witness) and type(value) in (int, float):
+            self.number = read.place
+        now = text_at(read.place, value, self._names, read.free)
         return f"{self._label}.{read.place} was {read.text} and is {now}"
 
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from graphshard.capture.signature import Signature
 from graphshard.ir.errors import CaptureLimitError
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.progress import progress
+from graphshard.ir.state import Place
 from graphshard.ir.subclasses import is_extended
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.regions import lower
@@ -37,6 +39,8 @@ from graphshard.runtime.step import BackwardFactory, Executable, Variant
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
 
 log = logging.getLogger(__name__)
+# Changes of a number after which it is taken for one that is another at each call.
+_TAKEN_FOR_INPUT = 2
 
 
 class Library(Protocol):
@@ -89,6 +93,7 @@ class Runner:
     to_install: bool = False
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
+    _changed: Counter[Place] = field(default_factory=Counter)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
@@ -161,6 +166,7 @@ class Runner:
             materialized=False,
             agreement=Agreement(self.mesh),
             _partitioned={},
+            _changed=Counter(),
             **changes,
         )
 
@@ -211,10 +217,12 @@ class Runner:
         if number >= tracer.options.max_captures:
             raise CaptureLimitError(
                 f"{tracer.label} was captured {number} times, which is "
-                f"max_captures; this call would be one more, because of {reason}. Pad inputs to a few sizes, pass "
-                "numbers that change as tensors, or raise max_captures in graphshard.compile."
+                f"max_captures; this call would be one more, because of {reason}. Pad inputs to a few sizes, keep "
+                "numbers that change in buffers (register_buffer) or pass them as tensors, or raise max_captures in "
+                "graphshard.compile."
             )
         check_no_new_parameters(module, tracer.spec.params)
+        self._follow_number()
         log.info("capture %d of %s: %s", number, tracer.label, reason)
         with progress(f"graphshard: {tracer.label}") as show:
             show("capture and passes")
@@ -226,6 +234,23 @@ class Runner:
             lower(program, compiler_for(tracer.options.backend), tracer.compiled, show)
             observer.lowered(program, tracer.compiled)
         return program
+
+    def _follow_number(self) -> None:
+        """A number that has changed twice may change at each call: it becomes an input, if it can be one."""
+        place = self.executables.number
+        if place is None:
+            return
+        self._changed[place] += 1
+        if self._changed[place] == _TAKEN_FOR_INPUT:
+            self.tracer.follow(place)
+        elif self._changed[place] == _TAKEN_FOR_INPUT + 1:
+            log.warning(
+                "%s is captured again for each value of %s: the code computes with it where a number must be known. "
+                "Keep it in a buffer (register_buffer), or pass it into the call as a tensor. Now: %s",
+                self.tracer.label,
+                place,
+                self.executables.changes[-1],
+            )
 
     @property
     def passes(self) -> Pipeline:

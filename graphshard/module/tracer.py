@@ -21,6 +21,7 @@ from graphshard.capture.inputs import moved_to
 from graphshard.capture.signature import Signature, leaf_key
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Program
+from graphshard.ir.state import Place
 from graphshard.ir.subclasses import identity_of, is_extended
 from graphshard.ir.units import units_within
 from graphshard.lower.regions import RegionCall
@@ -94,6 +95,7 @@ class Tracer:
             forward_class=type(module) if name else self.spec.forward_class,
             method=method,
             dynamic_shapes=None,
+            followed=(),
         )
         names = {row.name: self.spec.params[f"{name}.{row.name}" if name else row.name].name for row in table}
         return replace(
@@ -109,6 +111,11 @@ class Tracer:
         rows = {ref.row.name: replace(ref.row, **choices) if ref.row.name in names else ref.row for ref in self.params}
         self.params = tuple(replace(ref, row=rows[ref.row.name]) for ref in self.params)
         self.spec = replace(self.spec, params=ParamTable(tuple(rows.values())))
+
+    def follow(self, place: Place) -> None:
+        """Take a number that others than forward change for one that may be another at each call."""
+        if place not in self.spec.followed:
+            self.spec = replace(self.spec, followed=(*self.spec.followed, place))
 
     def current_spec(self) -> CaptureSpec:
         """The spec with the parameters' flags and dtypes as they are now."""

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from graphshard.ir.errors import ArgumentError, CaptureError
-from graphshard.options.options import Options
 from graphshard.ir.printer import print_program
+from graphshard.options.options import Options
 from tests.helpers import captured
 
 X = torch.ones(4)

@@ -140,7 +140,8 @@ def test_new_shape_is_captured_up_to_a_limit(ranks: Ranks) -> None:
         assert count == 2
         assert error == (
             "_Net was captured 2 times, which is max_captures; this call would be one more, because of new shapes, "
-            "dtypes or values of the inputs. Pad inputs to a few sizes, pass numbers that change as tensors, or "
+            "dtypes or values of the inputs. Pad inputs to a few sizes, keep numbers that change in buffers "
+            "(register_buffer) or pass them as tensors, or "
             "raise max_captures in graphshard.compile."
         )
 
