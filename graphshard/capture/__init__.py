@@ -26,8 +26,9 @@ say which calls a captured program serves. `diagnose.py` turns a failure into a 
   (`changes.py`) and put back. Reads become what a program holds for (`witness.py`), writes are made again after each
   call. Comparing finds what intercepting would miss, such as an item that is put into a dict in a list.
 * **Counters and lists are followed in a second run** (`numbers.py`, `growing.py`), once the first has shown that they
-  change. Operators are given what is read of an input of the program, in a third run. Stand-ins are no subclasses of int and list, since C code reads those without asking. If anything goes
-  wrong with them, there is a run without them, for the value as it is.
+  change. Operators are given what is read of an input of the program, in a third run. Stand-ins are no subclasses of
+  int and list, since C code reads those without asking. If anything goes wrong with them, there is a run without them,
+  for the value as it is.
 * **Functions are followed to what they close over, to defaults and globals, and to attributes that their code names of
   modules and classes** (`outer.py`, `reach.py`), as hooks keep their results there.
   What code leaves that runs in backward would happen once: `backward_effects.py` makes it an error.

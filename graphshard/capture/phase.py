@@ -38,6 +38,8 @@ def phase_of(joint: GraphModule, flat: FlatForward) -> Phase:
     # Inputs that need no gradient have an undescribed None among the outputs.
     described = [(v, d) for v, d in zip(output.args[0], output.meta.pop("desc"), strict=True) if d is not None]
     outputs = [(value, _output_slot(desc, flat)) for value, desc in described]
+    # An input that nothing differentiates through is not connected to autograd: its own graph may be freed already.
+    outputs = [(v, slot) for v, slot in outputs if v is not None or (slot.kind, slot.of) != ("grad", "input")]
     constants = [(leaf, Slot("output", str(i))) for i, leaf in enumerate(flat.leaves) if i not in flat.places]
     of_forward = [pair for pair in outputs if pair[1].kind == "output"] + constants
     others = [pair for pair in outputs if pair[1].kind not in ("output", "mutation")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
+import graphshard
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.state import Computed, Counted, Number, Place
 from tests.helpers import captured
+from tests.ranks import FakeWorld
 
 X = torch.ones(4)
 STEP = Place("", (("attribute", "step"),))
@@ -179,3 +183,22 @@ def test_what_recurrent_modules_keep_of_their_parameters_is_no_state(cls: type[n
     assert program.state.writes == ()
     assert program.differentiated == set(dict(model.named_parameters()))
     assert all(a is b for a, b in zip(model._flat_weights, kept, strict=True))
+
+
+def test_a_tensor_that_nothing_differentiates_through_is_not_connected(fake_world: FakeWorld) -> None:
+    """Its graph is freed after the step that made it; backward through it a second time would be an error."""
+
+    def function(net: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x if net.last is None else x + net.last.detach()
+        net.last = y * 2
+        return y
+
+    fake_world(1)
+    plain = _Net(function, last=None)
+    ours = graphshard.compile(copy.deepcopy(plain), init_device_mesh("cpu", (1,)), backend="eager")
+    for _ in range(3):
+        for model in (ours, plain):
+            model(X).sum().backward()
+    assert torch.equal(ours.w.grad.full_tensor(), plain.w.grad)
+    assert torch.equal(ours.last, plain.last)
+    assert ours.last.requires_grad
