@@ -2,7 +2,7 @@
 
     python -m benchmarks.fake_strides                        torch's own examples of all functions, float32
     python -m benchmarks.fake_strides --dtype bfloat16 log_softmax nn.functional.layer_norm
-    python -m benchmarks.fake_strides --torch                torch's rules, without those of graphshard/ir/kernel_strides.py
+    python -m benchmarks.fake_strides --torch                with torch's own rules alone
 
 Forward and backward of each example run with several memory layouts of inputs and gradients. Every operator runs on
 fake copies of its arguments, too, and a line is printed for one whose results have another shape, dtype or strides.
