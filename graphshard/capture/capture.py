@@ -117,7 +117,7 @@ def capture(
     mark_checkpoints(joint, flat.regions)
     phase = phase_of(joint, flat)
     read_numbers_again(phase)
-    rewritten = write_again(phase, spec.forward_class.__name__)
+    rewritten = write_again(phase, spec.forward_class.__name__, flat.regions.written)
     if spec.extended:
         settle_gathers(phase, spec.mesh.shard, spec.extended[0].mesh.get_group().group_name)
         erase_leaves(phase, {param.row.name for param in spec.extended})

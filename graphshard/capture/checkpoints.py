@@ -66,6 +66,8 @@ class CheckpointRegions:
         visits: the backward passes that read what was saved in each, before each of which eager mode runs it again.
         refusals: errors for what each leaves on modules, if eager mode runs it again.
         enter_region: called when a region begins; what it returns is called at its end, and returns such an error.
+        buffers: what buffers hold now, by name; something else after each write.
+        written: the buffers that regions write.
     """
 
     namespaces: Sequence[dict[str, Any]] = ()
@@ -74,6 +76,8 @@ class CheckpointRegions:
     visits: list[set[int]] = field(default_factory=list)
     refusals: list[Located | None] = field(default_factory=list)
     enter_region: _EnterRegion = _leave_nothing
+    buffers: Callable[[], dict[str, Any]] = dict
+    written: set[str] = field(default_factory=set)
     depth: int = 0
 
     @contextlib.contextmanager
@@ -84,9 +88,10 @@ class CheckpointRegions:
             if self.depth > 1:
                 yield
             else:
-                leave = self.enter_region(reentrant=reentrant)
+                leave, before = self.enter_region(reentrant=reentrant), self.buffers()
                 with self._counting(policy) as count:
                     yield
+                self.written |= {name for name, value in self.buffers().items() if value is not before[name]}
                 self.ends[-1] = count() if stops_early else None
                 self.refusals[-1] = leave()
         finally:
@@ -182,7 +187,8 @@ def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
             stack.enter_context(replaced(owner, name, value))
         stack.enter_context(preserve_node_meta())
         yield regions
-        regions.enter_region = _leave_nothing  # what was there knows tensors of the trace, which are not to outlive it
+        # What was there knows tensors of the trace, which are not to outlive it.
+        regions.enter_region, regions.buffers = _leave_nothing, dict
 
 
 def _policy_of(context_fn: Callable[[], tuple[Any, Any]] | None) -> _PolicyFn | None:

@@ -39,7 +39,7 @@ from graphshard.ir.precision import Precision
 from graphshard.ir.program import Slot
 from graphshard.ir.state import ModuleState
 from graphshard.ir.torch_internals import cached_casts, replaced
-from graphshard.ir.tracing_internals import is_traced, memory_of, run_compiled_functions_eagerly
+from graphshard.ir.tracing_internals import contents_now, is_traced, memory_of, run_compiled_functions_eagerly
 
 
 class FlatForward(nn.Module):
@@ -114,7 +114,7 @@ class FlatForward(nn.Module):
             self.regions = stack.enter_context(trace_checkpoints(module))
             stack.enter_context(no_outside_values(module, self._allow))
             recorder = Recorder(module, self._learned, own, self._allow)
-            self.regions.enter_region = recorder.enter_region
+            self.regions.enter_region, self.regions.buffers = recorder.enter_region, self._held_buffers
             stack.enter_context(recorder.recording(list(inputs)))
             result = self._path.around(module, watch.assume)(*args, **kwargs)
             leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed))
@@ -136,6 +136,11 @@ class FlatForward(nn.Module):
                 tensor._is_param = True  # for isinstance(tensor, nn.Parameter)
             for attributes, name in owned.holders():
                 attributes[name] = tensor
+
+    def _held_buffers(self) -> dict[str, Any]:
+        """What each buffer holds now."""
+        holders = {o.slot.name: next(o.holders()) for o in self._owned if o.slot.kind == "buffer"}
+        return {name: contents_now(attributes.get(key)) for name, (attributes, key) in holders.items()}
 
 
 def _is_computed(leaf: Any) -> bool:

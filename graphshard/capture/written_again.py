@@ -11,7 +11,7 @@ order of several writes differs from eager mode's, there is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch.fx import Node
@@ -24,8 +24,10 @@ from graphshard.ir.program import Phase, Slot
 aten = torch.ops.aten
 
 
-def write_again(phase: Phase, label: str) -> dict[str, tuple[str, ...]]:
+def write_again(phase: Phase, label: str, written_in_regions: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Let backward write the buffers that a checkpointed region writes.
+
+    A buffer that is written outside may depend on what was in it before through a region, too: names tell.
 
     Returns:
         Their names, each with the outputs through any of which backward must go to run the region.
@@ -37,7 +39,8 @@ def write_again(phase: Phase, label: str) -> dict[str, tuple[str, ...]]:
     written: dict[str, Node] = {}
     path: set[Node] = set()
     for value, slot in zip(phase.results, phase.outputs, strict=True):
-        if slot.kind == "mutation" and slot.of == "buffer" and isinstance(value, Node):
+        is_buffer = slot.kind == "mutation" and slot.of == "buffer" and slot.name in written_in_regions
+        if is_buffer and isinstance(value, Node):
             writes = _repeated_writes(sources[slot.name], value, slot.name, label)
             if writes:
                 path |= writes

@@ -41,6 +41,7 @@ __all__ = [
     "arguments_of",
     "cast_tensors",
     "conditions_on_sizes",
+    "contents_now",
     "fake_kernels",
     "interceptable_reads",
     "is_traced",
@@ -194,6 +195,14 @@ def interceptable_reads() -> Iterator[None]:
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor belongs to a function that AOTAutograd traces, perhaps within one of torch.func's."""
     return isinstance(tensor, FunctionalTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def contents_now(value: Any) -> Any:
+    """What a traced tensor holds: another object after each write to it; of anything else, itself."""
+    if not isinstance(value, FunctionalTensor):
+        return value
+    torch._sync(value)
+    return torch._from_functional_tensor(value.elem)
 
 
 def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:

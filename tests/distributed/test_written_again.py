@@ -269,3 +269,35 @@ def _leaves(rank: int, world_size: int) -> None:
 
 def test_what_a_region_leaves_the_same_again_is_left(ranks: Ranks) -> None:
     ranks(2).run(_leaves, share=False)
+
+
+class _Outside(nn.Module):
+    """A buffer that depends on what was in it before through a region, which does not write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        y = x - self.mean
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self._normalized(self.first(x))
+        return self.head(self._normalized(checkpoint(self.second, y, use_reentrant=False))).square()
+
+
+def _outside(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    pair = twins(_Outside(), world_mesh())
+    for step in range(2):
+        for model in pair:
+            model(_batch(rank, step)).mean().backward()
+        assert_same(*(dict(model.named_buffers()) for model in pair), f"buffers after step {step}")
+        assert_same(*map(grads_of, pair), f"gradients of step {step}")
+
+
+def test_a_region_between_two_writes(ranks: Ranks) -> None:
+    ranks(2).run(_outside)
