@@ -24,7 +24,7 @@ from graphshard.lower.packages import PackagedRegion
 from graphshard.lower.regions import Boxed, RegionCall
 from graphshard.module.runner import Runner
 from graphshard.passes import AccumulateGradients
-from graphshard.runtime.step import BackwardFactory, Variant
+from graphshard.runtime.step import BackwardFactory, Strides, Variant
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class StoredPrograms:
         if partitioned is None:
             return None
 
-        def make_backward(variant: Variant) -> Phase:
+        def make_backward(variant: Variant, _: Strides) -> Phase:
             if variant in record.backwards:
                 other = decode_lowered(record.backwards[variant], runner.tracer.compiled, owner, device)
                 if variant[1] is not None:

@@ -35,7 +35,7 @@ from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.runtime.accumulation import Accumulation
 from graphshard.runtime.shards import Alias, aliases
-from graphshard.runtime.step import BackwardFactory, Executable, Variant
+from graphshard.runtime.step import BackwardFactory, Executable, Strides, Variant
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class Runner:
     sealed: bool = False
     to_install: bool = False
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _rerun: set[str] = field(default_factory=set)
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
     _changed: Counter[Place] = field(default_factory=Counter)
 
@@ -262,9 +263,10 @@ class Runner:
     ) -> Installed:
         """Check that the other ranks made the same program, and bind it to the module and the mesh."""
         self.agreement.check(program)
-        partitioned = self._partitioned.get(signature)
+        partitioned, follows_strides = self._partitioned.get(signature), False
         if make_backward is None and partitioned is not None:
             make_backward = functools.partial(self.rerun, program, partitioned)
+            follows_strides = self.tracer.options.backend == "eager"
         executable = Executable(
             program,
             module,
@@ -275,21 +277,26 @@ class Runner:
             self.tracer.model_names,
             self.unsharded,
             self.groups,
+            follows_strides=follows_strides,
         )
         installed = Installed(executable, Guard(program.state, module, self.tracer.spec.forward_class.__name__))
         self.executables.add(signature, installed)
         self.programs.append(program)
         return installed
 
-    def rerun(self, program: Program, partitioned: Partitioned, variant: Variant) -> Phase:
-        """Lower a program's backward again, for gradients through other outputs or for microbatches."""
+    def rerun(
+        self, program: Program, partitioned: Partitioned, variant: Variant, strides: Strides = frozenset()
+    ) -> Phase:
+        """Lower a program's backward again: for other gradients of outputs or strides of them, or for microbatches."""
         used, accumulate = variant
         tracer, why = self.tracer, " and microbatches" if accumulate else ""
         log.info("lowering backward again, for gradients through outputs %s%s", sorted(used), why)
-        number = next(self._numbers) if accumulate else ""
-        recorder = self.recorder(f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}{number}")
+        name = f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}"
+        number = next(self._numbers) if accumulate or name in self._rerun else ""
+        self._rerun.add(name)
+        recorder = self.recorder(f"{name}{number}")
         observer = Observer(tracer.options.level, recorder, tuple(partitioned.passes(*variant)))
-        other = rerun_backward(partitioned, program, used, accumulate, observer)
+        other = rerun_backward(partitioned, program, used, accumulate, observer, dict(strides))
         if accumulate:
             self.agreement.check_accumulation(other)
         lower(other, compiler_for(tracer.options.backend), tracer.compiled)

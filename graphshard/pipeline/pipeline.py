@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
+from types import MappingProxyType
 
 from graphshard.ir.errors import ArgumentError, GraphshardError, PassError
+from graphshard.ir.graph import fake
 from graphshard.ir.program import Phase, Program
+from graphshard.ir.strides import restride
 from graphshard.passes import (
     AccumulateGradients,
     Bucketing,
@@ -138,9 +141,18 @@ def rerun_backward(
     used: frozenset[str],
     accumulate: AccumulateGradients | None,
     observer: Observer,
+    strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Program:
-    """The program's backward for gradients through other outputs than were thought likely, or for microbatches."""
+    """The program's backward for gradients through other outputs than were thought likely, or for microbatches.
+
+    Args:
+        strides: of tangents, where they are others than was thought likely.
+    """
     phase = partitioned.backward.clone()
+    for node, slot in phase.slot_of().items():
+        if slot.kind == "tangent" and slot.name in strides:
+            like = fake(node)
+            restride(node, like.new_empty_strided(like.shape, strides[slot.name]))
     variant = replace(
         program,
         phases={"backward": phase},

@@ -32,7 +32,9 @@ from graphshard.runtime.unsharded import Unsharded
 
 # Which tangents arrive, and what is done about microbatches.
 Variant = tuple[frozenset[str], AccumulateGradients | None]
-BackwardFactory = Callable[[Variant], Phase]
+# Of the tangents that arrive, by name; in any order.
+Strides = frozenset[tuple[str, tuple[int, ...]]]
+BackwardFactory = Callable[[Variant, Strides], Phase]
 
 
 class Executable:
@@ -48,6 +50,7 @@ class Executable:
         names: names of the parameters in the model by their names in the program.
         unsharded: parameters that were gathered by hand.
         groups: names of the process groups by the names of the axes.
+        follows_strides: each layout of tangents has a backward of its own, as in eager mode; otherwise they are copied.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class Executable:
         names: Mapping[str, str],
         unsharded: Unsharded,
         groups: Mapping[str, str],
+        *,
+        follows_strides: bool,
     ) -> None:
         self.program = program
         self.mesh = mesh
@@ -80,11 +85,15 @@ class Executable:
         self.names = [name for value, name in self._results if isinstance(value, Node)]
         self._grads: tuple[Slot, ...] = ()
         self._ranged: dict[GraphModule, Boxed] = {}
-        self._backwards: dict[Variant, Phase] = {}
+        self._follows_strides = follows_strides
+        self._backwards: dict[tuple[Variant, Strides], Phase] = {}
         if "backward" in program.phases:
             phase = self._bind(program.phases["backward"])
             self._grads = tuple(slot for slot in phase.outputs if slot.kind == "grad")
-            self._backwards[frozenset(s.name for s in phase.inputs if s.kind == "tangent"), None] = phase
+            slots = phase.slot_of().items()
+            expected = {slot.name: fake(node) for node, slot in slots if slot.kind == "tangent"}
+            self._follows_strides &= all(type(s) is int for t in expected.values() for s in (*t.shape, *t.stride()))
+            self._backwards[(frozenset(expected), None), self._strides(expected)] = phase
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Run the program on the tensors it is given; return the leaves of the result, and what follows them."""
@@ -122,14 +131,17 @@ class Executable:
     def backward(self, saved: dict[Slot, Any], tangents: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
         """Run the backward executor for the tangents at hand; `saved` is emptied."""
         variant = frozenset(tangents), self._accumulation.step(self._names)
-        phase = self._backwards.get(variant)
+        strides = self._strides(tangents)
+        phase = self._backwards.get((variant, strides))
         if phase is None:
             assert self._make_backward is not None
-            phase = self._backwards[variant] = self._bind(self._make_backward(variant))
+            phase = self._backwards[variant, strides] = self._bind(self._make_backward(variant, strides))
 
         def read(slot: Slot, node: Node) -> Any:
             if slot.kind == "tangent":
                 tangent = tangents.pop(slot.name)
+                if self._follows_strides and _layout(tangent) == _layout(fake(node)):
+                    return tangent
                 return restride(tangent, self._stride(node, tangent, saved))
             if slot.kind in LEFT:
                 return restride(self._accumulation.take(slot, self._names), fake(node).stride())
@@ -153,6 +165,11 @@ class Executable:
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
         """The dynamic sizes of a call."""
         return {Slot("size", name): size for name, size in given_sizes(self.program.sizes, tensors).items()}
+
+    def _strides(self, tangents: Mapping[str, torch.Tensor]) -> Strides:
+        """What tells layouts of tangents apart, where that matters."""
+        pairs = tangents.items() if self._follows_strides else ()
+        return frozenset((name, _layout(tangent)) for name, tangent in pairs)
 
     def _stride(self, node: Node, tangent: torch.Tensor, known: dict[Slot, Any]) -> tuple[int, ...]:
         stride = fake(node).stride()
@@ -224,6 +241,11 @@ def _updated_but_saved(forward: Phase) -> frozenset[Slot]:
     updated = {Slot(slot.of, slot.name) for _, slot in results if slot.kind == "mutation" and slot.of}
     kept = [value for value, slot in results if slot.kind not in ("output", "mutation") and isinstance(value, Node)]
     return frozenset(updated.intersection(slots.get(base_of(value)) for value in kept))
+
+
+def _layout(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides, but those of dims of size 1, which say nothing."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride()))
 
 
 def _profiling() -> bool:
