@@ -1,4 +1,8 @@
-"""Microseconds that each call takes to check what the program was captured for: attributes, hooks, globals.
+"""Microseconds that each call takes to find its program, and to check what that was captured for.
+
+attributes  what forward read: attributes, hooks, globals
+modes       whether each submodule is in training
+signature   all that programs are found by: modes, inputs, dtypes of parameters and others
 
     python -m benchmarks.guards [--layers 2 32]
 
@@ -17,8 +21,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
 
 import graphshard
+from graphshard.capture.modes import Modes
 from graphshard.module.sharded_module import ShardedModule
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -41,7 +47,15 @@ def main() -> None:
         assert isinstance(model, ShardedModule)
         ((installed,),) = model._graphshard.executables.known.values()
         modules = sum(1 for _ in model.modules())
-        print(f"{layers} layers, {modules} modules: {_microseconds(installed.guard.change, options.looks):.0f} us")
+        leaves, structure = pytree.tree_flatten(((tokens, tokens), {}))
+        tracer = model._graphshard.tracer
+        looks = {
+            "attributes": installed.guard.change,
+            "modes": Modes(model).now,
+            "signature": lambda: hash(tracer.signature(model, leaves, structure)),  # noqa: B023 - called at once
+        }
+        times = (f"{name} {_microseconds(look, options.looks):.0f} us" for name, look in looks.items())
+        print(f"{layers} layers, {modules} modules: {', '.join(times)}")
     dist.destroy_process_group()
 
 

@@ -133,9 +133,9 @@ def identity_of(param: torch.Tensor) -> tuple[Any, ...] | None:
 
     Methods, class and attributes; of parts dtype and strides, which are those of the whole parameter, too.
     """
-    shard = shard_in(param)
     if not is_extended(param):
         return None
+    shard = shard_in(param)
     # torch marks a subclass that is a parameter by an attribute.
     attributes = tuple((name, _told(value)) for name, value in _attributes(shard).items() if name != "_is_param")
     cls = type(shard)

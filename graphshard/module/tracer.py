@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from graphshard.capture.capture import CaptureSpec, capture
 from graphshard.capture.extensions import Extended
 from graphshard.capture.inputs import moved_to
+from graphshard.capture.modes import Modes
 from graphshard.capture.signature import Signature, leaf_key
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Program
@@ -57,6 +58,7 @@ class Tracer:
     names: dict[str, str] = field(default_factory=dict)
     compiled: dict[str, RegionCall] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
+    _modes: Modes | None = field(default=None, init=False, repr=False)
 
     def trace(
         self,
@@ -143,10 +145,12 @@ class Tracer:
     def signature(self, module: nn.Module, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Signature:
         """The signature of a call with these input leaves."""
         device_type = self.spec.device.type
+        if self._modes is None or self._modes.root is not module:
+            self._modes = Modes(module)
         return Signature(
             structure=structure,
             inputs=tuple(leaf_key(leaf) for leaf in leaves),
-            training=tuple(sub.training for sub in module.modules()),
+            training=self._modes.now(),
             grad=torch.is_grad_enabled(),
             autocast=torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
             params=tuple((ref.param.requires_grad, ref.param.dtype) for ref in self.params),
