@@ -9,15 +9,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from graphshard.ir.graph import aten, behind, emit, is_communication
+from graphshard.ir.graph import aten, behind, emit, is_communication, is_part, is_view
 from graphshard.ir.params import memory_order
 from graphshard.ir.sizes import expression
 
-# Their arguments say where in the memory elements are.
-_NAME_STRIDES = frozenset({aten.as_strided.default, aten.as_strided_scatter.default, aten.as_strided_copy.default})
+# Besides views and elementwise operators, those that may be given any strides. Others may rely on what autograd did to
+# the strides before it called them: the kernel behind native_group_norm_backward reads what it is given as contiguous.
+_ANY_STRIDES = frozenset(
+    {
+        aten._log_softmax_backward_data.default,
+        aten._softmax_backward_data.default,
+        aten._to_copy.default,
+        aten._unsafe_view.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.cat.default,
+        aten.clone.default,
+        aten.convolution_backward.default,
+        aten.embedding_dense_backward.default,
+        aten.mean.default,
+        aten.mean.dim,
+        aten.mm.default,
+        aten.native_layer_norm_backward.default,
+        aten.sum.default,
+        aten.sum.dim_IntList,
+    }
+)
+# Its arguments say where in the memory elements are.
+_NAMES_STRIDES = frozenset({aten.as_strided.default})
 
 
 def restride(node: Node, value: torch.Tensor) -> bool:
@@ -40,7 +63,7 @@ def restride(node: Node, value: torch.Tensor) -> bool:
         if node.op == "output" or is_communication(node):
             keeping.append(node)
             continue
-        if node.target in _NAME_STRIDES:
+        if not _takes_any_strides(node):
             return False
         made = _made(node, node.target, values)
         if made is None and node.target is aten.view.default:
@@ -76,6 +99,13 @@ def laid_out(node: Node, like: torch.Tensor) -> Node:
         with behind(copied):
             copied = emit(graph, target, copied, *args, like=node, **kwargs)
     return copied
+
+
+def _takes_any_strides(node: Node) -> bool:
+    if node.target in _NAMES_STRIDES:
+        return False
+    pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    return pointwise or is_part(node) or is_view(node) or node.target in _ANY_STRIDES
 
 
 def _made(node: Node, target: Any, values: dict[Node, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -32,9 +33,24 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _steps(rank: int, world_size: int) -> None:
+class Grouped(nn.Module):
+    """The kernel behind the gradient of group norm takes contiguous gradients only: autograd makes them so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 8), nn.GroupNorm(1, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)
+        return self.second(x), x
+
+
+NETS = {"layer norm": Net, "group norm": Grouped}
+
+
+def _steps(rank: int, world_size: int, net: str) -> None:
     torch.manual_seed(0)
-    pair = twins(Net(), world_mesh())
+    pair = twins(NETS[net](), world_mesh())
     for step, (name, loss_of) in enumerate([*LOSSES.items(), *LOSSES.items()]):
         for model in pair:
             model.zero_grad()
@@ -44,5 +60,6 @@ def _steps(rank: int, world_size: int) -> None:
     assert len(installed.executable._backwards) <= 1 + len(LOSSES)
 
 
-def test_gradients_keep_their_strides(ranks: Ranks) -> None:
-    ranks(2).run(_steps)
+@pytest.mark.parametrize("net", NETS)
+def test_gradients_keep_their_strides(ranks: Ranks, net: str) -> None:
+    ranks(2).run(_steps, net)
