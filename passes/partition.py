@@ -39,7 +39,7 @@ class Partition(Pass):
         for node in filter(is_idle_draw, joint.module.graph.nodes):
             node.meta.pop("recompute", None)  # for nobody, which needs no state of a generator
         forward, backward = min_cut_partition(joint.module, num_outputs)
-        _name_random_states(forward, backward)
+        _name_random_states(forward, backward, num_outputs)
         _drop_idle(forward, backward, num_outputs)
         saved = tuple(_saved_slot(node, slots) for node in _results(forward)[num_outputs:])
         program.phases = {
@@ -65,23 +65,24 @@ class Partition(Pass):
         return 1
 
 
-def _name_random_states(forward: GraphModule, backward: GraphModule) -> None:
+def _name_random_states(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
     """Finish what the partitioner makes of random operators that are computed again.
 
         %s, %y = run_and_save_rng_state(bernoulli, %x)        %y = run_with_rng_state(%s, bernoulli, %x)
 
-    It gives the states in both graphs in the same order, but not the same names, and few of the fake values.
+    It gives the states in both graphs in the same order, but not the same names, and few of the fake values. Backward
+    has lost what it does not need of the region, but not the states.
     """
-    states = [n for n in _results(forward) if isinstance(n, Node) and _is_random_state(n)]
-    placeholders = [n for n in backward.graph.find_nodes(op="placeholder") if _is_given_state(n)]
-    for index, (state, placeholder) in enumerate(zip(states, placeholders, strict=True)):
+    saved = [n for n in backward.graph.find_nodes(op="placeholder") if "tangent" not in n.name]
+    pairs = zip(_results(forward)[num_outputs:], saved, strict=True)
+    for index, (state, placeholder) in enumerate(pair for pair in pairs if _is_random_state(pair[0])):
         draw = state.all_input_nodes[0]
         (value,) = (user for user in draw.users if user is not state)
-        (redraw,) = placeholder.users
         # The partitioner says that the size of a state is dynamic.
         like = fake(state).new_empty([hint(fake(state).shape[0])])
         draw.meta = {**value.meta, "val": (like, value.meta["val"])}
-        redraw.meta = dict(value.meta)
+        for redraw in placeholder.users:
+            redraw.meta = dict(value.meta)
         state.meta = {**value.meta, "val": like}
         placeholder.meta.update({"val": like, RANDOM_STATE: True})
         for node in (draw, state):
@@ -91,10 +92,6 @@ def _name_random_states(forward: GraphModule, backward: GraphModule) -> None:
 
 def _is_random_state(node: Node) -> bool:
     return node.target is operator.getitem and node.all_input_nodes[0].target is run_and_save_rng_state
-
-
-def _is_given_state(node: Node) -> bool:
-    return any(user.target is run_with_rng_state and user.args[0] is node for user in node.users)
 
 
 def _saved_slot(node: Node, slots: dict[str, Slot]) -> Slot:
