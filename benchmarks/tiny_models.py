@@ -128,7 +128,8 @@ def tiny_model(name: str, **changes: Any) -> tuple[PreTrainedModel, str]:
     config = tiny_config(CONFIG_MAPPING[name])
     for each in _configs(config):
         # Ranks would skip different layers, at which FSDP2's collectives hang; masks drawn by numpy are an error.
-        without = {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "apply_spec_augment": False}
+        chances = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "mask_time_prob", "mask_feature_prob")
+        without = {**dict.fromkeys(chances, 0.0), "apply_spec_augment": False}
         for attribute, value in (without | changes).items():
             if hasattr(each, attribute):
                 setattr(each, attribute, value)

@@ -179,7 +179,7 @@ class Changes:
                     place = node.place.then("attribute", name)
                     line = self.lines.get((id(node.owner), name), "")
                     if kind != "_buffers" or name not in now[kind]:
-                        raise self._refusal(place, line, "is a parameter or a module. Make and exchange it outside")
+                        raise self._refusal(place, line, _OF_MODULES)
                     yield Write(place, "set", (self._term(now[kind][name], place, line),))
 
     def _of_list(self, node: Node) -> Iterator[Write]:
@@ -231,6 +231,10 @@ class Changes:
         return Located(f"graphshard cannot capture {self.label}.forward{where}: what it sets {place} to {what}.")
 
 
+_OF_MODULES = (
+    "is a parameter or a module. Make and exchange it outside, or call the model before compile, if only its first "
+    "call does this"
+)
 _KINDS = ("_parameters", "_buffers", "_modules")
 # What nn.LSTM and its like keep of their parameters besides, and renew when these are others, as traced ones are.
 OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})
