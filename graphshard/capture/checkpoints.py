@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from graphshard.capture.boundaries import through_one_node
 from graphshard.capture.outside import exchanged, namespaces_of
+from graphshard.capture.saved_hooks import SavedHooks
 from graphshard.capture.untraceable import Located, Untraceable, is_users
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import is_backward, is_part
@@ -68,6 +69,7 @@ class CheckpointRegions:
         enter_region: called when a region begins; what it returns is called at its end, and returns such an error.
         buffers: what buffers hold now, by name; something else after each write.
         written: the buffers that regions write.
+        saved_hooks: the user's own hooks of saved tensors.
     """
 
     namespaces: Sequence[dict[str, Any]] = ()
@@ -78,6 +80,7 @@ class CheckpointRegions:
     enter_region: _EnterRegion = _leave_nothing
     buffers: Callable[[], dict[str, Any]] = dict
     written: set[str] = field(default_factory=set)
+    saved_hooks: SavedHooks = field(default_factory=SavedHooks)
     depth: int = 0
 
     @contextlib.contextmanager
@@ -88,6 +91,7 @@ class CheckpointRegions:
             if self.depth > 1:
                 yield
             else:
+                self.saved_hooks.check_region()
                 leave, before = self.enter_region(reentrant=reentrant), self.buffers()
                 with self._counting(policy) as count:
                     yield
@@ -186,6 +190,7 @@ def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
         ):
             stack.enter_context(replaced(owner, name, value))
         stack.enter_context(preserve_node_meta())
+        stack.enter_context(regions.saved_hooks.traced())
         yield regions
         # What was there knows tensors of the trace, which are not to outlive it.
         regions.enter_region, regions.buffers = _leave_nothing, dict

@@ -44,6 +44,10 @@ _ADVICE = {
         "A checkpoint with use_reentrant=True runs this twice: without gradients in forward, with them in backward. A "
         "program has one answer. Use use_reentrant=False, or ask outside of the checkpoint."
     ),
+    "saved hooks": (
+        "Hooks of saved tensors lie around a region of torch.utils.checkpoint, which eager mode would run again with "
+        "what they make of its inputs. Open them inside of the region, or around the layers that are not in it."
+    ),
     "foreign": (
         "Forward uses a tensor that requires a gradient and belongs to no module: its gradient would be lost. Make it "
         "a parameter of a module, pass it as an input, or detach it."
