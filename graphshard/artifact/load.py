@@ -29,8 +29,9 @@ from graphshard.capture.hooks import HOOKS
 from graphshard.codec.converter import read
 from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamTable, build_table
+from graphshard.ir.params import ParamTable, build_table, named_parameters
 from graphshard.ir.precision import Precision
+from graphshard.ir.subclasses import PRE, is_extended, shard_in
 from graphshard.module.guard import differences as state_differences
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.runner import Runner
@@ -149,6 +150,13 @@ def _check_model(artifact: Artifact, model: nn.Module, params: ParamTable) -> No
     """Raise ArtifactError if the module is another than was exported."""
     exported, here = artifact.facts["model"], model_facts(model)
     refuse(artifact.path, differences({"model": exported["model"]}, here))
+    for (name, *_), param in named_parameters(model).items():
+        if is_extended(param):
+            raise ArtifactError(
+                f"{artifact.path} does not fit: parameter {name} ({type(shard_in(param)).__name__}) decides itself "
+                f"what is gathered of it, in {PRE}, which no file holds. Use graphshard.compile, which captures it.",
+                field="parameters",
+            )
     table = build_table(model, mesh=Mesh.of_shape(1), units=(), precision=Precision(), reshard_after_forward=None)
     refuse(artifact.path, table_differences(params, table, MODEL_FIELDS))
     for field in ("buffers", "modules", "code"):

@@ -1,0 +1,158 @@
+"""State behind every entrance: registered methods, submodules' methods, files, predictions."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+
+import graphshard
+from tests.distributed.extended import Net as OfSubclasses
+from tests.distributed.extended import Rounded
+from tests.distributed.nets import rows
+from tests.distributed.twins import assert_same, fsdp2, grads_of, twins, world_mesh
+from tests.ranks import FakeWorld, Ranks
+
+
+class _Settings:
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+SETTINGS = _Settings()
+
+
+class _Part(nn.Module):
+    """Has a method that is no forward, which reads and leaves state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.seen = 0
+        self.last: Tensor | None = None
+        self.history: list[Tensor] = []
+
+    def encode(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        y = checkpoint(lambda x: self.norm(self.linear(x)), x, use_reentrant=False)
+        self.last = y.square().mean() * SETTINGS.scale
+        self.history.append(y.detach().mean())
+        return y * min(1.0, self.seen / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x).tanh()
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Part() for _ in range(2))
+        self.calls = 0
+
+    def score(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers[1](self.layers[0](x)).sum() / self.calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def _left(model: Any) -> dict[str, Tensor]:
+    """What is on the modules of a net."""
+    found = {"calls": torch.tensor(model.calls)}
+    for number, layer in enumerate(model.layers):
+        found |= {f"{number}.{i}": value for i, value in enumerate(layer.history)}
+        found |= {f"{number}.seen": torch.tensor(layer.seen), f"{number}.last": torch.zeros(())}
+        if layer.last is not None:
+            found[f"{number}.last"] = layer.last.detach()
+    return {**found, **{name: buffer.clone() for name, buffer in model.named_buffers()}}
+
+
+def _methods(rank: int, world_size: int) -> list[str]:
+    torch.manual_seed(0)
+    ours, theirs = twins(_Net(), world_mesh())
+    graphshard.register_forward_method(ours, "score")
+    graphshard.register_forward_method(ours, "layers.0.encode")
+    register_fsdp_forward_method(theirs, "score")
+    register_fsdp_forward_method(theirs.layers[0], "encode")
+    for step in range(4):
+        SETTINGS.scale = 2.0 if step < 2 else 3.0
+        found = []
+        for model in (ours, theirs):
+            (model.score(rows(step + rank)) + model.layers[1].last).backward()
+            between = _left(model)
+            model(rows(step + rank)).backward()
+            model.layers[0].encode(rows(10 + step + rank)).sum().backward()
+            found.append({**{f"between {name}": value for name, value in between.items()}, **_left(model)})
+        assert_same(*found, f"state of step {step}")
+        assert_same(grads_of(ours), grads_of(theirs), f"gradients of step {step}")
+    SETTINGS.scale = 2.0
+    return [program.title for program in graphshard.programs(ours)]
+
+
+def test_registered_methods_read_and_leave_state(ranks: Ranks) -> None:
+    """Also state that several entrances share: each sees what the others have left."""
+    for titles in ranks(2).run(_methods, share=False):
+        assert {title.rpartition("-")[0] for title in titles} == {"_Net-score", "_Net", "_Part-layers.0.encode"}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path, model = tmp_path_factory.mktemp("state") / "net.gshard", _Net()
+    graphshard.export(model, (2,), path, example_inputs=(rows(0),), backend="eager")
+    assert [layer.seen for layer in model.layers] == [0, 0]
+    return path
+
+
+def _loaded(rank: int, world_size: int, path: Path) -> None:
+    torch.manual_seed(0)
+    model = _Net()
+    twin = fsdp2(copy.deepcopy(model), world_mesh())
+    ours = graphshard.load(path, model, world_mesh())
+    for step in range(2):
+        found = []
+        for one in (ours, twin):
+            loss = one(rows(step + rank)) + one.layers[0].last + one.layers[1].last
+            between = _left(one)
+            loss.backward()
+            found.append({**{f"between {name}": value for name, value in between.items()}, **_left(one)})
+        assert_same(*found, f"state of step {step}")
+        assert_same(grads_of(ours), grads_of(twin), f"gradients of step {step}")
+    assert ours.layers[0].norm.num_batches_tracked == 4
+    SETTINGS.scale = 5.0
+    with pytest.raises(graphshard.ArtifactError, match=r"SETTINGS\.scale was 2\.0 and is 5\.0\. Export it with"):
+        ours(rows(rank))
+    SETTINGS.scale = 2.0
+
+
+def test_a_file_has_numbers_globals_and_what_backward_writes(ranks: Ranks, file: Path) -> None:
+    ranks(2).run(_loaded, file, share=False)
+
+
+def test_a_prediction_leaves_state_alone() -> None:
+    torch.manual_seed(0)
+    model = _Net()
+    before = _left(model)
+    explained = graphshard.explain(model, (2,), example_inputs=(rows(0),), hardware="h100")
+    assert explained.step_time_s > 0
+    assert_same(before, _left(model), "state")
+
+
+def test_a_file_is_for_no_subclasses(fake_world: FakeWorld, tmp_path: Path) -> None:
+    """A file has no mesh to tell their methods, so none is exported with them; one of plain parameters fits none."""
+    fake_world(2)
+    path = tmp_path / "plain.gshard"
+    graphshard.export(OfSubclasses(), (2,), path, example_inputs=(torch.ones(2, 8),), backend="eager")
+    text = r"does not fit: parameter blocks\.0\.0\.weight \(Rounded\) decides itself"
+    with pytest.raises(graphshard.ArtifactError, match=text):
+        graphshard.load(path, OfSubclasses(Rounded), init_device_mesh("cpu", (2,)))
