@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.distributed.extended import (
     patch_shards,
     tell,
     train_beside_fsdp2,
+    widened,
 )
 from tests.distributed.nets import rows
 from tests.distributed.twins import assert_same, local, world_mesh
@@ -102,6 +104,28 @@ def _train_uneven(rank: int, world_size: int) -> None:
 
 def test_padding_is_for_the_method(ranks: Ranks) -> None:
     ranks(2).run(_train_uneven)
+
+
+_given_out: dict[str, list[bool]] = {"ours": [], "theirs": []}
+
+
+def _notes_out(self: Any, gathered: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+    traced = type(gathered[0]) is not Tensor
+    _given_out["ours" if traced else "theirs"].append(out is not None)
+    return widened(self, gathered, metadata, param_dtype, out=out)
+
+
+def _train_noting(rank: int, world_size: int) -> dict[str, list[bool]]:
+    train_beside_fsdp2(even, world_mesh(), prepare=functools.partial(patch_shards, post=_notes_out))
+    return _given_out
+
+
+def test_out_is_never_passed(ranks: Ranks) -> None:
+    """FSDP2 passes it from the second gather on, to be written into; a program makes the parameter anew, same bits."""
+    for given in ranks(2).run(_train_noting, share=False):
+        assert given["ours"]
+        assert not any(given["ours"])
+        assert any(given["theirs"])
 
 
 _told: list[tuple[int, int]] = []
