@@ -1,12 +1,14 @@
 """What the ranks of one model agree on: a name for it, its plans, its collectives.
 
-Ranks must run the same collectives in the same order. Programs that differ are found before they run: each rank puts
-what its program communicates into the rendezvous store and reads the others'.
+Ranks must run the same collectives in the same order. Programs that differ are found before they run: ranks compare
+hashes of what their programs communicate in the rendezvous store (`runtime/meeting.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,11 +19,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.ir.errors import DivergenceError
+from graphshard.ir.params import ParamRow
+from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
 from graphshard.ir.torch_internals import rendezvous_store
 from graphshard.passes import MakePlan, Pass
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.groups import is_fake, ranks_of
+from graphshard.runtime.meeting import Look, Meeting
 from graphshard.schedule.agreed import AgreedPlanner
 from graphshard.schedule.by_cost import PlanByCost
 
@@ -92,7 +97,7 @@ def model_tag(mesh: DeviceMesh) -> str:
 
 
 def check_agreement(program: Program, mesh: DeviceMesh, tag: str, timeout: timedelta) -> None:
-    """Compare this rank's collectives with those of the other ranks of the mesh.
+    """Compare this rank's parameters and collectives with those of the other ranks of the mesh.
 
     Args:
         tag: names the occasion; the same on every rank.
@@ -103,14 +108,25 @@ def check_agreement(program: Program, mesh: DeviceMesh, tag: str, timeout: timed
     """
     if _is_alone(mesh):
         return
-    store = dist.PrefixStore(f"graphshard/{tag}", rendezvous_store())
-    lines = program.communication
-    me = dist.get_rank()
-    store.set(str(me), json.dumps(lines))
-    for rank in ranks_of(mesh):
-        theirs = json.loads(_from_rank(rank, str(rank), store, program, timeout))
-        if theirs != lines:
-            raise DivergenceError(_difference(me, lines, rank, theirs))
+    meeting = _meeting(mesh, tag)
+    text = agreed_text(program)
+    meeting.store.set(f"came {meeting.rank}", "")
+    look = _patience(program, mesh, meeting, timeout)
+    meeting.come(text, functools.partial(_difference, meeting.rank), look)
+    end = meeting.end(look)
+    if end.how != "same":
+        raise DivergenceError(end.message)
+
+
+def agreed_text(program: Program) -> str:
+    """What must be the same on all ranks: parameters that are sharded or reduced, and every collective in order."""
+    parameters = {row.name: _described(row) for row in program.params if not row.ignored}
+    return json.dumps([parameters, program.communication])
+
+
+def _described(row: ParamRow) -> str:
+    shape = f"{dtype_name(row.dtype)}[{', '.join(map(str, row.shape))}]"
+    return f"{shape} in {row.num_shards} shards along dim {row.dim}" if row.num_shards > 1 else shape
 
 
 def from_first(
@@ -127,38 +143,52 @@ def from_first(
     """
     if _is_alone(mesh):
         return make()
-    store = dist.PrefixStore(f"graphshard/{tag}", rendezvous_store())
+    meeting = _meeting(mesh, tag)
     (first, *_) = ranks_of(mesh)
-    if dist.get_rank() == first:
+    if meeting.rank == first:
         made = make()
-        store.set("made", json.dumps(made))
+        meeting.give(json.dumps(made))
         return made
-    return cast("dict[str, Any]", json.loads(_from_rank(first, "made", store, program, timeout)))
+    taken = meeting.take(_patience(program, mesh, meeting, timeout))
+    assert isinstance(taken, str)
+    return cast("dict[str, Any]", json.loads(taken))
 
 
-def _from_rank(rank: int, key: str, store: dist.Store, program: Program, timeout: timedelta) -> bytes:
-    try:
-        store.wait([key], timeout)
-    except (RuntimeError, ValueError) as error:
+def _meeting(mesh: DeviceMesh, tag: str) -> Meeting:
+    store = dist.PrefixStore(f"graphshard/{tag}", rendezvous_store())
+    return Meeting(store, dist.get_rank(), mesh.size())
+
+
+def _patience(program: Program, mesh: DeviceMesh, meeting: Meeting, timeout: timedelta) -> Look:
+    """What ends a wait for the other ranks."""
+
+    def look(waited: float) -> None:
+        if waited < timeout.total_seconds():
+            return
+        missing = next(rank for rank in ranks_of(mesh) if not meeting.store.check([f"came {rank}"]))
         raise DivergenceError(
-            f"rank {dist.get_rank()} has a new program to run ({program.reason}), but rank {rank} has none after "
-            f"{timeout.total_seconds():.0f} s. All ranks must make the same sequence of calls: look for a branch "
-            f"that depends on the rank or on the data, or for an exception on rank {rank}."
-        ) from error
-    return store.get(key)
+            f"rank {meeting.rank} has a new program to run ({program.reason}), but rank {missing} has none after "
+            f"{waited:.0f} s. All ranks must make the same sequence of calls: look for a branch that depends on the "
+            f"rank or on the data, or for an exception on rank {missing}."
+        )
+
+    return look
 
 
 def _is_alone(mesh: DeviceMesh) -> bool:
     return mesh.size() == 1 or is_fake(mesh)
 
 
-def _difference(me: int, mine: list[str], rank: int, theirs: list[str]) -> str:
-    longest = max(len(mine), len(theirs))
-    padded = [lines + ["(nothing)"] * (longest - len(lines)) for lines in (mine, theirs)]
-    index, (ours, other) = next((i, pair) for i, pair in enumerate(zip(*padded)) if pair[0] != pair[1])
+def _difference(me: int, first: int, theirs: str, mine: str) -> str:
+    (their_parameters, their_collectives), (parameters, collectives) = json.loads(theirs), json.loads(mine)
+    names = dict.fromkeys([*their_parameters, *parameters])
+    pairs = [(f"parameter {name}", their_parameters.get(name), parameters.get(name)) for name in names]
+    longest = itertools.zip_longest(their_collectives, collectives)
+    pairs += [(f"collective {index}", *pair) for index, pair in enumerate(longest)]
+    where, other, own = next(pair for pair in pairs if pair[1] != pair[2])
     return (
-        f"rank {rank} made a different program than rank {me}; they first differ at collective {index}:\n"
-        f"  rank {me}: {ours}\n"
-        f"  rank {rank}: {other}\n"
+        f"rank {me} made a different program than rank {first}; they first differ at {where}:\n"
+        f"  rank {first}: {other or '(nothing)'}\n"
+        f"  rank {me}: {own or '(nothing)'}\n"
         "Give every rank the same model, the same requires_grad flags and the same arguments of compile."
     )

@@ -17,7 +17,8 @@ from typing import Any
 
 from graphshard.ir.errors import InfeasibleError
 from graphshard.ir.layout import Layout, collectives
-from graphshard.ir.plan import Bucket, Event, Plan
+from graphshard.ir.params import ParamRow
+from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import Program
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.by_cost import PlanByCost
@@ -72,15 +73,19 @@ class AgreedPlanner:
 
 
 def communication(program: Program) -> str:
-    """What programs that share a plan have in common: each phase's collectives, and what they send."""
+    """What programs that share a plan have in common: each phase's collectives, and what they send.
+
+    The shapes, too: parameters of other sizes may not fit in memory as the plan counts on.
+    """
     found = {}
     for name, phase in program.phases.items():
-        sent = [
-            (c.kind, c.params[0], c.axis, str(program.params[c.params[0]].sent_dtype(c.kind)))
-            for c in collectives(phase)
-        ]
+        sent = [(c.kind, c.params[0], c.axis, _sent(program.params[c.params[0]], c.kind)) for c in collectives(phase)]
         found[name] = sorted(sent)
     return json.dumps(found)
+
+
+def _sent(row: ParamRow, kind: CollectiveKind) -> str:
+    return f"{row.sent_dtype(kind)} {row.padded_shape}"
 
 
 def outline(program: Program, kept: Sequence[str] = ()) -> dict[str, tuple[int, dict[str, int]]]:

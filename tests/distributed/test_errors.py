@@ -345,6 +345,8 @@ def test_parameters_on_the_meta_device(ranks: Ranks) -> None:
 def _diverge(rank: int, world_size: int, how: str) -> tuple[str, float]:
     odd = rank == 1
     model = _Net(layers=3 if odd and how == "extra layer" else 2)
+    if odd and how == "other width":
+        model.layers = nn.ModuleList([nn.Linear(4, 24), nn.Linear(24, 4)])
     if odd and how == "frozen parameter":
         model.layers[0].bias.requires_grad_(False)
     options = {"reshard_after_forward": False} if odd and how == "other option" else {}
@@ -357,28 +359,35 @@ def _diverge(rank: int, world_size: int, how: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("how", "ours", "theirs"),
+    ("how", "where", "ours", "theirs"),
     [
-        ("extra layer", r"backward: gather layers\.1\..*", r"forward: gather layers\.2\..*"),
-        ("frozen parameter", r"backward: .*layers\.0\.weight.*", r"backward: .*layers\.0\.weight.*"),
-        ("other option", r"backward: gather layers\..*", r"backward: reduce layers\.1\..*"),
+        ("extra layer", r"parameter layers\.2\.weight", r"\(nothing\)", r"f32\[4, 4\] in 3 shards along dim 0"),
+        ("other width", r"parameter layers\.0\.weight", r"f32\[4, 4\] in .*", r"f32\[24, 4\] in 3 shards along dim 0"),
+        ("frozen parameter", r"collective \d+", r"backward: .*layers\.0\.weight.*", r"backward: .*layers\.0\.weight.*"),
+        ("other option", r"collective \d+", r"backward: gather layers\..*", r"backward: reduce layers\.1\..*"),
     ],
-    ids=["extra-layer", "frozen-parameter", "other-option"],
+    ids=["extra-layer", "other-width", "frozen-parameter", "other-option"],
 )
-def test_rank_with_a_different_program(ranks: Ranks, how: str, ours: str, theirs: str) -> None:
-    """Rank 1 of 3 is the odd one: the others name it, and the first collective that differs, instead of waiting."""
+def test_rank_with_a_different_program(ranks: Ranks, how: str, where: str, ours: str, theirs: str) -> None:
+    """Rank 1 of 3 is the odd one: the others name it, and the first thing that differs, instead of waiting."""
     results = ranks(3).run(_diverge, how)
-    odd = {0: 1, 1: 0, 2: 1}
-    for rank, (message, seconds) in enumerate(results):
-        lines = {1: theirs, 0: ours, 2: ours}
-        assert re.fullmatch(
-            rf"rank {odd[rank]} made a different program than rank {rank}; they first differ at collective \d+:\n"
-            rf"  rank {rank}: {lines[rank]}\n"
-            rf"  rank {odd[rank]}: {lines[odd[rank]]}\n"
-            r"Give every rank the same model, the same requires_grad flags and the same arguments of compile\.",
-            message,
-        ), message
-        assert seconds < 60
+    assert len({message for message, _ in results}) == 1
+    message = results[0][0]
+    found = re.fullmatch(
+        r"rank (\d) made a different program than rank (\d); they first differ at (.*):\n"
+        r"  rank (\d): (.*)\n  rank (\d): (.*)\n"
+        r"Give every rank the same model, the same requires_grad flags and the same arguments of compile\.",
+        message,
+    )
+    assert found, message
+    odd, first, place, one, its, other, others = found.groups()
+    assert (one, other) == (first, odd)
+    assert "1" in (odd, first)  # whichever came first is what others are compared with
+    assert re.fullmatch(where, place)
+    says = {one: its, other: others}
+    assert re.fullmatch(theirs, says.pop("1")), message
+    assert re.fullmatch(ours, *says.values()), message
+    assert max(seconds for _, seconds in results) < 60
 
 
 def _absent(rank: int, world_size: int) -> tuple[str, float]:

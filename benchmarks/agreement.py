@@ -1,0 +1,126 @@
+"""What it costs that ranks compare their programs: bytes, requests and seconds against the number of ranks.
+
+    python -m benchmarks.agreement [--ranks 8 64 512 1024 4096] [--text-bytes 200000]
+
+Each of up to 64 threads, with a connection of its own to one real TCPStore, stands for several ranks, which all come
+before they wait. They meet once with equal texts and once with one rank that differs. `all texts` is what travels if
+every rank reads the text of every other one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from graphshard.runtime.meeting import End, Meeting
+
+CONNECTIONS = 64
+HEADER = ("ranks", "differs", "seconds", "bytes sent", "bytes read", "requests/rank", "checks/rank", "all texts, bytes")
+
+
+@dataclass
+class Counted:
+    """A connection to a store that counts what travels; of keys and values, without TCP's part."""
+
+    store: Any
+    sent: int = 0
+    read: int = 0
+    requests: int = 0
+    checks: int = 0
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(key, value)
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._ask(key)
+        return self._answer(self.store.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        self._ask(key, "1")
+        self.read += 8
+        return int(self.store.add(key, amount))
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        self._ask(key, value)
+        return self._answer(self.store.compare_set(key, expected, value))
+
+    def check(self, keys: list[str]) -> bool:
+        self.checks += 1
+        self.sent += sum(map(len, keys))
+        return bool(self.store.check(keys))
+
+    def _ask(self, *parts: str) -> None:
+        self.requests += 1
+        self.sent += sum(map(len, parts))
+
+    def _answer(self, value: bytes) -> bytes:
+        self.read += len(value)
+        return value
+
+
+def tell(first: int, theirs: str, mine: str) -> str:
+    return f"the texts of rank {first} and of this one differ"
+
+
+def meet(counted: Sequence[Counted], texts: Sequence[str]) -> tuple[float, list[End]]:
+    """Let a rank for each text meet the others; the seconds until the last one knows."""
+    ends: list[End] = []
+    start = threading.Barrier(len(counted) + 1)
+
+    def run(first: int) -> None:
+        mine = range(first, len(texts), len(counted))
+        meetings = {rank: Meeting(counted[first], rank, len(texts)) for rank in mine}  # type: ignore[arg-type]
+        start.wait()
+        for rank, meeting in meetings.items():
+            meeting.come(texts[rank], tell, lambda waited: None)
+        ends.extend(meeting.end(lambda waited: None) for meeting in meetings.values())
+
+    threads = [threading.Thread(target=run, args=(first,)) for first in range(len(counted))]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    began = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - began, ends
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 1024, 4096])
+    parser.add_argument("--text-bytes", type=int, default=200_000)
+    options = parser.parse_args()
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connections = [dist.TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(CONNECTIONS)]
+    text = json.dumps([{}, ["x" * (options.text_bytes - 10)]])
+    print(" | ".join(HEADER))
+    for size in options.ranks:
+        for differs in (False, True):
+            texts = [text] * (size - 1) + [text.upper() if differs else text]
+            counted = [Counted(dist.PrefixStore(f"{size} {differs}", store)) for store in connections[:size]]
+            seconds, ends = meet(counted, texts)
+            assert len(ends) == size
+            assert {end.how for end in ends} == {"differ" if differs else "same"}
+            row = (
+                str(size),
+                "one rank" if differs else "none",
+                f"{seconds:.3f}",
+                f"{sum(c.sent for c in counted):,}",
+                f"{sum(c.read for c in counted):,}",
+                f"{sum(c.requests for c in counted) / size:.1f}",
+                f"{sum(c.checks for c in counted) / size:.1f}",
+                f"{size * (size - 1) * len(text):,}",
+            )
+            print(" | ".join(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
