@@ -77,7 +77,7 @@ def meet(counted: Sequence[Counted], texts: Sequence[str]) -> tuple[float, list[
 
     def run(first: int) -> None:
         mine = range(first, len(texts), len(counted))
-        meetings = {rank: Meeting(counted[first], rank, len(texts)) for rank in mine}  # type: ignore[arg-type]
+        meetings = {rank: Meeting(counted[first], "step 1", 0, rank, len(texts)) for rank in mine}  # type: ignore[arg-type]
         start.wait()
         for rank, meeting in meetings.items():
             meeting.come(texts[rank], tell, lambda waited: None)

@@ -26,6 +26,7 @@ from graphshard.ir.errors import (
     MaterializationError,
     ParameterError,
     PassError,
+    PeerError,
     UnsupportedError,
 )
 from graphshard.ir.plan import Plan
@@ -58,6 +59,7 @@ __all__ = [
     "ParameterError",
     "Pass",
     "PassError",
+    "PeerError",
     "Pipeline",
     "Plan",
     "PlanByUnit",

@@ -69,6 +69,18 @@ class DivergenceError(GraphshardError, RuntimeError):
     """Two ranks made different programs."""
 
 
+class PeerError(GraphshardError, RuntimeError):
+    """Another rank failed, ended or does not come, so this one cannot go on.
+
+    Attributes:
+        rank: which.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class PassError(GraphshardError, RuntimeError):
     """A pass broke its contract; addressed to the author of the pass.
 

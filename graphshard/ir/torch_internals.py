@@ -61,6 +61,7 @@ __all__ = [
     "min_cut_partition",
     "new_fake_mode",
     "new_size",
+    "process_group",
     "rendezvous_store",
     "replaced",
     "run_and_save_rng_state",
@@ -173,7 +174,7 @@ def hint(size: int | torch.SymInt) -> int:
 
 def rank_in_group(group: str) -> int:
     """This rank's place in a process group that is known by name."""
-    return int(dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(group)).rank())
+    return int(process_group(group).rank())
 
 
 def condition(value: torch.SymBool | bool) -> None:
@@ -202,6 +203,12 @@ def rendezvous_store() -> dist.Store:
 def disable_autocast() -> torch._C._DisableAutocast:
     """Run operators as they stand in the graph: autocast was captured with them."""
     return torch._C._DisableAutocast()
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of a name."""
+    group: dist.ProcessGroup = _resolve_process_group(dist.distributed_c10d.GroupName(name))
+    return group
 
 
 def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None:

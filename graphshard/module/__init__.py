@@ -8,11 +8,10 @@ the same programs.
   of what has contents or was replaced. Programs of one signature are tried in order, so that an attribute that is
   switched back finds the old one. Programs from files know descriptions instead of objects, and are bound anew where
   one differs.
-* **Ranks number models when these first run**, not when they are compiled. So a copy on one rank only, such as an
-  average of weights, does not make the others wait.
-* **Models are counted for each process group**: a rank may be in several meshes.
 * **Divergence is checked through the rendezvous store**, not by a collective: a rank that is in another collective
-  could not answer one. Only what is communicated is compared, so shapes may differ between ranks.
+  could not answer one. Only parameters and what is communicated are compared, so shapes of inputs may differ.
+* **Ranks agree before they compile, and meet again when they have compiled.** Compilers take minutes. Who differs should
+  not have to wait for them, and nobody should launch a collective that a failing compiler keeps another rank from.
 * **The first rank plans.** Costs depend on sizes, and sizes may differ between ranks. Its plan goes through the
   rendezvous store, and every rank takes it whose program has the same collectives at the same positions. A rank that
   differs plans for itself, and the agreement check says how it differs. An `InfeasibleError` goes the same way, so no

@@ -24,6 +24,7 @@ from graphshard.options.passes import pipeline_of, profile_here
 from graphshard.options.table import capture_spec
 from graphshard.pipeline.observe import Recorder
 from graphshard.runtime.groups import make_groups
+from graphshard.runtime.peers import peers_of
 from graphshard.runtime.shards import Storage, aliases, param_refs, shard_module
 from graphshard.state.load_hook import shard_values
 
@@ -68,11 +69,12 @@ def make_runner(
     Args:
         recorder: what records a program, by its name.
     """
+    groups = make_groups(tracer.spec.mesh, mesh)
     return Runner(
         replace(tracer, mesh=mesh),
         mesh,
-        groups=make_groups(tracer.spec.mesh, mesh),
-        agreement=Agreement(mesh),
+        groups=groups,
+        agreement=Agreement(peers_of(mesh, groups.values())),
         recorder=recorder,
         aliases=tuple(aliases(model, tracer.params)),
     )

@@ -165,7 +165,7 @@ class Runner:
             executables=Executables(),
             entries={},
             materialized=False,
-            agreement=Agreement(self.mesh),
+            agreement=Agreement(self.agreement.peers),
             _partitioned={},
             _changed=Counter(),
             **changes,
@@ -213,8 +213,14 @@ class Runner:
         """Capture, shard, schedule and lower a program; the module stays as it is."""
         if self.library is not None and self.sealed:
             raise self.library.missing(self, signature)
-        tracer, number = self.tracer, len(self.executables)
         reason = self.executables.reason(signature)
+        with self.agreement.together(self.tracer.label, reason):
+            return self._build(module, args, kwargs, signature, reason)
+
+    def _build(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature, reason: str
+    ) -> Program:
+        tracer, number = self.tracer, len(self.executables)
         if number >= tracer.options.max_captures:
             raise CaptureLimitError(
                 f"{tracer.label} was captured {number} times, which is "
@@ -232,8 +238,11 @@ class Runner:
                 module, args, kwargs, observer, reason, grad=signature.grad, number=number, passes=self.passes
             )
             self._partitioned[signature] = partitioned
+            new = self.agreement.check(program)
             lower(program, compiler_for(tracer.options.backend), tracer.compiled, show)
             observer.lowered(program, tracer.compiled)
+            if new:
+                self.agreement.compiled()
         return program
 
     def _follow_number(self) -> None:
@@ -277,6 +286,7 @@ class Runner:
             self.tracer.model_names,
             self.unsharded,
             self.groups,
+            self.agreement.peers,
             follows_strides=follows_strides,
         )
         installed = Installed(executable, Guard(program.state, module, self.tracer.spec.forward_class.__name__))
@@ -289,8 +299,13 @@ class Runner:
     ) -> Phase:
         """Lower a program's backward again: for other gradients of outputs or strides of them, or for microbatches."""
         used, accumulate = variant
-        tracer, why = self.tracer, " and microbatches" if accumulate else ""
-        log.info("lowering backward again, for gradients through outputs %s%s", sorted(used), why)
+        why = f"gradients through outputs {', '.join(sorted(used))}{' and microbatches' if accumulate else ''}"
+        log.info("lowering backward again, for %s", why)
+        with self.agreement.together(self.tracer.label, why):
+            return self._rerun_alone(program, partitioned, variant, strides)
+
+    def _rerun_alone(self, program: Program, partitioned: Partitioned, variant: Variant, strides: Strides) -> Phase:
+        (used, accumulate), tracer = variant, self.tracer
         name = f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}"
         number = next(self._numbers) if accumulate or name in self._rerun else ""
         self._rerun.add(name)

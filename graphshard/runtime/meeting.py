@@ -46,19 +46,32 @@ class End:
     message: str = ""
 
 
+# What a meeting leaves behind when those who wait go on.
+OVER = ("end", "given")
+
+
 @dataclass(frozen=True)
 class Meeting:
-    """One occasion.
+    """One of several meetings of an occasion, such as a new program. A rank that fails fails all of them.
 
     Attributes:
-        store: with a prefix that names the occasion.
+        store: of all meetings of these ranks.
+        occasion: a name that is the same on every rank.
+        number: of the meeting.
         rank: of the caller.
         size: how many ranks are expected.
     """
 
     store: dist.Store
+    occasion: str
+    number: int
     rank: int
     size: int
+
+    @property
+    def name(self) -> str:
+        """What its keys begin with."""
+        return f"{self.occasion}.{self.number}"
 
     def come(self, text: str, tell: Tell, look: Look) -> None:
         """Come with a text."""
@@ -66,49 +79,65 @@ class Meeting:
         mine = f"{self.rank} {digest}"
         first = self._first("first", mine)
         if first == mine:
-            self.store.set("text", text)
+            self._set("text", text)
         if not first.endswith(digest):
             if self._first("odd", mine) == mine:
-                theirs = self.wait("text", look).decode()
-                self._end(End("differ", self.rank, tell(int(first.partition(" ")[0]), theirs, text)))
-        elif self.store.add("in", 1) == self.size:
+                found = self._wait_for("text", look=look)
+                if found.endswith("text"):
+                    theirs = self.store.get(found).decode()
+                    self._end(End("differ", self.rank, tell(int(first.partition(" ")[0]), theirs, text)))
+        elif self.store.add(f"{self.name} in", 1) == self.size:
             self._end(End("same"))
+
+    def first_to_come(self) -> int:
+        """The rank that was here first; -1 before one is."""
+        key = f"{self.name} first"
+        return int(self.store.get(key).split()[0]) if self.store.check([key]) else -1
 
     def end(self, look: Look) -> End:
         """Wait for the end."""
-        return End(*json.loads(self.wait("end", look)))
+        return self._read(self._wait_for("end", look=look))
 
-    def fail(self, message: str) -> None:
-        """Tell those who wait that this rank does not come."""
-        self._end(End("failed", self.rank, message))
+    def fail(self, rank: int, message: str) -> None:
+        """Tell those who wait that a rank, this one or another, does not come."""
+        self.store.set(f"{self.occasion} failed", json.dumps(["failed", rank, message]))
 
     def give(self, text: str) -> None:
         """Leave a text for the others."""
-        self.store.set("given", text)
+        self._set("given", text)
 
     def take(self, look: Look) -> str | End:
-        """Wait for the text that another rank gives, or for the end of the meeting."""
-        found = self._wait_for_any(("given", "end"), look)
-        value = self.store.get(found).decode()
-        return value if found == "given" else End(*json.loads(value))
+        """Wait for the text that another rank gives, or for the failure of one."""
+        self._first("first", f"{self.rank} waits")
+        found = self._wait_for("given", look=look)
+        return self.store.get(found).decode() if found.endswith("given") else self._read(found)
 
-    def wait(self, key: str, look: Look) -> bytes:
-        """Wait for a key in short slices, as long as `look` has nothing against it."""
-        return self.store.get(self._wait_for_any((key,), look))
+    def forget(self) -> None:
+        """Remove what a meeting has left in the store, which all others have left."""
+        for key in ("first", "text", "in", "end"):
+            self.store.delete_key(f"{self.name} {key}")
 
-    def _wait_for_any(self, keys: tuple[str, ...], look: Look) -> str:
+    def _wait_for(self, key: str, *, look: Look) -> str:
+        """Wait in short slices for a key, or for a failure, as long as `look` has nothing against it; which it is."""
+        keys = f"{self.name} {key}", f"{self.occasion} failed"
         start, pause = time.monotonic(), _SHORTEST
         while True:
-            for key in keys:
-                if self.store.check([key]):
-                    return key
+            for found in keys:
+                if self.store.check([found]):
+                    return found
             look(time.monotonic() - start)
             time.sleep(pause)
             pause = min(2 * pause, max(_LONGEST, self.size / _LOOKS_A_SECOND))
 
+    def _read(self, key: str) -> End:
+        return End(*json.loads(self.store.get(key)))
+
+    def _set(self, key: str, text: str) -> None:
+        self.store.set(f"{self.name} {key}", text)
+
     def _first(self, key: str, value: str) -> str:
         """What the first rank has put there."""
-        return self.store.compare_set(key, "", value).decode()
+        return self.store.compare_set(f"{self.name} {key}", "", value).decode()
 
     def _end(self, end: End) -> None:
         self._first("end", json.dumps([end.how, end.rank, end.message]))

@@ -6,7 +6,10 @@ Step.backward   saved values and tangents -> gradients, as DTensors like their p
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from graphshard.ir.graph import base_of, fake, restride
+from graphshard.ir.graph import base_of, fake, is_collective, kind_of, restride
 from graphshard.ir.operators import finish_downloads
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes, sizes_in
@@ -27,6 +30,7 @@ from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
 from graphshard.runtime.gloo import exchange_reductions, gather_into_buffers
 from graphshard.runtime.groups import bind_groups, is_fake, shard_index
+from graphshard.runtime.peers import Peers
 from graphshard.runtime.shards import ParamRef, dense, padded_shard, shard_parts
 from graphshard.runtime.unsharded import Unsharded
 
@@ -50,6 +54,7 @@ class Executable:
         names: names of the parameters in the model by their names in the program.
         unsharded: parameters that were gathered by hand.
         groups: names of the process groups by the names of the axes.
+        peers: the other ranks; None where there are none.
         follows_strides: each layout of tangents has a backward of its own, as in eager mode; otherwise they are copied.
     """
 
@@ -64,6 +69,7 @@ class Executable:
         names: Mapping[str, str],
         unsharded: Unsharded,
         groups: Mapping[str, str],
+        peers: Peers | None = None,
         *,
         follows_strides: bool,
     ) -> None:
@@ -77,6 +83,9 @@ class Executable:
         self._names = names
         self._unsharded = unsharded
         self._groups = groups
+        self._peers = peers
+        # What each phase that communicates is called, and what it sends.
+        self._sent: dict[GraphModule, tuple[str, str]] = {}
         self._forward = self._bind(program.phases["forward"])
         outputs = zip(self._forward.results, self._forward.outputs)
         self._results = [(value, slot.name) for value, slot in outputs if slot.kind == "output"]
@@ -110,7 +119,7 @@ class Executable:
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[Slot, Any]]:
         """Run the forward executor; return the module's tensors and the values saved for backward."""
-        with disable_autocast():
+        with disable_autocast(), self._step(self._forward):
             run = self._code(self._forward)
             values = run([self._given(slot, tensors) for slot in self._forward.inputs])
         results: list[torch.Tensor] = []
@@ -149,7 +158,7 @@ class Executable:
 
         inputs = [read(slot, node) for slot, node in zip(phase.inputs, phase.placeholders, strict=True)]
         saved.clear()
-        with disable_autocast():
+        with disable_autocast(), self._step(phase):
             values = self._code(phase)(inputs)
         self._unsharded.free(set(self._unsharded.full) - self._unsharded.kept)
         if self.program.offloaded:
@@ -189,6 +198,11 @@ class Executable:
             self._ranged[executor] = executor.with_ranges()
         return self._ranged[executor]
 
+    def _step(self, phase: Phase) -> AbstractContextManager[None]:
+        """What others are told while a phase runs; those that do not communicate are nobody's business."""
+        sent = self._sent.get(phase.module)
+        return _NOTHING if self._peers is None or sent is None else self._peers.step(*sent)
+
     def _given(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
         """What forward is given: a copy of what is written to behind it, if backward must see what forward saw."""
         value = self._read(slot, tensors)
@@ -226,12 +240,22 @@ class Executable:
 
     def _bind(self, phase: Phase) -> Phase:
         """Put the process groups' names in the place of the axis names."""
+        name = "forward" if phase is self.program.phases["forward"] else "backward"
+        launches = [node for node in phase.module.graph.nodes if is_collective(node)]
+        if launches:
+            counts = Counter(kind_of(node) for node in launches)
+            kinds = ", ".join(f"{kind}: {count}" for kind, count in counts.items())
+            sent = "\n".join(f"{node.meta.get('bucket')} over {node.args[-1]}" for node in launches)
+            self._sent[phase.module] = f"{name} of {self.program.model} ({kinds})", sent
         bind_groups(phase.module.graph, self._groups)
         exchange_reductions(phase)
         if self.mesh.device_type == "cpu" and not is_fake(self.mesh):
             gather_into_buffers(phase)
         phase.module.recompile()
         return phase
+
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def _updated_but_saved(forward: Phase) -> frozenset[Slot]:

@@ -11,6 +11,7 @@ from graphshard.ir.graph import c10d
 from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
 from graphshard.ir.transport import landing, prologue
+from graphshard.runtime.gloo import all_gather_coalesced
 from graphshard.runtime.shards import padded_shard
 
 
@@ -73,7 +74,9 @@ def start_gathering(
     found: dict[str, _Gathering] = {}
     for members in sent.values():
         shards = [shard.contiguous() for _, shard in members]
-        buffers = c10d.all_gather_into_tensor_coalesced(shards, axis.size, groups[axis.name])
+        on_cpu = shards[0].device.type == "cpu"
+        gather = all_gather_coalesced if on_cpu else c10d.all_gather_into_tensor_coalesced
+        buffers = gather(shards, axis.size, groups[axis.name])
         found.update((row.name, _Gathering(buffer, row)) for (row, _), buffer in zip(members, buffers, strict=True))
     return found
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import graphshard
 from tests.distributed.twins import world_mesh
-from tests.ranks import Ranks
+from tests.ranks import FakeWorld, Ranks
 
 
 class _Net(nn.Module):
@@ -391,25 +391,41 @@ def test_rank_with_a_different_program(ranks: Ranks, how: str, where: str, ours:
 
 
 def _absent(rank: int, world_size: int) -> tuple[str, float]:
-    model = graphshard.compile(_Net(), world_mesh(), backend="eager")
+    with mock.patch.dict(os.environ, {"GRAPHSHARD_PATIENCE": "2"}):
+        model = graphshard.compile(_Net(), world_mesh(), backend="eager")
     model(torch.ones(2, 4)).backward()
     model.eval().requires_grad_(False)
     if rank == 1:
         return "", 0.0
     start = time.monotonic()
-    with mock.patch("graphshard.module.agreement.TIMEOUT", timedelta(seconds=2)):
-        try:
-            model(torch.ones(2, 4))
-        except graphshard.DivergenceError as error:
-            return str(error), time.monotonic() - start
-    return "no error", 0.0
+    with pytest.raises(graphshard.PeerError) as caught:
+        model(torch.ones(2, 4))
+    assert caught.value.rank == 1
+    return str(caught.value), time.monotonic() - start
 
 
 def test_rank_that_never_makes_the_program(ranks: Ranks) -> None:
     message, seconds = ranks(2).run(_absent)[0]
-    assert message == (
-        "rank 0 has a new program to run (train() or eval() was called, dtype or requires_grad of a parameter "
-        "changed), but rank 1 has none after 2 s. All ranks must make the same sequence of calls: look for a branch "
-        "that depends on the rank or on the data, or for an exception on rank 1."
-    )
-    assert seconds < 60
+    assert re.fullmatch(
+        r"rank 0 makes a program of _Net \(train\(\) or eval\(\) was called, dtype or requires_grad of a parameter "
+        r"changed\) and has waited 2 s for rank 1: rank 1 is in the user's program at .*ranks.py:\d+, after 2 steps\. "
+        r"All ranks must make the same sequence of calls, with the same requires_grad flags and the same switches: .*",
+        message,
+    ), message
+    assert 2 < seconds < 60
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("GRAPHSHARD_CHECK", "step", "GRAPHSHARD_CHECK must be 'steps' or not set, got 'step'."),
+        ("GRAPHSHARD_PATIENCE", "-1", "GRAPHSHARD_PATIENCE must be a number of seconds, got '-1'."),
+    ],
+)
+def test_wrong_variables(fake_world: FakeWorld, variable: str, value: str, message: str) -> None:
+    fake_world(2)
+    with (
+        mock.patch.dict(os.environ, {variable: value}),
+        pytest.raises(graphshard.ArgumentError, match=re.escape(message)),
+    ):
+        graphshard.compile(_Net(), world_mesh(), backend="eager")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def each(store: dist.Store, size: int, act: Callable[[Meeting], Any]) -> tuple[l
     connections = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(size)]
     counted = [Counted(dist.PrefixStore("meeting", connection)) for connection in connections]
     with ThreadPoolExecutor(size) as pool:
-        found = list(pool.map(act, [Meeting(own, rank, size) for rank, own in enumerate(counted)]))  # type: ignore[arg-type]
+        found = list(pool.map(act, [Meeting(own, "step 1", 0, rank, size) for rank, own in enumerate(counted)]))  # type: ignore[arg-type]
     return found, counted
 
 
@@ -73,12 +74,12 @@ def test_texts_travel_once_however_many_differ(store: dist.Store) -> None:
 
 
 def test_one_fails(store: dist.Store) -> None:
-    """Those who wait, for the others or for what it was to give, know why."""
+    """Those who wait, for the others or for what it was to give, know why, at whatever meeting of the occasion."""
 
     def act(meeting: Meeting) -> Any:
         if meeting.rank == 0:
-            return meeting.fail("no capture")
-        return meeting.take(patient) if meeting.rank == 1 else comes("a")(meeting)
+            return replace(meeting, number=5).fail(0, "no capture")
+        return meeting.take(patient) if meeting.rank == 1 else comes("a")(replace(meeting, number=1))
 
     assert each(store, 3, act)[0][1:] == [End("failed", 0, "no capture")] * 2
 
@@ -95,7 +96,7 @@ def test_who_waits_can_give_up(store: dist.Store) -> None:
         if waited > 0.2:
             raise TimeoutError(f"waited for {waited:.1f} s")
 
-    meeting = Meeting(dist.PrefixStore("alone", store), 0, 2)
+    meeting = Meeting(store, "step 1", 0, 0, 2)
     meeting.come("a", tell, impatient)
     with pytest.raises(TimeoutError, match=r"waited for 0\.[23] s"):
         meeting.end(impatient)

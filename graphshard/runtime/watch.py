@@ -1,0 +1,139 @@
+"""A thread that says how this rank is doing, and looks how the next one is.
+
+Each rank looks at one other, so what a rank costs does not grow with their number. What one finds out, all read.
+
+    rank 0 --looks at--> rank 1 --looks at--> rank 2 --looks at--> rank 0
+
+A process that has ended is seen at once by one on the same machine. On another machine it is taken for dead when it has
+not said anything for a minute, as a thread may have to wait that long for Python's lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from typing import Protocol
+
+import torch.distributed as dist
+
+from graphshard.runtime.meeting import OVER
+from graphshard.runtime.status import SAME_CALLS, Finding, Status, first_difference
+
+log = logging.getLogger(__name__)
+
+# How long the thread sleeps, in seconds; all ranks together look at the store 4,000 times a second, or less often.
+_SHORTEST_SLEEP, _LOOKS_A_SECOND = 0.25, 4000
+_SILENCE = 60.0
+
+
+class Watched(Protocol):
+    """What the thread is for: the ranks as one of them knows them."""
+
+    ranks: tuple[int, ...]
+    rank: int
+
+    def status(self, beat: int) -> Status:
+        """How this rank is doing."""
+
+    def is_current(self) -> bool:
+        """Whether the process group is still there."""
+
+    def behind(self, other: Status) -> None:
+        """Told of the next rank."""
+
+    def found(self, finding: Finding) -> None:
+        """Told why ranks cannot go on."""
+
+    def leave(self, why: str) -> None:
+        """Told to say that this rank makes no more steps."""
+
+
+class Watch:
+    """The thread of one set of ranks; it ends with their process group, or when nobody needs it.
+
+    Args:
+        store: a connection of its own, as a wait blocks the one it is made on.
+    """
+
+    def __init__(self, peers: Watched, store: dist.Store) -> None:
+        self._peers = weakref.ref(peers)
+        self._store = store
+        self._next = peers.ranks[(peers.ranks.index(peers.rank) + 1) % len(peers.ranks)]
+        self._pause = max(_SHORTEST_SLEEP, len(peers.ranks) / _LOOKS_A_SECOND)
+        self._stop = threading.Event()
+        self._heard = (-1, time.monotonic())
+        self._beat = 0
+        self._thread = threading.Thread(target=self._run, name="graphshard watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread: it must not hold a connection while the interpreter is taken down."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2.0)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._pause):
+            peers = self._peers()
+            if peers is None:
+                return
+            try:
+                if not peers.is_current():
+                    peers.leave("has destroyed its process group")
+                    return
+                self._look(peers)
+            except Exception:  # the store is gone, and with it what could be said or seen
+                log.debug("the rendezvous store cannot be reached any more", exc_info=True)
+                return
+            del peers  # while it sleeps, others may let go of it
+
+    def _look(self, peers: Watched) -> None:
+        self._beat += 1
+        mine = peers.status(self._beat)
+        self._store.set(str(mine.rank), mine.to_json())
+        if not self._store.check(["finding"]):
+            found = self._about_next(peers, mine)
+            if found is None:
+                return
+            self._store.compare_set("finding", "", found.to_json())
+        peers.found(Finding.from_json(self._store.get("finding")))
+
+    def _about_next(self, peers: Watched, mine: Status) -> Finding | None:
+        if not self._store.check([str(self._next)]):
+            return None
+        theirs = Status.from_json(self._store.get(str(self._next)))
+        if theirs.ended is not None:
+            return Finding("ended", theirs.rank, theirs.number + 1, f"{theirs}.")
+        died = self._died(theirs)
+        if died:
+            message = f"rank {theirs.rank} {died}; the last that it said is that it has made {theirs.number} steps."
+            return Finding("died", theirs.rank, theirs.number + 1, message)
+        peers.behind(theirs)
+        return first_difference(mine, theirs) or self._one_waits(mine, theirs) or self._one_waits(theirs, mine)
+
+    def _died(self, theirs: Status) -> str:
+        if theirs.process.is_gone():
+            return "has died without a word"
+        beat, since = self._heard
+        if theirs.beat != beat:
+            self._heard = theirs.beat, time.monotonic()
+        elif time.monotonic() - since > _SILENCE:
+            return f"has given no sign of life for {_SILENCE:.0f} s"
+        return ""
+
+    def _one_waits(self, waits: Status, runs: Status) -> Finding | None:
+        """One rank has made a new program and waits for the others at a step that another one runs without that."""
+        if not waits.meeting or runs.number <= waits.number:
+            return None
+        if any(self._store.check([f"{waits.meeting} {key}"]) for key in OVER):
+            return None  # it has not said yet that it goes on
+        step = next((step for step in runs.steps if step.number == waits.number + 1), runs.steps[-1])
+        return Finding(
+            "differs",
+            waits.rank,
+            step.number,
+            f"ranks do not run the same in step {step.number}: rank {waits.rank} {waits.doing}, rank {runs.rank} runs "
+            f"{step.label}. {SAME_CALLS}",
+        )

@@ -1,0 +1,289 @@
+"""Jobs in which one rank does something wrong, each on processes of their own; `test_faults.py` asks what ranks say.
+
+    python -m tests.distributed.faulty [CASE ...]      prints a line of JSON for each rank of each case
+
+The processes are forked from this one, which has imported torch. One serves the rendezvous store, as torchrun does. The
+ranks end as scripts do: by an error that nobody catches, or at the end of their code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from graphshard.ir.program import Program
+from graphshard.passes import Pass
+from tests.ranks import ENVIRONMENT
+
+RANKS = 3
+ODD = 1
+LIMIT = 60.0
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, width), nn.Linear(width, 4)])
+        self.branches = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        if self.branches and x.sum() > 0:
+            x = x + 1
+        return x.square().mean()
+
+
+@dataclass(frozen=True)
+class Broken(Pass):
+    """Requires: nothing. Ensures: nothing. Preserves: nothing, on one rank."""
+
+    name = "broken"
+
+    def rewrite(self, program: Program) -> int:
+        if dist.get_rank() == ODD:
+            raise graphshard.PassError("broken: this pass is broken")
+        return 0
+
+
+@dataclass
+class Job:
+    """One rank of a job."""
+
+    rank: int
+    store: dist.Store
+
+    @property
+    def odd(self) -> bool:
+        return self.rank == ODD
+
+    def model(self, width: int = 8, **options: Any) -> Any:
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (RANKS,))
+        return graphshard.compile(Net(width), mesh, backend="eager", **options)
+
+    def steps(self, model: Any, number: int, rows: int = 2) -> None:
+        for _ in range(number):
+            model(torch.ones(rows, 4)).backward()
+
+    def trained(self, **options: Any) -> Any:
+        """A model after two steps, and one without gradients; from here on a fault counts."""
+        model = self.model(**options)
+        self.steps(model, 2)
+        dist.barrier()
+        return model
+
+    def fault(self) -> None:
+        """What comes now is the fault."""
+        if self.odd:
+            self.store.set("fault", str(time.time()))
+
+    def end(self) -> None:
+        """The odd rank's script is at its end; the others have seen to it that it is in time."""
+        self.fault()
+        if self.odd:
+            sys.exit()
+
+
+def capture_error(job: Job) -> None:
+    model = job.model()
+    model.branches = job.odd
+    job.fault()
+    job.steps(model, 1)
+
+
+def caught_capture_error(job: Job) -> None:
+    """The process lives on."""
+    with contextlib.suppress(graphshard.CaptureError):
+        capture_error(job)
+    time.sleep(20)
+
+
+def pass_error(job: Job) -> None:
+    job.fault()
+    job.steps(job.model(passes=graphshard.Pipeline().insert(Broken(), after="plan")), 1)
+
+
+def another_width(job: Job) -> None:
+    job.fault()
+    job.steps(job.model(width=256 if job.odd else 8), 1)
+
+
+def requires_grad(job: Job) -> None:
+    model = job.trained()
+    job.fault()
+    model.layers[0].bias.requires_grad_(not job.odd)
+    job.steps(model, 1)
+
+
+def accumulation(job: Job) -> None:
+    model = job.trained()
+    job.fault()
+    model.set_requires_gradient_sync(not job.odd)
+    job.steps(model, 2)
+
+
+def known_accumulation(job: Job) -> None:
+    """All ranks have accumulated before, so no rank makes a new program."""
+    model = job.trained()
+    for sync in (False, True, False, True):
+        model.set_requires_gradient_sync(sync)
+        job.steps(model, 1)
+    dist.barrier()
+    job.fault()
+    model.set_requires_gradient_sync(not job.odd)
+    job.steps(model, 2)
+
+
+def extra_call(job: Job) -> None:
+    """The other ranks' scripts end."""
+    model = job.trained()
+    job.fault()
+    job.steps(model, 3 if job.odd else 2)
+
+
+def extra_call_of_many(job: Job) -> None:
+    """The other ranks do something else."""
+    model = job.trained()
+    job.fault()
+    if job.odd:
+        job.steps(model, 1)
+    time.sleep(20)
+
+
+def ends_early(job: Job) -> None:
+    model = job.trained()
+    job.end()
+    job.steps(model, 1)
+
+
+def users_error(job: Job) -> None:
+    model = job.trained()
+    job.fault()
+    if job.odd:
+        raise ValueError("a bad batch")
+    job.steps(model, 1)
+
+
+def killed(job: Job) -> None:
+    model = job.trained()
+    job.fault()
+    if job.odd:
+        os.kill(os.getpid(), signal.SIGKILL)
+    job.steps(model, 1)
+
+
+def killed_before_a_new_program(job: Job) -> None:
+    """Nobody is in a collective: the others wait to compare their programs."""
+    model = job.trained()
+    job.fault()
+    if job.odd:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model.layers[0].bias.requires_grad_(False)
+    job.steps(model, 1)
+
+
+def never_compiles(job: Job) -> None:
+    if job.odd:
+        job.store.wait(["0 has compiled", "2 has compiled"])
+    job.end()
+    model = job.model()
+    job.store.set(f"{job.rank} has compiled", "")
+    job.steps(model, 1)
+
+
+CASES: dict[str, Callable[[Job], None]] = {
+    function.__name__: function
+    for function in (
+        capture_error,
+        caught_capture_error,
+        pass_error,
+        another_width,
+        requires_grad,
+        accumulation,
+        known_accumulation,
+        extra_call,
+        extra_call_of_many,
+        ends_early,
+        users_error,
+        killed,
+        killed_before_a_new_program,
+        never_compiles,
+    )
+}
+
+
+def run(name: str, rank: int, port: int) -> None:
+    """One rank of a case; prints what it ends with."""
+    case, _, check = name.partition(":")
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    own = dist.PrefixStore(name, store)
+    with mock.patch.dict(os.environ, {"GRAPHSHARD_CHECK": check}):
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=RANKS, timeout=timedelta(seconds=LIMIT))
+        found, message = "", ""
+        try:
+            CASES[case](Job(rank, dist.PrefixStore("job", own)))
+        except Exception as error:
+            found, message = type(error).__name__, str(error)
+            raise
+        finally:
+            since = time.time() - float(dist.PrefixStore("job", own).get("fault"))
+            row = {"case": name, "rank": rank, "error": found, "message": message, "seconds": round(since, 2)}
+            os.write(1, f"{json.dumps(row)}\n".encode())  # at once, as others write, too
+
+
+def serve() -> tuple[int, int]:
+    """The process that serves the store, and its port. It has no other threads than this one when it is forked."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writer, str(server.port).encode())
+        signal.pause()
+    return child, int(os.read(reader, 100))
+
+
+def main() -> None:
+    os.environ.update(ENVIRONMENT)
+    server, port = serve()
+    for name in sys.argv[1:] or CASES:
+        children = []
+        for rank in range(RANKS):
+            child = os.fork()
+            if child == 0:
+                run(name, rank, port)
+                return
+            children.append(child)
+        wait_for(children)
+    os.kill(server, signal.SIGKILL)
+
+
+def wait_for(children: list[int]) -> None:
+    """Wait for processes, and kill those that take too long."""
+    deadline = time.monotonic() + LIMIT
+    while children and time.monotonic() < deadline:
+        children = [child for child in children if os.waitpid(child, os.WNOHANG) == (0, 0)]
+        time.sleep(0.05)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()
