@@ -26,11 +26,13 @@ import torch
 
 from graphshard.codec.stage import program_to_json
 from graphshard.debug.standalone import executor_source, region_source
+from graphshard.ir.aid import Aid
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import write_text
 from graphshard.ir.program import Program, Stage
 from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
+from graphshard.pipeline.observe import Recorder
 from graphshard.report.content import report_of
 from graphshard.report.page import render
 
@@ -56,9 +58,32 @@ def dump_directory(dump: str | os.PathLike[str] | None, rank: int) -> Path | Non
     return Path(root) / f"rank{rank}" if chosen else None
 
 
-def recorder(directory: Path | None) -> Callable[[str], Dump | None]:
-    """What makes the dump of a program by its name; nothing is written without a directory."""
-    return lambda name: None if directory is None else Dump(directory / name)
+def recorder(directory: Path | None) -> Callable[[str], Recorder | None]:
+    """What makes the dump of a program by its name; nothing is written without a directory, or after an OSError."""
+    aid = Aid(f"the dump to {directory}")
+
+    def make(name: str) -> Recorder | None:
+        dump = None if directory is None else aid(Dump, directory / name)
+        return None if dump is None else _Careful(dump, aid)
+
+    return make
+
+
+@dataclass(frozen=True)
+class _Careful:
+    """A dump whose errors are the disk's, and not the program's."""
+
+    dump: Dump
+    aid: Aid
+
+    def stage(self, program: Program, stage: Stage, next_pass: Pass | None) -> None:
+        self.aid(self.dump.stage, program, stage, next_pass)
+
+    def failed(self, program: Program, name: str, error: Exception) -> None:
+        self.aid(self.dump.failed, program, name, error)
+
+    def finished(self, program: Program, compiled: dict[str, RegionCall]) -> None:
+        self.aid(self.dump.finished, program, compiled)
 
 
 @dataclass

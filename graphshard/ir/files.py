@@ -26,5 +26,6 @@ def replacing(path: Path) -> Iterator[Path]:
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        with contextlib.suppress(OSError):  # the directory may be gone, too; what happened first is what counts
+            os.unlink(name)
         raise

@@ -10,8 +10,8 @@ the same programs.
   one differs.
 * **Divergence is checked through the rendezvous store**, not by a collective: a rank that is in another collective
   could not answer one. Only parameters and what is communicated are compared, so shapes of inputs may differ.
-* **Ranks agree before they compile, and meet again when they have compiled.** Compilers take minutes. Who differs should
-  not have to wait for them, and nobody should launch a collective that a failing compiler keeps another rank from.
+* **Ranks agree before they compile, and meet again when they have compiled.** Compilers take minutes. Who differs
+  should not have to wait for them, and nobody should launch a collective that a failing compiler keeps another from.
 * **The first rank plans.** Costs depend on sizes, and sizes may differ between ranks. Its plan goes through the
   rendezvous store, and every rank takes it whose program has the same collectives at the same positions. A rank that
   differs plans for itself, and the agreement check says how it differs. An `InfeasibleError` goes the same way, so no

@@ -5,8 +5,8 @@
 is how collectives run on CPUs.
 
 `peers.py` is what ranks agree on and know of each other: they meet in the rendezvous store (`meeting.py`), wait with
-patience (`waiting.py`), say how they are doing (`status.py`), and a thread looks at one other rank (`watch.py`), so that
-nobody waits for one that is not going to come (`hang_up.py`).
+patience (`waiting.py`), and say how they are doing (`status.py`). A thread looks at one other rank (`watch.py`), so
+that nobody waits for one that is not going to come (`hang_up.py`).
 
 * **Our own runtime instead of AOTAutograd's.** The compiled step is one `autograd.Function` whose inputs are the
   DTensor parameters. AOTAutograd's wrappers would have to be traced again, or pickled, to be loaded from a file.
@@ -22,9 +22,9 @@ nobody waits for one that is not going to come (`hang_up.py`).
 * **Reduce-scatter as all-to-all is no pass.** Rules, plans, estimates and dumps see a marked reduce-scatter. The
   executor gets the all-to-all when the group is bound. It is for two ranks only, because of the bits, and not under a
   memory limit: its buffer is as large as the gradients and not part of the problem.
-* **Steps are counted, not calls.** A step is a forward or a backward with collectives, of any model on a mesh. All ranks
-  make the same ones, however many programs each of them has captured, so a number and a hash of what was launched say
-  which rank is where. A meeting is named by the step that it is for, and by how many attempts at it have failed.
+* **Steps are counted, not calls.** A step is a forward or a backward with collectives, of any model on a mesh. All
+  ranks make the same ones, however many programs each of them has captured, so a number and a hash of what was launched
+  say which rank is where. A meeting is named by its step, and by how many attempts at it have failed.
 * **A finding says from which step on it holds.** A rank may end while others are still in the step before.
 * **Ranks that live are waited for.** Nobody knows if a rank that is in its own code is going to come. It is named in a
   warning after four seconds; `GRAPHSHARD_CHECK=steps` makes an error of it.
