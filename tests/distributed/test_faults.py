@@ -1,6 +1,6 @@
 """One rank fails, differs or is gone, on real processes: what each rank says, and after how many seconds.
 
-On a quiet machine all know within a second, where they wait for what a rank does within five (`docs/reliability.md`). The
+On a quiet machine all know within a second, or within five where a rank that lives is waited for first. The
 tests allow for a machine that is busy with others. Before, survivors waited for ten minutes.
 """
 
