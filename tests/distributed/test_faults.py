@@ -1,7 +1,7 @@
 """One rank fails, differs or is gone, on real processes: what each rank says, and after how many seconds.
 
-On a quiet machine all know within a second, or within five where a rank that lives is waited for first. The
-tests allow for a machine that is busy with others. Before, survivors waited for ten minutes.
+How many seconds it takes is in `docs/reliability.md`. The bound here is for a machine that is starved by others.
+Before, survivors waited for ten minutes.
 """
 
 from __future__ import annotations
