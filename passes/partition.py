@@ -73,9 +73,11 @@ def _name_random_states(forward: GraphModule, backward: GraphModule, num_outputs
     It gives the states in both graphs in the same order, but not the same names, and few of the fake values. Backward
     has lost what it does not need of the region, but not the states.
     """
-    saved = [n for n in backward.graph.find_nodes(op="placeholder") if "tangent" not in n.name]
-    pairs = zip(_results(forward)[num_outputs:], saved, strict=True)
-    for index, (state, placeholder) in enumerate(pair for pair in pairs if _is_random_state(pair[0])):
+    saved = _results(forward)[num_outputs:]
+    states, names = [node for node in saved if _is_random_state(node)], {node.name for node in saved}
+    inputs = [n for n in backward.graph.find_nodes(op="placeholder") if "tangent" not in n.name]
+    unnamed = [node for node in inputs if node.name not in names]
+    for index, (state, placeholder) in enumerate(zip(states, unnamed, strict=True)):
         draw = state.all_input_nodes[0]
         (value,) = (user for user in draw.users if user is not state)
         # The partitioner says that the size of a state is dynamic.

@@ -197,6 +197,29 @@ def test_random_programs(ranks: Ranks, seed: int) -> None:
     assert not any(found), f"python -m benchmarks.fuzz --replay '{to_json(program)}'"
 
 
+# What programs have shown, made smaller.
+FOUND = {
+    "draws of a region are drawn again, and sizes are saved": (
+        '{"blocks":[{"pieces":[{"kind":"dropout"},{"kind":"linear","size":2}]}],'
+        '"calls":[{"block":0,"checkpoint":"plain"}],"sizes":[[3,6],[4,5]],"dynamic":true}'
+    ),
+    "group norm is given transposed gradients": (
+        '{"width":2,"first":{"pieces":[{"kind":"norm","size":2}]},"last":{},"output":"two","input_grad":true}'
+    ),
+    "batch norm lays out its result contiguously": (
+        '{"width":2,"first":{"pieces":[{"kind":"batch_norm"}]},'
+        '"blocks":[{"pieces":[{"kind":"attribute","flag":true},{"kind":"conv"}]}],"calls":[{"block":0}],"last":{}}'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_programs_that_differed(ranks: Ranks, name: str) -> None:
+    program = from_json(FOUND[name])
+    found = ranks(program.world_size).run(differences, program, share=program.share)
+    assert not any(found)
+
+
 def test_programs_are_data() -> None:
     """They survive JSON, a seed is a program for ever, and each smaller one is another and no longer."""
     for seed in range(50):
