@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+from torch._decomp import get_decompositions
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
 from torch._inductor.decomposition import select_decomp_table
@@ -130,12 +131,19 @@ def _without_sizes(module: GraphModule) -> GraphModule:
     return GraphModule(module, graph)
 
 
+def _decompositions() -> dict[Any, Any]:
+    """Inductor's, and those of interpolation, which torch applies before Inductor where it traces a module itself."""
+    aten = torch.ops.aten
+    packets = [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
+    return {**get_decompositions(packets), **select_decomp_table()}
+
+
 def _decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
     """Inductor's decompositions, with the strides of the outputs pinned: the next region relies on them."""
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     outputs = outputs_of(module)
     with torch.no_grad(), outputs[0].fake_mode:
-        decomposed = make_fx(numbers_as_tensors(module), select_decomp_table(), tracing_mode="real")(*inputs)
+        decomposed = make_fx(numbers_as_tensors(module), _decompositions(), tracing_mode="real")(*inputs)
     (output,) = decomposed.graph.find_nodes(op="output")
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
     output.meta["original_output_strides"] = [value.stride() for value in outputs]
