@@ -22,6 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.ir.graph import WAIT, aten, c10d, emit, erase_dead, fake, is_view
+from graphshard.ir.params import memory_order
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SizeBuilder, expression, size_inputs, symbols_of
 from graphshard.ir.strides import laid_out, restride
@@ -105,7 +106,7 @@ def _propagate(phase: Phase, zeros: set[Node]) -> None:
             zeros.add(node)
         elif (other := _other_addend(node, zeros)) is not None:
             if _strides(node) != _strides(other) and not restride(node, fake(other)):
-                other = laid_out(other, fake(node))
+                other = laid_out(other, memory_order(fake(node)))
             node.replace_all_uses_with(other)
         elif node.target is aten.masked_scatter.default and dead == [node.args[2]]:
             node.target, node.args = aten.masked_fill.Scalar, (*node.args[:2], 0)

@@ -9,17 +9,16 @@ from __future__ import annotations
 import operator
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-from torch._ops import OpOverload
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from graphshard.ir.graph import aten, base_of, emit, erase_dead, fake, is_communication, is_idle_draw, is_part, is_view
+from graphshard.ir.graph import base_of, erase_dead, fake, is_communication, is_idle_draw, is_part, is_view
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.recomputed import RANDOM_STATE
 from graphshard.ir.sizes import lift_sizes
+from graphshard.ir.strides import laid_out
 from graphshard.ir.torch_internals import hint, min_cut_partition, run_and_save_rng_state, run_with_rng_state
 from graphshard.passes.base import Pass
 
@@ -133,7 +132,7 @@ def _unalias(backward: Phase, params: ParamTable) -> None:
 
     `.grad` is written in place, and FSDP2's is contiguous.
     """
-    graph, results = backward.module.graph, backward.results
+    results = backward.results
     seen: set[Node] = set()
     for index, (node, slot) in enumerate(zip(backward.results, backward.outputs, strict=True)):
         if not isinstance(node, Node):
@@ -141,28 +140,13 @@ def _unalias(backward: Phase, params: ParamTable) -> None:
         base = base_of(node)
         row = params[slot.name] if slot.of == "param" else None
         if base.op == "placeholder" or base in seen or (row and not _laid_out(node, row)):
-            results[index] = _copy(graph, node, row)
+            results[index] = laid_out(node, row.order if row else ())
         seen.add(base)
     backward.set_results(results)
 
 
 def _laid_out(node: Node, row: ParamRow) -> bool:
     return (fake(node).permute(row.order) if row.order else fake(node)).is_contiguous()
-
-
-def _copy(graph: Graph, node: Node, row: ParamRow | None) -> Node:
-    """A copy, laid out like the parameter if it is a parameter's."""
-    steps: list[tuple[OpOverload, list[list[int]], dict[str, Any]]] = [
-        (aten.clone.default, [], {"memory_format": torch.contiguous_format})
-    ]
-    if row and row.order:
-        there, back = list(row.order), list(row.inverse_order)
-        steps = [(aten.permute.default, [there], {}), *steps, (aten.permute.default, [back], {})]
-    copied = node
-    for target, args, kwargs in steps:
-        with graph.inserting_after(copied):
-            copied = emit(graph, target, copied, *args, like=node, **kwargs)
-    return copied
 
 
 def _rename_placeholders(phase: Phase) -> None:

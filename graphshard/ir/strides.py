@@ -6,6 +6,7 @@ so that strides decide about the last bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,8 +40,6 @@ _ANY_STRIDES = frozenset(
         aten.sum.dim_IntList,
     }
 )
-# Its arguments say where in the memory elements are.
-_NAMES_STRIDES = frozenset({aten.as_strided.default})
 
 
 def restride(node: Node, value: torch.Tensor) -> bool:
@@ -81,28 +80,27 @@ def restride(node: Node, value: torch.Tensor) -> bool:
         changed.target = target
     for user in keeping:
         for changed in filter(values.__contains__, user.all_input_nodes):
-            user.replace_input_with(changed, laid_out(changed, before[changed]))
+            user.replace_input_with(changed, laid_out(changed, memory_order(before[changed])))
     return True
 
 
-def laid_out(node: Node, like: torch.Tensor) -> Node:
-    """A copy of a value, behind it, with the order of another's memory."""
-    graph = node.graph
-    there = list(memory_order(like) or range(like.dim()))
-    back = sorted(range(len(there)), key=there.__getitem__)
+def laid_out(node: Node, order: Sequence[int]) -> Node:
+    """A copy of a value, behind it, with the dims in this order in memory; () is contiguous."""
+    steps: list[tuple[OpOverload, list[list[int]], dict[str, Any]]] = [
+        (aten.clone.default, [], {"memory_format": torch.contiguous_format})
+    ]
+    if order:
+        back = sorted(range(len(order)), key=order.__getitem__)
+        steps = [(aten.permute.default, [list(order)], {}), *steps, (aten.permute.default, [back], {})]
     copied = node
-    for target, args, kwargs in (
-        (aten.permute.default, [there], {}),
-        (aten.clone.default, [], {"memory_format": torch.contiguous_format}),
-        (aten.permute.default, [back], {}),
-    ):
+    for target, args, kwargs in steps:
         with behind(copied):
-            copied = emit(graph, target, copied, *args, like=node, **kwargs)
+            copied = emit(node.graph, target, copied, *args, like=node, **kwargs)
     return copied
 
 
 def _takes_any_strides(node: Node) -> bool:
-    if node.target in _NAMES_STRIDES:
+    if node.target is aten.as_strided.default:  # a view whose arguments say where in the memory elements are
         return False
     pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
     return pointwise or is_part(node) or is_view(node) or node.target in _ANY_STRIDES
