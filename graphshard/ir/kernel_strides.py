@@ -98,6 +98,7 @@ _ANYWHERE: dict[OpOverload, Callable[..., Any]] = {
 }
 # For these torch computes fake results in float32 where the dtype has half the bits, and forgets strides of 0 first.
 _IN_HALF = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+_RULED = {*_ON_CPU, *_ANYWHERE, *_IN_HALF}
 
 
 def new_tracing_mode() -> FakeTensorMode:
@@ -107,27 +108,32 @@ def new_tracing_mode() -> FakeTensorMode:
 
     # Of the instance, not of a subclass: rules of higher-order operators are found by the class of the mode.
     def dispatch_with_strides(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = dispatch(func, types, args, kwargs)
-        if func not in _ON_CPU and func not in _ANYWHERE and func not in _IN_HALF:
+        result: Any = dispatch(func, types, args, kwargs)
+        if func not in _RULED:
             return result
-        with mode:
-            laid_out = [_laid_out(func, args, each) for each in (result if isinstance(result, tuple) else (result,))]
-        return tuple(laid_out) if isinstance(result, tuple) else laid_out[0]
+        if isinstance(result, tuple):
+            return tuple(_laid_out(mode, func, args, each) for each in result)
+        return _laid_out(mode, func, args, result)
 
     mode.dispatch = dispatch_with_strides  # type: ignore[method-assign]
     return mode
 
 
-def _laid_out(func: OpOverload, args: Any, result: torch.Tensor | None) -> torch.Tensor | None:
+def _laid_out(mode: FakeTensorMode, func: OpOverload, args: Any, result: torch.Tensor | None) -> torch.Tensor | None:
     """A result of an operator, or one that has the strides that it should have."""
-    if result is None or result.dim() < 2:
+    rule = None if result is None or result.dim() < 2 else _rule(func, result)
+    if result is None or rule is None:
         return result
-    rule = _ANYWHERE.get(func)
-    if func in _IN_HALF and result.dtype in (torch.bfloat16, torch.float16):
-        rule = _elementwise
-    elif func in _ON_CPU and result.device.type == "cpu":
-        rule = _ON_CPU[func]
-    stride = result.stride() if rule is None else tuple(rule(result.shape, args))
-    if stride == result.stride():
-        return result
-    return torch.empty_strided(result.shape, stride, dtype=result.dtype, device=result.device)
+    with mode:
+        stride = tuple(rule(result.shape, args))
+        if stride == result.stride():
+            return result
+        return torch.empty_strided(result.shape, stride, dtype=result.dtype, device=result.device)
+
+
+def _rule(func: OpOverload, result: torch.Tensor) -> Callable[..., Any] | None:
+    if func in _IN_HALF:
+        return _elementwise if result.dtype in (torch.bfloat16, torch.float16) else None
+    if func in _ON_CPU:
+        return _ON_CPU[func] if result.device.type == "cpu" else None
+    return _ANYWHERE[func]
