@@ -19,7 +19,8 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-_FAMILIES = ("upsample_", "_upsample_")
+from graphshard.ir.graph import interpolations
+
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _IN_PYTHON = (DispatchKey.Autograd, _COMPOSITE)
 
@@ -28,7 +29,7 @@ _IN_PYTHON = (DispatchKey.Autograd, _COMPOSITE)
 def eager_kernels() -> Iterator[None]:
     """In the block these operators are not taken apart while they are traced."""
     replaced = []
-    for op in _operators():
+    for op in interpolations():
         for key in _IN_PYTHON:
             if key in op.py_kernels:
                 replaced.append((op, key, op.py_kernels[key]))
@@ -40,14 +41,6 @@ def eager_kernels() -> Iterator[None]:
         for op, key, kernel in replaced:
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
-
-
-def _operators() -> Iterator[OpOverload]:
-    """Those that torch has given such a function, which has made it look them up."""
-    for name in dir(torch.ops.aten):
-        if name.startswith(_FAMILIES) and not name.endswith("_backward"):
-            packet = getattr(torch.ops.aten, name)
-            yield from (getattr(packet, overload) for overload in packet.overloads())
 
 
 def _chosen(op: OpOverload, key: DispatchKey, in_python: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

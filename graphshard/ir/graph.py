@@ -40,6 +40,13 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None
     return node
 
 
+def interpolations() -> list[OpOverload]:
+    """The operators behind `F.interpolate` that torch has looked up, as those that it has written in Python, too."""
+    names = (name for name in dir(aten) if name.startswith(("upsample_", "_upsample_")))
+    packets = (getattr(aten, name) for name in names if not name.endswith("_backward"))
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
 def behind(node: Node) -> AbstractContextManager[Any]:
     """Insert behind a node, or behind all placeholders if it is one of them."""
     if node.op == "placeholder":

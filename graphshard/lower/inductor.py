@@ -23,6 +23,7 @@ from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from graphshard.ir.graph import interpolations
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
 from graphshard.lower.numbers import numbers_as_tensors
@@ -133,9 +134,7 @@ def _without_sizes(module: GraphModule) -> GraphModule:
 
 def _decompositions() -> dict[Any, Any]:
     """Inductor's, and those of interpolation, which torch applies before Inductor where it traces a module itself."""
-    aten = torch.ops.aten
-    packets = [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
-    return {**get_decompositions(packets), **select_decomp_table()}
+    return {**get_decompositions(interpolations()), **select_decomp_table()}
 
 
 def _decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:

@@ -99,6 +99,12 @@ class Job:
         if self.odd:
             sys.exit()
 
+    def kill(self) -> None:
+        """The odd rank's process dies without a word."""
+        self.fault()
+        if self.odd:
+            os.kill(os.getpid(), signal.SIGKILL)
+
 
 def capture_error(job: Job) -> None:
     model = job.model()
@@ -182,18 +188,14 @@ def users_error(job: Job) -> None:
 
 def killed(job: Job) -> None:
     model = job.trained()
-    job.fault()
-    if job.odd:
-        os.kill(os.getpid(), signal.SIGKILL)
+    job.kill()
     job.steps(model, 1)
 
 
 def killed_before_a_new_program(job: Job) -> None:
     """Nobody is in a collective: the others wait to compare their programs."""
     model = job.trained()
-    job.fault()
-    if job.odd:
-        os.kill(os.getpid(), signal.SIGKILL)
+    job.kill()
     model.layers[0].bias.requires_grad_(False)
     job.steps(model, 1)
 
