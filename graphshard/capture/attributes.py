@@ -123,6 +123,16 @@ class Recorder:
 
         return leave
 
+    def enter_branch(self) -> Callable[[], None]:
+        """A branch of torch.cond begins; what is returned raises, at its end, if it has changed anything."""
+        effects = RegionEffects(type(self.root).__name__, self.reach.nodes, self.lines)
+
+        def leave() -> None:
+            if (refusal := effects.refusal_of_branch()) is not None:
+                raise refusal
+
+        return leave
+
     def _watch(self, cls: type) -> None:
         """Look attributes of this class's objects up through the recorder, until the block ends."""
         find: Any = cls.__getattribute__

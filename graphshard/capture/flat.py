@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from graphshard.capture.attributes import Recorder
 from graphshard.capture.boundaries import unit_boundaries
 from graphshard.capture.checkpoints import CheckpointRegions, trace_checkpoints
+from graphshard.capture.conditionals import Conditionals
 from graphshard.capture.conversions import idle_conversions
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extensions
@@ -39,7 +40,13 @@ from graphshard.ir.precision import Precision
 from graphshard.ir.program import Slot
 from graphshard.ir.state import ModuleState
 from graphshard.ir.torch_internals import cached_casts, replaced
-from graphshard.ir.tracing_internals import contents_now, is_traced, memory_of, run_compiled_functions_eagerly
+from graphshard.ir.tracing_internals import (
+    conditionals_are_operators,
+    contents_now,
+    is_traced,
+    memory_of,
+    run_compiled_functions_eagerly,
+)
 
 
 class FlatForward(nn.Module):
@@ -105,7 +112,7 @@ class FlatForward(nn.Module):
             stack.enter_context(run_compiled_functions_eagerly())
             stack.enter_context(preserve_node_meta())
             stack.enter_context(_module_stack(module))
-            watch = Watch({slot.name: tensor for slot, tensor in given.items() if slot.kind == "param"})
+            watch = Watch(given)
             stack.enter_context(watch)
             stack.enter_context(WatchHooks(watch.made))
             stack.enter_context(idle_conversions())
@@ -116,6 +123,8 @@ class FlatForward(nn.Module):
             recorder = Recorder(module, self._learned, own, self._allow)
             self.regions.enter_region, self.regions.buffers = recorder.enter_region, self._held_buffers
             stack.enter_context(recorder.recording(list(inputs)))
+            stack.enter_context(conditionals_are_operators())
+            stack.enter_context(Conditionals(watch, recorder.enter_branch))
             result = self._path.around(module, watch.assume)(*args, **kwargs)
             leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed))
             self.leaves = [*leaves, *recorder.finish(leaves, passed)]

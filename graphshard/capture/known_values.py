@@ -168,14 +168,14 @@ class _Readers(TorchFunctionMode):
         frame = _asking()
         expected = None if _package(frame) == "torch" else expected_truth(frame)
         if expected is not None:
-            self._assume(_as_tensor(condition), expected, line_of(frame))
+            self._assume(as_tensor(condition), expected, line_of(frame))
         return expected
 
     def check(self, condition: torch.SymBool) -> None:
         """What `torch._check` takes for granted is checked after the call; operators check for themselves."""
         frame = _asking("torch")
         if _package(frame) != "torch":
-            self._assume(_as_tensor(condition), True, line_of(frame))
+            self._assume(as_tensor(condition), True, line_of(frame))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is Tensor.unbind and is_unknown(args[0].shape[0]):
@@ -214,7 +214,8 @@ def _guarded(func: Any, frame: FrameType) -> bool | None:
     return expected_truth(frame) if func is Tensor.__bool__ else None
 
 
-def _as_tensor(condition: torch.SymBool) -> Tensor:
+def as_tensor(condition: torch.SymBool) -> Tensor:
+    """A condition on sizes that depend on values, as a tensor."""
     value: Any = condition
     return torch.full((), value, dtype=torch.bool)
 

@@ -56,17 +56,31 @@ class RegionEffects:
 
     def refusal(self, *, reentrant: bool) -> Located | None:
         """At the end of the region: the error to raise if backward runs it again; None if that changes nothing."""
+        for now, name, place, line in self._changes():
+            if reentrant and now.kind == "attributes" and _has_gradient(now.contents.get(name)):
+                return self._without_gradient(place, line)
+            is_read = (id(now.owner), name) in self._read_before
+            if now.kind != "attributes" or not isinstance(now.owner, nn.Module) or is_read:
+                return self._refusal(place, line)
+        return None
+
+    def refusal_of_branch(self) -> Located | None:
+        """At the end of a branch of torch.cond: the error to raise; None if it has changed nothing."""
+        for _, _, place, line in self._changes():
+            return self._located(
+                line,
+                f"a branch of torch.cond changes {place}. Both branches are computed, and the results of one chosen: "
+                "return a tensor from the branches, and keep it outside of them.",
+            )
+        return None
+
+    def _changes(self) -> Iterator[tuple[_Held, Any, Place, str]]:
+        """What has changed: what holds it, its name, its place, and the line that changed it."""
         for now in _all_held(self._nodes.values()):
             before = self._begin.get(id(now.owner))
             for name in () if before is None else _differences(before.contents, now.contents):
-                key = id(now.owner), name
-                if reentrant and now.kind == "attributes" and _has_gradient(now.contents.get(name)):
-                    place = now.place.then("attribute", name)
-                    return self._without_gradient(place, self._lines.get(key, now.line))
-                if now.kind != "attributes" or not isinstance(now.owner, nn.Module) or key in self._read_before:
-                    place = now.place if now.kind == "items" else now.place.then("attribute", name)
-                    return self._refusal(place, self._lines.get(key, now.line))
-        return None
+                place = now.place if now.kind == "items" else now.place.then("attribute", name)
+                yield now, name, place, self._lines.get((id(now.owner), name), now.line)
 
     def _without_gradient(self, place: Place, line: str) -> Located:
         return self._error(
@@ -83,10 +97,11 @@ class RegionEffects:
         )
 
     def _error(self, line: str, what: str) -> Located:
+        return self._located(line, f"a region of torch.utils.checkpoint {what}")
+
+    def _located(self, line: str, what: str) -> Located:
         where = f" at {line}" if line else ""
-        return Located(
-            f"graphshard cannot capture {self._label}.forward{where}: a region of torch.utils.checkpoint {what}"
-        )
+        return Located(f"graphshard cannot capture {self._label}.forward{where}: {what}")
 
 
 def _has_gradient(value: Any) -> bool:

@@ -36,6 +36,14 @@ _ADVICE = {
         "experts: what has no tokens adds nothing."
     ),
     "operator": "This operator takes functions, which graphshard cannot schedule yet. Write it as plain operators.",
+    "branch": (
+        "torch.cond computes both branches and chooses one, so a branch cannot draw random numbers, write to a tensor "
+        "that it has not made, or use one in other than torch's functions. Do this before torch.cond, or after it."
+    ),
+    "branches": (
+        "The branches of torch.cond must return the same: tensors of equal shape, dtype and strides, equal numbers. "
+        "Return numbers as tensors, pad to one shape, or call contiguous()."
+    ),
     "write": (
         "Forward writes to a parameter. The full parameter exists during the call only, and FSDP2 loses what is "
         "written to it. Write to it between calls, under torch.no_grad(), or hold the value in a buffer."

@@ -6,9 +6,10 @@ torch.linalg.inv(x)    raises if x is singular: a value, which a trace does not 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphshard.capture.lines import user_place
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.checks import Check, Condition
+from graphshard.ir.program import Slot
 from graphshard.ir.tracing_internals import arguments_of, memory_of, written_by
 
 _NESTED = {
@@ -40,7 +42,7 @@ class Watch(TorchDispatchMode):
     """Raises Untraceable where a forward does what no program can keep.
 
     Args:
-        params: the traced parameters by name.
+        given: the traced tensors that forward finds.
 
     Attributes:
         checks: what is to be checked after each call, with the traced status.
@@ -49,11 +51,22 @@ class Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, given: Mapping[Slot, torch.Tensor]) -> None:
         super().__init__()
-        self._params = {memory_of(tensor): name for name, tensor in params.items()}
+        self._given = {memory_of(tensor): slot for slot, tensor in given.items()}
         self.made: list[Made] = []
         self.checks: list[tuple[Check | Condition, torch.Tensor]] = []
+        self._branch: int | None = None  # how many tensors were made before it began
+
+    @contextlib.contextmanager
+    def branch(self, taken: torch.Tensor) -> Iterator[None]:
+        """What runs in the block counts only if `taken`, but runs anyway."""
+        outer, self._branch, first = self._branch, len(self.made), len(self.checks)
+        try:
+            yield
+        finally:
+            self._branch = outer
+        self.checks[first:] = [(check, check.where(taken, status)) for check, status in self.checks[first:]]
 
     def assume(self, value: torch.Tensor, expected: bool, line: str) -> None:
         """A value has this truth value, or the forward raises an exception at a line."""
@@ -70,14 +83,25 @@ class Watch(TorchDispatchMode):
         if func is torch.ops.aten._linalg_check_errors.default:
             self.checks.append((Check(args[1], kwargs["is_matrix"]), args[0]))
             return None
+        if self._branch is not None and torch.Tag.nondeterministic_seeded in func.tags:
+            raise Untraceable("branch", f"operator {func}")
         if isinstance(func, OpOverload) and func._schema.is_mutable:
-            for name in (self._params.get(memory_of(tensor)) for tensor in written_by(func, args, kwargs)):
-                if name is not None:
-                    raise Untraceable("write", f"parameter {name}, operator {func}")
+            if self._branch is not None:
+                self._check_own(func, args, kwargs)
+            for slot in (self._given.get(memory_of(tensor)) for tensor in written_by(func, args, kwargs)):
+                if slot is not None and slot.kind == "param":
+                    raise Untraceable("write", f"parameter {slot.name}, operator {func}")
         result = func(*args, **kwargs)
         place = user_place()
         self.made += [Made(weakref.ref(t), place) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         return result
+
+    def _check_own(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise Untraceable where a branch writes to what it has not made."""
+        before = [each.tensor() for each in self.made[: self._branch]]
+        foreign = {*self._given} | {memory_of(tensor) for tensor in before if tensor is not None}
+        if any(memory_of(tensor) in foreign for tensor in written_by(func, args, kwargs)):
+            raise Untraceable("branch", f"operator {func}")
 
 
 class WatchHooks(TorchFunctionMode):

@@ -21,6 +21,10 @@ class Check:
     operator: str
     is_matrix: bool
 
+    def where(self, taken: torch.Tensor, status: torch.Tensor) -> torch.Tensor:
+        """A status that is good where the operator is in a branch that is not taken."""
+        return torch.where(taken, status, torch.zeros_like(status))
+
     def __call__(self, status: torch.Tensor) -> None:
         """Raise torch.linalg.LinAlgError if the operator failed."""
         torch.ops.aten._linalg_check_errors(status, self.operator, is_matrix=self.is_matrix)
@@ -37,6 +41,10 @@ class Condition:
 
     line: str
     expected: bool
+
+    def where(self, taken: torch.Tensor, status: torch.Tensor) -> torch.Tensor:
+        """A truth value that is the expected one where the condition is in a branch that is not taken."""
+        return status | ~taken if self.expected else status & taken
 
     def __call__(self, status: torch.Tensor) -> None:
         """Raise InputError where forward would have raised something; on GPUs an assertion, at a later time."""

@@ -40,6 +40,7 @@ __all__ = [
     "answer_tracing_checks",
     "arguments_of",
     "cast_tensors",
+    "conditionals_are_operators",
     "conditions_on_sizes",
     "contents_now",
     "fake_kernels",
@@ -51,6 +52,7 @@ __all__ = [
     "memory_of",
     "new_unknown_float",
     "new_unknown_size",
+    "number_of_next_node",
     "quiet_tracing",
     "replace_differentiable",
     "run_compiled_functions_eagerly",
@@ -300,6 +302,26 @@ def run_compiled_functions_eagerly() -> Iterator[None]:
         yield
         return
     with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def number_of_next_node() -> int:
+    """The number that autograd gives the next node that it makes; later ones are greater."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+@contextlib.contextmanager
+def conditionals_are_operators() -> Iterator[None]:
+    """While this is open, torch.cond calls its operator with the functions that it was given.
+
+    Otherwise it would have Dynamo trace them: so it asks whether Dynamo does so already.
+    """
+    ask = torch.compiler.is_dynamo_compiling
+
+    def asked() -> bool:
+        return sys._getframe(1).f_code is torch.cond.__code__ or ask()
+
+    with replaced(torch.compiler, "is_dynamo_compiling", asked):
         yield
 
 

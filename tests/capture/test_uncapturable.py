@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import is_grad_enabled, nn
+from torch._higher_order_ops import while_loop
 from torch.utils.checkpoint import checkpoint
 
 from graphshard.ir.errors import CaptureError
@@ -58,9 +59,9 @@ class _Object(Scale):
         return y, lambda: y
 
 
-class _Cond(Scale):
+class _While(Scale):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, lambda v: v * 2, lambda v: v + 1, (x * self.w,))
+        return while_loop(lambda v: v.sum() < 3, lambda v: (v + 1,), (x * self.w,))[0]
 
 
 class _Shapes(Scale):
@@ -167,8 +168,8 @@ UNCAPTURABLE = [
     (_Rows, "for row in torch.nonzero(y):", "The number of rounds depends on the values of a tensor."),
     (_Size, "return torch.eye(int(x.sum())) @ y", "A size that depends on the values of a tensor must be known here."),
     (
-        _Cond,
-        "return torch.cond(x.sum() > 0, lambda v: v * 2, lambda v: v + 1, (x * self.w,))",
+        _While,
+        "return while_loop(lambda v: v.sum() < 3, lambda v: (v + 1,), (x * self.w,))[0]",
         "This operator takes functions, which graphshard cannot schedule yet.",
     ),
     (_ListOfSizes, "rows[tuple(x.long()), tuple(x.long())] = True", "A tensor's value becomes a Python number."),

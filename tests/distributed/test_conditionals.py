@@ -1,0 +1,179 @@
+"""torch.cond in forward: equal to FSDP2, where each rank runs the branch that its own values choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import graphshard
+from tests.distributed.nets import full
+from tests.distributed.twins import assert_same, fsdp2, grads_of, params_of, twins, world_mesh
+from tests.ranks import RankError, Ranks
+
+
+class Gate(nn.Module):
+    """Chooses between layers; `scale` is used in one branch alone, `shift` inside and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale, self.shift = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x * 0.7 + self.shift
+        chosen = torch.cond(
+            x.mean() > 0,
+            lambda a: self.left(a) * self.scale + hidden * self.shift + hidden.sin() * self.shift,
+            lambda a: self.right(a).tanh() - self.shift * a,
+            (hidden.cos(),),
+        )
+        return chosen + hidden + x
+
+
+class Gates(nn.Module):
+    """Two units, one of which is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gate() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, self.layers[0]):
+            x = layer(x)
+        return x.square().mean()
+
+
+class Checkpointed(Gates):
+    """The condition is computed again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x.square().mean()
+
+
+class Roots(nn.Module):
+    """The other branch has no finite gradient: of a root of zero, and of a matrix that has no inverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x @ self.w).relu() * (x.mean() > 0)
+        singular = y.mT @ y + torch.eye(4) * (x.mean() > 0)
+        root = torch.cond(x.mean() > 0, lambda: y.sqrt().nan_to_num(posinf=0.0), lambda: y + self.w.sum())
+        inverse = torch.cond(x.mean() > 0, lambda: torch.linalg.inv(singular).contiguous(), lambda: singular * 2)
+        return root.where(y > 0, 0 * y).sum() + inverse.sum()
+
+
+class Nested(nn.Module):
+    """A condition in a branch, dictionaries of results, a condition that Python decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(a: Tensor) -> Tensor:
+            return torch.cond(a.max() > 1, lambda b: b * self.w + a * self.w, lambda b: b - self.w * b, (a * self.w,))
+
+        results = torch.cond(
+            x.mean() > 0,
+            lambda a: {"y": inner(a) * a},
+            lambda a: {"y": a * self.w.exp() + a * self.w},
+            (x + self.w,),
+        )
+        y = torch.cond(x.shape[0] > 2, lambda a: a * 2, lambda a: a.new_zeros(()), (results["y"],))
+        return y.square().sum()
+
+
+MODELS: tuple[Callable[[], nn.Module], ...] = (Gates, Checkpointed, Roots, Nested)
+
+
+def _rows(seed: int) -> Tensor:
+    """Of which every second seed takes the first branches."""
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).abs() * (-1) ** seed
+
+
+def _train(rank: int, world_size: int, make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    pair = twins(make(), world_mesh(), **options)
+    optims = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in pair]
+    for step in range(4):
+        losses = [model(_rows(step + rank)) for model in pair]
+        assert_same({"loss": losses[0]}, {"loss": losses[1]}, f"step {step}")
+        for loss in losses:
+            loss.backward()
+            assert torch.isfinite(loss)
+        assert_same(*map(grads_of, pair), f"gradients of step {step}")
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    assert_same(*map(params_of, pair), "parameters")
+    assert len(graphshard.programs(pair[0])) == 1
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_training_equals_fsdp2(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
+    """Ranks take different branches at each step, and one program serves them."""
+    ranks(2).run(_train, make, {}, share=False)
+
+
+def _train_with_inductor(rank: int, world_size: int, make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, twin = make(), make()
+    twin.load_state_dict(model.state_dict())
+    compiled, twin = graphshard.compile(model, world_mesh()), fsdp2(twin, world_mesh())
+    for step in range(2):
+        for each in (compiled, twin):
+            each(_rows(step + rank)).backward()
+        torch.testing.assert_close(*(full(grads_of(each)) for each in (compiled, twin)))
+
+
+def test_inductor_compiles_both_branches(ranks: Ranks) -> None:
+    ranks(2).run(_train_with_inductor, Gates)
+
+
+def _load(rank: int, world_size: int, path: Path) -> None:
+    torch.manual_seed(0)
+    model, twin = Nested(), Nested()
+    twin.load_state_dict(model.state_dict())
+    graphshard.export(model, 1, path, example_inputs=(_rows(0),), device="cpu", backend="eager")
+    loaded = graphshard.load(path, model, world_mesh())
+    for seed in range(3):
+        loaded(_rows(seed)).backward()
+        twin(_rows(seed)).backward()
+    assert_same(full(grads_of(loaded)), grads_of(twin), "loaded")
+
+
+def test_artifacts_hold_both_branches(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(1).run(_load, tmp_path / "nested.gshard", share=False)
+
+
+class Inverse(nn.Module):
+    """Its operator fails in a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor, mean: Tensor) -> Tensor:
+        return torch.cond(mean > 0, lambda a: torch.linalg.inv(a * self.w).mT, lambda a: a * self.w, (x,))
+
+
+def _invert(rank: int, world_size: int, mean: float) -> None:
+    model = graphshard.compile(Inverse(), world_mesh(), backend="eager")
+    model(torch.zeros(4, 4), torch.tensor(mean))
+
+
+def test_an_operator_that_fails_in_a_branch_raises_where_it_is_taken(ranks: Ranks) -> None:
+    ranks(1).run(_invert, -1.0, share=False)
+    with pytest.raises(RankError, match=r"linalg\.inv: .* singular"):
+        ranks(1).run(_invert, 1.0, share=False)
