@@ -44,7 +44,7 @@ say which calls a captured program serves. `diagnose.py` turns a failure into a 
   everything behind a recomputed value as recomputable, and goes back through region after region.
 * **A checkpoint in a checkpoint is part of the outer one.** The saved bytes are eager mode's; what eager mode computes
   twice runs once.
-* **torch.cond is converted to a choice** (`conditionals.py`). Branches kept as graphs would have to be known to every pass,
+* **torch.cond is converted to a choice** (`conditionals.py`). Branches kept as graphs would concern every pass,
   the partitioner, the printer, the codec and the cost model, a region could not reach across them, and a collective
   within one would hang where ranks choose differently. Each tensor enters the branches through one node of autograd:
   without it the branch that is not taken adds zero times infinity, and sums add up in another order.
