@@ -14,6 +14,7 @@ at the end of a run: that an attribute holds a tensor, that a number is written,
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from graphshard.capture.changes import OF_PARAMETERS, Changes, Node, attributes_of
+from graphshard.capture.environment import watched_environment
 from graphshard.capture.hooks import users_hooks
 from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.left_hooks import LeftHooks
@@ -71,6 +73,7 @@ class Recorder:
             self._hooks = LeftHooks(self.root)
             self._watch_hooks()
             self._watch(nn.Module)
+            stack.enter_context(watched_environment(self._read_of_environment))
             stack.enter_context(replaced(nn.Module, "__setattr__", self._noting_lines(nn.Module.__setattr__)))
             try:
                 yield
@@ -214,6 +217,11 @@ class Recorder:
                 place = node.place.then("class", name)
                 self.reach.reads[id(cls), name] = self.reach.witnessed(place, found)
                 self.reach.prepared(found, place)
+
+    def _read_of_environment(self, name: str, value: Any) -> None:
+        """An environment variable is read."""
+        place = Place("", (("environment", name),))
+        self.reach.reads.setdefault((id(os.environ), name), self.reach.witnessed(place, value))
 
     def _not_there(self, node: Node, name: str) -> None:
         """An object has no attribute of its own of a name. That a module has no forward of its own is the rule."""

@@ -67,7 +67,7 @@ def known_values(assume: Assume) -> Iterator[None]:
     """
     makers = _Makers()
     readers = _Readers(makers, assume)
-    with interceptable_reads(), conditions_on_sizes(readers.decide, readers.check), makers, readers:
+    with interceptable_reads(readers.read), conditions_on_sizes(readers.decide, readers.check), makers, readers:
         yield
 
 
@@ -178,6 +178,10 @@ class _Readers(TorchFunctionMode):
             self._assume(as_tensor(condition), True, line_of(frame))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return self.read(func, *args, **(kwargs or {}))
+
+    def read(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function returns; any that reads no values is called."""
         if func is Tensor.unbind and is_unknown(args[0].shape[0]):
             raise Untraceable("loop", "unbind")
         if func in _READERS:
@@ -185,7 +189,7 @@ class _Readers(TorchFunctionMode):
             if all(map(self._makers.knows, tensors)):
                 with without_tracing():
                     values = [self._makers.value(arg) if isinstance(arg, Tensor) else arg for arg in args]
-                    return func(*values, **(kwargs or {}))
+                    return func(*values, **kwargs)
             if any(map(is_traced, tensors)):
                 frame = _asking()
                 expected = _guarded(func, frame)
@@ -197,7 +201,7 @@ class _Readers(TorchFunctionMode):
                 if func in _DECIDERS:
                     drawn = all(map(self._makers.is_drawn, tensors))
                     raise Untraceable("random" if drawn else "value", func.__name__)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _as_list(tensor: Tensor) -> Any:

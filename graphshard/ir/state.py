@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
-StepKind: TypeAlias = Literal["attribute", "class", "item", "value", "cell", "global", "default"]
+StepKind: TypeAlias = Literal["attribute", "class", "item", "value", "cell", "global", "default", "environment"]
 Path: TypeAlias = tuple[tuple[StepKind, Any], ...]
 
 
@@ -42,7 +42,7 @@ class Place:
         module: name in the module that is captured; "" is that module.
         path: steps by an "attribute", by a "class" attribute, by the key of an "item", by the number of a "value" of a
             dict, and by the name of a variable that a function closes over ("cell"), of a "global", or of an argument
-            with a "default".
+            with a "default"; or the name of a variable of the "environment", which no module has.
     """
 
     module: str
@@ -56,9 +56,15 @@ class Place:
         """Whether it is reached through another place, or is that place."""
         return self.module == other.module and self.path[: len(other.path)] == other.path
 
+    def of(self, label: str) -> str:
+        """As text that begins with the name of the module that is captured."""
+        return str(self) if self.path[:1] and self.path[0][0] == "environment" else f"{label}.{self}"
+
     def __str__(self) -> str:
         text = self.module
         for kind, key in self.path:
+            if kind == "environment":
+                return f"os.environ[{key!r}]" if key else "os.environ"
             text += f"[{key!r}]" if kind == "item" else f".{key}" if text else str(key)
         return text
 

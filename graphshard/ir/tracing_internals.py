@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import types
@@ -186,12 +187,21 @@ def conditions_on_sizes(
 
 
 @contextlib.contextmanager
-def interceptable_reads() -> Iterator[None]:
-    """Let modes see functions that read values of traced tensors, which have methods of their own for two of them."""
+def interceptable_reads(read: Callable[[Callable[..., Any], torch.Tensor], Any]) -> Iterator[None]:
+    """Let `read`, given a function of torch and a traced tensor, read values, where those have methods of their own.
+
+    Modes do not see these methods in functions that torch has written in Python, such as its losses.
+    """
     with contextlib.ExitStack() as stack:
         for name in ("tolist", "__bool__"):
-            stack.enter_context(replaced(FunctionalTensor, name, getattr(torch.Tensor, name)))
+            function = getattr(torch.Tensor, name)
+            method = functools.partialmethod(_call_second, read, function)
+            stack.enter_context(replaced(FunctionalTensor, name, method))
         yield
+
+
+def _call_second(tensor: torch.Tensor, read: Callable[..., Any], function: Callable[..., Any]) -> Any:
+    return read(function, tensor)
 
 
 def is_traced(tensor: torch.Tensor) -> bool:

@@ -158,7 +158,7 @@ class Guard:
         if type(value) is type(watch.witness) and type(value) in (int, float):
             self.number = read.place
         now = text_at(read.place, value, self._names, read.free)
-        return f"{self._label}.{read.place} was {read.text} and is {now}"
+        return f"{read.place.of(self._label)} was {read.text} and is {now}"
 
 
 def differences(state: ModuleState, root: nn.Module) -> Iterator[tuple[Place, str, str]]:

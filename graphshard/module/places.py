@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from graphshard.capture.entry import Entry
+from graphshard.capture.environment import variable
 from graphshard.capture.outer import getter, slots_of
 from graphshard.ir.state import MISSING, Path, Place, StepKind
 
@@ -53,6 +54,8 @@ def owner_of(root: nn.Module, place: Place) -> Any:
 
 def _attributes(owner: Any, kind: StepKind, key: Any) -> Callable[[Any, Any], Any]:
     """What looks an attribute up."""
+    if kind == "environment":
+        return variable
     if isinstance(owner, types.FunctionType) and kind in ("cell", "global", "default"):
         return getter(owner, kind, key)
     if isinstance(owner, (type, types.ModuleType)) or key in slots_of(type(owner)):

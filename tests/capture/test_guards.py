@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -107,3 +108,26 @@ def test_conditions_on_random_numbers(mesh: DeviceMesh) -> None:
     assert torch.equal(graphshard.compile(model, mesh, backend="eager")(x), expected)
     with pytest.raises(graphshard.CaptureError, match=r"test_guards.py:\d+\n.*\n.*random number.*layerdrop=0"):
         graphshard.compile(Drops(0.1), mesh, backend="eager")(x)
+
+
+class Likelihood(nn.Module):
+    """A loss of torch's that is written in Python and refuses negative variances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variance = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gaussian_nll_loss(x, torch.zeros_like(x), self.variance(x))
+
+
+def test_conditions_within_functions_of_torch(mesh: DeviceMesh) -> None:
+    """They are checked, too, and the message names the line that calls the function."""
+    model = Likelihood()
+    nn.init.constant_(model.variance.weight, 1.0)
+    nn.init.constant_(model.variance.bias, 0.0)
+    expected = F.gaussian_nll_loss(torch.ones(2, 3), torch.zeros(2, 3), torch.full((2, 3), 3.0))
+    compiled = graphshard.compile(model, mesh, backend="eager")
+    assert torch.equal(compiled(torch.ones(2, 3)), expected)
+    with pytest.raises(graphshard.InputError, match=r"test_guards\.py:\d+: return F\.gaussian_nll_loss"):
+        compiled(-torch.ones(2, 3))
