@@ -20,12 +20,14 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.package import package_aoti
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.ir.graph import interpolations
+from graphshard.ir.params import memory_order
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
+from graphshard.ir.strides import laid_out
 from graphshard.lower.numbers import numbers_as_tensors
 from graphshard.lower.operators import compile_operators, num_kernels, outputs_of
 from graphshard.lower.packages import Package
@@ -144,6 +146,17 @@ def _decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
     with torch.no_grad(), outputs[0].fake_mode:
         decomposed = make_fx(numbers_as_tensors(module), _decompositions(), tracing_mode="real")(*inputs)
     (output,) = decomposed.graph.find_nodes(op="output")
+    output.args = (tuple(map(_pinned, output.args[0], outputs)),)
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
     output.meta["original_output_strides"] = [value.stride() for value in outputs]
     return decomposed, inputs
+
+
+def _pinned(result: Any, expected: Any) -> Any:
+    """An output of a decomposed region in the strides that it had: Inductor would keep those of the decomposition."""
+    if not isinstance(result, Node) or not isinstance(expected, torch.Tensor):
+        return result
+    extents = zip(expected.shape, result.meta["val"].stride(), expected.stride())
+    if all(expression(size) == 1 or expression(made) == expression(stride) for size, made, stride in extents):
+        return result
+    return laid_out(result, memory_order(expected))

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphshard.lower.inductor
 from graphshard.ir.graph import is_view
+from graphshard.ir.kernel_strides import new_tracing_mode
 from graphshard.ir.program import Program, Region
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.inductor import compile_inductor
@@ -198,3 +199,24 @@ def test_inductor() -> None:
     torch.testing.assert_close(value, (x @ w).t().softmax(0).sin())
     assert value.stride() == traced.meta["val"].stride()
     assert inputs == []
+
+
+@pytest.mark.slow
+def test_a_decomposition_with_other_strides() -> None:
+    """Of batch norm's backward: the kernel's result is contiguous, that of the decomposition is like its input."""
+
+    def backward(grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        mean, scale = torch.zeros(4), torch.ones(4)
+        mask = [True, True, True]
+        return torch.ops.aten.native_batch_norm_backward(grad.mT, x.mT, w, None, None, mean, scale, True, 1e-5, mask)[0]
+
+    inputs = [torch.randn(2, 5, 4), torch.randn(2, 5, 4), torch.ones(4)]
+    with new_tracing_mode() as mode:
+        fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
+        graph = make_fx(backward, tracing_mode="real")(*fakes).graph
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    region = make_region(nodes, graph.find_nodes(op="placeholder"), list(graph.output_node().all_input_nodes))
+    expected = backward(*inputs)
+    (value,) = compile_inductor(region, "region_0")(inputs)
+    assert value.stride() == expected.stride() == (20, 5, 1)
+    torch.testing.assert_close(value, expected)
