@@ -26,12 +26,18 @@ class ShardedModule(Unsupported, nn.Module):
 
     _graphshard: Runner
 
+    def __copy__(self) -> Any:
+        """The same shards and programs, with a dict of its own for other attributes."""
+        twin = object.__new__(self.__class__)
+        twin.__dict__.update(self.__dict__)
+        return twin
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A compiled module of its own: shards are copied, programs are captured again, compiled regions are shared."""
         for param in self.parameters():
             if id(param) not in memo:
                 memo[id(param)] = copy_of(param)
-        twin = self.__class__.__new__(self.__class__)
+        twin = object.__new__(self.__class__)
         memo[id(self)] = twin
         for module in self.modules():
             memo.update((id(value), None) for value in module.__dict__.values() if isinstance(value, Entry))
@@ -152,13 +158,20 @@ def _check_bool(name: str, value: object) -> None:
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of a compiled module: a subclass of the user's, whose forward has the signature of the user's."""
+    """The class of a compiled module: a subclass of the user's, whose forward has the signature of the user's.
+
+    Called, it makes a module of the user's class, which has no programs: a slice of an `nn.Sequential` is made so.
+    """
 
     @functools.wraps(cls.forward)
     def forward(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
         return self._graphshard.call(self, args, kwargs)
 
-    return type(f"Sharded{cls.__name__}", (ShardedModule, cls), {"__module__": cls.__module__, "forward": forward})
+    def plain(_: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        return cls(*args, **kwargs)
+
+    namespace = {"__module__": cls.__module__, "__new__": plain, "forward": forward}
+    return type(f"Sharded{cls.__name__}", (ShardedModule, cls), namespace)
 
 
 def attach(module: nn.Module, runner: Runner) -> None:

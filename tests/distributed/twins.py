@@ -6,7 +6,7 @@ import copy
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,11 +29,19 @@ POLICIES = {"fp32": FP32, "bf16": BF16}
 Batch: TypeAlias = Callable[[], dict[str, Any]]
 
 
-def fsdp2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Shard with FSDP2, by graphshard's units."""
-    for unit in find_units(model):
-        fully_shard(model.get_submodule(unit), mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+def fsdp2(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    units: Sequence[str] | None = None,
+    mp_policy: MixedPrecisionPolicy | dict[str, MixedPrecisionPolicy] = FP32,
+    **options: Any,
+) -> nn.Module:
+    """Shard with FSDP2, by graphshard's units, of one module each; a policy may be told for each by its name."""
+    for unit in (*find_units(model, units), ""):
+        policy = mp_policy.get(unit, FP32) if isinstance(mp_policy, dict) else mp_policy
+        fully_shard(model.get_submodule(unit), mesh=mesh, mp_policy=policy, **options)
+    return model
 
 
 def twins(model: nn.Module, mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, nn.Module]:

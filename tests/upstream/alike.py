@@ -1,0 +1,79 @@
+"""Training two sharded models side by side, and what they send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.nets import Block
+from tests.distributed.twins import assert_same, grads_of, local, params_of
+
+Pair = tuple[nn.Module, nn.Module]
+
+
+def stack(depth: int = 3, dim: int = 8, hidden: int = 12) -> nn.Sequential:
+    """Blocks one after another, each of them a unit; the root has no parameters of its own."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(dim, hidden, bias=True) for _ in range(depth)))
+
+
+def own_rows(step: int, *shape: int) -> Tensor:
+    """Rows that differ from step to step and from rank to rank."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(*(shape or (4, 8)), generator=generator)
+
+
+def squares(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+def train_alike(
+    pair: Pair,
+    loss_of: Callable[[nn.Module, int], Tensor] = lambda model, step: squares(model(own_rows(step))),
+    steps: int = 3,
+) -> None:
+    """Steps of Adam on both: losses, gradients and parameters are equal bit for bit at each.
+
+    Gradients are set to None after every second step, and to zero after the others.
+    """
+    optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in pair]
+    for step in range(steps):
+        seen: list[dict[str, Any]] = []
+        for model, optim in zip(pair, optims):
+            loss = loss_of(model, step)
+            loss.backward()
+            seen.append({"loss": loss.detach(), **{n: _copied(grad) for n, grad in grads_of(model).items()}})
+            optim.step()
+            optim.zero_grad(set_to_none=step % 2 == 1)
+        assert_same(*seen, f"loss and gradients of step {step}")
+        assert_same(*map(params_of, pair), f"parameters after step {step}")
+
+
+def _copied(grad: Tensor | None) -> Tensor | None:
+    held = local(grad)
+    return None if held is None else held.detach().clone()
+
+
+@contextmanager
+def reduced_dtypes() -> Iterator[set[torch.dtype]]:
+    """The dtypes of all tensors that reductions are given within the block."""
+    with _Reductions() as mode:
+        yield mode.dtypes
+
+
+class _Reductions(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and ("reduce" in func._opname or "all_to_all" in func._opname):
+            self.dtypes |= {leaf.dtype for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)}
+        return func(*args, **(kwargs or {}))
