@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.capture.diagnose import line_of
 from graphshard.capture.shard_operators import ShardOperators
+from graphshard.capture.variables import read_by
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.extension import Extension
 from graphshard.ir.operators import JOIN
@@ -148,12 +149,20 @@ class Extended:
         )
 
     def _run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        before = read_by(function)
         try:
-            return function(*args)
+            result = function(*args)
         except CaptureError:
             raise
         except Exception as error:
             raise self._error(name, f"{type(error).__name__}: {error}{line_of(error)}") from error
+        if read_by(function) != before:
+            raise self._error(
+                name,
+                "it changes a variable that it reads, which FSDP2 would do at each gather, and a program does not. "
+                "Change it between the calls of the model",
+            )
+        return result
 
     def _check(self) -> None:
         row, missing = self.row, missing_methods(shard_in(self.param))

@@ -20,10 +20,11 @@ from graphshard.capture.extensions import Extended
 from graphshard.capture.inputs import moved_to
 from graphshard.capture.modes import Modes
 from graphshard.capture.signature import Signature, leaf_key
+from graphshard.capture.variables import relied_on
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Program
 from graphshard.ir.state import Place
-from graphshard.ir.subclasses import identity_of, is_extended
+from graphshard.ir.subclasses import is_extended
 from graphshard.ir.units import units_within
 from graphshard.lower.regions import RegionCall
 from graphshard.options.options import Options
@@ -154,7 +155,7 @@ class Tracer:
             grad=torch.is_grad_enabled(),
             autocast=torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
             params=tuple((ref.param.requires_grad, ref.param.dtype) for ref in self.params),
-            extended=tuple(told for ref in self.params if (told := identity_of(ref.param)) is not None),
+            extended=relied_on((ref.param, ref.owner) for ref in self.params),
             settings=tuple(ref.row.settings for ref in self.params),
         )
 

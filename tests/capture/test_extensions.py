@@ -49,6 +49,14 @@ def _broadcasts(self: Any, mesh: Any) -> Any:
     return ((self / largest).to(torch.bfloat16),), None
 
 
+def _counts(self: Any, mesh: Any) -> Any:
+    _COUNTED.append(mesh.size())
+    return (self,), None
+
+
+_COUNTED: list[int] = []
+
+
 def _returns_a_tensor(self: Any, mesh: Any) -> Any:
     return self.to(torch.bfloat16), None
 
@@ -82,6 +90,7 @@ def _transposes(self: Any, gathered: Any, metadata: Any, param_dtype: Any, *, ou
             r"fsdp_pre_all_gather of parameter blocks.0.0.weight writes to its shard. Keep what",
         ),
         ({"pre": _broadcasts}, r"communicates by c10d.allreduce_.*Only functional all-reduces over the mesh"),
+        ({"pre": _counts}, r"it changes a variable that it reads, .*Change it between the calls of the model"),
         (
             {"pre": _returns_a_tensor},
             r"blocks.0.0.weight \(Tensor\): it must return a tuple of tensors, and metadata",

@@ -6,6 +6,7 @@ import copy
 import functools
 import tempfile
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -106,18 +107,20 @@ def test_padding_is_for_the_method(ranks: Ranks) -> None:
     ranks(2).run(_train_uneven)
 
 
-_given_out: dict[str, list[bool]] = {"ours": [], "theirs": []}
+# What notes is no variable of a method, which may change none.
+_note_out = mock.Mock()
 
 
 def _notes_out(self: Any, gathered: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
     traced = type(gathered[0]) is not Tensor
-    _given_out["ours" if traced else "theirs"].append(out is not None)
+    _note_out("ours" if traced else "theirs", out is not None)
     return widened(self, gathered, metadata, param_dtype, out=out)
 
 
 def _train_noting(rank: int, world_size: int) -> dict[str, list[bool]]:
     train_beside_fsdp2(even, world_mesh(), prepare=functools.partial(patch_shards, post=_notes_out))
-    return _given_out
+    noted = [call.args for call in _note_out.call_args_list]
+    return {whose: [given for who, given in noted if who == whose] for whose in ("ours", "theirs")}
 
 
 def test_out_is_never_passed(ranks: Ranks) -> None:
@@ -128,11 +131,11 @@ def test_out_is_never_passed(ranks: Ranks) -> None:
         assert any(given["theirs"])
 
 
-_told: list[tuple[int, int]] = []
+_note_mesh = mock.Mock()
 
 
 def _tells_mesh(self: Any, mesh: Any) -> Any:
-    _told.append((mesh.ndim, mesh.size()))
+    _note_mesh(mesh.ndim, mesh.size())
     return (self.a, self.b), None
 
 
@@ -140,7 +143,7 @@ def _train_on_two_axes(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with pairs_follow(_tells_mesh):
         train_beside_fsdp2(_pairs, mesh)
-    assert set(_told) == {(1, 2)}
+    assert {call.args for call in _note_mesh.call_args_list} == {(1, 2)}
 
 
 def test_replicas(ranks: Ranks) -> None:

@@ -38,7 +38,9 @@ def _classes(rank: int, world_size: int) -> None:
     ours, theirs = twins(stack(), world_mesh())
     assert isinstance(ours, nn.Sequential)
     assert (type(ours).__name__, type(theirs).__name__) == ("ShardedSequential", "FSDPSequential")
-    assert [type(sub) for name, sub in ours.named_modules() if name] == [type(plain.get_submodule(n)) for n in names[1:]]
+    assert [type(sub) for name, sub in ours.named_modules() if name] == [
+        type(plain.get_submodule(n)) for n in names[1:]
+    ]
     assert type(copy.copy(ours)) is type(ours)
     x = own_rows(0)
     results: list[dict[str, Any]] = []
