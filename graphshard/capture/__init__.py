@@ -52,8 +52,9 @@ say which calls a captured program serves. `diagnose.py` turns a failure into a 
   Its methods are traced before the forward, in the same trace: the function that is traced takes the tensors that the
   shard holds, and beside them a leaf that nothing reads, for the gradient. The operator `join` stands where the gather
   will be. A subclass is its attributes (`ir/subclasses.py`): `__tensor_flatten__` is not asked, as FSDP2 does not ask
-  it, and torchao's forgets the scale that is set after each step. Ranks with shorter shards show the methods a padded
-  one, so that the graph has no rank in it; operators that would tell the padding apart are errors
+  it, and torchao's forgets the scale that is set after each step. What its methods read besides is part of the
+  signature (`variables.py`), since they run before anything of forward is recorded. Ranks with shorter shards show the
+  methods a padded one, so that the graph has no rank in it; operators that would tell the padding apart are errors
   (`shard_operators.py`).
 * **A program with dynamic sizes is chosen for a call by `fit.misfit`**: equal sizes, fixed sizes, strides, ranges, and
   the guards that capture and Inductor left in the shape environment. A region whose compilation added a guard is not

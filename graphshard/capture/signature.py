@@ -47,7 +47,7 @@ class Signature:
             "grad": "gradients are " + ("on" if self.grad else "off"),
             "autocast": "autocast changed",
             "params": "dtype or requires_grad of a parameter changed",
-            "extended": "attributes or methods of a tensor subclass that is a parameter, or what they read, were changed",
+            "extended": "attributes or methods of a parameter that is a tensor subclass, or what they read, changed",
             "settings": "resharding, the divisor of gradients, or what is gathered by hand was changed",
         }
         changed = [why for name, why in reasons.items() if getattr(self, name) != getattr(other, name)]

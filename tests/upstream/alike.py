@@ -74,8 +74,7 @@ class _Reductions(TorchDispatchMode):
         self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and (
-            "reduce" in func._opname or "all_to_all" in func._opname
-        ):
+        name = func._opname if func.namespace in ("c10d", "_c10d_functional") else ""
+        if "reduce" in name or "all_to_all" in name:  # what a reduce-scatter is run as on two gloo ranks
             self.dtypes |= {leaf.dtype for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)}
         return func(*args, **(kwargs or {}))

@@ -1,0 +1,251 @@
+"""test_fully_shard_mixed_precision.py of PyTorch: the dtypes that are computed, reduced and accumulated in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.distributed.nets import largest_dim
+from tests.distributed.twins import BF16, FP32, assert_same, grads_of, params_of, twins, world_mesh
+from tests.ranks import Ranks
+from tests.upstream.alike import Pair, own_rows, reduced_dtypes, squares, stack, train_alike
+
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+FLOAT16 = MixedPrecisionPolicy(param_dtype=torch.float16)
+REDUCED_IN_BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+# Resharding on as many ranks.
+RESHARD: list[tuple[bool | int, int]] = [(False, 2), (True, 2), (2, 4)]
+
+
+def _step_reducing_in(pair: Pair, dtype: torch.dtype, x: Tensor) -> None:
+    """A step of both, in which every reduction is in one dtype, and gradients have that of the parameters."""
+    seen = []
+    for model in pair:
+        model.zero_grad()
+        loss = squares(model(x))
+        with reduced_dtypes() as reduced:
+            loss.backward()
+        assert reduced == {dtype}
+        assert all(p.grad.dtype == p.dtype for p in model.parameters() if p.grad is not None)
+        seen.append({"loss": loss.detach()})
+    assert_same(*seen, "loss")
+    assert_same(*map(grads_of, pair), "gradients")
+
+
+def _trained(
+    rank: int, world_size: int, policy: MixedPrecisionPolicy, dtype: torch.dtype, reshard: bool | int, inner: bool
+) -> None:
+    placement = largest_dim if inner else None
+    pair = twins(stack(), world_mesh(), mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement)
+    _step_reducing_in(pair, dtype, own_rows(9))
+    for model in pair:
+        model.zero_grad()
+    train_alike(pair)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("reshard", "world_size"), RESHARD)
+def test_computed_and_reduced_in_low_precision(
+    ranks: Ranks, reshard: bool | int, world_size: int, dtype: torch.dtype, inner: bool
+) -> None:
+    """`TestFullyShardMixedPrecisionTraining.test_compute_dtype`: sharded along dim 0, or the largest."""
+    ranks(world_size).run(_trained, MixedPrecisionPolicy(param_dtype=dtype), dtype, reshard, inner)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "dtype"), [(BF16, torch.float32), (REDUCED_IN_BF16, torch.bfloat16)], ids=["float32", "bfloat16"]
+)
+@pytest.mark.parametrize(("reshard", "world_size"), RESHARD)
+def test_reduced_in_another_dtype(
+    ranks: Ranks, reshard: bool | int, world_size: int, policy: MixedPrecisionPolicy, dtype: torch.dtype, inner: bool
+) -> None:
+    """`TestFullyShardMixedPrecisionTraining.test_reduce_dtype`: a higher one than that of the product, or a lower."""
+    ranks(world_size).run(_trained, policy, dtype, reshard, inner)
+
+
+class _WithIntegers(nn.Module):
+    """Layers, and a frozen parameter of integers in the same unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.integers = nn.Parameter(torch.ones(8, dtype=torch.int64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def _thawed(rank: int, world_size: int) -> None:
+    """FSDP2 2.13 settles dtypes at the first call, so its own has no frozen call before."""
+    pair = twins(_WithIntegers(), world_mesh(), mp_policy=BF16)
+    pair[0].requires_grad_(False)
+    with torch.no_grad():
+        output = pair[0](own_rows(0))
+    assert output.dtype == torch.bfloat16
+    pair[0].layers.requires_grad_(True)
+    _step_reducing_in(pair, torch.float32, own_rows(0))
+    assert pair[0].integers.grad is None
+
+
+def test_trained_after_a_call_with_everything_frozen(ranks: Ranks) -> None:
+    """`TestFullyShardMixedPrecisionTraining.test_reduce_dtype_after_frozen_first_forward`."""
+    ranks(2).run(_thawed)
+
+
+def _accumulated(rank: int, world_size: int, reshard: bool) -> None:
+    pair = twins(stack(), world_mesh(), mp_policy=BF16, reshard_after_forward=reshard)
+    optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in pair]
+    for step in range(2):
+        for microbatch in range(4):
+            last = microbatch == 3
+            losses = []
+            for model in pair:
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last or reshard)
+                output = model(own_rows(microbatch))
+                assert output.dtype == torch.bfloat16
+                with reduced_dtypes() as reduced:
+                    output.sum().backward()
+                assert reduced == ({torch.float32} if last else set())
+                losses.append({"output": output.detach()})
+            assert_same(*losses, f"microbatch {microbatch} of step {step}")
+        assert_same(*map(grads_of, pair), f"step {step}")
+        for optim in optims:
+            optim.step()
+            optim.zero_grad(set_to_none=step == 0)
+    assert_same(*map(params_of, pair), "parameters")
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_microbatches_add_up_in_float32(ranks: Ranks, reshard: bool) -> None:
+    """`TestFullyShardMixedPrecisionTraining.test_grad_acc_with_reduce_dtype`."""
+    ranks(2).run(_accumulated, reshard)
+
+
+@dataclass
+class _Inner:
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class _Outer:
+    """What units give each other, a dataclass in a dataclass; no pytree."""
+
+    inner: _Inner
+    z: Tensor
+
+
+class _OfEach(nn.Module):
+    """A layer for all tensors of a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, given: _Outer) -> _Outer:
+        return _Outer(_Inner(self.layer(given.inner.x), self.layer(given.inner.y)), self.layer(given.z))
+
+
+class _Structured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_OfEach() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = _Outer(_Inner(x, x.clone()), x.clone())
+        for layer in self.layers:
+            given = layer(given)
+        return given.inner.x + given.inner.y + given.z
+
+
+def _structured(rank: int, world_size: int) -> None:
+    in_bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for policy in (FP32, in_bf16, BF16):
+        torch.manual_seed(0)
+        train_alike(twins(_Structured(), world_mesh(), mp_policy=policy))
+
+
+def test_dataclasses_in_dataclasses_between_units(ranks: Ranks) -> None:
+    """`TestFullyShardMixedPrecisionTraining.test_structured_input_output`; see also `test_containers.py`."""
+    ranks(2).run(_structured)
+
+
+class _Told(nn.Module):
+    """A layer that writes down the dtypes it is given."""
+
+    def __init__(self, name: str, told: list[Any]) -> None:
+        super().__init__()
+        self.linear, self.name, self.told = nn.Linear(8, 8), name, told
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        self.told.append((self.name, x.dtype, None if y is None else y.dtype))
+        return self.linear(x.to(self.linear.weight.dtype))
+
+
+class _Two(nn.Module):
+    """Two such layers; the second may be given a tensor that is made here."""
+
+    def __init__(self, *, external: bool = False) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+        self.first, self.second = _Told("first", self.told), _Told("second", self.told)
+        self.external = external
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.told.append(("root", x.dtype, None))
+        y = torch.ones(4, 8, dtype=torch.float32) if self.external else None
+        return self.second(self.first(x), y)
+
+
+def _told_alike(pair: Pair) -> list[Any]:
+    """What both write down in one step."""
+    seen = []
+    for model in pair:
+        output = model(own_rows(0))
+        squares(output).backward()
+        seen.append({"output": output.detach()})
+    assert_same(*seen, "outputs")
+    assert_same(*map(grads_of, pair), "gradients")
+    assert pair[0].told == pair[1].told
+    return pair[0].told
+
+
+HALF, WHOLE = torch.float16, torch.float32
+ONE_UNIT: dict[str, tuple[str, MixedPrecisionPolicy, list[torch.dtype]]] = {
+    "cast by FSDP": ("second", FLOAT16, [WHOLE, WHOLE, HALF]),
+    "cast by the module": ("second", MixedPrecisionPolicy(HALF, cast_forward_inputs=False), [WHOLE, WHOLE, WHOLE]),
+    "and cast back": ("first", MixedPrecisionPolicy(HALF, output_dtype=WHOLE), [WHOLE, HALF, WHOLE]),
+}
+
+
+def _one_unit(rank: int, world_size: int, case: str) -> None:
+    unit, policy, expected = ONE_UNIT[case]
+    pair = twins(_Two(), world_mesh(), units=[unit], mp_policy={unit: policy, "": FP32})
+    assert [dtype for _, dtype, _ in _told_alike(pair)] == expected
+
+
+@pytest.mark.parametrize("case", ONE_UNIT)
+def test_one_unit_in_half_precision(ranks: Ranks, case: str) -> None:
+    """`TestFullyShardMixedPrecisionCasts.test_float16_on_one_submodule`: root, first and second are given these."""
+    ranks(2).run(_one_unit, case)
+
+
+def _external(rank: int, world_size: int, cast: bool) -> None:
+    policies = {"second": MixedPrecisionPolicy(HALF, cast_forward_inputs=cast), "": FLOAT16}
+    pair = twins(_Two(external=True), world_mesh(), units=["second"], mp_policy=policies)
+    root, first, second = _told_alike(pair)
+    assert (root[1], first[1], second[1:]) == (HALF, HALF, (HALF, HALF if cast else WHOLE))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_inputs_of_a_unit_that_are_made_outside(ranks: Ranks, cast: bool) -> None:
+    """`TestFullyShardMixedPrecisionCasts.test_submodules_with_external_inputs`."""
+    ranks(2).run(_external, cast)
