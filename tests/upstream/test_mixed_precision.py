@@ -18,8 +18,8 @@ from tests.ranks import Ranks
 from tests.upstream.alike import Pair, own_rows, reduced_dtypes, squares, stack, train_alike
 
 REDUCED_IN_BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-# Resharding on as many ranks.
-RESHARD: list[tuple[bool | int, int]] = [(False, 2), (True, 2), (2, 4)]
+# Resharding, on as many ranks, and whether parameters are sharded along their largest dim.
+CASES: list[tuple[bool | int, int, bool]] = [(False, 2, True), (True, 2, False), (2, 4, False), (2, 4, True)]
 
 
 def _step_reducing_in(pair: Pair, dtype: torch.dtype, x: Tensor) -> None:
@@ -53,9 +53,8 @@ def _trained(
     train_alike(pair)
 
 
-@pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("reshard", "world_size"), RESHARD)
+@pytest.mark.parametrize(("reshard", "world_size", "inner"), CASES)
 def test_computed_and_reduced_in_low_precision(
     ranks: Ranks, reshard: bool | int, world_size: int, dtype: torch.dtype, inner: bool
 ) -> None:
@@ -63,11 +62,10 @@ def test_computed_and_reduced_in_low_precision(
     ranks(world_size).run(_trained, MixedPrecisionPolicy(param_dtype=dtype), dtype, reshard, inner)
 
 
-@pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize(
     ("policy", "dtype"), [(BF16, torch.float32), (REDUCED_IN_BF16, torch.bfloat16)], ids=["float32", "bfloat16"]
 )
-@pytest.mark.parametrize(("reshard", "world_size"), RESHARD)
+@pytest.mark.parametrize(("reshard", "world_size", "inner"), CASES)
 def test_reduced_in_another_dtype(
     ranks: Ranks, reshard: bool | int, world_size: int, policy: MixedPrecisionPolicy, dtype: torch.dtype, inner: bool
 ) -> None:
