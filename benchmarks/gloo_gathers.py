@@ -1,37 +1,57 @@
-"""How often overlapping all-gathers kill a pair of gloo ranks: torch's functional ones, and those graphshard launches.
+"""Functional all-gathers on gloo corrupt the heap while several are under way; needs torch alone, to be reported to it.
 
     python benchmarks/gloo_gathers.py [--runs 10] [--rounds 1500]
 
-Each run is two fresh processes; a dead one (SIGSEGV, or SIGABRT with "malloc(): unaligned tcache chunk") counts.
+Each run is two fresh processes that gather seven tensors at once, again and again. With the functional operator
+(`_c10d_functional.all_gather_into_tensor`) some runs die, of SIGSEGV, or of SIGABRT with "malloc(): unaligned tcache
+chunk detected" and the like; with `torch.distributed.all_gather_into_tensor`, called with the same tensors, none does.
+graphshard launches the latter on gloo (`graphshard/runtime/gloo.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from graphshard.ir.graph import c10d
-from graphshard.runtime.gloo import all_gather
-
 SIZES = (256, 512, 65536, 262144, 700000, 256, 1000)
-LAUNCHES = {"torch, functional": c10d.all_gather_into_tensor.default, "graphshard": all_gather}
+WORLD_SIZE = 2
+Wait = Callable[[], object]
+
+
+def functional(shard: torch.Tensor) -> Wait:
+    """Launch the functional operator."""
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    full = torch.ops._c10d_functional.all_gather_into_tensor(shard, WORLD_SIZE, group)
+    return lambda: torch.ops._c10d_functional.wait_tensor(full)
+
+
+def plain(shard: torch.Tensor) -> Wait:
+    """Launch what FSDP2 calls."""
+    full = shard.new_empty(WORLD_SIZE * len(shard))
+    work = dist.all_gather_into_tensor(full, shard, async_op=True)
+    return lambda: (work.wait(), full)
+
+
+LAUNCHES = {"_c10d_functional": functional, "torch.distributed": plain}
 
 
 def run(rank: int, name: str, rounds: int, store: str) -> None:
     """One rank: gathers of all sizes under way at once, then all waits."""
+    warnings.simplefilter("ignore", FutureWarning)  # newer names of the same function
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
     for _ in range(rounds):
-        gathered = []
+        waits = []
         for size in SIZES:
-            gathered.append(LAUNCHES[name](torch.full((2 * size,), float(rank)), 2, group))
+            waits.append(LAUNCHES[name](torch.full((2 * size,), float(rank))))
             _ = [torch.empty(2) for _ in range(50)]  # small allocations, as a training step makes
-        for tensor in gathered:
-            c10d.wait_tensor(tensor)
+        for wait in waits:
+            wait()
     dist.destroy_process_group()
 
 
@@ -41,14 +61,16 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=1500)
     args = parser.parse_args()
+    print(f"torch {torch.__version__}")
     dead = dict.fromkeys(LAUNCHES, 0)
     for _ in range(args.runs):
         for name in LAUNCHES:
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    torch.multiprocessing.spawn(run, (name, args.rounds, f"{folder}/store"), 2)
-                except torch.multiprocessing.ProcessExitedException:
+                    torch.multiprocessing.spawn(run, (name, args.rounds, f"{folder}/store"), WORLD_SIZE)
+                except torch.multiprocessing.ProcessExitedException as error:
                     dead[name] += 1
+                    print(f"{name}: {error}")
     for name, count in dead.items():
         print(f"{name:20} {count} of {args.runs} runs died")
 

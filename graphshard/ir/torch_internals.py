@@ -20,6 +20,7 @@ from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
+from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache
 from torch._logging import trace_structured
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -57,6 +58,7 @@ __all__ = [
     "fake_tensor",
     "hint",
     "hooks_of_all_modules",
+    "inductor_cache",
     "load_package",
     "min_cut_partition",
     "new_fake_mode",

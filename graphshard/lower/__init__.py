@@ -25,6 +25,8 @@ Pitfalls:
 
 * Batch norm of a transposed input returns other strides than its fake kernel says. Where operators run one by one,
   `view` becomes `reshape` (`regions.reshape_views`). A region that falls back to ATen gets its results restrided.
+* Inductor pins outputs to the strides of the graph that it is given, whatever was recorded in the output's `meta`.
+  Where a decomposition has other strides than the kernel, a copy is put into the graph (`inductor._pinned`).
 * Inductor's decompositions create tensors: run `make_fx` inside the region's fake mode. Their table depends on
   `config.fallback_random` at the time it is selected.
 * Inductor's C++ reductions add a guard such as `s0*s1 <= 4096`: sizes on both sides of it make two programs.

@@ -18,7 +18,6 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.package import package_aoti
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -28,6 +27,7 @@ from graphshard.ir.params import memory_order
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
 from graphshard.ir.strides import laid_out
+from graphshard.lower.cache import writable_cache
 from graphshard.lower.numbers import numbers_as_tensors
 from graphshard.lower.operators import compile_operators, num_kernels, outputs_of
 from graphshard.lower.packages import Package
@@ -40,12 +40,13 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Iter
     """Compile each region once per machine: its ranks start at different regions and meet in Inductor's cache."""
     names = list(regions)
     first = len(names) * _local_rank() // _local_world_size()
-    locks = os.path.join(cache_dir(), "graphshard-locks")
-    os.makedirs(locks, exist_ok=True)
-    for done, name in enumerate(names[first:] + names[:first]):
-        show(f"compile {name}, {done} of {len(names)} done")
-        with FileLock(os.path.join(locks, f"{regions[name].key}.lock")):
-            yield name, compile_inductor(regions[name], name)
+    with writable_cache() as cache:
+        locks = os.path.join(cache, "graphshard-locks")
+        os.makedirs(locks, exist_ok=True)
+        for done, name in enumerate(names[first:] + names[:first]):
+            show(f"compile {name}, {done} of {len(names)} done")
+            with FileLock(os.path.join(locks, f"{regions[name].key}.lock")):
+                yield name, compile_inductor(regions[name], name)
 
 
 def _local_rank() -> int:
@@ -81,9 +82,10 @@ def compile_inductor(region: Region, name: str) -> Boxed:
 
 def package_all(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
     """Compile each region with AOTInductor into a `Package`; it cannot be called."""
-    for done, (name, region) in enumerate(regions.items()):
-        show(f"compile {name}, {done} of {len(regions)} done")
-        yield name, package(region, name)
+    with writable_cache():
+        for done, (name, region) in enumerate(regions.items()):
+            show(f"compile {name}, {done} of {len(regions)} done")
+            yield name, package(region, name)
 
 
 def package(region: Region, name: str) -> Package:

@@ -118,7 +118,7 @@ def test_two_ranks_then_three_then_two(tmp_path: Path) -> None:
 
 
 def test_an_artifact_serves_every_number_of_ranks(tmp_path: Path) -> None:
-    """Nothing is captured after the export."""
+    """The same, with programs of one file that was made before."""
     artifact = tmp_path / "elastic.gshard"
     command = [sys.executable, str(EXAMPLE), *SIZES, "--export", str(artifact)]
     subprocess.run(command, env={**ENVIRONMENT, **os.environ}, check=True, timeout=300)
