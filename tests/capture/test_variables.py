@@ -32,7 +32,7 @@ def _helper() -> Any:
     return FACTOR
 
 
-def _method(self: Any, mesh: Any, start: list[int] = [0]) -> Any:
+def _method(self: Any, mesh: Any, start: list[int] = [0]) -> Any:  # noqa: B006
     return NUMBERS["a"], SETTINGS.inner.factor, SETTINGS.computed, start, _helper()
 
 
