@@ -5,7 +5,8 @@
 
 Steps have shapes, modes, accumulation and state dicts by chance, the same on both ranks. Models are compiled, trained
 for a step and deleted. At the end parameters of 16 MB are gathered, by `unshard`, until so much has gone through gloo.
-Prints a line for each tenth of a part, and whether its last third holds more than the middle one: it may, by `--slack` MB.
+Prints a line for each tenth of a part, and whether its last third holds more than the middle one: it may, by `--slack`
+MB.
 """
 
 from __future__ import annotations
