@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
-from graphshard.artifact.load import library_for
+from graphshard.artifact.load import artifact_path, library_for
 from graphshard.debug.dump import dump_directory, recorder
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.program import Program
+from graphshard.ir.text import brief
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
-from graphshard.module.sharded_module import ShardedModule, install_method
+from graphshard.module.sharded_module import compiled_module, install_method
 from graphshard.options.arguments import options_given, takes_options
 from graphshard.options.checks import check_examples, check_mesh, check_model, default_mesh
 from graphshard.options.options import CompileArguments
@@ -98,10 +99,11 @@ def compile(
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
     axes = check_mesh(mesh)
-    check_examples(example_inputs, example_kwargs)
+    check_examples(model, example_inputs, example_kwargs)
+    file = None if artifact is None else artifact_path("artifact", artifact)
     tracer = prepare(model, chosen, axes, device_of(mesh))
     runner = make_runner(model, tracer, mesh, recorder(dump_directory(dump, dist.get_rank())))
-    library = None if artifact is None else library_for(artifact, model, runner)
+    library = None if file is None else library_for(file, model, runner)
     prepared = None
     if example_inputs is not None or example_kwargs is not None:
         leaves, structure = pytree.tree_flatten((tuple(example_inputs or ()), dict(example_kwargs or {})))
@@ -125,9 +127,7 @@ def programs(model: nn.Module) -> list[Program]:
     Raises:
         ArgumentError: the module was not compiled.
     """
-    if not isinstance(model, ShardedModule):
-        raise ArgumentError(f"{type(model).__name__} is not compiled. Call graphshard.compile(model, mesh) first.")
-    return list(model._graphshard.programs)
+    return list(compiled_module(model)._graphshard.programs)
 
 
 def register_forward_method(model: nn.Module, method: str) -> None:
@@ -143,16 +143,21 @@ def register_forward_method(model: nn.Module, method: str) -> None:
     Raises:
         ArgumentError: the module was not compiled, or has no such method.
     """
-    if not isinstance(model, ShardedModule):
-        raise ArgumentError(f"{type(model).__name__} is not compiled. Call graphshard.compile(model, mesh) first.")
+    model = compiled_module(model)
+    if not isinstance(method, str):
+        raise ArgumentError(f"method must be the name of a method such as 'encode', got {brief(method)}.")
     prefix, _, name = method.rpartition(".")
     owner = dict(model.named_modules()).get(prefix)
     if owner is None:
         raise ArgumentError(
-            f"method: {model._graphshard.tracer.spec.forward_class.__name__} has no submodule {prefix!r}."
+            f"method: {model._graphshard.tracer.spec.forward_class.__name__} has no submodule "
+            f"{brief(prefix)}, as {brief(method)} has it."
         )
     if not callable(getattr(type(owner), name, None)):
-        raise ArgumentError(f"method: {type(owner).__name__.removeprefix('Sharded')} has no method {name!r}.")
+        raise ArgumentError(
+            f"method: {type(owner).__name__.removeprefix('Sharded')} has no method {brief(name)}, as {brief(method)} "
+            "has it."
+        )
     if method not in model._graphshard.methods:
         model._graphshard.methods.append(method)
         install_method(model, method)

@@ -23,8 +23,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from graphshard.ir.errors import ArtifactError
-from graphshard.ir.files import replacing
+from graphshard.ir.errors import ArgumentError, ArtifactError
+from graphshard.ir.files import read_file, replacing
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -101,11 +101,9 @@ def read_archive(path: Path) -> Archive:
         ArtifactError: it is no such file, was truncated or changed, has another format, or could do harm.
     """
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ArtifactError(f"{path} is larger than {_MAX_FILE_BYTES} bytes, which no artifact is.")
-        content = path.read_bytes()
-    except OSError as error:
-        raise ArtifactError(f"{path} cannot be read: {error.strerror}.") from None
+        content = read_file(path, _MAX_FILE_BYTES)
+    except ArgumentError as error:
+        raise ArtifactError(str(error)) from None
     try:
         with zipfile.ZipFile(BytesIO(content)) as archive:
             found = _read(path, archive)

@@ -7,6 +7,7 @@ would; regions are compiled once for all of them. What comes out is one file for
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,17 +25,22 @@ from graphshard.artifact.stored_options import describe_options
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import check_bool, check_choice, check_count, is_int, path_of
 from graphshard.ir.mesh import Mesh, MeshLike
 from graphshard.ir.progress import progress
+from graphshard.ir.text import brief
 from graphshard.lower.regions import Compiler, RegionCall
 from graphshard.module.prepare import prepare
 from graphshard.options.arguments import options_given, takes_options
-from graphshard.options.checks import check_examples, check_model
+from graphshard.options.checks import check_containers, check_examples, check_model
 from graphshard.options.options import CompileArguments, Options
 from graphshard.passes import ToDevice
 from graphshard.pipeline.pipeline import Pipeline
 
 Mode = Literal["training", "inference", "both"]
+
+# A file for more would fit no machine.
+_MOST_THREADS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,9 @@ class Call:
         grad: with backward; otherwise under `torch.no_grad()`.
         gradients: further sets of outputs, by their index among the output's leaves, that a backward is to be there
             for; one for the likely set, the losses, is there in any case.
+
+    Raises:
+        ArgumentError: one of them is wrong by itself.
     """
 
     inputs: Sequence[Any] = ()
@@ -56,6 +65,20 @@ class Call:
     training: bool | None = None
     grad: bool = True
     gradients: Sequence[Sequence[int]] = ()
+
+    def __post_init__(self) -> None:
+        check_containers(self.inputs, self.kwargs, ("inputs", "kwargs"))
+        if not isinstance(self.entry, str):
+            raise ArgumentError(f"entry must be the name of a submodule, got {brief(self.entry)}.")
+        if self.training is not None:
+            check_bool("training", self.training)
+        check_bool("grad", self.grad)
+        if not isinstance(self.gradients, (list, tuple)) or not all(map(_are_indices, self.gradients)):
+            raise ArgumentError(f"gradients must be a list of tuples of outputs' indices, got {brief(self.gradients)}.")
+
+
+def _are_indices(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(is_int(index) and index >= 0 for index in value)
 
 
 @takes_options
@@ -115,13 +138,16 @@ def export(
     """
     chosen = options_given(export, options)
     check_model(model)
-    check_examples(example_inputs, example_kwargs)
+    check_examples(model, example_inputs, example_kwargs)
     target = _target(path)
     meshes = [Mesh.of_shape(item) for item in _meshes(mesh)]
     wanted = _calls(example_inputs, example_kwargs, mode, calls)
     kind = _device(device, mesh)
-    if not isinstance(accumulate, bool):
-        raise ArgumentError(f"accumulate must be True or False, got {accumulate!r}.")
+    check_bool("accumulate", accumulate)
+    if threads is not None:
+        check_count("threads", threads, most=_MOST_THREADS)
+    if compile_regions is not None:
+        check_bool("compile_regions", compile_regions)
     machine = load_profile(chosen.hardware or ("h100" if kind.type == "cuda" else "cpu-gloo"))
     if target.suffix == ".pt2":
         return _plain(model, meshes, wanted, kind, target, chosen)
@@ -185,11 +211,16 @@ def _prefixed(show: Callable[[str], None], mesh: Mesh) -> Callable[[str], None]:
 
 def _target(path: Any) -> Path:
     """Where to write; checked before hours of compilation, not after."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentError(f"path must be a file such as 'model.gshard', got {type(path).__name__}.")
-    target = Path(path)
-    if target.is_dir() or not os.access(target.parent, os.W_OK):
-        raise ArgumentError(f"path: {target} cannot be written. Give a file in a directory that is there and writable.")
+    target = path_of("path", path, "a file such as 'model.gshard'")
+    try:
+        if target.is_dir():
+            raise IsADirectoryError
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError:
+        raise ArgumentError(
+            f"path: {str(target)!r} cannot be written. Give a file in a directory that is there and writable."
+        ) from None
     return target
 
 
@@ -201,10 +232,9 @@ def _meshes(mesh: Any) -> list[Any]:
 
 
 def _calls(inputs: Any, kwargs: Any, mode: str, calls: Any) -> list[Call]:
-    if mode not in get_args(Mode):
-        raise ArgumentError(f"mode must be one of {', '.join(map(repr, get_args(Mode)))}, got {mode!r}.")
+    check_choice("mode", mode, get_args(Mode))
     if not isinstance(calls, (list, tuple)) or not all(isinstance(call, Call) for call in calls):
-        raise ArgumentError(f"calls must be a list of graphshard.Call, got {calls!r}.")
+        raise ArgumentError(f"calls must be a list of graphshard.Call, got {brief(calls)}.")
     found = []
     if inputs is not None or kwargs is not None:
         given = tuple(inputs or ()), dict(kwargs or {})
@@ -217,8 +247,8 @@ def _calls(inputs: Any, kwargs: Any, mode: str, calls: Any) -> list[Call]:
 
 
 def _device(device: Any, mesh: Any) -> torch.device:
-    if device not in ("cpu", "cuda", None):
-        raise ArgumentError(f"device must be 'cpu', 'cuda' or None, got {device!r}.")
+    if device is not None:
+        check_choice("device", device, ("cpu", "cuda"))
     if device is None and isinstance(mesh, DeviceMesh):
         device = mesh.device_type
     here = torch.cuda.is_available()

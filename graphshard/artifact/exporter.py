@@ -21,6 +21,7 @@ from graphshard.cost.multiplications import flop_of
 from graphshard.explain.predict import Bound, bound_of, explained
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.program import Phase, Program, Region
+from graphshard.ir.text import brief
 from graphshard.lower.operators import num_kernels
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import Boxed, Compiler, lower
@@ -133,7 +134,8 @@ class Exporter:
         except AttributeError:
             names = [name for name, _ in self.model.named_modules() if name][:5]
             raise ArgumentError(
-                f"entry={entry!r} is no submodule of {type(self.model).__name__}; such are {', '.join(names)}."
+                f"entry={brief(entry)} is no submodule of {type(self.model).__name__}; such are "
+                f"{', '.join(map(brief, names))}."
             ) from None
 
 
@@ -214,7 +216,7 @@ def _outputs(program: Program, outputs: Sequence[int]) -> frozenset[str]:
     used = frozenset(map(str, outputs))
     if not used <= set(program.tangents):
         raise ArgumentError(
-            f"gradients={list(outputs)}: the program is differentiable through outputs "
+            f"gradients={brief(list(outputs))}: the program is differentiable through outputs "
             f"{', '.join(program.tangents) or '(none)'} only."
         )
     return used

@@ -27,7 +27,8 @@ from graphshard.artifact.members import Artifact, read_artifact
 from graphshard.artifact.stored_options import check_same_options, restored_options
 from graphshard.capture.hooks import HOOKS
 from graphshard.codec.converter import read
-from graphshard.ir.errors import ArgumentError, ArtifactError
+from graphshard.ir.errors import ArtifactError
+from graphshard.ir.given import path_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, build_table, named_parameters
 from graphshard.ir.precision import Precision
@@ -35,7 +36,7 @@ from graphshard.ir.subclasses import PRE, is_extended, shard_in
 from graphshard.module.guard import differences as state_differences
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.runner import Runner
-from graphshard.options.arguments import check_names, takes_options
+from graphshard.options.arguments import options_given, takes_options
 from graphshard.options.checks import check_mesh, check_model, default_mesh
 from graphshard.options.options import CompileArguments, Options
 
@@ -73,11 +74,11 @@ def load(
             changed.
         ArgumentError: an argument is wrong.
     """
-    check_names(load, options)
+    options_given(load, options)
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
     axes = check_mesh(mesh)
-    artifact = read_artifact(_path(path))
+    artifact = read_artifact(artifact_path("path", path))
     device = device_of(mesh)
     index = _check_place(artifact, device, axes)
     params = artifact.params(index)
@@ -95,10 +96,10 @@ def load(
     return model
 
 
-def library_for(path: str | os.PathLike[str], model: nn.Module, runner: Runner) -> StoredPrograms | None:
+def library_for(path: Path, model: nn.Module, runner: Runner) -> StoredPrograms | None:
     """The programs of a file for a runner; None, and a warning that says why, if it does not fit."""
     try:
-        artifact = read_artifact(_path(path))
+        artifact = read_artifact(path)
         spec = runner.tracer.spec
         index = _check_place(artifact, spec.device, spec.mesh)
         params = artifact.params(index)
@@ -113,10 +114,9 @@ def library_for(path: str | os.PathLike[str], model: nn.Module, runner: Runner) 
     return library
 
 
-def _path(path: Any) -> Path:
-    if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentError(f"path must be a file that graphshard.export wrote, got {type(path).__name__}.")
-    return Path(path)
+def artifact_path(name: str, path: Any) -> Path:
+    """The argument with the path of a file of `export`; raise ArgumentError if it is no path."""
+    return path_of(name, path, "a file that graphshard.export wrote")
 
 
 def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh) -> int:

@@ -16,6 +16,7 @@ from torch.export.dynamic_shapes import _combine_args
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.errors import ArgumentError, InputError
+from graphshard.ir.text import brief
 
 _DYNAMIC, _WEAK = "_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices"
 
@@ -38,14 +39,18 @@ def dynamic_dims(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
         InputError: a size is outside the range of its `Dim`.
     """
     inputs = _combine_args(module, args, dict(kwargs))
+    if not (shapes is None or isinstance(shapes, (tuple, list, Mapping))):
+        raise _no_shapes("dynamic_shapes", shapes)
     if isinstance(shapes, (tuple, list)):
         if len(shapes) > len(inputs):
-            raise ArgumentError(f"dynamic_shapes has {len(shapes)} entries, the call has {len(inputs)} inputs.")
+            raise ArgumentError(
+                f"dynamic_shapes has {len(shapes)} entries, {brief(shapes)}, the call has {len(inputs)} inputs."
+            )
         shapes = dict(zip(inputs, shapes))
     unknown = set(shapes or {}) - set(inputs)
     if unknown:
         raise ArgumentError(
-            f"dynamic_shapes names {', '.join(map(repr, sorted(unknown)))}, the call's inputs are "
+            f"dynamic_shapes names {', '.join(sorted(map(brief, unknown)))}, the call's inputs are "
             f"{', '.join(map(repr, inputs))}."
         )
     found = {name: _spec(value, (shapes or {}).get(name), name) for name, value in inputs.items()}
@@ -59,9 +64,13 @@ def _spec(value: Any, shapes: Any, path: str) -> Any:
     children, structure = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
     if structure.is_leaf() or (len(children) == 1 and children[0] is value):
         return None
+    if not (shapes is None or isinstance(shapes, (tuple, list, Mapping))):
+        raise _no_shapes(path, shapes)
     if isinstance(value, Mapping):
-        specs = shapes or {}
-        return {key: _spec(child, specs.get(key), f"{path}[{key!r}]") for key, child in value.items()}
+        if not (shapes is None or isinstance(shapes, Mapping)):
+            raise _no_shapes(path, shapes)
+        by_key = shapes or {}
+        return {key: _spec(child, by_key.get(key), f"{path}[{key!r}]") for key, child in value.items()}
     specs = [None] * len(children) if shapes is None else list(shapes)
     if len(specs) != len(children):
         raise ArgumentError(f"dynamic_shapes: {path} has {len(children)} parts, its entry has {len(specs)}.")
@@ -70,8 +79,21 @@ def _spec(value: Any, shapes: Any, path: str) -> Any:
     return tuple(found) if isinstance(value, tuple) else found
 
 
+def _no_shapes(path: str, shapes: Any) -> ArgumentError:
+    return ArgumentError(
+        f"dynamic_shapes: the entry of {path} must be a dict by dimension, a tuple or None, got {brief(shapes)}."
+    )
+
+
 def _dims(tensor: torch.Tensor, shapes: Any, path: str) -> dict[int, Any]:
+    if not (shapes is None or isinstance(shapes, (tuple, list, Mapping))):
+        raise _no_shapes(path, shapes)
+    if isinstance(shapes, (tuple, list)) and len(shapes) != tensor.dim():
+        raise ArgumentError(f"dynamic_shapes: {path} has {tensor.dim()} dimensions, its entry is {brief(shapes)}.")
     given = dict(enumerate(shapes)) if isinstance(shapes, (tuple, list)) else dict(shapes or {})
+    for dim in given:
+        if not isinstance(dim, int):
+            raise ArgumentError(f"dynamic_shapes: {path} has the entry {brief(dim)}. Give dims by number.")
     dims: dict[int, Any] = dict.fromkeys(getattr(tensor, _WEAK, ()), Dim.AUTO)
     dims |= dict.fromkeys(getattr(tensor, _DYNAMIC, ()), Dim.DYNAMIC)
     dims |= {dim: what for dim, what in given.items() if what is not None and not isinstance(what, int)}
@@ -80,7 +102,7 @@ def _dims(tensor: torch.Tensor, shapes: Any, path: str) -> dict[int, Any]:
             raise ArgumentError(f"dynamic_shapes: {path} has {tensor.dim()} dimensions, there is no dimension {dim}.")
         low, high = getattr(what, "min", 0), getattr(what, "max", None)
         size = tensor.shape[dim]
-        if isinstance(low, int) and isinstance(high, int) and not low <= size <= high:
+        if (isinstance(low, int) and size < low) or (isinstance(high, int) and size > high):
             raise InputError(
                 f"input {path} has size {size} in dimension {dim}, which dynamic_shapes declares as "
                 f"{getattr(what, '__name__', what)!r} from {low} to {high}."

@@ -15,13 +15,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.files import read_file
+from graphshard.ir.given import path_of
 from graphshard.ir.plain import read, write
+from graphshard.ir.text import brief
 
 SCHEMA = 1
+_REMEDY = "Write it with `graphshard calibrate`."
+# A profile has some kilobytes.
+_MOST_BYTES = 16 << 20
 KINDS = ("gather", "reduce", "all_reduce", "all_to_all")
 
 
@@ -141,7 +146,7 @@ class Profile:
         return json.dumps({"schema": SCHEMA, **_sourced(data, sources), "made": made}, indent=1) + "\n"
 
     @staticmethod
-    def from_json(text: str, where: str = "profile") -> Profile:
+    def from_json(text: str | bytes, where: str = "profile") -> Profile:
         """Inverse of `to_json`.
 
         Raises:
@@ -149,17 +154,21 @@ class Profile:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
-            raise ArgumentError(f"{where} is not JSON: {error}. Write it with `graphshard calibrate`.") from None
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ArgumentError(
+                f"{where} is not JSON, {brief(text)}: {error}. Write it with `graphshard calibrate`."
+            ) from None
         if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
-            raise ArgumentError(f"{where} is no profile of schema {SCHEMA}. Write it with `graphshard calibrate`.")
+            raise ArgumentError(
+                f"{where} is no profile of schema {SCHEMA}, {brief(text)}. Write it with `graphshard calibrate`."
+            )
         sources: dict[str, str] = {}
         made = data.pop("made", {})
         plain = _plain(data, "", sources, where)
         try:
             profile = read({**plain, "made": made, "sources": sources}, Profile)
         except ArgumentError as error:
-            raise ArgumentError(f"{where} is no profile: {error}. Write it with `graphshard calibrate`.") from None
+            raise ArgumentError(f"{where} is no profile: {error}. {_REMEDY}") from None
         _check(profile, where)
         return profile
 
@@ -182,19 +191,17 @@ def load_profile(hardware: Hardware) -> Profile:
     """
     if isinstance(hardware, Profile):
         return hardware
-    if not isinstance(hardware, (str, os.PathLike)):
-        raise ArgumentError(f"hardware must be a name, a file or a Profile, got {type(hardware).__name__}.")
+    path = path_of("hardware", hardware, "a name, a file or a Profile")
     known = builtin_profiles()
     if isinstance(hardware, str) and hardware.lower() in known:
         text = (resources.files("graphshard.cost") / "profiles" / f"{hardware.lower()}.json").read_text("utf-8")
         return Profile.from_json(text, f"profile {hardware}")
-    path = Path(hardware)
     if not path.is_file():
         raise ArgumentError(
-            f"hardware {str(hardware)!r} is neither a file nor one of {', '.join(known)}. Measure this machine with "
-            "`graphshard calibrate --out FILE` and pass the file."
+            f"hardware {brief(str(hardware))} is neither a file nor one of {', '.join(known)}. Measure this machine "
+            "with `graphshard calibrate --out FILE` and pass the file."
         )
-    return Profile.from_json(path.read_text("utf-8"), str(path))
+    return Profile.from_json(read_file(path, _MOST_BYTES), str(path))
 
 
 def _sourced(data: Any, sources: Mapping[str, str], path: str = "") -> Any:
@@ -211,7 +218,7 @@ def _plain(data: Any, path: str, sources: dict[str, str], where: str) -> Any:
     if isinstance(data, dict) and data.keys() == {"value", "source"}:
         number, source = data["value"], data["source"]
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
-            raise ArgumentError(f"{where}: {path} must be a number that is not negative, got {number!r}.")
+            raise ArgumentError(f"{where}: {path} must be a number that is not negative, got {brief(number)}.")
         sources[path] = str(source)
         return number
     if isinstance(data, dict):

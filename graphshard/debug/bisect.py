@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import check_number
 from graphshard.ir.graph import fake
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes
@@ -30,7 +31,8 @@ from graphshard.lower.executor import Executor
 from graphshard.lower.operators import compile_eager
 from graphshard.lower.regions import Boxed, RegionCall, lower, reshape_views
 from graphshard.module.runner import Runner
-from graphshard.module.sharded_module import ShardedModule
+from graphshard.module.sharded_module import compiled_module
+from graphshard.options.checks import check_examples
 from graphshard.pipeline.observe import Observer
 from graphshard.runtime.groups import bind_groups, shard_index
 from graphshard.runtime.shards import ParamRef, padded_shard
@@ -118,10 +120,10 @@ def bisect(
     Raises:
         ArgumentError: the module was not compiled.
     """
-    if not isinstance(model, ShardedModule):
-        raise ArgumentError(f"{type(model).__name__} is not compiled. Call graphshard.compile(model, mesh) first.")
-    if isinstance(args, torch.Tensor):
-        raise ArgumentError("args must be a tuple of the call's positional inputs, got a Tensor. Pass (tensor,).")
+    model = compiled_module(model)
+    check_examples(model, args, {} if kwargs is None else kwargs, ("args", "kwargs"))
+    if tolerance is not None:
+        check_number("tolerance", tolerance)
     runner = model._graphshard
     if runner.sealed:
         raise ArgumentError(

@@ -29,7 +29,9 @@ from graphshard.debug.standalone import executor_source, region_source
 from graphshard.ir.aid import Aid
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import write_text
+from graphshard.ir.given import path_of
 from graphshard.ir.program import Program, Stage
+from graphshard.ir.text import brief
 from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
 from graphshard.pipeline.observe import Recorder
@@ -45,17 +47,22 @@ def dump_directory(dump: str | os.PathLike[str] | None, rank: int) -> Path | Non
     Raises:
         ArgumentError: `dump` is no directory, or GRAPHSHARD_DUMP_RANKS no list of ranks.
     """
-    if not (dump is None or isinstance(dump, (str, os.PathLike))):
-        raise ArgumentError(f"dump must be a directory, got {type(dump).__name__}.")
-    root = os.fspath(dump) if dump is not None else os.environ.get("GRAPHSHARD_DUMP", "")
+    root = dump if dump is not None else os.environ.get("GRAPHSHARD_DUMP") or None
     ranks = os.environ.get("GRAPHSHARD_DUMP_RANKS", "0")
-    if not root:
+    if root is None:
         return None
+    name = "dump" if dump is not None else "GRAPHSHARD_DUMP"
+    directory = path_of(name, root, "a directory")
+    above = next((path for path in (directory, *directory.parents) if path.exists()), None)
+    if above is not None and not above.is_dir():
+        raise ArgumentError(f"{name} must be a directory, got {brief(str(root))}, but {above} is a file.")
     try:
         chosen = ranks == "all" or rank in {int(r) for r in ranks.split(",")}
     except ValueError:
-        raise ArgumentError(f"GRAPHSHARD_DUMP_RANKS must be 'all' or ranks such as '0,3', got {ranks!r}.") from None
-    return Path(root) / f"rank{rank}" if chosen else None
+        raise ArgumentError(
+            f"GRAPHSHARD_DUMP_RANKS must be 'all' or ranks such as '0,3', got {brief(ranks)}."
+        ) from None
+    return directory / f"rank{rank}" if chosen else None
 
 
 def recorder(directory: Path | None) -> Callable[[str], Recorder | None]:

@@ -18,7 +18,9 @@ from graphshard.cost.profile import Hardware, Profile, load_profile
 from graphshard.explain.explanation import Explanation, Grid
 from graphshard.explain.study import Study
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import check_function
 from graphshard.ir.mesh import MeshLike
+from graphshard.ir.text import brief
 from graphshard.options.arguments import check_known, check_names, options_given, takes_options
 from graphshard.options.options import OptionArguments, Options
 
@@ -67,7 +69,7 @@ def explain(
     """
     chosen = options_given(explain, options)
     study = Study(model, example_inputs, example_kwargs, chosen, optimizer_states, symbols)
-    return study.explain(mesh, load_profile(hardware), network, measured=measured or {})
+    return study.explain(mesh, load_profile(hardware), network, measured={} if measured is None else measured)
 
 
 @takes_options
@@ -105,13 +107,19 @@ def explain_grid(
     """
     check_names(explain_grid, options)
     for name, value in (("meshes", meshes), ("hardware", hardware), ("network", network)):
-        if isinstance(value, (str, os.PathLike, Profile, Mapping)) or not isinstance(value, Sequence):
-            raise ArgumentError(f"{name} of a grid must be a list, got {value!r}. Pass [{value!r}], or use explain.")
+        if isinstance(value, (str, bytes, os.PathLike, Profile, Mapping)) or not isinstance(value, Sequence):
+            raise ArgumentError(
+                f"{name} of a grid must be a list, got {brief(value)}. Pass a list of it, or use explain."
+            )
+        if not value:
+            raise ArgumentError(f"{name} of a grid must not be empty, got {brief(value)}. Give at least one.")
+    _check_settings(settings)
+    check_function("show", show, "print")
     profiles = [load_profile(item) for item in hardware]
     shared: dict[str, Any] = {"optimizer_states": optimizer_states, "symbols": symbols, **options}
     found = []
     for label, setting in settings.items():
-        check_known(f"settings[{label!r}]", setting, _SETTINGS)
+        check_known(f"settings[{brief(label)}]", setting, _SETTINGS)
         own = {**shared, **setting}
         apart = {name: own.pop(name) for name in ("optimizer_states", "symbols")}
         study = Study(model, example_inputs, example_kwargs, Options(**own), **apart, label=label, show=show)
@@ -119,3 +127,19 @@ def explain_grid(
             for profile in profiles:
                 found += [study.explain(mesh, profile, name) for name in network]
     return Grid(tuple(found))
+
+
+def _check_settings(settings: Any) -> None:
+    """Raise ArgumentError for what is no dict of options by the names of settings."""
+    if not isinstance(settings, Mapping) or not settings:
+        raise ArgumentError(f"settings must be a dict of options by a name, got {brief(settings)}.")
+    for label, setting in settings.items():
+        if not isinstance(label, str) or not isinstance(setting, Mapping) or not all(map(_is_text, setting)):
+            raise ArgumentError(
+                'settings must be such as {"keep": {"reshard_after_forward": False}}, got '
+                f"{brief({label: setting})}."
+            )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.capture import CaptureSpec, capture
-from graphshard.capture.inputs import count_tokens, stand_in
+from graphshard.capture.inputs import count_tokens, moved_to, stand_in
 from graphshard.cost.costs import Costs
 from graphshard.cost.multiplications import flop_of
 from graphshard.cost.profile import Profile
@@ -27,9 +27,11 @@ from graphshard.explain.formulas import formulas_of
 from graphshard.explain.predict import bound_of, explained
 from graphshard.explain.symbols import Inputs, spread_ranks, symbolize
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import check_count, check_function, check_seconds, is_int
 from graphshard.ir.mesh import Mesh, MeshLike
 from graphshard.ir.precision import precision_of
 from graphshard.ir.program import Program
+from graphshard.ir.text import brief
 from graphshard.ir.units import find_units
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.regions import lower
@@ -41,6 +43,9 @@ from graphshard.passes import MakePlan, Pass
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import run_pass
 from graphshard.pipeline.verify import verify
+
+# No optimizer keeps more tensors like a parameter, and no tensor has more dims.
+_MOST_STATES, _MOST_DIMS = 1000, 64
 
 
 @dataclass
@@ -71,35 +76,34 @@ class Study:
 
     def __post_init__(self) -> None:
         check_model(self.model)
-        check_examples(self.example_inputs, self.example_kwargs)
+        check_examples(self.model, self.example_inputs, self.example_kwargs)
         precision_of(self.options.mp_policy, find_units(self.model, self.options.units))
         if self.example_inputs is None and self.example_kwargs is None:
             raise ArgumentError("explain needs example_inputs or example_kwargs, the inputs of one rank's call.")
         symbols, states = self.symbols, self.optimizer_states
-        if symbols and not (
-            isinstance(symbols, Mapping) and all(isinstance(d, int) and d >= 0 for d in symbols.values())
-        ):
+        if symbols is not None and not (isinstance(symbols, Mapping) and all(map(_is_symbol, symbols.items()))):
             raise ArgumentError(
-                f'symbols must name dims of the inputs such as {{"batch": 0, "seq": 1}}, got {symbols!r}.'
+                f'symbols must name dims of the inputs such as {{"batch": 0, "seq": 1}}, got {brief(symbols)}.'
             )
-        if not isinstance(states, int) or states < 0:
-            raise ArgumentError(f"optimizer_states must be a number of tensors such as 2 for Adam, got {states!r}.")
+        check_count("optimizer_states", states, least=0, most=_MOST_STATES, what="number of tensors such as 2 for Adam")
+        if not callable(self.show):
+            check_function("show", self.show, "print")
 
     def explain(
         self, shape: MeshLike, profile: Profile, network: str, *, measured: Mapping[str, float] = MappingProxyType({})
     ) -> Explanation:
         """Predict a step on one mesh and machine."""
-        if network not in profile.outside:
-            raise ArgumentError(
-                f"network must be one of {', '.join(map(repr, profile.outside))} for {profile.name}, got {network!r}."
-            )
+        if not isinstance(network, str) or network not in profile.outside:
+            known = ", ".join(map(repr, profile.outside))
+            raise ArgumentError(f"network must be one of {known} for {profile.name}, got {brief(network)}.")
+        check_seconds("measured", measured)
         mesh = Mesh.of_shape(shape)
         planning = Costs(profile, network, mesh)
         program = self._program(mesh, planning)
         unknown = sorted(set(measured) - set(program.regions))
         if unknown:
             raise ArgumentError(
-                f"measured has {unknown[0]!r}, which is no region of this program. Measure with the same model, "
+                f"measured has {brief(unknown[0])}, which is no region of this program. Measure with the same model, "
                 "inputs, mesh and settings."
             )
         # Plans are the same for all backends, so that the program is.
@@ -173,7 +177,8 @@ class Study:
         if self._captured is None:
             self.show("capture")
             given = tuple(self.example_inputs or ()), dict(self.example_kwargs or {})
-            inputs = pytree.tree_map_only(torch.Tensor, stand_in, given)
+            leaves, structure = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, stand_in, given))
+            inputs = pytree.tree_unflatten(moved_to(torch.device("cpu"), leaves, structure), structure)
 
             def trace(inputs: Inputs) -> Program:
                 return capture(self.model, *inputs, spec, grad=True)
@@ -187,6 +192,11 @@ class Study:
             (phase,) = self._captured.phases.values()
             self._flop = flop_of(phase.module.graph.nodes)
         return self._captured
+
+
+def _is_symbol(item: tuple[Any, Any]) -> bool:
+    name, dim = item
+    return isinstance(name, str) and name.isidentifier() and is_int(dim) and 0 <= dim < _MOST_DIMS
 
 
 def _copy(program: Program) -> Program:

@@ -1,12 +1,51 @@
-"""Files that are never half written."""
+"""Files that are never half written, and read only if they are files of a length that can be."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from graphshard.ir.errors import ArgumentError
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """The content of a regular file. What else there is, such as a device without an end, is not read.
+
+    Args:
+        most: bytes that such a file has.
+
+    Raises:
+        ArgumentError: there is none, or it is longer; the message begins with the path.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a FIFO without a writer does not block
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, handle)
+        found = os.fstat(handle)
+        kind = stat.S_IFMT(found.st_mode)
+        if kind != stat.S_IFREG:
+            raise ArgumentError(f"{path} cannot be read: it is {_KINDS.get(kind, 'no file')}. Give a file.")
+        if found.st_size > most:
+            raise ArgumentError(f"{path} is not read: it has {found.st_size} bytes, more than {most}. Is it the file?")
+        try:
+            with open(handle, "rb", closefd=False) as file:
+                return file.read(most)
+        except OSError as error:
+            raise ArgumentError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -23,11 +23,16 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import is_int
+from graphshard.ir.text import brief
 
 Role = Literal["replicate", "shard", "regather"]
 
 # A DeviceMesh, or the shape of one that need not exist: 8, (8,), (2, 4), {"replicate": 2, "shard": 4}.
 MeshLike = DeviceMesh | int | Sequence[int] | Mapping[str, int]
+
+# More than any machine has; beyond, sizes of padded parameters are no numbers of a machine any more.
+MOST_RANKS = 1 << 20
 
 # Roles of the axes of a DeviceMesh, outermost first; one with fewer axes lacks the first. Axes without names are called
 # after their roles.
@@ -103,12 +108,16 @@ class Mesh:
             ArgumentError: it is no shape, or has more than two axes.
         """
         names, sizes = _named(shape)
-        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise ArgumentError(f"mesh must have positive sizes, got {shape!r}.")
+        if not sizes or not all(is_int(size) and size > 0 for size in sizes):
+            raise ArgumentError(f"mesh must have positive sizes, got {brief(shape)}.")
+        if math.prod(sizes) > MOST_RANKS:
+            raise ArgumentError(f"mesh must have at most {MOST_RANKS} ranks, got {brief(shape)}.")
+        if names is not None and not all(isinstance(name, str) and name.isprintable() and name for name in names):
+            raise ArgumentError(f"mesh must have axes with names such as 'shard', got {brief(shape)}.")
         if len(sizes) > len(_OF_DEVICES):
             raise ArgumentError(
                 "mesh must have one axis (to shard over) or two (to replicate and to shard over), got "
-                f"{len(sizes)}: {shape!r}."
+                f"{len(sizes)}: {brief(shape)}."
             )
         roles = _OF_DEVICES[-len(sizes) :]
         return cls(tuple(map(Axis, names or roles, sizes, roles)))
@@ -187,8 +196,9 @@ def _named(shape: Any) -> tuple[Sequence[str] | None, Sequence[int]]:
         return tuple(shape), tuple(shape.values())
     if isinstance(shape, int) and not isinstance(shape, bool):
         return None, (shape,)
-    if isinstance(shape, Sequence) and not isinstance(shape, str):
+    if isinstance(shape, Sequence) and not isinstance(shape, (str, bytes)):
         return None, tuple(shape)
     raise ArgumentError(
-        f"mesh must be a DeviceMesh or a shape such as (8,), (2, 4) or {{'replicate': 2, 'shard': 4}}, got {shape!r}."
+        f"mesh must be a DeviceMesh or a shape such as (8,), (2, 4) or {{'replicate': 2, 'shard': 4}}, got "
+        f"{brief(shape)}."
     )

@@ -25,6 +25,7 @@ from graphshard.ir.extension import Extension
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.precision import Precision
+from graphshard.ir.text import brief
 from graphshard.ir.units import unit_of, units_within
 
 # Of a parameter, what can be changed from call to call: see `ParamRow.settings`.
@@ -212,7 +213,7 @@ class ParamTable:
             found = fnmatch.filter(units, pattern)
             if not found:
                 known = ", ".join(map(repr, units))
-                raise ArgumentError(f"units: {pattern!r} names no unit; there are {known}.")
+                raise ArgumentError(f"units: {brief(pattern)} names no unit; there are {known}.")
             chosen.update(found)
         return {row.name for row in self if row.unit in chosen}
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.plain import read, write
+from graphshard.ir.text import brief
 
 CollectiveKind = Literal["gather", "reduce", "all_reduce"]
 
@@ -122,9 +123,14 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
-            raise ArgumentError(f"a plan must be JSON: {error}") from None
-        return read(data, Plan)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ArgumentError(
+                f"a plan must be JSON, got {brief(text)}: {error}. Write it with Plan.to_json."
+            ) from None
+        try:
+            return read(data, Plan)
+        except ArgumentError as error:
+            raise ArgumentError(f"no plan that Plan.to_json wrote, {brief(text)}: {error}") from None
 
     @property
     def hash(self) -> str:

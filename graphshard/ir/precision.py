@@ -6,10 +6,16 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import check_bool
+from graphshard.ir.text import brief
 from graphshard.ir.units import unit_of, units_within
+
+# How many names of units a message lists.
+_SHOWN = 20
 
 # What `mp_policy=` takes: one policy for all units, or policies by patterns of their names, "" being the root.
 PolicySpec = MixedPrecisionPolicy | Mapping[str, MixedPrecisionPolicy] | None
@@ -43,8 +49,9 @@ def precision_of(spec: PolicySpec, units: Sequence[str]) -> Precision:
         for pattern, policy in spec.items():
             found = fnmatch.filter(["", *units], pattern)
             if not found:
-                known = ", ".join(map(repr, ["", *units]))
-                raise ArgumentError(f"mp_policy: {pattern!r} names no unit; there are {known}.")
+                known = ", ".join(map(brief, ["", *units][:_SHOWN]))
+                more = ", ..." if len(units) >= _SHOWN else ""
+                raise ArgumentError(f"mp_policy: {brief(pattern)} names no unit; there are {known}{more}.")
             by_unit.update(dict.fromkeys(found, policy))
         return Precision(by_unit=by_unit)
     if spec is None:
@@ -59,3 +66,8 @@ def check_policy(policy: object, name: str) -> None:
             f"{name} must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}. For policies "
             "of single units pass a dict by patterns of their names, '' being the root."
         )
+    for part in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, part)
+        if not (dtype is None or (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex))):
+            raise ArgumentError(f"{name}.{part} must be a dtype such as torch.bfloat16, got {brief(dtype)}.")
+    check_bool(f"{name}.cast_forward_inputs", policy.cast_forward_inputs)

@@ -1,6 +1,19 @@
-"""Bytes and seconds as people read them."""
+"""Bytes, seconds, values and foreign texts as people read them."""
 
 from __future__ import annotations
+
+import inspect
+import reprlib
+import unicodedata
+from pathlib import PurePath
+from typing import Any
+
+import torch
+
+# How long a value is in a message.
+_LIMIT = 80
+# Of what a terminal obeys: control characters, marks that turn lines around, and halves of characters.
+_OBEYED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -24,3 +37,49 @@ def format_seconds(seconds: float) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+
+
+def visible(text: str, *, lines: bool = True) -> str:
+    """A text for a terminal, which shows what it would obey: the escape character is `\\x1b`.
+
+    Args:
+        lines: line breaks and tabs stay as they are.
+    """
+    if text.isprintable():
+        return text
+    kept = "\n\t" if lines else ""
+    return "".join(
+        char if char in kept or unicodedata.category(char) not in _OBEYED else repr(char)[1:-1] for char in text
+    )
+
+
+def brief(value: object) -> str:
+    """A value in a message: what it is in one line of at most 80 characters, of whatever class it is."""
+    try:
+        text = visible(_BRIEF.repr(value), lines=False)
+    except Exception:  # a number of more digits than Python prints, or a class of the user's
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _LIMIT else f"{text[: _LIMIT - 3]}..."
+
+
+class _Brief(reprlib.Repr):
+    """Plain data as Python writes it, cut short; of other classes the name, as their text may be of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = 60
+        self.maxother = _LIMIT
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, torch.Tensor):
+            return f"a {type(x).__name__} of shape {list(x.shape)}"
+        if isinstance(x, PurePath):
+            return repr(str(x))
+        if x is None or isinstance(x, (bool, float, complex, bytes, torch.dtype, torch.device)):
+            return super().repr_instance(x, level)
+        if inspect.isclass(x) or inspect.isroutine(x):
+            return f"the {'class' if inspect.isclass(x) else 'function'} {x.__name__}"
+        return f"a {type(x).__name__}"
+
+
+_BRIEF = _Brief()

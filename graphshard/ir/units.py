@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import nn
 
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import answer_of
+from graphshard.ir.text import brief
 
 MODULE_SEPARATOR = ", "
 
@@ -82,20 +84,21 @@ def units_within(name: str, units: Sequence[str]) -> tuple[str, ...]:
 def _select(spec: UnitSpec, named: dict[str, nn.Module], model: str) -> list[str]:
     """Names of the modules that an entry of `units=` means."""
     if callable(spec):
-        found = [name for name, sub in named.items() if spec(name, sub)]
+        found = [name for name, sub in named.items() if answer_of("units", spec, name, sub)]
         if not found:
-            raise ArgumentError(f"units: {getattr(spec, '__name__', spec)} chooses no submodule of {model}.")
+            raise ArgumentError(f"units: {brief(spec)} chooses no submodule of {model}.")
         return found
     patterns = (spec,) if isinstance(spec, str) else spec
-    if not isinstance(patterns, tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+    if not isinstance(patterns, tuple) or not patterns or not all(isinstance(item, str) for item in patterns):
         raise ArgumentError(
-            f"units: {spec!r} is neither a name pattern, nor a function of name and module, nor a tuple of patterns."
+            f"units: {brief(spec)} is neither a name pattern, nor a function of name and module, nor a tuple of "
+            "patterns."
         )
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in named):
             raise ArgumentError(
-                f"units: the pattern {pattern!r} matches no submodule with parameters of {model}. Use names as in "
-                f"named_modules(), such as {list(named)[:3]}."
+                f"units: the pattern {brief(pattern)} matches no submodule with parameters of {model}. Use names as in "
+                f"named_modules(), such as {brief(list(named)[:3])}."
             )
     return [name for name in named if any(_matches(name, pattern) for pattern in patterns)]
 

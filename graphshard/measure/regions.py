@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.files import write_text
+from graphshard.ir.files import read_file
+from graphshard.ir.given import check_function, check_number, check_seconds, path_of, write_given
 from graphshard.ir.graph import fake
 from graphshard.ir.program import Region
+from graphshard.ir.text import brief
 from graphshard.measure.timing import seconds_of
 from graphshard.module.sharded_module import ShardedModule
+
+# Of a file of times: no model has so many regions.
+_MOST_BYTES = 64 << 20
 
 
 def measure_regions(
@@ -37,15 +41,17 @@ def measure_regions(
     Raises:
         ArgumentError: the model is not compiled, or has no program yet.
     """
+    check_number("budget", budget, positive=True)
+    check_function("show", show, "print")
     if not isinstance(model, ShardedModule) or not model._graphshard.programs:
         raise ArgumentError(
-            f"{type(model).__name__} has no program to measure. Call graphshard.compile(model, mesh, "
+            f"model: {brief(model)} has no program to measure. Call graphshard.compile(model, mesh, "
             "example_inputs=...) first, or the compiled model once."
         )
     if model._graphshard.library is not None:
         raise ArgumentError(
-            f"{type(model).__name__} runs programs of a file. Measure a model that graphshard.compile compiled: its "
-            "regions are the same."
+            f"model: {type(model).__name__} runs programs of a file. Measure a model that graphshard.compile compiled: "
+            "its regions are the same."
         )
     compiled = model._graphshard.tracer.compiled
     regions = {key: region for program in model._graphshard.programs for key, region in program.regions.items()}
@@ -72,8 +78,13 @@ def _like(traced: torch.Tensor) -> torch.Tensor:
 
 
 def save_measured(measured: Mapping[str, float], path: str | os.PathLike[str]) -> None:
-    """Write times of regions as JSON: seconds by key."""
-    write_text(Path(path), json.dumps(dict(measured), indent=1) + "\n")
+    """Write times of regions as JSON: seconds by key.
+
+    Raises:
+        ArgumentError: they are none, or the file cannot be written.
+    """
+    check_seconds("measured", measured)
+    write_given("path", path, json.dumps(dict(measured), indent=1) + "\n")
 
 
 def load_measured(path: str | os.PathLike[str]) -> dict[str, float]:
@@ -82,10 +93,13 @@ def load_measured(path: str | os.PathLike[str]) -> dict[str, float]:
     Raises:
         ArgumentError: the file holds something else.
     """
+    where = path_of("path", path, "a file that graphshard.save_measured wrote")
     try:
-        data = json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"{path} holds no measured regions: {error}.") from None
-    if not isinstance(data, dict) or not all(isinstance(value, (int, float)) and value >= 0 for value in data.values()):
-        raise ArgumentError(f"{path} must hold seconds by region key, as graphshard.save_measured writes them.")
-    return {str(key): float(value) for key, value in data.items()}
+        data = json.loads(read_file(where, _MOST_BYTES))
+        check_seconds("it", data)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(
+            f"path: {where} holds no measured regions, seconds by region key: {error} Give a file that "
+            "graphshard.save_measured wrote."
+        ) from None
+    return {key: float(value) for key, value in data.items()}

@@ -14,7 +14,9 @@ from torch import nn
 
 from graphshard.capture.entry import Entry, install_entries
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import check_bool, check_number, check_texts
 from graphshard.ir.state import MISSING
+from graphshard.ir.text import brief
 from graphshard.module.runner import Runner
 from graphshard.module.unsupported import Unsupported
 from graphshard.runtime.shards import copy_of
@@ -68,6 +70,7 @@ class ShardedModule(Unsupported, nn.Module):
         Raises:
             ArgumentError: a pattern is the name of no unit.
         """
+        check_bool("requires_gradient_sync", requires_gradient_sync)
         chosen = self._params_of(recurse, units)
         unsynced = self._graphshard.accumulation.unsynced
         unsynced -= chosen
@@ -82,6 +85,7 @@ class ShardedModule(Unsupported, nn.Module):
         With False the sums over shards are added up, which takes the memory of one shard of the gradients.
         The arguments are those of `set_requires_gradient_sync`.
         """
+        check_bool("requires_all_reduce", requires_all_reduce)
         chosen = self._params_of(recurse, units)
         unreplicated = self._graphshard.accumulation.unreplicated
         unreplicated -= chosen
@@ -96,7 +100,7 @@ class ShardedModule(Unsupported, nn.Module):
         Raises:
             ArgumentError: the value is not a bool, or a pattern is the name of no unit.
         """
-        _check_bool("reshard_after_forward", reshard_after_forward)
+        check_bool("reshard_after_forward", reshard_after_forward)
         self._graphshard.change(self._params_of(recurse, units), reshard=reshard_after_forward)
 
     def set_reshard_after_backward(
@@ -107,7 +111,7 @@ class ShardedModule(Unsupported, nn.Module):
         With False they are gathered once, before the next call. Set True before the last microbatch: what is kept
         does not see what the optimizer does to the shards.
         """
-        _check_bool("reshard_after_backward", reshard_after_backward)
+        check_bool("reshard_after_backward", reshard_after_backward)
         chosen, kept = self._params_of(recurse, units), self._graphshard.unsharded.kept
         kept -= chosen
         if not reshard_after_backward:
@@ -120,6 +124,7 @@ class ShardedModule(Unsupported, nn.Module):
             async_op: return a handle at once; the next call of the model, or its `wait()`, waits for them.
             units: which, by name patterns; None is all.
         """
+        check_bool("async_op", async_op)
         handle = self._graphshard.unshard(self._params_of(True, units))
         if async_op:
             return handle
@@ -132,16 +137,18 @@ class ShardedModule(Unsupported, nn.Module):
 
     def set_gradient_divide_factor(self, factor: float, *, units: Sequence[str] | None = None) -> None:
         """Divide the sums of gradients by this instead of the number of ranks."""
-        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not factor > 0:
-            raise ArgumentError(f"factor must be a positive number, got {factor!r}.")
+        check_number("factor", factor, positive=True)
         self._graphshard.change(self._params_of(True, units), divide_factor=float(factor))
 
     def set_force_sum_reduction_for_comms(self, enable: bool, *, units: Sequence[str] | None = None) -> None:
         """Let collectives add up, and divide afterwards, instead of averaging."""
-        _check_bool("enable", enable)
+        check_bool("enable", enable)
         self._graphshard.change(self._params_of(True, units), force_sum=enable)
 
     def _params_of(self, recurse: bool, units: Sequence[str] | None) -> set[str]:
+        check_bool("recurse", recurse)
+        if units is not None:
+            check_texts("units", units, "['layers.*']")
         return self._graphshard.tracer.spec.params.of_units(units if recurse else ("",))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -152,9 +159,11 @@ class ShardedModule(Unsupported, nn.Module):
         self._graphshard.accumulation.sums.clear()
 
 
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ArgumentError(f"{name} must be True or False, got {value!r}.")
+def compiled_module(model: object) -> ShardedModule:
+    """The argument `model` of functions for compiled modules; raise ArgumentError if it is none."""
+    if not isinstance(model, ShardedModule):
+        raise ArgumentError(f"model: {brief(model)} is not compiled. Call graphshard.compile(model, mesh) first.")
+    return model
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:

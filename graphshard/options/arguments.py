@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.text import brief
 from graphshard.options.options import Options
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -56,4 +57,4 @@ def check_known(what: str, given: Iterable[str], known: Sequence[str]) -> None:
             longer = [other for other in known if other.startswith(name)]
             close = [*longer, *difflib.get_close_matches(name, known, 1)]
             hint = f"Did you mean {close[0]!r}?" if close else f"It takes {', '.join(known)}."
-            raise ArgumentError(f"{what} got an unexpected keyword argument {name!r}. {hint}")
+            raise ArgumentError(f"{what} got an unexpected keyword argument {brief(name)}. {hint}")

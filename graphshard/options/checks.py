@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,24 +14,46 @@ from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.capture.entry import Entry
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import answer_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import named_parameters
 from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
+from graphshard.ir.text import brief, visible
 
 # What gloo and NCCL add up.
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_examples(example_inputs: Any, example_kwargs: Any) -> None:
-    """Raise ArgumentError where a container was forgotten."""
-    if not (example_inputs is None or isinstance(example_inputs, (tuple, list))):
+def check_containers(inputs: Any, kwargs: Any, names: tuple[str, str] = ("example_inputs", "example_kwargs")) -> None:
+    """Raise ArgumentError where a container of a call's inputs was forgotten; `names` are those of the arguments."""
+    if not (inputs is None or isinstance(inputs, (tuple, list))):
+        more = f". Pass ({'tensor' if isinstance(inputs, torch.Tensor) else '...'},)."
         raise ArgumentError(
-            f"example_inputs must be a tuple of the call's positional inputs, got {type(example_inputs).__name__}"
+            f"{names[0]} must be a tuple of the call's positional inputs, got {type(inputs).__name__}{more}"
         )
-    if not (example_kwargs is None or isinstance(example_kwargs, Mapping)):
+    if not (kwargs is None or isinstance(kwargs, Mapping)):
+        raise ArgumentError(f"{names[1]} must be a dict of the call's keyword inputs, got {type(kwargs).__name__}.")
+    for name in kwargs or ():
+        if not isinstance(name, str):
+            raise ArgumentError(f"{names[1]} must have names of inputs for keys, got {brief(name)}.")
+
+
+def check_examples(
+    model: nn.Module, inputs: Any, kwargs: Any, names: tuple[str, str] = ("example_inputs", "example_kwargs")
+) -> None:
+    """Raise ArgumentError for inputs that forward does not take: another container, too many, or others by name."""
+    check_containers(inputs, kwargs, names)
+    if inputs is None and kwargs is None:
+        return
+    try:
+        signature = inspect.signature(model.forward)
+        signature.bind(*(inputs or ()), **(kwargs or {}))
+    except TypeError as error:
+        given = ", ".join([*map(brief, inputs or ()), *(f"{brief(key)}: {brief(kwargs[key])}" for key in kwargs or ())])
         raise ArgumentError(
-            f"example_kwargs must be a dict of the call's keyword inputs, got {type(example_kwargs).__name__}"
-        )
+            f"{names[0]} and {names[1]} do not fit {type(model).__name__}.forward: "
+            f"{visible(str(error), lines=False)[:200]}. Given were ({given[:200]})."
+        ) from None
 
 
 def default_mesh() -> DeviceMesh:
@@ -75,19 +98,19 @@ def check_model(model: Any) -> None:
         if "_graphshard" in sub.__dict__:
             what = f"its submodule {name!r} is" if name else "it is"
             raise ArgumentError(
-                f"{cls.__name__} cannot be compiled: {what} already compiled. Compile the root module, once."
+                f"model: {cls.__name__} cannot be compiled: {what} already compiled. Compile the root module, once."
             )
     if cls.forward is nn.Module.forward:
         raise ArgumentError(
-            f"{cls.__name__} has no forward, so there is nothing to compile. Compile the module that calls it, or "
-            "give it a forward."
+            f"model: {cls.__name__} has no forward, so there is nothing to compile. Compile the module that calls it, "
+            "or give it a forward."
         )
     if isinstance(model.__dict__.get("forward"), Entry):
-        raise ArgumentError(f"{cls.__name__} is a part of a compiled model. Compile the root module, once.")
+        raise ArgumentError(f"model: {cls.__name__} is a part of a compiled model. Compile the root module, once.")
     if "forward" in model.__dict__:
         raise ArgumentError(
-            f"{cls.__name__} has a forward of its own as an attribute, which hides that of its class. Compile the "
-            "model before whatever replaced its forward is applied, or subclass it."
+            f"model: {cls.__name__} has a forward of its own as an attribute, which hides that of its class. Compile "
+            "the model before whatever replaced its forward is applied, or subclass it."
         )
 
 
@@ -97,7 +120,7 @@ def check_ignored(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> f
     found = tuple(ignored or ())
     for item in found:
         if id(item) not in own:
-            what = f"a tensor of shape {list(item.shape)}" if isinstance(item, torch.Tensor) else repr(item)
+            what = f"a tensor of shape {list(item.shape)}" if isinstance(item, torch.Tensor) else brief(item)
             raise ArgumentError(
                 f"ignored_params holds {what}, which is no parameter of {type(model).__name__}. Pass the objects in "
                 "model.parameters(), before any conversion."
@@ -161,13 +184,13 @@ def check_placements(model: nn.Module, placement_fn: Any, ignored: frozenset[nn.
     for (name, *_), param in named_parameters(model).items():
         if param in ignored or param.dim() == 0:
             continue
-        placement = placement_fn(param)
+        placement = answer_of("shard_placement_fn", placement_fn, param)
         if placement is None:
             continue
         if not isinstance(placement, Shard):
             raise ArgumentError(
-                f"shard_placement_fn returned {placement!r} for parameter {name}. It must return Shard(dim) or None; a "
-                "mesh for each parameter (ShardPlacementResult) is not supported yet."
+                f"shard_placement_fn returned {brief(placement)} for parameter {name}. It must return Shard(dim) or "
+                "None; a mesh for each parameter (ShardPlacementResult) is not supported yet."
             )
         if not -param.dim() <= placement.dim < param.dim():
             raise ArgumentError(

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from graphshard.cost.profile import Hardware
+from graphshard.ir.given import answer_of
 from graphshard.ir.precision import PolicySpec
 from graphshard.ir.units import UnitSpec
 from graphshard.lower.backends import Backend
@@ -59,7 +60,7 @@ class Options:
     def __post_init__(self) -> None:
         check_options(vars(self))
         if self.ignored_params is not None:  # it may be an iterator, and is read for every mesh
-            object.__setattr__(self, "ignored_params", tuple(self.ignored_params))
+            object.__setattr__(self, "ignored_params", answer_of("ignored_params", list, self.ignored_params))
 
     @property
     def level(self) -> Level:

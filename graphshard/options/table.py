@@ -12,13 +12,14 @@ from torch import nn
 
 from graphshard.capture.capture import CaptureSpec
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import is_int
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import build_table
 from graphshard.ir.precision import precision_of
+from graphshard.ir.text import brief
 from graphshard.ir.units import find_units
 from graphshard.options.checks import check_ignored, check_params, check_placements
 from graphshard.options.options import Options
-from graphshard.options.values import is_int
 
 
 def capture_spec(model: nn.Module, options: Options, mesh: Mesh, device: torch.device) -> CaptureSpec:
@@ -69,13 +70,13 @@ def check_fit(options: Options, model: nn.Module, units: Sequence[str], mesh: Me
     if is_int(reshard) and (reshard < 1 or num_shards % reshard):
         divisors = ", ".join(str(n) for n in range(1, num_shards + 1) if num_shards % n == 0)
         raise ArgumentError(
-            f"reshard_after_forward={reshard} must divide the number of ranks that parameters are sharded over, "
+            f"reshard_after_forward={brief(reshard)} must divide the number of ranks that parameters are sharded over, "
             f"{num_shards}. Give one of {divisors}; 1 is False, {num_shards} is True."
         )
     if options.activation is not None and not units:
         raise ArgumentError(
-            f"activation={options.activation!r} is about the units of {type(model).__name__}, and none were found. "
-            "Name them with units=, such as units=['layers.*']."
+            f"activation={brief(options.activation)} is about the units of {type(model).__name__}, and none were "
+            "found. Name them with units=, such as units=['layers.*']."
         )
     if options.memory_limit is not None and len(mesh.axes) > 1:
         raise ArgumentError(

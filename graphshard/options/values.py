@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeGuard, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, get_args
 
 from torch import nn
 from torch._ops import OpOverload
 from torch.distributed.fsdp import OffloadPolicy
+from torch.export import Dim
+from torch.utils import _pytree as pytree
 
 from graphshard.capture.outside import SOURCES
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import check_bool, check_choice, check_count, is_int
 from graphshard.ir.precision import check_policy
+from graphshard.ir.text import brief
 from graphshard.lower.backends import Backend
 from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline.observe import Level
@@ -35,11 +39,6 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ArgumentError(f"activation: passes has {name!r} already. Give one of the two.")
 
 
-def is_int(value: Any) -> TypeGuard[int]:
-    """Whether a value is a whole number; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def level_of(verify: Any) -> Any:
     """When rules are verified: as given, or by GRAPHSHARD_VERIFY."""
     return verify if verify is not None else os.environ.get(_VERIFY, "ends")
@@ -49,7 +48,7 @@ def _reshard_after_forward(value: Any) -> None:
     if not (value is None or isinstance(value, int)):
         raise ArgumentError(
             "reshard_after_forward must be True, False, None, or a number of ranks that gather again in backward, "
-            f"got {value!r}."
+            f"got {brief(value)}."
         )
 
 
@@ -63,7 +62,9 @@ def _shard_placement_fn(value: Any) -> None:
 def _mp_policy(value: Any) -> None:
     if isinstance(value, Mapping):
         for unit, policy in value.items():
-            check_policy(policy, f"mp_policy[{unit!r}]")
+            if not isinstance(unit, str):
+                raise ArgumentError(f"mp_policy must have patterns of names of units for keys, got {brief(unit)}.")
+            check_policy(policy, f"mp_policy[{brief(unit)}]")
     elif value is not None:
         check_policy(value, "mp_policy")
 
@@ -73,21 +74,24 @@ def _offload_policy(value: Any) -> None:
         raise ArgumentError(
             f"offload_policy must be a torch.distributed.fsdp.CPUOffloadPolicy or None, got {type(value).__name__}."
         )
+    if value is not None:
+        check_bool("offload_policy.pin_memory", getattr(value, "pin_memory", True))
 
 
 def _ignored_params(value: Any) -> None:
-    if isinstance(value, nn.Parameter) or not (value is None or isinstance(value, Iterable)):
+    if isinstance(value, (nn.Parameter, str)) or not (value is None or isinstance(value, Iterable)):
         raise ArgumentError(f"ignored_params must be a set of the model's parameters, got a {type(value).__name__}.")
 
 
 def _units(value: Any) -> None:
     if isinstance(value, str):
-        raise ArgumentError(f"units must be a sequence of name patterns, got one string. Pass [{value!r}].")
+        raise ArgumentError(f"units must be a sequence of name patterns, got one string. Pass [{brief(value)}].")
+    if not (value is None or (isinstance(value, Sequence) and not isinstance(value, bytes))):
+        raise ArgumentError(f"units must be a sequence of name patterns such as ['layers.*'], got {brief(value)}.")
 
 
 def _backend(value: Any) -> None:
-    if value not in get_args(Backend):
-        raise ArgumentError(f"backend must be one of {', '.join(map(repr, get_args(Backend)))}, got {value!r}.")
+    check_choice("backend", value, get_args(Backend))
 
 
 def _activation(value: Any) -> None:
@@ -95,15 +99,16 @@ def _activation(value: Any) -> None:
         for op in value:
             if not isinstance(op, OpOverload):
                 raise ArgumentError(
-                    f"activation lists operators whose results are saved, such as torch.ops.aten.mm.default, got {op!r}"
+                    "activation lists operators whose results are saved, such as torch.ops.aten.mm.default, got "
+                    + (str(op)[:60] if hasattr(op, "overloads") else brief(op))
                     + (f". Choose one of its overloads: {_overloads(op)}." if hasattr(op, "overloads") else ".")
                 )
         return
     share = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-    if not (value is None or value == "full" or share):
+    if not (value is None or (isinstance(value, str) and value == "full") or share):
         raise ArgumentError(
             "activation must be None, 'full', a list of operators to save, or the share of memory from 0 to 1 "
-            f"that activations may take, got {value!r}."
+            f"that activations may take, got {brief(value)}."
         )
 
 
@@ -113,7 +118,7 @@ def _overloads(packet: Any) -> str:
 
 def _memory_limit(value: Any) -> None:
     if not (value is None or (is_int(value) and value > 0)):
-        raise ArgumentError(f"memory_limit must be a positive number of bytes, got {value!r}.")
+        raise ArgumentError(f"memory_limit must be a positive number of bytes, got {brief(value)}.")
 
 
 def _dynamic_shapes(value: Any) -> None:
@@ -122,11 +127,16 @@ def _dynamic_shapes(value: Any) -> None:
             "dynamic_shapes must be a tuple with an entry for each input, or a dict by the inputs' names, as for "
             f"torch.export.export, got {type(value).__name__}."
         )
+    for leaf in pytree.tree_leaves(value):
+        if not isinstance(leaf, (int, type(None), Dim, type(Dim.AUTO))):
+            raise ArgumentError(
+                f"dynamic_shapes: {brief(leaf)} is no dimension. Give None, an int, a torch.export.Dim, Dim.AUTO, "
+                "Dim.STATIC or Dim.DYNAMIC."
+            )
 
 
 def _max_captures(value: Any) -> None:
-    if not is_int(value) or value < 1:
-        raise ArgumentError(f"max_captures must be a positive int, got {value!r}.")
+    check_count("max_captures", value)
 
 
 def _passes(value: Any) -> None:
@@ -138,17 +148,13 @@ def _passes(value: Any) -> None:
 
 
 def _verify(value: Any) -> None:
-    level = level_of(value)
-    if level not in get_args(Level):
-        where = "verify" if value is not None else _VERIFY
-        raise ArgumentError(f"{where} must be one of {', '.join(map(repr, get_args(Level)))}, got {level!r}.")
+    check_choice("verify" if value is not None else _VERIFY, level_of(value), get_args(Level))
 
 
 def _allow(value: Any) -> None:
-    names = value if isinstance(value, (list, tuple)) else [value]
-    for name in names:
-        if name not in SOURCES or names is not value:
-            raise ArgumentError(f"allow must be a tuple of some of {', '.join(map(repr, SOURCES))}, got {value!r}.")
+    known = isinstance(value, (list, tuple)) and all(isinstance(name, str) and name in SOURCES for name in value)
+    if not known:
+        raise ArgumentError(f"allow must be a tuple of some of {', '.join(map(repr, SOURCES))}, got {brief(value)}.")
 
 
 # By option, what raises ArgumentError if a value is wrong by itself. `hardware` is checked where its file is read.

@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from graphshard.ir.errors import ArgumentError, GraphshardError, PassError
 from graphshard.ir.graph import fake
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.strides import restride
+from graphshard.ir.text import brief
 from graphshard.passes import (
     AccumulateGradients,
     Bucketing,
@@ -49,6 +51,13 @@ class Pipeline:
 
     passes: tuple[Pass, ...] = DEFAULT_PASSES
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.passes, (list, tuple)):
+            raise ArgumentError(f"passes of a pipeline must be a tuple of passes, got {brief(self.passes)}.")
+        object.__setattr__(self, "passes", tuple(self.passes))
+        for index, step in enumerate(self.passes):
+            self._check_new("passes", step, self.passes[:index])
+
     def __iter__(self) -> Iterator[Pass]:
         return iter(self.passes)
 
@@ -65,38 +74,42 @@ class Pipeline:
                 pass or has a name that is taken.
         """
         if (after is None) == (before is None):
-            raise ArgumentError(f"insert {_name(new)}: give either after= or before=, the name of a pass.")
-        self._check_new(new, self.passes)
-        index = self._index(before) if before is not None else self._index(after or "") + 1
+            given = f"got after={brief(after)} and before={brief(before)}"
+            raise ArgumentError(f"insert {_name(new)}: give either after= or before=, the name of a pass; {given}.")
+        self._check_new("new", new, self.passes)
+        index = self._index("before", before) if before is not None else self._index("after", after) + 1
         return Pipeline((*self.passes[:index], new, *self.passes[index:]))
 
     def replace(self, name: str, new: Pass) -> Pipeline:
         """With another pass in the place of the one named; raises `ArgumentError` as `insert` does."""
-        index = self._index(name)
+        index = self._index("name", name)
         rest = (*self.passes[:index], *self.passes[index + 1 :])
-        self._check_new(new, rest)
+        self._check_new("new", new, rest)
         return Pipeline((*self.passes[:index], new, *self.passes[index + 1 :]))
 
     def disable(self, *names: str) -> Pipeline:
         """Without the passes named; raises `ArgumentError` if there is none of a name."""
-        gone = {self._index(name) for name in names}
+        gone = {self._index("names", name) for name in names}
         return Pipeline(tuple(step for i, step in enumerate(self.passes) if i not in gone))
 
-    def _index(self, name: str) -> int:
+    def _index(self, argument: str, name: Any) -> int:
         names = [step.name for step in self.passes]
-        if name not in names:
-            close = difflib.get_close_matches(str(name), names, 1)
+        if not isinstance(name, str) or name not in names:
+            close = difflib.get_close_matches(name[:100], names, 1) if isinstance(name, str) else []
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ArgumentError(f"the pipeline has no pass {name!r}. It has {', '.join(names)}.{hint}")
+            raise ArgumentError(f"{argument}: the pipeline has no pass {brief(name)}. It has {', '.join(names)}.{hint}")
         return names.index(name)
 
-    def _check_new(self, new: Pass, others: tuple[Pass, ...]) -> None:
+    def _check_new(self, argument: str, new: Any, others: tuple[Pass, ...]) -> None:
         if not isinstance(new, Pass) or not is_dataclass(new) or not getattr(type(new), "name", ""):
             raise ArgumentError(
-                f"{_name(new)} is not a pass: derive a frozen dataclass from graphshard.Pass and give it a name."
+                f"{argument}: {_name(new)} is not a pass: derive a frozen dataclass from graphshard.Pass and give it "
+                "a name."
             )
         if new.name in {step.name for step in others}:
-            raise ArgumentError(f"the pipeline has a pass {new.name!r} already. Rename yours, or use replace().")
+            raise ArgumentError(
+                f"{argument}: the pipeline has a pass {new.name!r} already. Rename yours, or use replace()."
+            )
 
 
 @dataclass(frozen=True)
@@ -207,4 +220,4 @@ def _summary(step: Pass) -> str:
 
 
 def _name(value: object) -> str:
-    return str(getattr(value, "name", None) or getattr(value, "__name__", None) or type(value).__name__)
+    return str(value.name) if isinstance(value, Pass) else brief(value)

@@ -18,12 +18,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import check_texts
 from graphshard.ir.graph import fake
 from graphshard.ir.layout import Collective, Layout, collectives
 from graphshard.ir.liveness import last_use
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import Phase, Program
+from graphshard.ir.text import brief
 
 # Buckets whose gathers start when that of another has arrived.
 Prefetch = Mapping[str, Sequence[str]]
@@ -49,6 +51,18 @@ class PlanByUnit:
     pack_reductions_below: float | None = None
     forward_prefetch: Mapping[str, Sequence[str]] = field(default_factory=dict)
     backward_prefetch: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("pack_gathers_below", "pack_reductions_below"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+            if not number and (value is not None or name == "pack_gathers_below"):
+                raise ArgumentError(f"{name} must be a number of bytes from 0 on, got {brief(value)}.")
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ArgumentError(f"{name} must be a dict of lists of units, got {brief(getattr(self, name))}.")
+            for unit, following in getattr(self, name).items():
+                check_texts(f"{name}[{brief(unit)}]", following, "['layers.1']")
 
     def __call__(self, program: Program) -> Plan:
         """Bucket every collective of the program and place its start and wait."""

@@ -16,7 +16,6 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,8 +27,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from graphshard.ir.errors import CheckpointError
-from graphshard.state.manifest import check_contents, measure, read_manifest, sync, write_manifest
+from graphshard.ir.errors import ArgumentError, CheckpointError
+from graphshard.ir.given import check_count, path_of
+from graphshard.ir.text import brief
+from graphshard.state.manifest import check_contents, measure, read_manifest, rotate, sync, write_manifest
 from graphshard.state.unpickling import SafePlanner, SafeReader, load_plain, serialize_plain
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ def save_checkpoint(
     extra: Any = None,
     per_rank: Any = None,
     group: dist.ProcessGroup | None = None,
+    keep: int | None = None,
 ) -> None:
     """Save a model and its optimizers as a new directory; every rank calls it. It is on the disk when this returns.
 
@@ -56,14 +58,21 @@ def save_checkpoint(
             0's is saved.
         per_rank: the same for what differs between ranks: random state, position in the data, ...
         group: the ranks that call; None is all.
+        keep: how many complete checkpoints stay in the directory that `path` is in, this one included; older ones are
+            removed when this one is complete, and not before. None keeps all. What is damaged is not counted, and not
+            removed.
 
     Raises:
-        CheckpointError: on all ranks; there is nothing at `path` then.
+        CheckpointError: on all ranks; there is nothing at `path` then, and nothing was removed.
+        ArgumentError: there is no process group, or `group` is none of this rank.
     """
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    ranks = _Ranks(group, f"cannot save {path}")
+    ranks = _Ranks(group, f"cannot save {brief(path)}")
     with ranks.together():
+        path = path_of("path", path, "a directory to make")
+        if keep is not None:
+            check_count("keep", keep)
+        optimizers = _checked(model, optimizers)
+        partial = path.with_name(f".{path.name}.partial") if path.name else path
         state = _state(model, optimizers)
         serialize_plain(pytree.tree_map_only(torch.Tensor, lambda _: None, state), "state")  # or it would not load
         plain = {_PER_RANK.format(ranks.rank): serialize_plain(per_rank, "per_rank")}
@@ -88,6 +97,8 @@ def save_checkpoint(
             sync(partial)
             partial.rename(path)
             sync(path.parent)
+            if keep is not None:
+                rotate(path.parent, keep)
 
 
 def load_checkpoint(
@@ -105,14 +116,15 @@ def load_checkpoint(
     Raises:
         CheckpointError: on all ranks; the message names the file that is missing, truncated or damaged, or the
             parameter that does not fit. Nothing was loaded then (unless manifest and contents were forged).
+        ArgumentError: there is no process group, or `group` is none of this rank.
     """
-    path = Path(path)
-    ranks = _Ranks(group, f"cannot load {path}")
+    ranks = _Ranks(group, f"cannot load {brief(path)}")
     with ranks.together():
-        manifest = read_manifest(path)
-        files = manifest["files"]
+        path = path_of("path", path, "a directory that graphshard.save_checkpoint made")
+        optimizers = _checked(model, optimizers)
+        time, files = read_manifest(path)
         check_contents(path, {name: files[name] for name in ranks.share(files)})
-    if len(set(ranks.gather(manifest["time"]))) > 1:
+    if len(set(ranks.gather(time))) > 1:
         raise CheckpointError(f"cannot load {path}: ranks see different checkpoints there. Use a shared file system")
     with ranks.together():
         state, reader = _state(model, optimizers), SafeReader(path)
@@ -133,6 +145,17 @@ def load_checkpoint(
     return extra, per_rank
 
 
+def _checked(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
+    """The optimizers, read once; raise ArgumentError if they or the model are none."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model must be an nn.Module, got {brief(model)}")
+    given = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
+    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else (given,)
+    if not all(isinstance(optimizer, Optimizer) for optimizer in found):
+        raise ArgumentError(f"optimizers must be a torch.optim.Optimizer or several, got {brief(optimizers)}")
+    return found
+
+
 def _state(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
     """What DCP saves, or loads into: shards that share memory with the parameters, under the original names."""
     model_state, optim_state = get_state_dict(model, optimizers)
@@ -143,6 +166,12 @@ class _Ranks:
     """The ranks that save or load together; `task` begins their error messages."""
 
     def __init__(self, group: dist.ProcessGroup | None, task: str) -> None:
+        if not dist.is_initialized():
+            raise ArgumentError(
+                f"{task}: there is no process group. Call torch.distributed.init_process_group() first."
+            )
+        if not (group is None or isinstance(group, dist.ProcessGroup)):
+            raise ArgumentError(f"group must be a process group that this rank is in, or None, got {brief(group)}.")
         self.group, self.task = group, task
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -178,4 +207,4 @@ class _Ranks:
 
 
 def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, (CheckpointError, ArgumentError)) else f"{type(error).__name__}: {error}"

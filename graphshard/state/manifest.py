@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import re
+import shutil
 import time
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Literal, TypeAlias
 
-from graphshard.ir.errors import CheckpointError
-from graphshard.ir.files import write_text
+from graphshard.ir.errors import ArgumentError, CheckpointError
+from graphshard.ir.files import read_file, write_text
+from graphshard.ir.given import path_of
+from graphshard.ir.plain import read
+from graphshard.ir.text import brief, visible
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +32,26 @@ Files: TypeAlias = Mapping[str, Mapping[str, int]]
 
 _MANIFEST = "manifest.json"
 _EARLIER = "Load an earlier checkpoint"
+_MOST_BYTES = 256 << 20
+# DCP's files and ours: names in one directory, which a file system takes.
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A file as it was saved: its length and the checksum of its content."""
+
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What says that a directory is complete; `time` is when it was, in seconds since 1970."""
+
+    format: Literal[1]
+    time: float
+    files: dict[str, Measured]
 
 
 def measure(directory: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
@@ -46,27 +73,30 @@ def write_manifest(directory: Path, files: Files) -> None:
     sync(directory / _MANIFEST)
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a directory that holds every file of it in full length, under "files".
+def read_manifest(directory: Path) -> tuple[float, Files]:
+    """When a directory was complete, and what is in it: every file is there, in full length.
 
     Raises:
         CheckpointError: names the file that is missing or has another size.
     """
     try:
-        manifest = json.loads((directory / _MANIFEST).read_text("utf-8"))
-        files, _ = {name: int(file["bytes"]) for name, file in manifest["files"].items()}, float(manifest["time"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        manifest = read(json.loads(read_file(directory / _MANIFEST, _MOST_BYTES)), Manifest)
+        odd = [name for name in manifest.files if not _NAME.fullmatch(name) or name in (".", "..", _MANIFEST)]
+        if odd or not math.isfinite(manifest.time):
+            raise ArgumentError(f"{brief(odd[0])} is no name of a file" if odd else f"time is {manifest.time}")
+    except (ValueError, RecursionError) as error:
+        why = visible(str(error), lines=False)[:300]
         raise CheckpointError(
-            f"{directory / _MANIFEST} is missing or unreadable ({error!r}): the checkpoint was interrupted, or it was "
+            f"{directory / _MANIFEST} is missing or unreadable ({why}): the checkpoint was interrupted, or it was "
             f"not written by graphshard.save_checkpoint. {_EARLIER}, or use torch.distributed.checkpoint.load."
         ) from error
-    for name, expected in files.items():
+    for name, expected in manifest.files.items():
         path = directory / name
         size = path.stat().st_size if path.is_file() else None
-        if size != expected:
-            what = "is missing" if size is None else f"has {size} bytes instead of {expected}"
+        if size != expected.bytes:
+            what = "is missing" if size is None else f"has {size} bytes instead of {brief(expected.bytes)}"
             raise CheckpointError(f"{path} {what}: it was truncated or removed after it was saved. {_EARLIER}.")
-    return manifest
+    return manifest.time, {name: asdict(file) for name, file in manifest.files.items()}
 
 
 def check_contents(directory: Path, files: Files) -> None:
@@ -80,15 +110,41 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint in a directory that was saved last, or None.
 
     Complete means that all files have their full length; `load_checkpoint` also reads and checks them. This is no
-    collective: ranks that call it while one of them saves may see different checkpoints.
+    collective: ranks that call it while one of them saves may see different checkpoints. A directory that is damaged
+    is left out, and the log says why.
+
+    Raises:
+        ArgumentError: `directory` is no path, or a file.
     """
+    where = path_of("directory", directory, "a directory with checkpoints")
+    if where.exists() and not where.is_dir():
+        raise ArgumentError(f"directory must be a directory with checkpoints, got the file {brief(str(where))}.")
+    return next(iter(complete_checkpoints(where)), None)
+
+
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Those in a directory, the one that was saved last first."""
     found: list[tuple[float, Path]] = []
-    for path in Path(directory).glob("[!.]*/"):
+    for path in directory.glob("[!.]*/"):
         try:
-            found.append((read_manifest(path)["time"], path))
-        except CheckpointError as error:
+            found.append((read_manifest(path)[0], path))
+        except (CheckpointError, OSError) as error:
             log.info("not a checkpoint: %s", error)
-    return max(found)[1] if found else None
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def rotate(directory: Path, keep: int) -> None:
+    """Remove complete checkpoints but the last ones; what is damaged, or no checkpoint, is left alone.
+
+    A directory is renamed before it is emptied, so that none is ever half a checkpoint under its name.
+    """
+    for path in complete_checkpoints(directory)[keep:]:
+        try:
+            path.rename(path.with_name(f".{path.name}.removed"))
+        except OSError as error:
+            log.warning("the old checkpoint %s is not removed: %s", path, error)
+    for path in directory.glob(".*.removed"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

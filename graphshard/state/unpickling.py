@@ -9,22 +9,36 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.errors import CheckpointError
+from graphshard.ir.text import brief
 
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))
 
 INDEX = ".metadata"
 
 _DCP = "torch.distributed.checkpoint"
+# What DCP calls its files.
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 # What the index consists of, besides dtypes.
 _CLASSES = {
     *(f"{_DCP}.metadata.{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")),
@@ -32,6 +46,13 @@ _CLASSES = {
     *(f"{_DCP}.metadata._MEM_FORMAT_ENCODING", f"{_DCP}.filesystem._StorageInfo"),
     *("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath"),
 }
+
+
+# Of these, those that pickle makes first and fills afterwards.
+_BUILT = (
+    *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties),
+    *(TensorStorageMetadata, _StorageInfo),
+)
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -44,7 +65,7 @@ class SafeReader(dcp.FileSystemReader):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         with (directory / INDEX).open("rb") as file:
-            self.index: Metadata = _IndexUnpickler(file).load()
+            self.index = load_index(file)
 
     @property
     def files(self) -> set[str]:
@@ -69,12 +90,69 @@ class SafePlanner(dcp.DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-class _IndexUnpickler(pickle.Unpickler):
+def load_index(file: IO[bytes]) -> Metadata:
+    """The index in a file.
+
+    Raises:
+        CheckpointError: there is something else in it.
+    """
+    try:
+        index = _IndexUnpickler(file).load()
+        _check_index(index)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever pickle says of odd instructions
+        raise CheckpointError(f"{INDEX} is no index: {type(error).__name__}: {brief(str(error))}") from error
+    return index
+
+
+class _IndexUnpickler(pickle._Unpickler):
+    """Makes objects of the index's classes, and sets attributes of these alone.
+
+    A pickle sets attributes of whatever it names, so of classes, too: `Metadata.__init__` would be another from then
+    on. It is the unpickler in Python, as the one in C cannot be told what to refuse.
+    """
+
+    stack: list[Any]
+
+    def load_build(self) -> None:
+        state, made = self.stack[-1], self.stack[-2]
+        if isinstance(made, TensorProperties):  # has a `__setstate__` of its own
+            known = type(state) is tuple
+        else:
+            known = type(made) in _BUILT and type(state) is dict and set(state) <= {f.name for f in fields(made)}
+        if not known:
+            raise CheckpointError(f"{INDEX} sets attributes of {brief(made)}, as no index does; it is not loaded")
+        pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]
+
+    dispatch: ClassVar[Any] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and f"{module}.{name}" not in _CLASSES:
             raise CheckpointError(f"{INDEX} refers to {module}.{name}, which no index consists of; it is not loaded")
         return super().find_class(module, name)
+
+
+def _check_index(index: Any) -> None:
+    """Raise CheckpointError if it is none, or if it points outside of its directory."""
+    if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict):
+        raise CheckpointError(f"{INDEX} is {brief(index)} and no index; it is not loaded")
+    stored, planned = index.storage_data or {}, index.planner_data or {}
+    if not isinstance(stored, dict) or not isinstance(planned, dict):
+        raise CheckpointError(f"{INDEX} does not say where values are; it is not loaded")
+    for key, value in index.state_dict_metadata.items():
+        if not isinstance(key, str) or not isinstance(value, (TensorStorageMetadata, BytesStorageMetadata)):
+            raise CheckpointError(f"{INDEX} has {brief(value)} under {brief(key)}; it is not loaded")
+    for key, place in stored.items():
+        found = isinstance(key, MetadataIndex) and isinstance(place, _StorageInfo)
+        if not found or not isinstance(place.relative_path, str) or not _FILE.fullmatch(place.relative_path):
+            raise CheckpointError(f"{INDEX} has {brief(key)} at {brief(place)}, which is no file; it is not loaded")
+        if not all(isinstance(number, int) and number >= 0 for number in (place.offset, place.length)):
+            raise CheckpointError(f"{INDEX} has a value at {brief(place.offset)}; it is not loaded")
+    for key, path in planned.items():
+        if not isinstance(key, str) or not isinstance(path, tuple):
+            raise CheckpointError(f"{INDEX} has {brief(path)} for the name of a value; it is not loaded")
 
 
 def serialize_plain(value: Any, name: str) -> bytes:

@@ -1,0 +1,132 @@
+"""What users give: the checks that arguments of public functions share, on all floors.
+
+Each names the argument, shows the value and says what to give instead.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from graphshard.ir.errors import ArgumentError, GraphshardError
+from graphshard.ir.files import write_text
+from graphshard.ir.text import brief
+
+# Of file systems: bytes of a name, and of a path.
+_MAX_NAME, _MAX_PATH = 255, 4095
+
+
+def is_int(value: Any) -> TypeGuard[int]:
+    """Whether a value is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise ArgumentError for what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} must be True or False, got {brief(value)}.")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ArgumentError for what is none of some words."""
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(f"{name} must be one of {', '.join(map(repr, choices))}, got {brief(value)}.")
+
+
+def check_count(name: str, value: object, *, least: int = 1, most: int = (1 << 63) - 1, what: str = "int") -> None:
+    """Raise ArgumentError for what is no whole number within bounds.
+
+    Args:
+        what: it counts.
+    """
+    if not is_int(value) or not least <= value <= most:
+        sign = {0: "non-negative ", 1: "positive "}.get(least, "")
+        more = f" up to {most}" if is_int(value) and value > most else ""
+        raise ArgumentError(f"{name} must be a {sign}{what}{more}, got {brief(value)}.")
+
+
+def check_number(name: str, value: object, *, positive: bool = False) -> None:
+    """Raise ArgumentError for what is no finite number from 0 on, or above it."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    if not number or (positive and value == 0):
+        sign = "positive" if positive else "non-negative"
+        raise ArgumentError(f"{name} must be a {sign} number, got {brief(value)}.")
+
+
+def check_function(name: str, value: object, example: str) -> None:
+    """Raise ArgumentError for what cannot be called."""
+    if not callable(value):
+        raise ArgumentError(f"{name} must be a function such as {example}, got {brief(value)}.")
+
+
+def check_texts(name: str, value: object, example: str) -> None:
+    """Raise ArgumentError for what is no list or tuple of texts."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+        raise ArgumentError(f"{name} must be a list of texts such as {example}, got {brief(value)}.")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Raise ArgumentError for what is no dict of seconds by key."""
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"{name} must be a dict of seconds by region key, got {brief(value)}.")
+    for key, seconds in value.items():
+        if not isinstance(key, str):
+            raise ArgumentError(f"{name} must have texts for keys, the keys of regions, got {brief(key)}.")
+        check_number(f"{name}[{brief(key)}]", seconds)
+
+
+def path_of(name: str, value: object, example: str) -> Path:
+    """An argument as a path that a file system takes, whatever is there.
+
+    Raises:
+        ArgumentError: it is of another type, empty, or has a NUL or a part that is too long.
+    """
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(text := os.fspath(value), str):
+        raise ArgumentError(f"{name} must be {example}, got {brief(value)}.")
+    why = ""
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        why = "has a character that no file system takes"
+    else:
+        if not text:
+            why = "is empty"
+        elif b"\0" in encoded:
+            why = "has a NUL in it"
+        elif len(encoded) > _MAX_PATH or max(map(len, encoded.split(b"/"))) > _MAX_NAME:
+            why = f"has {len(encoded)} bytes, more than a file system takes"
+    if why:
+        raise ArgumentError(f"{name} {why}: {brief(text)}. Give {example}.")
+    return Path(text)
+
+
+def write_given(name: str, value: object, text: str) -> None:
+    """Write a text where an argument says; raise ArgumentError where that cannot be."""
+    path = path_of(name, value, "a file to write")
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise ArgumentError(
+            f"{name}: {brief(str(value))} cannot be written: {error.strerror}. Give a file in a directory that is "
+            "writable."
+        ) from None
+
+
+def answer_of(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function of the user's returns.
+
+    Raises:
+        ArgumentError: it raised something.
+    """
+    try:
+        return function(*args)
+    except GraphshardError:
+        raise
+    except Exception as error:
+        raise ArgumentError(
+            f"{name}: {brief(function)} of {', '.join(map(brief, args))} failed with {type(error).__name__}: {error}. "
+            f"Correct it, or leave {name} out."
+        ) from error

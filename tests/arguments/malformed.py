@@ -1,0 +1,146 @@
+"""Malformed values for the parameters of public functions, and what an error about one has to say."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.export import Dim
+
+import graphshard
+from graphshard.passes import MakePlan
+from tests.helpers import Blocks
+
+POLICY = MixedPrecisionPolicy()
+LONG = "x" * 10_000
+ESCAPES = "\x1b[31m\n"
+
+
+class Hostile:
+    """A value whose repr raises, and that compares with nothing."""
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+    def __eq__(self, other: object) -> bool:
+        raise ZeroDivisionError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def fails(*_: Any) -> Any:
+    """A function of the user's that does not do."""
+    raise KeyError("of the user's function")
+
+
+def failing() -> Iterator[Any]:
+    yield fails()
+
+
+# What is no path to anything: of another type, empty, with a NUL, longer than a file system takes.
+NO_PATHS: tuple[Any, ...] = (3, b"bytes", "", "a\0b", LONG, ["a"], Hostile())
+NO_BOOLS: tuple[Any, ...] = (None, "yes", 1.0, 3, [True], Hostile())
+NO_COUNTS: tuple[Any, ...] = (-1, True, 1.5, math.nan, "2", [2], Hostile(), torch.ones(2))
+NO_FUNCTIONS: tuple[Any, ...] = (3, "print", [print], Hostile())
+NO_MODELS: tuple[Any, ...] = (None, 3, "model", nn.Linear, nn.Module(), nn.ModuleList(), torch.ones(2), Hostile())
+UNCOMPILED: tuple[Any, ...] = (*NO_MODELS, Blocks(1))
+NO_MESHES: tuple[Any, ...] = (
+    *("8", 1.5, True, 0, -1, 10**30, 10**5000, {}, {3: 2}, {"": 2}, {"a": "2"}, {"a": 2.5}, {"a": True}, Hostile()),
+    *(LONG, nn.Linear, b"8", torch.ones(2)),
+)
+NO_TEXTS: tuple[Any, ...] = (None, 3, b"{}", "", "{", "3", "[]", "null", '{"a": NaN}', "[" * 100_000, '{"a":' * 9_999)
+
+# By option of `compile`, what it may not be.
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "reshard_after_forward": (0.5, "yes", -1, 0, 3, 10**30, [True], math.nan, torch.ones(2), Hostile()),
+    "shard_placement_fn": (
+        *(1, "x", fails, lambda: None, lambda _: 0, lambda _: "0", lambda _: Shard(5), lambda _: Shard(10**30)),
+        *(lambda _: Shard("0"), Hostile(), Shard(0)),
+    ),
+    "mp_policy": (
+        *("bf16", 3, torch.bfloat16, MixedPrecisionPolicy, {"": None}, {3: POLICY}, {None: POLICY}, {"[": POLICY}),
+        *(MixedPrecisionPolicy("bf16"), MixedPrecisionPolicy(3), MixedPrecisionPolicy(torch.int32)),  # type: ignore
+        *(MixedPrecisionPolicy(reduce_dtype="x"), MixedPrecisionPolicy(reduce_dtype=torch.bool)),  # type: ignore
+        *(MixedPrecisionPolicy(output_dtype="x"), MixedPrecisionPolicy(cast_forward_inputs="no")),  # type: ignore
+        *([POLICY], {"": MixedPrecisionPolicy("bf16")}, {LONG: POLICY}, {ESCAPES: POLICY}, Hostile()),  # type: ignore
+    ),
+    "offload_policy": (True, "cpu", CPUOffloadPolicy, CPUOffloadPolicy(pin_memory="no"), 3, Hostile()),  # type: ignore
+    "ignored_params": (3, nn.Parameter(torch.ones(1)), "weight", ["weight"], [None], [[]], failing(), [Hostile()]),
+    "units": (
+        *("layers.*", 3, b"layers.*", [3], [None], [()], [("layers.*", 3)], [lambda: True], [fails], {"layers.*": 1}),
+        *([LONG], ["[layers"], [ESCAPES], [""], [["layers.*"]], {"layers.*"}, failing(), Hostile(), [Hostile()]),
+    ),
+    "backend": (None, "cuda", 3, [], LONG, ESCAPES, math.nan, Hostile()),
+    "activation": (
+        *("some", True, -1, 2, math.nan, [3], [torch.ops.aten.mm], [print], {}, b"full", 1j, torch.ones(2), [[]]),
+        *(LONG, Hostile(), [Hostile()]),
+    ),
+    "memory_limit": (0, -1, True, 1.5, "4GB", math.nan, math.inf, [1], Hostile()),
+    "hardware": (*NO_PATHS, "tpu", "/", "/dev/zero", graphshard.Profile, ESCAPES),
+    "dynamic_shapes": ("auto", 3, Dim("b"), {0}, Hostile(), print),
+    "max_captures": (0, -1, True, 1.5, "8", None, math.nan, [], Hostile()),
+    "allow": ("random", 3, None, ["numpy"], [3], [[]], [LONG], {"random": 1}, Hostile(), [Hostile()]),
+    "passes": ([], "default", graphshard.Pipeline, MakePlan(), 3, Hostile()),
+    "verify": ("always", 3, True, [], LONG, Hostile()),
+}
+# What becomes wrong where it meets inputs.
+DYNAMIC: tuple[Any, ...] = (
+    *(({0: "x"},), ({"a": Dim("b")},), ({0: 3.5},), ({99: Dim("b")},), ({-9: Dim.AUTO},), (None, None, None)),
+    *({"nope": {0: Dim.AUTO}}, {3: {}}, ([],), (3,), ({0: Hostile()},), ({0: Dim("b", min=7)},), ((Dim("a"),) * 3,)),
+)
+NO_INPUTS: tuple[Any, ...] = (
+    *(3, "x", torch.zeros(3, 4), {"x": 1}, (object(),), ({1, 2},), (torch.zeros(3, 7),), (), (torch.zeros(()),)),
+    *((torch.zeros(3, 4),) * 2, ("x",), (None,), (torch.zeros(3, 4, dtype=torch.int64),), (Hostile(),), Hostile()),
+    *((torch.zeros(3, 4).to_sparse(),), (torch.zeros(10**4, 0),), (print,), (10**30,), iter([1])),
+)
+NO_KWARGS: tuple[Any, ...] = (
+    *(3, "x", [1], [("x", 1)], {3: torch.zeros(3, 4)}, {"nope": torch.zeros(3, 4)}, {"x": object()}, {"x": "y"}),
+    *({LONG: 1}, {ESCAPES: 1}, {"x": Hostile()}, {None: 1}, Hostile(), {"self": 1}),
+)
+
+
+def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> BaseException | None:
+    """What a call raises."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return error
+    return None
+
+
+def faults(error: BaseException | None, name: str, value: Any) -> str:
+    """What is wrong with the error about an argument; "" if nothing is."""
+    if error is None:
+        return "no error"
+    if not isinstance(error, graphshard.GraphshardError):
+        return f"raw {type(error).__name__}: {str(error)[:200]}"
+    text = str(error)
+    if not re.search(rf"\b{name}\b", text):
+        return f"{name} is not named: {text[:300]}"
+    if not any(part in text for part in parts_of(value)):
+        return f"the value is not shown: {text[:300]}"
+    if len(text) > 2000:
+        return f"{len(text)} characters: {text[:300]}"
+    if any(ord(char) < 32 and char != "\n" for char in text):
+        return f"control characters: {text[:300]!r}"
+    return ""
+
+
+def parts_of(value: Any) -> list[str]:
+    """How a message may show a value: its class, the beginning of its repr, or those of what it holds."""
+    found = [type(value).__name__, getattr(value, "__name__", type(value).__name__)]
+    try:
+        found.append(repr(value)[:12])
+    except Exception:
+        found.append("Hostile")
+    if isinstance(value, (list, tuple, set)):
+        found += [part for item in value for part in parts_of(item)]
+    if isinstance(value, dict):
+        found += [part for pair in value.items() for item in pair for part in parts_of(item)]
+    return found
