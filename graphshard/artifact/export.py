@@ -40,7 +40,7 @@ from graphshard.pipeline.pipeline import Pipeline
 Mode = Literal["training", "inference", "both"]
 
 # A file for more would fit no machine.
-_MOST_THREADS = 1 << 16
+MOST_THREADS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def export(
     kind = _device(device, mesh)
     check_bool("accumulate", accumulate)
     if threads is not None:
-        check_count("threads", threads, most=_MOST_THREADS)
+        check_count("threads", threads, most=MOST_THREADS)
     if compile_regions is not None:
         check_bool("compile_regions", compile_regions)
     machine = load_profile(chosen.hardware or ("h100" if kind.type == "cuda" else "cpu-gloo"))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from graphshard.artifact.export import MOST_THREADS
 from graphshard.artifact.exporter import with_threads
 from graphshard.artifact.fingerprint import differences, environment, refuse
 from graphshard.artifact.members import (
@@ -28,14 +29,17 @@ from graphshard.codec.lowered import decode_lowered, decode_region
 from graphshard.codec.partitioned import decode_partitioned
 from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.fold import fold
+from graphshard.ir.given import check_count, path_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import Plan
 from graphshard.ir.progress import progress
+from graphshard.ir.terminal import say
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import RegionCall
 from graphshard.pipeline.pipeline import Pipeline
 
 ENDING = ".gshard"
+WRITTEN = "a file that graphshard.export wrote"
 VERIFY = (
     "Check every byte of an artifact against its checksums, read every program, plan and region, and compare regions "
     "with their keys. Nothing of it is executed."
@@ -48,7 +52,7 @@ FINISH = (
 
 def add_file(parser: argparse.ArgumentParser) -> None:
     """The argument of `verify`."""
-    parser.add_argument("file", metavar="FILE", help="written by graphshard.export")
+    parser.add_argument("file", metavar="FILE", help=WRITTEN)
 
 
 def add_finish(parser: argparse.ArgumentParser) -> None:
@@ -65,25 +69,26 @@ def show(path: Path, *, graph: bool, full: bool) -> None:
     """
     artifact = read_artifact(path)
     if not graph:
-        print(artifact.archive.text("summary.txt"), end="")
+        say(artifact.archive.text("summary.txt"), end="")
         return
     for mesh in artifact.meshes:
         for program in mesh["programs"]:
             text = artifact.archive.text(f"{program['file']}.txt")
-            print(f"{program['file']} ({program['entry'] or 'the model'}, {read(mesh['mesh'], Mesh)})")
-            print(text if full else fold(text))
+            say(f"{program['file']} ({program['entry'] or 'the model'}, {read(mesh['mesh'], Mesh)})")
+            say(text if full else fold(text))
 
 
 def verify(args: argparse.Namespace) -> int:
     """`graphshard verify FILE`; status 1 if something is wrong."""
+    path = path_of("FILE", args.file, WRITTEN)
     try:
-        artifact = read_artifact(Path(args.file))
+        artifact = read_artifact(path)
         checked = list(_check(artifact))
     except ArtifactError as error:
-        print(f"{args.file}: {error}")
+        say(f"{args.file}: {error}")
         return 1
     code = "native code: trust it as you would a program" if artifact.native else "no native code"
-    print(f"{args.file}: whole. {', '.join(checked)}; {code}")
+    say(f"{args.file}: whole. {', '.join(checked)}; {code}")
     return 0
 
 
@@ -120,10 +125,12 @@ def _check(artifact: Artifact) -> Iterator[str]:
 
 def finish(args: argparse.Namespace) -> int:
     """`graphshard finish FILE`."""
-    path = Path(args.file)
+    path = path_of("FILE", args.file, WRITTEN)
+    if args.threads is not None:
+        check_count("--threads", args.threads, most=MOST_THREADS)
     artifact = read_artifact(path)
     if not artifact.later:
-        print(f"{path}: nothing to do, no region is left to compile")
+        say(f"{path}: nothing to do, no region is left to compile")
         return 0
     exported = artifact.facts["environment"]
     device = torch.device(exported["device"])
@@ -149,6 +156,6 @@ def finish(args: argparse.Namespace) -> int:
         now = {**exported, **environment(device, native=native)}
     facts = {name: value for name, value in artifact.facts.items() if name not in ("format", "members")}
     write_facts(path, {**facts, "environment": now, "regions": regions}, members)
-    print(f"{path}: compiled {len(wanted) - len(problems)} of {len(wanted)} regions")
-    print(*problems, sep="\n", end="\n" if problems else "")
+    say(f"{path}: compiled {len(wanted) - len(problems)} of {len(wanted)} regions")
+    say(*problems, end="\n" if problems else "")
     return 0

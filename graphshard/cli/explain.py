@@ -6,11 +6,10 @@ graphshard explain examples.llama:Llama ...      module:factory; the factory is 
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -20,13 +19,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.export import Dim
 
 from graphshard.cost.profile import builtin_profiles, load_profile
+from graphshard.debug.repro import failure, import_module
 from graphshard.explain.explain import explain_grid
 from graphshard.explain.explanation import Explanation, Grid
 from graphshard.explain.study import Study
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.files import write_text
+from graphshard.ir.given import check_count, path_of, write_given
 from graphshard.ir.mesh import MeshLike
 from graphshard.ir.progress import progress
+from graphshard.ir.terminal import say
+from graphshard.ir.text import brief
 from graphshard.lower.backends import Backend
 from graphshard.measure.regions import load_measured
 from graphshard.options.options import Activation, Options
@@ -40,6 +42,9 @@ EPILOG = (
     "the meta device and returns the model, or the model and a tuple of its inputs. Otherwise inputs are int64 tensors "
     "of the shapes that --batch gives."
 )
+
+# Inputs are made, so that there is a limit to their number and size; numbers of more digits are none of a machine.
+_MOST_INPUTS, _MOST_ELEMENTS, _MOST_DIGITS = 1000, 1 << 31, 18
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +84,9 @@ def run(args: argparse.Namespace) -> int:
     meshes = [_mesh(text) for text in args.mesh]
     shapes = [_shape(text) for text in args.batch]
     profiles = [load_profile(name) for name in args.hardware]
+    check_count("--inputs", args.inputs, most=_MOST_INPUTS)
     single = len(meshes) * len(profiles) * len(args.network) * max(len(shapes), 1) == 1
-    if not single and (args.html or args.trace or args.measured):
+    if not single and (_given(args.html, args.trace, args.measured)):
         raise ArgumentError("--html, --trace and --measured need one mesh, machine, network and batch")
     setting = {
         "optimizer_states": args.optimizer_states,
@@ -95,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         if single:
             inputs = given if given is not None else _inputs(shapes[0], args.inputs)
             study = Study(model, inputs, None, Options(**_options(args, inputs)), **setting, show=show)
-            measured = load_measured(args.measured) if args.measured else {}
+            measured = {} if args.measured is None else load_measured(args.measured)
             found: Explanation | Grid = study.explain(meshes[0], profiles[0], args.network[0], measured=measured)
         else:
             rows: list[Explanation] = []
@@ -112,15 +118,19 @@ def run(args: argparse.Namespace) -> int:
                     show=show,
                 ).rows
             found = Grid(tuple(rows))
-    print(found)
-    if args.json:
-        write_text(Path(args.json), found.to_json() + "\n")
+    say(found)
+    if args.json is not None:
+        write_given("--json", args.json, found.to_json() + "\n")
     if isinstance(found, Explanation):
-        if args.html:
+        if args.html is not None:
             found.save_html(args.html)
-        if args.trace:
+        if args.trace is not None:
             found.save_trace(args.trace)
     return 0
+
+
+def _given(*values: str | None) -> bool:
+    return any(value is not None for value in values)
 
 
 def _options(args: argparse.Namespace, inputs: tuple[Any, ...]) -> dict[str, Any]:
@@ -141,7 +151,7 @@ def _made(path: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     """The model that a factory makes on the meta device, and its inputs if it returns them."""
     where, _, name = path.rpartition(":")
     if not where or not name:
-        raise ArgumentError(f"factory must be module:name or file.py:name, got {path!r}")
+        raise ArgumentError(f"factory must be module:name or file.py:name, got {brief(path)}")
     factory = _factory(where, name, path)
     try:
         with torch.device("meta"):
@@ -157,28 +167,27 @@ def _made(path: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
 
 
 def _factory(where: str, name: str, path: str) -> Callable[[], Any]:
-    try:
-        if where.endswith(".py"):
-            file = Path(where)
-            spec = importlib.util.spec_from_file_location(file.stem, file)
-            if spec is None or spec.loader is None or not file.is_file():
-                raise ArgumentError(f"there is no file {where}")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules.setdefault(file.stem, module)
-            spec.loader.exec_module(module)
-        else:
-            sys.path.insert(0, "")  # as `python -m` finds modules
-            try:
-                module = importlib.import_module(where)
-            finally:
-                sys.path.remove("")
-    except ImportError as error:
-        raise ArgumentError(f"{where} cannot be imported: {error}") from error
+    module = _run_file(where) if where.endswith(".py") else import_module(where, "factory")
     factory = getattr(module, name, None)
     if not callable(factory):
         raise ArgumentError(f"{path}: {where} has no function or class {name}")
     made: Callable[[], Any] = factory
     return made
+
+
+def _run_file(where: str) -> object:
+    """The module of a file."""
+    file = path_of("factory", where, "a file with a factory")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ArgumentError(f"factory: there is no file {brief(where)}. Give file.py:name, or module:name.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever the file does when it is run
+        raise ArgumentError(f"factory: {where} cannot be imported: {failure(error)}") from error
+    return module
 
 
 def _inputs(shape: tuple[int, ...], count: int) -> tuple[torch.Tensor, ...]:
@@ -189,25 +198,30 @@ def _mesh(text: str) -> MeshLike:
     """ "8" or "shard=8", several axes with commas; what axes without names are called is not decided here."""
     parts = [part.rpartition("=") for part in text.split(",")]
     names, sizes = [name for name, _, _ in parts], [_int(size, "--mesh", text) for _, _, size in parts]
-    if not any(names):
+    if "=" not in text:
         return sizes
     if not all(names) or len(set(names)) < len(names):
-        raise ArgumentError(f"--mesh must name each axis, with a name of its own, or none, got {text!r}")
+        raise ArgumentError(f"--mesh must name each axis, with a name of its own, or none, got {brief(text)}")
     return dict(zip(names, sizes))
 
 
 def _symbol(text: str) -> tuple[str, int]:
     name, _, dim = text.partition("=")
-    if not name.isidentifier() or not dim.isdigit():
-        raise ArgumentError(f"--symbols must be names and dims of the inputs such as batch=0 seq=1, got {text!r}")
+    if not name.isidentifier() or _whole(dim) is None:
+        raise ArgumentError(f"--symbols must be names and dims of the inputs such as batch=0 seq=1, got {brief(text)}")
     return name, int(dim)
+
+
+def _whole(text: str) -> int | None:
+    """The number that some digits are; None if they are none, or more than Python reads."""
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def _reshard(text: str) -> bool | int | None:
     words = {"default": None, "always": True, "never": False}
-    if text not in words and not text.isdigit():
-        raise ArgumentError(f"--reshard must be default, always, never or a number of ranks, got {text!r}")
-    return words[text] if text in words else int(text)
+    if text not in words and _whole(text) is None:
+        raise ArgumentError(f"--reshard must be default, always, never or a number of ranks, got {brief(text)}")
+    return words[text] if text in words else _whole(text)
 
 
 def _activation(text: str | None) -> Activation | None:
@@ -216,7 +230,7 @@ def _activation(text: str | None) -> Activation | None:
         return None
     if text == "full":
         return "full"
-    if text.replace(".", "", 1).isdigit():
+    if text.replace(".", "", 1).isdecimal():
         return float(text)
     return tuple(map(_operator, text.split(",")))
 
@@ -227,24 +241,28 @@ def _operator(name: str) -> OpOverload:
         found = getattr(found, part, None)
     if not isinstance(found, OpOverload):
         raise ArgumentError(
-            f"--activation must be full, a share from 0 to 1 or operators such as aten.mm.default, got {name!r}"
+            f"--activation must be full, a share from 0 to 1 or operators such as aten.mm.default, got {brief(name)}"
         )
     return found
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    return tuple(_int(part, "--batch", text) for part in text.split(","))
+    shape = tuple(_int(part, "--batch", text) for part in text.split(","))
+    if math.prod(shape) > _MOST_ELEMENTS:
+        raise ArgumentError(f"--batch must have at most {_MOST_ELEMENTS} elements, got {brief(text)}")
+    return shape
 
 
 def _int(part: str, option: str, text: str) -> int:
-    if not part.isdigit() or int(part) == 0:
+    number = _whole(part)
+    if not number:
         example = "8" if option == "--mesh" else "1,4096"
-        raise ArgumentError(f"{option} must have positive sizes such as {example}, got {text!r}")
-    return int(part)
+        raise ArgumentError(f"{option} must have positive sizes such as {example}, got {brief(text)}")
+    return number
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
     dtype = getattr(torch, name, None) if name else None
     if name and not isinstance(dtype, torch.dtype):
-        raise ArgumentError(f"torch has no dtype {name!r}; bfloat16 is one")
+        raise ArgumentError(f"--param-dtype or --reduce-dtype: torch has no dtype {brief(name)}; bfloat16 is one")
     return dtype

@@ -10,14 +10,15 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from graphshard.cli import artifact as artifact_command
 from graphshard.cli import explain as explain_command
 from graphshard.debug import repro
 from graphshard.debug.show import show_path
 from graphshard.debug.stage_files import StageFile, print_diff
-from graphshard.ir.errors import ArgumentError, ArtifactError
+from graphshard.ir.errors import ArgumentError, GraphshardError
+from graphshard.ir.given import path_of
+from graphshard.ir.text import visible
 from graphshard.measure import calibrate
 
 _PATH_HELP = "a stage of a dump (dump/06-plan.txt, .json, or dump/06)"
@@ -35,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(args.run(args))
         sys.stdout.flush()
         return status
-    except (ArgumentError, ArtifactError) as error:
-        print(f"graphshard {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
+    except GraphshardError as error:
+        print(f"graphshard {args.command}: {visible(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -77,12 +78,13 @@ def _add_show(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _show(args: argparse.Namespace) -> int:
     repro.import_all(args.imports)
+    path = path_of("PATH", args.path, "a stage of a dump, a directory, or a .gshard file")
     if args.path.endswith(artifact_command.ENDING):
-        artifact_command.show(Path(args.path), graph=args.graph, full=args.full)
+        artifact_command.show(path, graph=args.graph, full=args.full)
     elif args.graph:
         raise ArgumentError("--graph is for files of graphshard.export, which end in .gshard")
     else:
-        show_path(Path(args.path), full=args.full)
+        show_path(path, full=args.full)
     return 0
 
 

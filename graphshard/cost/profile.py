@@ -201,7 +201,10 @@ def load_profile(hardware: Hardware) -> Profile:
             f"hardware {brief(str(hardware))} is neither a file nor one of {', '.join(known)}. Measure this machine "
             "with `graphshard calibrate --out FILE` and pass the file."
         )
-    return Profile.from_json(read_file(path, _MOST_BYTES), str(path))
+    try:
+        return Profile.from_json(read_file(path, _MOST_BYTES), str(path))
+    except ArgumentError as error:
+        raise ArgumentError(f"hardware: {error}") from None
 
 
 def _sourced(data: Any, sources: Mapping[str, str], path: str = "") -> Any:

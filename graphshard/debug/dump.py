@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import json
 import os
 import shutil
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from graphshard.codec.stage import program_to_json
 from graphshard.debug.standalone import executor_source, region_source
+from graphshard.debug.summary import SUMMARY, Regions, StageSummary, Summary, read_summary
 from graphshard.ir.aid import Aid
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import write_text
@@ -37,8 +36,6 @@ from graphshard.passes import Pass
 from graphshard.pipeline.observe import Recorder
 from graphshard.report.content import report_of
 from graphshard.report.page import render
-
-_MARKER = "summary.json"
 
 
 def dump_directory(dump: str | os.PathLike[str] | None, rank: int) -> Path | None:
@@ -106,12 +103,12 @@ class Dump:
 
     def __post_init__(self) -> None:
         self.directory = _unused(self.directory)
-        if (self.directory / _MARKER).exists():
+        if (self.directory / SUMMARY).exists():
             shutil.rmtree(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         if any(self.directory.iterdir()):
             raise ArgumentError(f"dump: {self.directory} holds files that are no dump. Choose another directory.")
-        self._write(_MARKER, json.dumps({"pid": os.getpid()}))
+        self._write(SUMMARY, Summary(os.getpid()).to_json())
 
     def stage(self, program: Program, stage: Stage, next_pass: Pass | None = None) -> None:
         """Write the newest stage: its text, its difference from the one before, and its serialised form."""
@@ -156,29 +153,22 @@ class Dump:
         self._write("index.html", render(report_of(program, error=error, kernels=kernels)))
 
     def _summarize(self, program: Program) -> None:
-        regions = {"calls": program.num_regions, "distinct": program.num_distinct_regions} if program.regions else None
-        summary: dict[str, Any] = {
-            "title": program.title,
-            "pid": os.getpid(),
-            "reason": program.reason,
-            "torch": str(torch.__version__),
-            "axes": {axis.name: axis.size for axis in program.mesh.axes},
-            "stages": [
-                {
-                    "name": stage.name,
-                    "rewrites": stage.rewrites,
-                    "seconds": stage.seconds,
-                    "nodes": stage.num_nodes,
-                    "exact": stage.exact,
-                    "file": f"{stem_of(index, stage)}.txt",
-                }
-                for index, stage in enumerate(program.history)
-            ],
-            "regions": regions,
-            "communication": program.communication,
-            "error": "\n".join(self._errors),
-        }
-        self._write(_MARKER, json.dumps(summary, indent=1) + "\n")
+        stages = tuple(
+            StageSummary(s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, f"{stem_of(index, s)}.txt")
+            for index, s in enumerate(program.history)
+        )
+        summary = Summary(
+            pid=os.getpid(),
+            title=program.title,
+            reason=program.reason,
+            torch=str(torch.__version__),
+            axes={axis.name: axis.size for axis in program.mesh.axes},
+            stages=stages,
+            regions=Regions(program.num_regions, program.num_distinct_regions) if program.regions else None,
+            communication=tuple(program.communication),
+            error="\n".join(self._errors),
+        )
+        self._write(SUMMARY, summary.to_json())
 
     def _write(self, name: str, text: str) -> None:
         write_text(self.directory / name, text)
@@ -187,8 +177,8 @@ class Dump:
 def _unused(directory: Path) -> Path:
     """The directory, or with a number behind it if this process has dumped a model of the same name there."""
     for number in itertools.count(2):
-        marker = directory / _MARKER
-        if not marker.exists() or json.loads(marker.read_text()).get("pid") != os.getpid():
+        marker = directory / SUMMARY
+        if not marker.exists() or read_summary(marker).pid != os.getpid():
             return directory
         directory = directory.with_name(f"{directory.name.partition('.')[0]}.{number}")
     raise AssertionError

@@ -21,6 +21,8 @@ from graphshard.ir.errors import ArgumentError, PassError
 from graphshard.ir.fold import fold
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
+from graphshard.ir.terminal import say
+from graphshard.ir.text import brief
 from graphshard.passes import Pass
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import DEFAULT_PASSES, run_pass
@@ -61,12 +63,12 @@ def run(args: argparse.Namespace) -> int:
         _check_stage(program, stage, observer)
         run_pass(step, program, observer)
     except PassError as error:
-        print(f"{step.name} on {stage.path}: failed\n{error}")
+        say(f"{step.name} on {stage.path}: failed\n{error}")
         return 1
     done, shown = program.history[-1], str if args.full else fold
-    print(f"{step.name} ({origin}) on {stage.path}: {done.rewrites} rewrites in {done.seconds:.2f} s")
-    print("rules: not checked" if args.verify != "each" else "rules: all hold, before and after the pass")
-    print(_compare(stage, step, program))
+    say(f"{step.name} ({origin}) on {stage.path}: {done.rewrites} rewrites in {done.seconds:.2f} s")
+    say("rules: not checked" if args.verify != "each" else "rules: all hold, before and after the pass")
+    say(_compare(stage, step, program))
     print_diff(shown(before), shown(done.text), stage.path.stem, f"after {step.name}")
     return 0
 
@@ -105,9 +107,9 @@ def _choose(stage: StageFile, wanted: str | None) -> tuple[Pass, str]:
             )
         wanted = names[names.index(stage.name) + 1]
     if wanted not in default:
-        close = difflib.get_close_matches(wanted, default, 1)
+        close = difflib.get_close_matches(wanted[:100], default, 1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ArgumentError(f"--pass: the default pipeline has no {wanted!r}, it has {', '.join(default)}.{hint}")
+        raise ArgumentError(f"--pass: the default pipeline has no {brief(wanted)}, it has {', '.join(default)}.{hint}")
     return default[wanted], "with default options"
 
 
@@ -118,10 +120,12 @@ def _imported(name: str) -> Pass:
     for attribute in class_name.split("."):
         found = getattr(found, attribute, None)
     if not (isinstance(found, type) and issubclass(found, Pass)):
-        raise ArgumentError(f"--pass: {module_name} has no pass {class_name!r}; a pass derives from graphshard.Pass.")
+        raise ArgumentError(
+            f"--pass: {module_name} has no pass {brief(class_name)}; a pass derives from graphshard.Pass."
+        )
     try:
         return found()
-    except TypeError as error:
+    except Exception as error:
         raise ArgumentError(f"--pass: {name} cannot be made without arguments: {error}") from None
 
 
@@ -137,8 +141,14 @@ def import_module(name: str, option: str) -> object:
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)
-    except ImportError as error:
-        raise ArgumentError(f"{option}: cannot import {name!r}: {error}") from None
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        raise ArgumentError(f"{option}: cannot import {brief(name)}: {failure(error)}") from None
+
+
+def failure(error: BaseException) -> str:
+    """What a module of the user's raised, cut short; an ImportError says it all by itself."""
+    text = str(error)[:300]
+    return text if isinstance(error, ImportError) else f"{type(error).__name__}: {text}"
 
 
 def _compare(stage: StageFile, step: Pass, program: Program) -> str:

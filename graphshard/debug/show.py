@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from graphshard.codec.stage import plan_of
 from graphshard.debug.stage_files import StageFile, existing, stages_in
+from graphshard.debug.summary import SUMMARY, Summary, read_summary
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.plan import Plan
+from graphshard.ir.terminal import say, styled
 
-SUMMARY = "summary.json"
 _SHOWN_DUMPS = 50
+# Where dumps are looked for: levels below a directory, and how many directories at most.
+_LEVELS, _MOST_DIRECTORIES = 6, 20_000
 
 
 def show_path(path: Path, *, full: bool) -> None:
@@ -29,7 +31,7 @@ def show_path(path: Path, *, full: bool) -> None:
     """
     found = existing(path)
     if not found.is_dir():
-        print(StageFile.at(found).text(full=full), end="")
+        say(StageFile.at(found).text(full=full), end="")
     elif (found / SUMMARY).exists():
         _show_dump(found, _console())
     else:
@@ -42,33 +44,31 @@ def _console() -> Console:
 
 
 def _show_dump(directory: Path, console: Console) -> None:
-    summary = _summary(directory / SUMMARY)
-    title = ": ".join(filter(None, [summary.get("title", directory.name), summary.get("reason")]))
-    console.print(Text(title, "bold"))
-    axes = summary.get("axes", {"?": "?"}).items()
-    versions = [f"{name} {summary[name]}" for name in ("torch", "graphshard") if name in summary]
-    console.print(Text(", ".join([*(f"{size} ranks on axis {axis!r}" for axis, size in axes), *versions])))
+    summary = read_summary(directory / SUMMARY)
+    console.print(styled(": ".join(filter(None, [summary.title or directory.name, summary.reason])), "bold"))
+    axes = [f"{size} ranks on axis {axis!r}" for axis, size in summary.axes.items()]
+    versions = [f"torch {summary.torch}"] if summary.torch else []
+    console.print(styled(", ".join([*axes, *versions])))
     console.print(_stage_table(summary))
     plan = _plan(directory)
     if plan is not None:
-        console.print(Text(_describe_plan(plan)))
-    if regions := summary.get("regions"):
-        console.print(Text(f"regions: {regions['calls']} calls of {regions['distinct']} distinct ones"))
-    if summary.get("error"):
-        console.print(Text(f"error: {summary['error']}", "red"))
+        console.print(styled(_describe_plan(plan)))
+    if regions := summary.regions:
+        console.print(styled(f"regions: {regions.calls} calls of {regions.distinct} distinct ones"))
+    if summary.error:
+        console.print(styled(f"error: {summary.error}", "red"))
 
 
-def _stage_table(summary: dict[str, Any]) -> Table:
+def _stage_table(summary: Summary) -> Table:
     table = Table(box=None)
     for heading in ("stage", "pass"):
         table.add_column(heading)
     for heading in ("rewrites", "nodes", "seconds"):
         table.add_column(heading, justify="right")
     table.add_column("numerics")
-    for index, stage in enumerate(summary.get("stages", [])):
-        numbers = str(stage["rewrites"]), str(stage["nodes"]), f"{stage['seconds']:.3f}"
-        numerics = "exact" if stage["exact"] else "may change"
-        table.add_row(f"{index:02d}", Text(stage["name"]), *numbers, numerics)
+    for index, stage in enumerate(summary.stages):
+        numbers = str(stage.rewrites), str(stage.nodes), f"{stage.seconds:.3f}"
+        table.add_row(f"{index:02d}", styled(stage.name), *numbers, "exact" if stage.exact else "may change")
     return table
 
 
@@ -98,32 +98,39 @@ def _describe_plan(plan: Plan) -> str:
 
 def _show_dumps(directory: Path, console: Console) -> None:
     """The dumps below a directory, newest first."""
-    found = sorted(directory.rglob(SUMMARY), key=lambda path: path.stat().st_mtime, reverse=True)
+    found = sorted(((path.stat().st_mtime, path) for path in _dumps_below(directory)), reverse=True)
     if not found:
         raise ArgumentError(f"{directory} holds no dump: there is no {SUMMARY} in it or below it")
     table = Table(box=None)
     for heading in ("dump", "title", "stages", "last pass", "written", "error"):
         table.add_column(heading)
-    for path in found[:_SHOWN_DUMPS]:
-        summary = _summary(path)
-        stages = summary.get("stages", [])
-        written = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
-        error = str(summary.get("error") or "").partition("\n")[0][:80]
-        last = stages[-1]["name"] if stages else ""
-        cells = (str(path.parent), str(summary.get("title", "")), str(len(stages)), last, written, error)
-        table.add_row(*map(Text, cells))
+    for seconds, path in found[:_SHOWN_DUMPS]:
+        try:
+            summary = read_summary(path)
+        except ArgumentError:  # one that is damaged does not hide the others
+            summary = Summary(error=f"{path.name} cannot be read")
+        written = datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+        error = summary.error.partition("\n")[0][:80]
+        last = summary.stages[-1].name if summary.stages else ""
+        cells = (str(path.parent), summary.title, str(len(summary.stages)), last, written, error)
+        table.add_row(*map(styled, cells))
     console.print(table)
     if len(found) > _SHOWN_DUMPS:
-        console.print(Text(f"and {len(found) - _SHOWN_DUMPS} older ones"))
+        console.print(styled(f"and {len(found) - _SHOWN_DUMPS} older ones"))
 
 
-def _summary(path: Path) -> dict[str, Any]:
-    """Content of a summary, of which every key may be missing but those of a stage may not."""
-    keys = {"name", "rewrites", "seconds", "nodes", "exact"}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict) or not all(keys <= set(stage) for stage in data.get("stages", [])):
-            raise ValueError("it has other keys than a summary")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ArgumentError(f"{path} is not the summary of a dump: {error}") from None
-    return data
+def _dumps_below(directory: Path) -> Iterator[Path]:
+    """The summaries in a directory and below it.
+
+    Raises:
+        ArgumentError: there are too many directories to look into.
+    """
+    for seen, (where, inside, files) in enumerate(os.walk(directory)):
+        if seen >= _MOST_DIRECTORIES:
+            raise ArgumentError(
+                f"{directory} has more than {_MOST_DIRECTORIES} directories below it. Give that of the dumps."
+            )
+        if len(Path(where).relative_to(directory).parts) >= _LEVELS:
+            inside.clear()
+        if SUMMARY in files and (Path(where) / SUMMARY).is_file():
+            yield Path(where) / SUMMARY

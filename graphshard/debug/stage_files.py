@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from graphshard.codec.stage import program_from_json
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.files import read_file
 from graphshard.ir.fold import fold
+from graphshard.ir.given import path_of
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
+from graphshard.ir.terminal import say, styled
 
 _ENDINGS = (".txt", ".json")
+# A stage of a large model has some megabytes.
+_MOST_BYTES = 1 << 30
 _STEM = re.compile(r"(\d+)-(.+)")
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
@@ -38,7 +42,7 @@ class StageFile:
         Raises:
             ArgumentError: there is no such file, or it is no stage.
         """
-        found = existing(Path(path))
+        found = existing(path_of("a stage", path, "a file of a dump"))
         if found.is_dir():
             raise ArgumentError(f"{found} is a directory: give one of its stages, such as {found / '00-capture.txt'}")
         if found.suffix not in _ENDINGS:
@@ -88,7 +92,7 @@ class StageFile:
 
 def stages_in(directory: Path) -> list[StageFile]:
     """The stages of a dump in order; of each its text, if that is there."""
-    paths = (path for path in sorted(directory.iterdir()) if path.suffix in _ENDINGS and _STEM.fullmatch(path.stem))
+    paths = (path for path in sorted(_entries(directory)) if path.suffix in _ENDINGS and _STEM.fullmatch(path.stem))
     by_stem = {path.stem: path for path in paths}  # .txt sorts behind .json
     return sorted(map(StageFile, by_stem.values()), key=lambda stage: stage._number or 0)
 
@@ -103,7 +107,7 @@ def existing(path: Path) -> Path:
     matching = [stage for stage in stages if path.name in (stage.path.stem, stage.path.stem.partition("-")[0])]
     if len(matching) == 1:
         return matching[0].path
-    close = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], 1, cutoff=0.5)
+    close = difflib.get_close_matches(path.name, [entry.name for entry in _entries(path.parent)], 1, cutoff=0.5)
     hint = f"; did you mean {path.with_name(close[0])}?" if close else ""
     raise ArgumentError(f"no such file: {path}{hint}")
 
@@ -116,16 +120,21 @@ def print_diff(before: str, after: str, before_name: str, after_name: str) -> bo
     for line in lines:
         differ = True
         if console:
-            console.print(Text(line, _STYLES.get(line[0], "")))
+            console.print(styled(line, _STYLES.get(line[0], "")))
         else:
-            print(line)
+            say(line)
     return differ
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir())
+    except OSError as error:
+        raise ArgumentError(f"{directory} cannot be read: {error.strerror}") from None
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_file(path, _MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError:
         raise ArgumentError(f"{path} is not text") from None
-    except OSError as error:
-        raise ArgumentError(f"{path} cannot be read: {error.strerror}") from None

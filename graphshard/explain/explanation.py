@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +17,7 @@ from rich.text import Text
 
 from graphshard.cost.costs import Costs
 from graphshard.explain.formulas import Formulas
-from graphshard.ir.files import write_text
+from graphshard.ir.given import write_given
 from graphshard.ir.plain import write
 from graphshard.ir.program import Program
 from graphshard.ir.text import format_bytes, format_seconds
@@ -201,12 +200,12 @@ class Explanation:
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report with timeline, memory curve, buckets and regions: one file that needs no network."""
-        write_text(Path(path), render(report_of(self._program, costs=self._costs)))
+        write_given("path", path, render(report_of(self._program, costs=self._costs)))
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the timeline for ui.perfetto.dev or chrome://tracing (Trace Event Format, JSON)."""
         title = f"{self.model} on {self.num_ranks} x {self.hardware}"
-        write_text(Path(path), json.dumps(trace_events(self._timeline, self._memory, title)))
+        write_given("path", path, json.dumps(trace_events(self._timeline, self._memory, title)))
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers as plain data."""

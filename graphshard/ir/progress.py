@@ -7,7 +7,10 @@ import os
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
+from rich.markup import escape
 from rich.status import Status
+
+from graphshard.ir.text import visible
 
 
 @contextlib.contextmanager
@@ -17,5 +20,5 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal or os.environ.get("RANK", "0") != "0":
         yield lambda _: None
         return
-    with Status(title, console=console) as status:
-        yield lambda text: status.update(f"{title}: {text}")
+    with Status(escape(visible(title)), console=console) as status:
+        yield lambda text: status.update(escape(visible(f"{title}: {text}")))

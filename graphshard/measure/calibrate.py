@@ -17,15 +17,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import datetime, timezone
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from graphshard.cost.profile import Profile, Protocol, Rate, builtin_profiles, load_profile
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.files import write_text
+from graphshard.ir.given import check_count, path_of, write_given
 from graphshard.ir.progress import progress
+from graphshard.ir.terminal import say
 from graphshard.measure.chip import Chip, measure_chip
 from graphshard.measure.links import Links, measure_links
 
@@ -33,6 +33,8 @@ DESCRIPTION = (
     "Measure matrix multiplication, attention, memory, kernel launches and collectives, and write a profile for "
     "graphshard explain --hardware FILE. Under torchrun the live ranks are measured; alone, local ranks are started."
 )
+# That one machine can start.
+_MOST_RANKS = 1024
 # Rounds of measurements: a machine that others use is slow at times.
 ROUNDS = {"cpu": 3, "cuda": 1}
 
@@ -54,9 +56,12 @@ def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("--device cuda: torch.cuda.is_available() is False here.")
+    out = path_of("--out", args.out, "a file to write")
+    if out.is_dir():
+        raise ArgumentError(f"--out must be a file to write, got the directory {args.out!r}.")
+    if args.ranks is not None:
+        check_count("--ranks", args.ranks, most=_MOST_RANKS)
     ranks = args.ranks or (torch.cuda.device_count() if device == "cuda" else 2)
-    if ranks < 1:
-        raise ArgumentError(f"--ranks must be positive, got {args.ranks}.")
     if "RANK" not in os.environ and ranks > 1:
         launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "graphshard")
         options = ["--out", args.out, "--device", device, *(["--name", args.name] if args.name else [])]
@@ -68,10 +73,10 @@ def run(args: argparse.Namespace) -> int:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         with progress("graphshard calibrate") as show:
-            profile = calibrate(device, args.name or Path(args.out).stem, show)
+            profile = calibrate(device, args.name or out.stem, show)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            write_text(Path(args.out), profile.to_json())
-            print(f"{args.out}: profile {profile.name}, hash {profile.hash[:12]}")
+            write_given("--out", args.out, profile.to_json())
+            say(f"{args.out}: profile {profile.name}, hash {profile.hash[:12]}")
     finally:
         if started:
             dist.destroy_process_group()

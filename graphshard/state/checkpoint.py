@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.errors import ArgumentError, CheckpointError
-from graphshard.ir.given import check_count, path_of
+from graphshard.ir.given import answer_of, check_count, path_of
 from graphshard.ir.text import brief
 from graphshard.state.manifest import check_contents, measure, read_manifest, rotate, sync, write_manifest
 from graphshard.state.unpickling import SafePlanner, SafeReader, load_plain, serialize_plain
@@ -150,7 +150,8 @@ def _checked(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model must be an nn.Module, got {brief(model)}")
     given = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
-    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else (given,)
+    several = isinstance(given, Iterable) and not isinstance(given, torch.Tensor)
+    found = tuple(answer_of("optimizers", list, given)) if several else (given,)
     if not all(isinstance(optimizer, Optimizer) for optimizer in found):
         raise ArgumentError(f"optimizers must be a torch.optim.Optimizer or several, got {brief(optimizers)}")
     return found

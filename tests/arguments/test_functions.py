@@ -1,0 +1,84 @@
+"""Whatever a public function is given: one of graphshard's errors, which names the argument and shows the value."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from tests.arguments.table import INPUTS, Row, rows
+from tests.helpers import Blocks
+from tests.ranks import reset_distributed
+
+# What takes no argument, what only errors and results are made of, and what another row stands for.
+WITHOUT_ROWS = {
+    "unsharded_init()",
+    *(f"explain_grid({name})" for name in ("model", "example_inputs", "example_kwargs", "symbols")),
+}
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Row]]]:
+    """Rows by function: of one rank, with real collectives."""
+    folder = tmp_path_factory.mktemp("arguments")
+    reset_distributed()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        file = graphshard.export(Blocks(1), (1,), folder / "good.gshard", example_inputs=INPUTS, backend="eager")
+        compiled = graphshard.compile(Blocks(1), mesh, backend="eager", example_inputs=INPUTS)
+        found: dict[str, list[Row]] = {}
+        for row in rows(folder, mesh, compiled, file):
+            found.setdefault(name_of(row), []).append(row)
+        yield found
+    finally:
+        reset_distributed()
+
+
+def name_of(row: Row) -> str:
+    return getattr(row.function, "__name__", "")
+
+
+FUNCTIONS = (
+    *("compile", "export", "Call", "of_a_call", "load", "explain", "explain_grid", "bisect", "programs"),
+    *("register_forward_method", "measure_regions", "load_profile", "from_json", "load_measured", "save_measured"),
+    *("latest_checkpoint", "save_checkpoint", "load_checkpoint", "Pipeline", "insert", "replace", "<lambda>"),
+    *("PlanByUnit", "set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_forward"),
+    *("set_reshard_after_backward", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor"),
+    *("unshard", "reshard"),
+)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_malformed_values(table: dict[str, list[Row]], function: str) -> None:
+    """None is taken, none is an error of Python or torch, and the model is as before."""
+    faults = {f"{function}({row.parameter})": row.faults() for row in table[function]}
+    assert not {name: found for name, found in faults.items() if found}
+    assert torch.get_num_threads() == 1 or function != "export"
+
+
+def test_every_function_and_parameter_has_a_row(table: dict[str, list[Row]]) -> None:
+    assert table.keys() == set(FUNCTIONS)
+    known = {f"{name}({row.parameter})" for name, found in table.items() for row in found}
+    public = {name: getattr(graphshard, name) for name in graphshard.__all__}
+    for name, function in public.items():
+        if inspect.isfunction(function):
+            parameters = inspect.signature(function).parameters or {"": None}
+            wanted = {f"{name}({parameter})" for parameter in parameters}
+            if name == "explain_grid":  # options are those of explain, which a grid makes
+                wanted = {f"{name}({p})" for p in inspect.signature(inspect.unwrap(function)).parameters} & known | {
+                    f"{name}({p})" for p in ("meshes", "hardware", "network", "settings", "show")
+                }
+            assert wanted - known <= WITHOUT_ROWS, name
+
+
+def test_as_many_calls_as_the_manual_says(table: dict[str, list[Row]]) -> None:
+    calls = Counter({name: sum(len(row.values) for row in found) for name, found in table.items()})
+    assert f"| malformed arguments of public functions | {calls.total():,} |" in Path("docs/reliability.md").read_text()
