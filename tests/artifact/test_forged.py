@@ -1,0 +1,104 @@
+"""Forged contents with the right checksums: refused when they are loaded, and not at a call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import graphshard
+from graphshard.artifact.archive import read_archive
+from tests.artifact.forging import forgeries
+from tests.exported import rewritten
+from tests.helpers import Blocks
+from tests.ranks import reset_distributed
+
+INPUTS = (torch.ones(3, 4),)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """Of one rank, which runs what is loaded."""
+    reset_distributed()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    reset_distributed()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With as few fields as can be, but of each kind one."""
+    path = tmp_path_factory.mktemp("forged") / "blocks.gshard"
+    return graphshard.export(Blocks(1, bias=True), (1,), path, example_inputs=INPUTS, backend="eager")
+
+
+def outcome(path: Path, mesh: DeviceMesh) -> str:
+    """ "refused", "runs", or what is wrong: an error of another kind, or one at the first call."""
+    model = Blocks(1, bias=True)
+    before = dict(model.named_parameters())
+    try:
+        graphshard.load(path, model, mesh)
+    except graphshard.ArtifactError as error:
+        changed = any(param is not before[name] for name, param in model.named_parameters())
+        escapes = "\x1b" in str(error) or len(str(error)) > 3000
+        return (
+            "changed"
+            if changed or type(model) is not Blocks
+            else f"said {str(error)[:200]!r}"
+            if escapes
+            else "refused"
+        )
+    except Exception as error:
+        return f"load raised {type(error).__name__}: {str(error)[:200]}"
+    try:
+        model(*INPUTS).backward()
+    except Exception as error:
+        return f"the first call raised {type(error).__name__}: {str(error)[:200]}"
+    return "runs"
+
+
+def members(file: Path) -> list[str]:
+    return [name for name in read_archive(file).members if name.endswith(".json") and "plan" not in name]
+
+
+def check(file: Path, mesh: DeviceMesh, member: str, stride: int) -> dict[str, int]:
+    """Outcomes of the forgeries of a member, or of the manifest."""
+    archive = read_archive(file)
+    facts = {name: value for name, value in archive.facts.items() if name not in ("format", "members")}
+    data = facts if member == "manifest" else archive.json(member)
+    faults, counts = [], {"refused": 0, "runs": 0}
+    for name, value in forgeries(data, stride=stride):
+
+        def change(facts: dict[str, Any], members: dict[str, bytes], value: Any = value) -> None:
+            if member == "manifest":
+                facts.clear()
+                facts.update(value if isinstance(value, dict) else {"meshes": value})
+            else:
+                members[member] = json.dumps(value).encode()
+
+        found = outcome(rewritten(file, change), mesh)
+        if found in counts:
+            counts[found] += 1
+        else:
+            faults.append(f"{name}: {found}")
+    assert not faults, "\n".join(faults)
+    return counts
+
+
+def test_forged_manifests(file: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphshard.artifact.members.summarize", lambda _: "")
+    counts = check(file, mesh, "manifest", 1)
+    assert counts["refused"] > 2 * counts["runs"]
+
+
+@pytest.mark.parametrize("member", ["programs/0.json", "meshes/0.json", "regions", "programs/0.partitioned.json"])
+def test_forged_members(file: Path, mesh: DeviceMesh, member: str) -> None:
+    names = [name for name in members(file) if name.startswith(member)]
+    counts = check(file, mesh, names[0], 1)
+    assert counts["refused"] or "partitioned" in member
