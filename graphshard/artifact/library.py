@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from graphshard.artifact.members import Artifact, backward_file, partitioned_file
+from graphshard.artifact.whole import check_program, check_region
 from graphshard.capture.signature import Signature
 from graphshard.codec.converter import read
 from graphshard.codec.lowered import decode_lowered, decode_region
@@ -145,18 +146,23 @@ def read_programs(artifact: Artifact, index: int, model: nn.Module, runner: Runn
 
 
 def _read(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> StoredPrograms:
-    records = []
+    records, regions = [], {}
     for program in artifact.meshes[index]["programs"]:
         data = artifact.archive.json(f"{program['file']}.json")
         files = (artifact.archive.json(backward_file(program["file"], row)) for row in program["backwards"])
         backwards = {_variant(row, item): item for row, item in zip(program["backwards"], files)}
         for key in {key for item in (data, *backwards.values()) for key in item["regions"]}:
             if key not in runner.tracer.compiled:
-                runner.tracer.compiled[key] = _region(artifact, key, runner)
+                runner.tracer.compiled[key], regions[key] = _region(artifact, key, runner)
         start = next((functools.partial(artifact.archive.json, name) for name in partitioned_file(program)), None)
         records.append(Record(program["entry"], read(program["signature"], Signature), data, backwards, start))
     stored = StoredPrograms(artifact.path, tuple(records))
     stored.ready = stored.read(model, runner)
+    for record, program, row in zip(records, stored.ready, artifact.meshes[index]["programs"]):
+        called = {
+            name: region for name, key in program.region_names.items() if (region := regions.get(key)) is not None
+        }
+        check_program(program, record.signature, row["phases"], model.get_submodule(record.entry), called)
     return stored
 
 
@@ -170,19 +176,19 @@ def _variant(row: Mapping[str, Any], data: Mapping[str, Any]) -> Variant:
     return frozenset(row["outputs"]), step
 
 
-def _region(artifact: Artifact, key: str, runner: Runner) -> RegionCall:
-    """What calls a region."""
+def _region(artifact: Artifact, key: str, runner: Runner) -> tuple[RegionCall, Region | None]:
+    """What calls a region, and its operators unless it is native code."""
     code, device = artifact.facts["regions"][key]["code"], runner.tracer.spec.device
     conditional = "-" in key  # on dynamic sizes, which were recorded with the program that it was compiled for
     within = _CONDITIONAL if conditional else None
     if code == "native":
-        return RegionCall(PackagedRegion(key, artifact.package_of(key), device), within)
+        return RegionCall(PackagedRegion(key, artifact.package_of(key), device), within), None
     region = decode_region(key, artifact.archive.json(f"regions/{key}.json"), device)
+    check_region(region)
     if code == "operators":
-        return RegionCall(
-            (compile_eager if runner.tracer.options.backend == "eager" else compile_operators)(region), within
-        )
-    return RegionCall(_compiled_here(region, artifact), within)
+        run = (compile_eager if runner.tracer.options.backend == "eager" else compile_operators)(region)
+        return RegionCall(run, within), region
+    return RegionCall(_compiled_here(region, artifact), within), region
 
 
 def _compiled_here(region: Region, artifact: Artifact) -> Boxed:

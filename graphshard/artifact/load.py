@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +29,7 @@ from graphshard.artifact.members import Artifact, read_artifact
 from graphshard.artifact.stored_options import check_same_options, restored_options
 from graphshard.capture.hooks import HOOKS
 from graphshard.codec.converter import read
-from graphshard.ir.errors import ArtifactError
+from graphshard.ir.errors import ArgumentError, ArtifactError, GraphshardError
 from graphshard.ir.given import path_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, build_table, named_parameters
@@ -80,16 +82,17 @@ def load(
     axes = check_mesh(mesh)
     artifact = read_artifact(artifact_path("path", path))
     device = device_of(mesh)
-    index = _check_place(artifact, device, axes)
-    params = artifact.params(index)
-    _check_model(artifact, model, params)
-    stored = artifact.meshes[index]["options"]
-    wanted = Options(**{**restored_options(stored, model, params), **options})
-    tracer = prepare(model, wanted, axes, device)
-    check_same_options(artifact.path, stored, params, tracer, given=options.keys())
-    runner = make_runner(model, tracer, mesh)
-    library = read_programs(artifact, index, model, runner)
-    _check_state(artifact, model, library)
+    with _as_exported(artifact, given=bool(options)):
+        index = _check_place(artifact, device, axes)
+        params = artifact.params(index)
+        _check_model(artifact, model, params)
+        stored = artifact.meshes[index]["options"]
+        wanted = Options(**{**restored_options(stored, model, params), **options})
+        tracer = prepare(model, wanted, axes, device)
+        check_same_options(artifact.path, stored, params, tracer, given=options.keys())
+        runner = make_runner(model, tracer, mesh)
+        library = read_programs(artifact, index, model, runner)
+        _check_state(artifact, model, library)
     runner.library, runner.sealed = library, True
     shard(model, runner)
     library.install(model, runner)
@@ -101,17 +104,36 @@ def library_for(path: Path, model: nn.Module, runner: Runner) -> StoredPrograms 
     try:
         artifact = read_artifact(path)
         spec = runner.tracer.spec
-        index = _check_place(artifact, spec.device, spec.mesh)
-        params = artifact.params(index)
-        _check_model(artifact, model, params)
-        check_same_options(artifact.path, artifact.meshes[index]["options"], params, runner.tracer)
-        library = read_programs(artifact, index, model, runner)
-        _check_state(artifact, model, library)
+        with _as_exported(artifact, given=False):
+            index = _check_place(artifact, spec.device, spec.mesh)
+            params = artifact.params(index)
+            _check_model(artifact, model, params)
+            check_same_options(artifact.path, artifact.meshes[index]["options"], params, runner.tracer)
+            library = read_programs(artifact, index, model, runner)
+            _check_state(artifact, model, library)
         runner.library = library
     except ArtifactError as error:
         log.warning("compiling instead of loading: %s", error)
         return None
     return library
+
+
+@contextlib.contextmanager
+def _as_exported(artifact: Artifact, *, given: bool) -> Iterator[None]:
+    """Whatever else than a difference is found in a file, is an ArtifactError: `export` did not write it.
+
+    Args:
+        given: there are options of the user's, which may be to blame.
+    """
+    try:
+        yield
+    except GraphshardError as error:
+        if given or not isinstance(error, ArgumentError):
+            raise
+        raise ArtifactError(f"{artifact.path} cannot be loaded: {error}") from error
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ArtifactError(f"{artifact.path} has contents that graphshard.export did not write ({what}).") from error
 
 
 def artifact_path(name: str, path: Any) -> Path:

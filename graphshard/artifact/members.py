@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from graphshard.artifact.archive import Archive, read_archive, write_archive
+from graphshard.artifact.facts import Facts
 from graphshard.artifact.summary import summarize
 from graphshard.capture.signature import Signature
 from graphshard.codec.converter import read, write
@@ -151,9 +152,8 @@ def read_artifact(path: Path) -> Artifact:
     """
     artifact = Artifact(read_archive(path))
     try:
+        read(dict(artifact.facts), Facts)
         expected = set(_members(artifact.facts))
-        for row in artifact.meshes:
-            read(row["mesh"], Mesh)
         for key, region in artifact.facts["regions"].items():
             if region["code"] not in CODES:
                 raise ArtifactError(f"{path}: region {key} is {region['code']!r}, which this version does not know.")

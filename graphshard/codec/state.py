@@ -9,8 +9,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import types
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torch.utils import _pytree as pytree
 
@@ -19,6 +22,7 @@ from graphshard.codec.values import Decoder, encode
 from graphshard.ir import state
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.plain import typed
+from graphshard.ir.text import brief
 
 T = TypeVar("T")
 
@@ -71,8 +75,34 @@ def _read(data: Any) -> Any:
             values, names = typed(content, list), _names(kind)
             if len(values) != len(names):
                 raise ArgumentError(f"{name} has {len(values)} fields instead of {len(names)}")
-            return kind(**{field: _read(value) for field, value in zip(names, values)})
+            made = kind(**{field: _read(value) for field, value in zip(names, values)})
+            for field, hint in _hints(kind).items():
+                if field in names and not _is_a(getattr(made, field), hint):
+                    raise ArgumentError(f"{field} of a {name} is {brief(getattr(made, field))}")
+            return made
     return Decoder().value(data)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type as fields of these classes have them."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return value in parts
+    if origin in (Union, types.UnionType):
+        return any(_is_a(value, part) for part in parts)
+    if origin is tuple:
+        if not isinstance(value, tuple) or (Ellipsis not in parts and len(value) != len(parts)):
+            return False
+        wanted = itertools.repeat(parts[0]) if Ellipsis in parts else parts
+        return all(_is_a(item, part) for item, part in zip(value, wanted))
+    return type(value) is hint if hint in (int, float, str, bool) else isinstance(value, hint)
 
 
 def _names(kind: type) -> list[str]:

@@ -4,6 +4,13 @@ A message names the culprit (argument, parameter, module or line) and the remedy
 the built-in exception that fits, so that code which catches `ValueError` keeps working.
 """
 
+from __future__ import annotations
+
+from graphshard.ir.text import visible
+
+# Characters of a message about a file.
+_LONGEST = 2000
+
 
 class GraphshardError(Exception):
     """Base of all errors graphshard raises on purpose."""
@@ -61,7 +68,8 @@ class ArtifactError(GraphshardError, RuntimeError):
     """
 
     def __init__(self, message: str, *, field: str = "") -> None:
-        super().__init__(message)
+        shown = visible(message)  # a file's own words are in it
+        super().__init__(shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}...")
         self.field = field
 
 

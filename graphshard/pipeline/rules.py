@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.graph import ALL_REDUCES, WAIT, fake, is_collective, is_communication, is_reduced, launch_of
@@ -124,8 +124,13 @@ def _runs_over_an_axis(node: Node, program: Program) -> bool:
 
 def consistent_values(program: Program, phase_name: str) -> Iterator[Violation]:
     """The shape and dtype a value is said to have are what its operator makes of its inputs."""
+    yield from wrong_values(program.phases[phase_name].module.graph)
+
+
+def wrong_values(graph: Graph) -> Iterator[Violation]:
+    """The values of a graph that are said to be others than their operators make."""
     known: dict[Hashable, str] = {}
-    for node in program.phases[phase_name].module.graph.nodes:
+    for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem or _makes_symbol(node):
             continue
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))

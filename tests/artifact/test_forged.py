@@ -58,6 +58,8 @@ def outcome(path: Path, mesh: DeviceMesh) -> str:
         return f"load raised {type(error).__name__}: {str(error)[:200]}"
     try:
         model(*INPUTS).backward()
+    except graphshard.ArtifactError as error:  # it serves other calls
+        return "runs" if "has no program for this call" in str(error) else f"the first call raised {error}"
     except Exception as error:
         return f"the first call raised {type(error).__name__}: {str(error)[:200]}"
     return "runs"
@@ -93,12 +95,16 @@ def check(file: Path, mesh: DeviceMesh, member: str, stride: int) -> dict[str, i
 
 def test_forged_manifests(file: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphshard.artifact.members.summarize", lambda _: "")
-    counts = check(file, mesh, "manifest", 1)
+    counts = check(file, mesh, "manifest", 2)
     assert counts["refused"] > 2 * counts["runs"]
 
 
-@pytest.mark.parametrize("member", ["programs/0.json", "meshes/0.json", "regions", "programs/0.partitioned.json"])
+# Every so many places of a member are forged.
+STRIDES = {"programs/0.json": 4, "meshes/0.json": 3, "regions": 4, "programs/0.partitioned.json": 40}
+
+
+@pytest.mark.parametrize("member", STRIDES)
 def test_forged_members(file: Path, mesh: DeviceMesh, member: str) -> None:
     names = [name for name in members(file) if name.startswith(member)]
-    counts = check(file, mesh, names[0], 1)
+    counts = check(file, mesh, names[0], STRIDES[member])
     assert counts["refused"] or "partitioned" in member

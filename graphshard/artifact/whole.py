@@ -1,0 +1,148 @@
+"""Whether a program that was read from a file can run as it says: all of it is compared before anything is changed.
+
+Reading has checked the type of each field. Here they are compared with each other: slots with graphs, calls with
+regions, operators with what they make, the signature with the inputs. What forged contents would break at a call, or at
+the binding before it, is an error of loading.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from graphshard.capture.signature import Signature
+from graphshard.ir.errors import ArtifactError
+from graphshard.ir.printer import describe
+from graphshard.ir.program import Phase, Program, Region, Slot
+from graphshard.ir.text import brief
+from graphshard.pipeline.rules import consistent_values, saved_is_returned, wrong_values
+
+_OF_PARAMETERS = ("param", "part", "gathered", "grad", "accumulated", "partial", "piece")
+
+
+def check_program(
+    program: Program, signature: Signature, phases: list[str], module: nn.Module, regions: Mapping[str, Region]
+) -> None:
+    """Raise ArtifactError for the first thing of a program that does not fit the rest.
+
+    Args:
+        signature: the calls that it serves.
+        phases: that it has, as the manifest says.
+        module: the one that it will run for.
+        regions: those whose operators run, by the names that the program calls them by.
+    """
+    for fault in _faults(program, signature, phases, module, regions):
+        raise ArtifactError(f"a program cannot run: {fault}. Export it again.")
+
+
+def check_region(region: Region) -> None:
+    """Raise ArtifactError if an operator of a region cannot make what it is said to."""
+    for violation in wrong_values(region.module.graph):
+        raise ArtifactError(f"region {region.key} cannot run: {violation.message}. Export it again.")
+
+
+def _faults(
+    program: Program, signature: Signature, phases: list[str], module: nn.Module, regions: Mapping[str, Region]
+) -> Iterator[str]:
+    if list(program.phases) != phases or "forward" not in phases:
+        yield f"its phases are {brief(list(program.phases))}, and not {brief(phases)}"
+    if len(signature.inputs) != signature.structure.num_leaves:
+        yield f"{len(signature.inputs)} inputs are described, the call has {signature.structure.num_leaves}"
+    if len(signature.params) != len(program.params) or len(signature.settings) != len(program.params):
+        yield f"its calls have {len(signature.params)} parameters, it has {len(program.params)}"
+    tensors = [key for key in signature.inputs if len(key) == 4]
+    yield from _faults_of_outputs(program)
+    for name, phase in program.phases.items():
+        yield from _faults_of_slots(program, phase, tensors, module)
+        yield from _faults_of_calls(phase.module.graph, regions)
+        rules = [*consistent_values(program, name), *saved_is_returned(program, name)]
+        yield from (violation.message for violation in rules)
+
+
+def _faults_of_outputs(program: Program) -> Iterator[str]:
+    """Of what the module returns: each output once, in order, and as many as its structure has, with the checks."""
+    forward = program.phases["forward"]
+    results = [(value, slot) for value, slot in zip(forward.results, forward.outputs) if slot.kind == "output"]
+    names = [slot.name for _, slot in results]
+    if names != [str(index) for index in range(len(names))]:
+        yield f"its outputs are called {brief(names)}"
+    if len(names) - len(program.checks) != program.out_spec.num_leaves:
+        yield f"it has {len(names)} outputs, the structure of the output has {program.out_spec.num_leaves}"
+    tensors = {slot.name for value, slot in results if isinstance(value, Node)}
+    arriving = (
+        {slot.name for slot in program.phases["backward"].inputs if slot.kind == "tangent"}
+        if ("backward" in program.phases)
+        else set()
+    )
+    if not arriving <= set(program.tangents) <= tensors:
+        yield f"it is differentiated through {brief(program.tangents)} of the outputs {brief(sorted(tensors))}"
+
+
+def _faults_of_slots(
+    program: Program, phase: Phase, tensors: list[tuple[Any, ...]], module: nn.Module
+) -> Iterator[str]:
+    """Of what is given to a graph and what comes of it: it is there, and is a tensor where one is bound."""
+    sizes, params = {size.name for size in program.sizes}, {row.name for row in program.params}
+    buffers = {*program.constants, *(name for name, _ in module.named_buffers(remove_duplicate=False))}
+    for value, slot in [*zip(phase.placeholders, phase.inputs), *zip(phase.results, phase.outputs)]:
+        kind = slot.of if slot.kind in ("mutation", "grad") else slot.kind
+        known = {"buffer": buffers, "late": buffers, "size": sizes, **dict.fromkeys(_OF_PARAMETERS, params)}
+        if kind in known and slot.name not in known[kind]:
+            yield f"{brief(str(slot))} is not there"
+        if kind == "input" and not (slot.name.isdecimal() and int(slot.name) < len(tensors)):
+            yield f"{brief(str(slot))} is none of {len(tensors)} inputs"
+        if slot.kind in ("mutation", "saved", "accumulated", "partial", "piece") and not isinstance(value, Node):
+            yield f"{brief(str(slot))} is {brief(value)} and no tensor"
+        if slot.kind == "grad" and not (value is None or isinstance(value, Node)):
+            yield f"{brief(str(slot))} is {brief(value)} and no gradient"
+    yield from (fault for node, slot in phase.slot_of().items() if (fault := _other_input(node, slot, tensors)))
+
+
+def _other_input(node: Node, slot: Slot, tensors: list[tuple[Any, ...]]) -> str:
+    """What is wrong with the size of an input, if that is a number."""
+    value = node.meta.get("val")
+    if slot.kind != "input" or not isinstance(value, torch.Tensor):
+        return ""
+    shape, _, dtype, _ = tensors[int(slot.name)]
+    given = [size if type(size) is int else wanted for size, wanted in zip(value.shape, shape)]
+    if len(value.shape) == len(shape) and given == list(shape) and value.dtype == dtype:
+        return ""
+    return f"{slot} is {describe(value)}, the call has {list(shape)} of {dtype}"
+
+
+def _faults_of_calls(graph: Graph, regions: Mapping[str, Region]) -> Iterator[str]:
+    """Of calls of regions and of what is picked out of several values."""
+    for node in graph.nodes:
+        if node.target is operator.getitem:
+            several, index = node.args[0].meta.get("val"), node.args[1]
+            if not isinstance(several, (list, tuple)) or type(index) is not int or not 0 <= index < len(several):
+                yield f"{brief(node.name)} is part {brief(index)} of {describe(several)}"
+        if node.op != "call_module":
+            continue
+        given = node.args[0] if len(node.args) == 1 and not node.kwargs else None
+        if not isinstance(given, (list, tuple)) or not all(isinstance(item, Node) for item in given):
+            yield f"{brief(node.name)} calls {brief(node.target)} with {brief(node.args)}"
+            continue
+        region = regions.get(str(node.target))
+        if region is None:  # native code, which says itself what it takes
+            continue
+        (output,) = region.module.graph.find_nodes(op="output")
+        for what, here, there in (
+            ("takes", given, region.module.graph.find_nodes(op="placeholder")),
+            ("makes", node.meta.get("val"), output.args[0]),
+        ):
+            said, wanted = (brief(_ranks(values)) for values in (here, there))
+            if said != wanted:
+                yield f"{brief(node.name)}: its region {what} tensors of {wanted} dimensions, it has {said}"
+
+
+def _ranks(values: Any) -> list[Any]:
+    """Of tensors the number of dimensions and the dtype; sizes may be dynamic, under other names."""
+    found = values if isinstance(values, (list, tuple)) else [values]
+    vals = [value.meta.get("val") if isinstance(value, Node) else value for value in found]
+    return [(val.dim(), val.dtype) if isinstance(val, torch.Tensor) else type(val).__name__ for val in vals]
