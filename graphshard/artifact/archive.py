@@ -3,11 +3,13 @@
 manifest.json       {"format": 1, "members": {"summary.txt": {"bytes": 812, "sha256": "..."}, ...}, ...}
 summary.txt         for people
 ...                 the other members, see `artifact/members.py`
-(zip comment)       "sha256:" and the digest of all bytes before it: headers and padding, too
+(zip comment)       "sha256:" and the digest of all bytes before it: headers and padding, too;
+                    for a signed file also ";ed25519:" and the signature of that digest
 
 A file is read into memory once and checked completely before anything in it is interpreted, so nothing can change
 between the check and the use. Nothing is ever extracted under a name that the file chooses. The checksums find
-accidents and careless changes, not forgery: whoever can write the file can write its checksums.
+accidents and careless changes, not forgery: whoever can write the file can write its checksums. A signature
+(`artifact/signing.py`) finds forgery, and is checked before the zip is read.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ import json
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from graphshard.artifact.signing import Signer, check_signature
 from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.files import read_file, replacing
 
@@ -30,8 +33,8 @@ FORMAT = 4
 MANIFEST = "manifest.json"
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
-_DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
-_DIGEST_BYTES = len("sha256:") + 64
+_COMMENT = re.compile(rb"sha256:([0-9a-f]{64})(?:;ed25519:([0-9a-f]{128}))?\Z")
+_COMMENT_BYTES, _SIGNED_BYTES = len("sha256:") + 64, len(";ed25519:") + 128
 # A member that unpacks to more than this many times its size is stored as it is, so more than that is an attack.
 _MAX_RATIO = 200
 _MAX_MANIFEST_BYTES = 64 << 20
@@ -71,12 +74,15 @@ class Archive:
         return self.members[name].decode("utf-8", errors="replace") if name in self.members else ""
 
 
-def write_archive(path: Path, facts: Mapping[str, Any], members: Mapping[str, bytes]) -> None:
+def write_archive(
+    path: Path, facts: Mapping[str, Any], members: Mapping[str, bytes], sign: Signer | None = None
+) -> None:
     """Write a file that is either whole or not there.
 
     Args:
         facts: the manifest without "format" and "members".
         members: contents by name.
+        sign: signs the file; None leaves it unsigned.
     """
     checksums = {name: {"bytes": len(data), "sha256": _sha256(data)} for name, data in sorted(members.items())}
     manifest = {"format": FORMAT, **facts, "members": checksums}
@@ -88,14 +94,20 @@ def write_archive(path: Path, facts: Mapping[str, Any], members: Mapping[str, by
             info = zipfile.ZipInfo(name)  # dated 1980: equal contents give equal files
             info.external_attr = 0o644 << 16
             archive.writestr(info, data, _compression(data))
-        archive.comment = b"sha256:" + b"0" * 64
-    body = buffer.getvalue()[:-_DIGEST_BYTES]
+        length = _COMMENT_BYTES + (_SIGNED_BYTES if sign is not None else 0)
+        archive.comment = b"0" * length
+    body = buffer.getvalue()[:-length]
+    digest = _sha256(body).encode()
+    signed = b";ed25519:" + sign(digest).hex().encode() if sign is not None else b""
     with replacing(path) as temporary:
-        temporary.write_bytes(body + b"sha256:" + _sha256(body).encode())
+        temporary.write_bytes(body + b"sha256:" + digest + signed)
 
 
-def read_archive(path: Path) -> Archive:
+def read_archive(path: Path, trust: Sequence[Any] = ()) -> Archive:
     """Read a file and check every byte of it; nothing is executed or unpickled.
+
+    Args:
+        trust: public keys, of which one must have signed the file; without any it need not be signed.
 
     Raises:
         ArtifactError: it is no such file, was truncated or changed, has another format, or could do harm.
@@ -104,6 +116,11 @@ def read_archive(path: Path) -> Archive:
         content = read_file(path, _MAX_FILE_BYTES)
     except ArgumentError as error:
         raise ArtifactError(str(error)) from None
+    comment = _COMMENT.search(content, max(len(content) - _COMMENT_BYTES - _SIGNED_BYTES, 0))
+    whole = comment is not None and comment[1].decode() == _sha256(memoryview(content)[: comment.start()])
+    if trust:
+        signature = bytes.fromhex(comment[2].decode()) if comment is not None and comment[2] else None
+        check_signature(path, comment[1] if comment is not None and whole else b"", signature, list(trust))
     try:
         with zipfile.ZipFile(BytesIO(content)) as archive:
             found = _read(path, archive)
@@ -114,8 +131,7 @@ def read_archive(path: Path) -> Archive:
             f"{path} is not a whole .gshard file: {type(error).__name__}: {error}. It was truncated, damaged, or is "
             f"something else. {_AGAIN}."
         ) from None
-    body, comment = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    if not _DIGEST.fullmatch(comment) or comment[len("sha256:") :].decode() != _sha256(body):
+    if not whole:
         raise ArtifactError(
             f"{path} was changed after it was exported: its members are whole, but the file's own checksum is not "
             f"right. {_AGAIN}."
@@ -194,5 +210,5 @@ def _compression(data: bytes) -> int:
     return zipfile.ZIP_DEFLATED if packed * _MAX_RATIO // 2 > len(data) else zipfile.ZIP_STORED
 
 
-def _sha256(data: bytes) -> str:
+def _sha256(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()

@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 from graphshard.artifact.exporter import Exporter, in_mode, operators_only, with_threads
 from graphshard.artifact.fingerprint import environment, model_facts
 from graphshard.artifact.members import Captured, MeshPrograms, StoredRegion, write_artifact
+from graphshard.artifact.signing import signer_of
 from graphshard.artifact.stored_options import describe_options
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
@@ -95,6 +96,7 @@ def export(
     device: Literal["cpu", "cuda"] | None = None,
     threads: int | None = None,
     compile_regions: bool | None = None,
+    sign: Any = None,
     **options: Unpack[CompileArguments],
 ) -> Path:
     """Compile a module for a mesh that need not exist, in one process, into one file that every rank loads.
@@ -127,6 +129,8 @@ def export(
         threads: threads of each rank that CPU code is compiled for; None is torch.get_num_threads() here.
         compile_regions: False leaves regions to the first load, or to `graphshard finish FILE` on the target machine;
             None compiles them if there is such a device here. With backend="eager" there is nothing to compile.
+        sign: an ed25519 private key to sign the file with, as a PEM file or as an object of the package cryptography;
+            `load(..., trust=)` checks it. None does not sign.
 
     Returns:
         The path.
@@ -140,6 +144,9 @@ def export(
     check_model(model)
     check_examples(model, example_inputs, example_kwargs)
     target = _target(path)
+    signer = None if sign is None else signer_of(sign)
+    if signer is not None and target.suffix == ".pt2":
+        raise ArgumentError(f"sign: {target.name} is PyTorch's own format, which has no signature. Sign it yourself.")
     meshes = [Mesh.of_shape(item) for item in _meshes(mesh)]
     wanted = _calls(example_inputs, example_kwargs, mode, calls)
     kind = _device(device, mesh)
@@ -173,7 +180,7 @@ def export(
             "environment": environment(kind, native=native),
             "model": model_facts(model),
         }
-    write_artifact(target, fingerprint, found, regions)
+    write_artifact(target, fingerprint, found, regions, signer)
     return target
 
 

@@ -26,6 +26,7 @@ from graphshard.artifact.fingerprint import (
 )
 from graphshard.artifact.library import StoredPrograms, read_programs
 from graphshard.artifact.members import Artifact, read_artifact
+from graphshard.artifact.signing import trusted
 from graphshard.artifact.stored_options import check_same_options, restored_options
 from graphshard.capture.hooks import HOOKS
 from graphshard.codec.converter import read
@@ -52,6 +53,8 @@ def load(
     path: str | os.PathLike[str],
     model: ModuleT,
     mesh: DeviceMesh | None = None,
+    *,
+    trust: Any = None,
     **options: Unpack[CompileArguments],
 ) -> ModuleT:
     """Shard a module and run it by the programs of a file that `graphshard.export` wrote, in place.
@@ -67,6 +70,9 @@ def load(
         path: the same file on every rank.
         model: as it was exported, on the CPU, on the mesh's device, or on the meta device.
         mesh: as for `graphshard.compile`; one of those that the file was exported for.
+        trust: the ed25519 public key of whoever exported the file, as a PEM file or as an object of the package
+            cryptography, or a list of several: a file that none of them signed is refused before anything of it is
+            read. None takes every file.
 
     Returns:
         The same object.
@@ -80,7 +86,7 @@ def load(
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
     axes = check_mesh(mesh)
-    artifact = read_artifact(artifact_path("path", path))
+    artifact = read_artifact(artifact_path("path", path), () if trust is None else trusted(trust))
     device = device_of(mesh)
     with _as_exported(artifact, given=bool(options)):
         index = _check_place(artifact, device, axes)

@@ -23,6 +23,7 @@ from typing import Any
 
 from graphshard.artifact.archive import Archive, read_archive, write_archive
 from graphshard.artifact.facts import Facts
+from graphshard.artifact.signing import Signer
 from graphshard.artifact.summary import summarize
 from graphshard.capture.signature import Signature
 from graphshard.codec.converter import read, write
@@ -144,13 +145,16 @@ class Artifact:
         return self.archive.members[f"regions/{key}.pt2"]
 
 
-def read_artifact(path: Path) -> Artifact:
+def read_artifact(path: Path, trust: Sequence[Any] = ()) -> Artifact:
     """Read a file and check that it is whole and what it says; nothing is executed.
+
+    Args:
+        trust: public keys, of which one must have signed it.
 
     Raises:
         ArtifactError: it is not.
     """
-    artifact = Artifact(read_archive(path))
+    artifact = Artifact(read_archive(path, trust))
     try:
         read(dict(artifact.facts), Facts)
         expected = set(_members(artifact.facts))
@@ -198,13 +202,18 @@ def backward_file(program: str, row: Mapping[str, Any]) -> str:
 
 
 def write_artifact(
-    path: Path, fingerprint: Mapping[str, Any], meshes: Sequence[MeshPrograms], regions: Mapping[str, StoredRegion]
+    path: Path,
+    fingerprint: Mapping[str, Any],
+    meshes: Sequence[MeshPrograms],
+    regions: Mapping[str, StoredRegion],
+    sign: Signer | None = None,
 ) -> None:
     """Write a file that is either whole or not there.
 
     Args:
         fingerprint: "environment" and "model", see `artifact/fingerprint.py`.
         regions: by key.
+        sign: signs the file.
     """
     members: dict[str, bytes] = {}
     listed = []
@@ -229,12 +238,12 @@ def write_artifact(
         if stored.code == "native":
             members[f"regions/{key}.pt2"] = stored.package.content
     facts = {key: region_facts(stored.code, stored.package) for key, stored in regions.items()}
-    write_facts(path, {**fingerprint, "meshes": listed, "regions": facts}, members)
+    write_facts(path, {**fingerprint, "meshes": listed, "regions": facts}, members, sign)
 
 
-def write_facts(path: Path, facts: Mapping[str, Any], members: Mapping[str, bytes]) -> None:
+def write_facts(path: Path, facts: Mapping[str, Any], members: Mapping[str, bytes], sign: Signer | None = None) -> None:
     """Write a file of these facts and members, with the summary that belongs to them."""
-    write_archive(path, facts, {**members, "summary.txt": summarize(facts).encode()})
+    write_archive(path, facts, {**members, "summary.txt": summarize(facts).encode()}, sign)
 
 
 def region_facts(code: str, package: Package) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from graphshard.artifact.members import (
     region_facts,
     write_facts,
 )
+from graphshard.artifact.signing import signer_of, trusted
 from graphshard.codec.converter import read
 from graphshard.codec.lowered import decode_lowered, decode_region
 from graphshard.codec.partitioned import decode_partitioned
@@ -53,12 +54,14 @@ FINISH = (
 def add_file(parser: argparse.ArgumentParser) -> None:
     """The argument of `verify`."""
     parser.add_argument("file", metavar="FILE", help=WRITTEN)
+    parser.add_argument("--trust", metavar="KEY", help="PEM of the public key that must have signed it")
 
 
 def add_finish(parser: argparse.ArgumentParser) -> None:
     """The arguments of `finish`."""
     add_file(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="threads of each rank that CPU code is compiled for")
+    parser.add_argument("--sign", metavar="KEY", help="PEM of an ed25519 private key to sign the file with")
 
 
 def show(path: Path, *, graph: bool, full: bool) -> None:
@@ -82,7 +85,7 @@ def verify(args: argparse.Namespace) -> int:
     """`graphshard verify FILE`; status 1 if something is wrong."""
     path = path_of("FILE", args.file, WRITTEN)
     try:
-        artifact = read_artifact(path)
+        artifact = read_artifact(path, () if args.trust is None else trusted(args.trust))
         checked = list(_check(artifact))
     except ArtifactError as error:
         say(f"{args.file}: {error}")
@@ -128,7 +131,8 @@ def finish(args: argparse.Namespace) -> int:
     path = path_of("FILE", args.file, WRITTEN)
     if args.threads is not None:
         check_count("--threads", args.threads, most=MOST_THREADS)
-    artifact = read_artifact(path)
+    signer = None if args.sign is None else signer_of(args.sign)
+    artifact = read_artifact(path, () if args.trust is None else trusted(args.trust))
     if not artifact.later:
         say(f"{path}: nothing to do, no region is left to compile")
         return 0
@@ -155,7 +159,7 @@ def finish(args: argparse.Namespace) -> int:
         native = any(region["code"] == "native" for region in regions.values())
         now = {**exported, **environment(device, native=native)}
     facts = {name: value for name, value in artifact.facts.items() if name not in ("format", "members")}
-    write_facts(path, {**facts, "environment": now, "regions": regions}, members)
+    write_facts(path, {**facts, "environment": now, "regions": regions}, members, signer)
     say(f"{path}: compiled {len(wanted) - len(problems)} of {len(wanted)} regions")
     say(*problems, end="\n" if problems else "")
     return 0
