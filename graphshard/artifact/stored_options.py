@@ -7,6 +7,7 @@ parameter table (`ROWS`), and by `FACTS` about the units that were found, the pa
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -102,9 +103,10 @@ def restored_options(stored: Mapping[str, Any], model: nn.Module, rows: ParamTab
 
     reshard = {row.reshard for row in rows}
     offload = stored["offload_policy"]
-    units = [tuple(modules_of(unit)) for unit in stored["units"]]
+    units = [tuple(map(glob.escape, modules_of(unit))) for unit in stored["units"]]
     return {
-        "mp_policy": {unit: policy(of) for unit, of in stored["mp_policies"].items()} or policy(stored["mp_policy"]),
+        "mp_policy": {glob.escape(unit): policy(of) for unit, of in stored["mp_policies"].items()}
+        or policy(stored["mp_policy"]),
         "reshard_after_forward": stored["reshard_after_forward"] or (reshard.pop() if len(reshard) == 1 else None),
         "shard_placement_fn": lambda param: Shard(dims[id(param)]),
         "offload_policy": None if offload is None else CPUOffloadPolicy(pin_memory=offload["pin_memory"]),

@@ -27,7 +27,7 @@ from graphshard.debug.standalone import executor_source, region_source
 from graphshard.debug.summary import SUMMARY, Regions, StageSummary, Summary, read_summary
 from graphshard.ir.aid import Aid
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.files import write_text
+from graphshard.ir.files import file_name, write_text
 from graphshard.ir.given import path_of
 from graphshard.ir.program import Program, Stage
 from graphshard.ir.text import brief
@@ -67,7 +67,7 @@ def recorder(directory: Path | None) -> Callable[[str], Recorder | None]:
     aid = Aid(f"the dump to {directory}")
 
     def make(name: str) -> Recorder | None:
-        dump = None if directory is None else aid(Dump, directory / name)
+        dump = None if directory is None else aid(Dump, directory / file_name(name))
         return None if dump is None else _Careful(dump, aid)
 
     return make
@@ -186,4 +186,4 @@ def _unused(directory: Path) -> Path:
 
 def stem_of(index: int, stage: Stage) -> str:
     """File name of a stage without its ending: "07-bucket"."""
-    return f"{index:02d}-{stage.name}"
+    return f"{index:02d}-{file_name(stage.name)}"

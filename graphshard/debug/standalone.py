@@ -17,6 +17,7 @@ from graphshard.ir.graph import OWN
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.recomputed import RANDOM_STATE
+from graphshard.ir.text import visible
 from graphshard.ir.torch_internals import hint, run_with_rng_state
 from graphshard.lower.executor import lines_of
 from graphshard.lower.lines import print_lines
@@ -73,8 +74,9 @@ def executor_source(program: Program, phase_name: str) -> str:
     run = _RUN_PHASE.format(size=mesh.size, shape=[*mesh.shape.values()], groups=_groups(mesh), outputs=outputs)
     own = any(node.target in OWN for node in phase.module.graph.nodes)
     operators = "import graphshard.ir.operators  # copies between host and device, own_chunk\n" if own else ""
+    title = visible(program.title, lines=False).translate({ord('"'): "'", ord("\\"): "/"})  # it must not end the text
     return (
-        f'"""The {phase_name} of {program.title} on every rank; regions run operator by operator."""\n\n'
+        f'"""The {phase_name} of {title} on every rank; regions run operator by operator."""\n\n'
         f"import os\n\n{_IMPORTS}import torch.distributed as dist\n{operators}{imports}\n\n"
         f"class Executor:\n    groups = {{}}  # names of process groups by mesh axis\n\n{methods}{code}\n\n"
         f"{_inputs(phase.placeholders, [str(slot) for slot in phase.inputs])}{run}"
@@ -110,7 +112,7 @@ def _inputs(placeholders: list[Node], labels: list[str] | None = None) -> str:
     lines = []
     for index, node in enumerate(placeholders):
         val = node.meta["val"]
-        label = f"  # {labels[index]}" if labels else ""
+        label = f"  # {visible(labels[index], lines=False)}" if labels else ""
         if node.meta.get(RANDOM_STATE) or any(user.target is run_with_rng_state for user in node.users):
             lines.append(f"        torch.get_rng_state(),{label}\n")
             continue

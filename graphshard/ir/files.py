@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +13,8 @@ from pathlib import Path
 
 from graphshard.ir.errors import ArgumentError
 
+# Characters of a file's name that is made of another one.
+_LONGEST = 100
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
@@ -18,6 +22,17 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+
+
+def file_name(name: str) -> str:
+    """A name of a module or a pass as one of a file: what no file system or shell minds, of a length that it takes.
+
+    Others than were given have a hash behind them, so that two names are never one.
+    """
+    clean = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_LONGEST].strip(".")
+    if clean == name:
+        return name
+    return f"{clean}~{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
 
 
 def read_file(path: Path, most: int) -> bytes:

@@ -25,6 +25,7 @@ from graphshard.ir.graph import is_collective, module_of
 from graphshard.ir.layout import collectives
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SymNumber, expression, is_size, rename
+from graphshard.ir.text import visible
 from graphshard.ir.torch_internals import CheckpointPolicy
 
 _DTYPES = {
@@ -46,7 +47,8 @@ def print_program(program: Program) -> str:
 
 def print_phase(phase: Phase) -> str:
     """One line per node of a numbered phase."""
-    labels = ["saved" if slot.kind == "saved" else str(slot) for slot in (*phase.inputs, *phase.outputs)]
+    slots = (*phase.inputs, *phase.outputs)
+    labels = ["saved" if slot.kind == "saved" else visible(str(slot), lines=False) for slot in slots]
     return print_graph(phase.module.graph, labels[: len(phase.inputs)], labels[len(phase.inputs) :])
 
 
@@ -87,7 +89,8 @@ def print_graph(graph: Graph, inputs: list[str], outputs: list[str], *, canonica
             call = next(labels) if node.op == "placeholder" else f"{_target(node)}({_args(node, numbers)})"
             line = f"{_mark(node)} {numbers[node]}: {describe(node.meta.get('val'), names)} = {call}"
             lines.append((line, "" if canonical else _comment(node)))
-    return "".join(f"{line}  # {comment}\n" if comment else f"{line}\n" for line, comment in lines)
+    shown = (f"{line}  # {visible(comment, lines=False)}" if comment else line for line, comment in lines)
+    return "".join(f"{line}\n" for line in shown)
 
 
 def print_nodes_around(phase: Phase, node: Node, margin: int = 3) -> str:
@@ -107,7 +110,8 @@ def print_communication(program: Program) -> list[str]:
         for collective in collectives(phase):
             sent = ", ".join(describe(node.meta["val"]) for node in collective.node.all_input_nodes)
             how = ", by all-to-all" if collective.node.meta.get("exchanged") else ""
-            lines.append(f"{name}: {collective.kind} {', '.join(collective.params)} as {sent}{how}")
+            params = visible(", ".join(collective.params), lines=False)
+            lines.append(f"{name}: {collective.kind} {params} as {sent}{how}")
     return lines
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
+from graphshard.ir.text import visible
+
 _WIDTH = 100
 
 
@@ -204,7 +206,7 @@ def print_line(line: Line, *, ranges: bool = False) -> list[str]:
     if ranges and line.label:
         work = f"with torch.profiler.record_function({line.label!r}): {work}"
     if line.comment:
-        work += f"  # {' '.join(line.comment.split())}"  # which must not end before its row
+        work += f"  # {visible(line.comment, lines=False)}"  # which must not end before its row
     return "\n".join([*before, work]).split("\n")
 
 

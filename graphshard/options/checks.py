@@ -94,6 +94,13 @@ def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model must be an nn.Module, got {type(model).__name__}.")
     cls = type(model)
+    named = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
+    for name in (name for name, _ in named):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            shown = brief(name)
+            raise ArgumentError(f"model: the name {shown} has a character that no file takes. Rename it.") from None
     for name, sub in model.named_modules():
         if "_graphshard" in sub.__dict__:
             what = f"its submodule {name!r} is" if name else "it is"

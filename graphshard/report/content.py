@@ -8,6 +8,7 @@ import torch
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
+from graphshard.ir.files import file_name
 from graphshard.ir.plan import Bucket
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
@@ -35,7 +36,9 @@ def report_of(
     """
     costs = costs or Costs(load_profile("h100"), mesh=program.mesh)
     stages = tuple(
-        StageView(s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, s.folded, s.text, f"{i:02d}-{s.name}.txt")
+        StageView(
+            s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, s.folded, s.text, f"{i:02d}-{file_name(s.name)}.txt"
+        )
         for i, s in enumerate(program.history)
     )
     facts = (
