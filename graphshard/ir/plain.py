@@ -135,7 +135,7 @@ def _write_number(value: float) -> Any:
 
 
 def _read_literal(data: Any, kind: Any) -> Any:
-    if data not in get_args(kind):
+    if not any(type(data) is type(item) and data == item for item in get_args(kind)):  # True is no 1
         raise ArgumentError(f"{str(data)[:60]!r} is none of {', '.join(map(str, get_args(kind)))}")
     return data
 

@@ -64,9 +64,9 @@ def test_a_name_is_captured_and_dumped(
         model = graphshard.compile(Named(name), init_device_mesh("cpu", (2,)), backend="eager", dump=dump)
         model(*INPUTS).backward()
         next(iter(model.blocks.values()))(*INPUTS).sum().backward()
-    except graphshard.ArgumentError as error:
-        assert "has a character that no file takes" in str(error)
-        assert "\ud800" in name
+    except graphshard.ArgumentError:
+        if "\ud800" not in name:
+            raise
         return
     assert len(graphshard.programs(model)) >= 2
     written = files(tmp_path)
@@ -77,7 +77,8 @@ def test_a_name_is_captured_and_dumped(
         assert path.parent.name.isprintable()
         text = path.read_bytes().decode()
         if path.suffix == ".py":
-            assert "abort" not in ast.dump(ast.parse(text)), path
+            calls = [node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
+            assert "abort" not in calls, path
         if path.suffix == ".json":
             json.loads(text)
         if path.suffix == ".html":
