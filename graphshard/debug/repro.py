@@ -19,7 +19,6 @@ from graphshard.codec.stage import next_pass_of, plan_of
 from graphshard.debug.stage_files import StageFile, print_diff
 from graphshard.ir.errors import ArgumentError, PassError
 from graphshard.ir.fold import fold
-from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
 from graphshard.ir.terminal import say
 from graphshard.ir.text import brief
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     stage = StageFile.at(args.stage)
     program = stage.program()
     step, origin = _choose(stage, args.step)
-    before = print_program(program)
+    before = stage.printed(program)
     observer = Observer(args.verify)
     try:
         _check_stage(program, stage, observer)

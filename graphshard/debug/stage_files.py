@@ -81,8 +81,20 @@ class StageFile:
         """The stage's text, folded or not; the dump holds the folded one."""
         if not full and self.path.suffix == ".txt":
             return _read(self.path)
-        text = print_program(self.program())
+        text = self.printed(self.program())
         return text if full else fold(text)
+
+    def printed(self, program: Program) -> str:
+        """The text of a program that was made again.
+
+        Raises:
+            ArgumentError: what the file says of it does not fit together.
+        """
+        try:
+            return print_program(program)
+        except Exception as error:  # whatever comes of a graph that no dump has
+            what = f"{type(error).__name__}: {error}"
+            raise ArgumentError(f"{self.path} holds no program that can be printed ({what})") from error
 
     @property
     def _number(self) -> int | None:
