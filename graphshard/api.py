@@ -151,12 +151,12 @@ def register_forward_method(model: nn.Module, method: str) -> None:
     if owner is None:
         raise ArgumentError(
             f"method: {model._graphshard.tracer.spec.forward_class.__name__} has no submodule "
-            f"{brief(prefix)}, as {brief(method)} has it."
+            f"{brief(prefix)}. Given was {brief(method)}."
         )
     if not callable(getattr(type(owner), name, None)):
         raise ArgumentError(
-            f"method: {type(owner).__name__.removeprefix('Sharded')} has no method {brief(name)}, as {brief(method)} "
-            "has it."
+            f"method: {type(owner).__name__.removeprefix('Sharded')} has no method {brief(name)}. Given was "
+            f"{brief(method)}."
         )
     if method not in model._graphshard.methods:
         model._graphshard.methods.append(method)

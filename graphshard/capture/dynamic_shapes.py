@@ -44,7 +44,7 @@ def dynamic_dims(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     if isinstance(shapes, (tuple, list)):
         if len(shapes) > len(inputs):
             raise ArgumentError(
-                f"dynamic_shapes has {len(shapes)} entries, {brief(shapes)}, the call has {len(inputs)} inputs."
+                f"dynamic_shapes has {len(shapes)} entries, the call has {len(inputs)} inputs; it is {brief(shapes)}."
             )
         shapes = dict(zip(inputs, shapes))
     unknown = set(shapes or {}) - set(inputs)

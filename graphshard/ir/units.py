@@ -86,7 +86,9 @@ def _select(spec: UnitSpec, named: dict[str, nn.Module], model: str) -> list[str
     if callable(spec):
         found = [name for name, sub in named.items() if answer_of("units", spec, name, sub)]
         if not found:
-            raise ArgumentError(f"units: {brief(spec)} chooses no submodule of {model}.")
+            raise ArgumentError(
+                f"units: {getattr(spec, '__name__', '') or brief(spec)} chooses no submodule of {model}."
+            )
         return found
     patterns = (spec,) if isinstance(spec, str) else spec
     if not isinstance(patterns, tuple) or not patterns or not all(isinstance(item, str) for item in patterns):

@@ -162,7 +162,7 @@ def test_environment(fake_world: FakeWorld, tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("dump", "ranks", "message"),
     [
-        (3, "0", "dump must be a directory, got int"),
+        (3, "0", "dump must be a directory, got 3"),
         ("d", "zero", "GRAPHSHARD_DUMP_RANKS must be 'all' or ranks such as '0,3', got 'zero'"),
     ],
 )

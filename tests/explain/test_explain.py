@@ -457,7 +457,7 @@ def test_measurements_of_something_else(study, tmp_path):
     with pytest.raises(graphshard.ArgumentError, match="measured has 'abc', which is no region of this program"):
         study.explain((RANKS,), graphshard.load_profile("h100"), "isolated", measured={"abc": 1.0})
     (tmp_path / "m.json").write_text('{"abc": "fast"}')
-    with pytest.raises(graphshard.ArgumentError, match="must hold seconds by region key"):
+    with pytest.raises(graphshard.ArgumentError, match="holds no measured regions, seconds by region key"):
         graphshard.load_measured(tmp_path / "m.json")
 
 
