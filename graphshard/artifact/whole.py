@@ -53,6 +53,9 @@ def _faults(
         yield f"its phases are {brief(list(program.phases))}, and not {brief(phases)}"
     if len(signature.inputs) != signature.structure.num_leaves:
         yield f"{len(signature.inputs)} inputs are described, the call has {signature.structure.num_leaves}"
+    constants = [key for key in signature.inputs if len(key) == 2]
+    if not isinstance(signature.autocast, (bool, torch.dtype)) or any(type(value) is not of for of, value in constants):
+        yield f"its calls have the constants {brief(constants)} and autocast {brief(signature.autocast)}"
     if len(signature.params) != len(program.params) or len(signature.settings) != len(program.params):
         yield f"its calls have {len(signature.params)} parameters, it has {len(program.params)}"
     tensors = [key for key in signature.inputs if len(key) == 4]
