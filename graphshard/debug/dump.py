@@ -67,10 +67,16 @@ def recorder(directory: Path | None) -> Callable[[str], Recorder | None]:
     aid = Aid(f"the dump to {directory}")
 
     def make(name: str) -> Recorder | None:
-        dump = None if directory is None else aid(Dump, directory / file_name(name))
+        dump = None if directory is None else aid(Dump, directory / _folder(name))
         return None if dump is None else _Careful(dump, aid)
 
     return make
+
+
+def _folder(name: str) -> Path:
+    """Of a program, whatever its module is called; that of a further backward is inside it."""
+    program, _, backward = name.rpartition("/backward-")
+    return Path(file_name(program)) / file_name(f"backward-{backward}") if program else Path(file_name(name))
 
 
 @dataclass(frozen=True)
