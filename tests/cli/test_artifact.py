@@ -193,9 +193,9 @@ def test_for_gpus_on_a_machine_without(tmp_path: Path, mesh: DeviceMesh, capsys:
         ({"calls": [(1,)]}, "calls must be a list of graphshard.Call"),
         ({"calls": [graphshard.Call((torch.zeros(2, 4),), entry="layer")]}, "entry='layer' is no submodule of Blocks"),
         ({"calls": [graphshard.Call((torch.zeros(2, 4),), gradients=[(3,)])]}, "differentiable through outputs 0 only"),
-        ({"device": "tpu"}, "device must be 'cpu', 'cuda' or None, got 'tpu'"),
+        ({"device": "tpu"}, "device must be one of 'cpu', 'cuda', got 'tpu'"),
         ({"colour": 1}, "export() got an unexpected keyword argument 'colour'"),
-        ({"path": "/nowhere/b.gshard"}, "/nowhere/b.gshard cannot be written"),
+        ({"path": "/nowhere/b.gshard"}, "'/nowhere/b.gshard' cannot be written"),
     ],
 )
 def test_wrong_arguments(tmp_path: Path, given: dict[str, Any], message: str) -> None:

@@ -119,7 +119,7 @@ def test_command_with_two_axes(factory, tmp_path):
         (["FILE:broken", "--mesh", "8", "--batch", "1,2"], "must return an nn.Module"),
         (["FILE:failing", "--mesh", "8", "--batch", "1,2"], "failed on the meta device with ValueError: no config"),
         (["nowhere:x", "--mesh", "8", "--batch", "1,2"], "factory: cannot import 'nowhere': No module named 'nowhere'"),
-        (["nowhere.py:x", "--mesh", "8", "--batch", "1,2"], "there is no file nowhere.py"),
+        (["nowhere.py:x", "--mesh", "8", "--batch", "1,2"], "there is no file 'nowhere.py'"),
         (["FILE", "--mesh", "8", "--batch", "1,2"], "factory must be module:name"),
         (["FILE:Small", "--mesh", "x", "--batch", "1,2"], "--mesh must have positive sizes such as 8, got 'x'"),
         (
