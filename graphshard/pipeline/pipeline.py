@@ -220,4 +220,5 @@ def _summary(step: Pass) -> str:
 
 
 def _name(value: object) -> str:
-    return str(value.name) if isinstance(value, Pass) else brief(value)
+    name = getattr(value, "name", None) or getattr(value, "__name__", None)
+    return name[:80] if isinstance(name, str) else brief(value)
