@@ -58,7 +58,7 @@ def main() -> None:
         report(step + 1, mean_over_ranks(loss), args.folder)
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             path = args.folder / f"step-{step + 1}"
-            graphshard.save_checkpoint(path, model, optim, extra={"step": step + 1})
+            graphshard.save_checkpoint(path, model, optim, extra={"step": step + 1}, keep=3)
     dist.destroy_process_group()
 
 
