@@ -63,9 +63,11 @@ class Conditionals(TorchFunctionMode):
         """The results of a branch, whose checks hold where it is not taken."""
         outer, self._within = self._within, branch
         check_unchanged = self._check_unchanged()
+        # What is given enters here, as functions of the user's may use it before torch's do; so do the hooks of units.
+        given = pytree.tree_map_only(Tensor, branch.enter, operands)
         try:
             with self._watch.branch(taken), branch:
-                result = function(*operands)
+                result = function(*given)
         finally:
             self._within = outer
         result = pytree.tree_map_only(Tensor, branch.enter, result)

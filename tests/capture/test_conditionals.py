@@ -67,7 +67,7 @@ def _write_operand(module: Conditional, x: Tensor) -> Tensor:
 
 
 def _hook(module: Conditional, x: Tensor) -> Tensor:
-    x.register_hook(lambda grad: grad * 2)
+    module.w.register_hook(lambda grad: grad * 2)
     return x + 1
 
 
@@ -76,7 +76,7 @@ CANNOT: dict[str, tuple[Branch, str]] = {
     "writes to a buffer": (_write_buffer, "write to a tensor that it has not made"),
     "writes to an operand": (_write_operand, "write to a tensor that it has not made"),
     "has a hook": (_hook, "register_hook of a tensor that it has not made"),
-    "calls a function of the user's": (lambda module, x: _Doubled.apply(x), "other than torch's functions"),
+    "calls a function of the user's": (lambda module, x: x * _Doubled.apply(module.w), "other than torch's functions"),
     "counts": (_count, "a branch of torch.cond changes calls. Both branches are"),
     "appends": (_append, "a branch of torch.cond changes counts. Both branches are computed"),
     "returns another shape": (
@@ -103,14 +103,14 @@ def test_what_a_branch_cannot_do(name: str) -> None:
 
 
 def test_what_a_branch_may_do() -> None:
-    """Write to what it has made, call a function of the user's on it, return what it was given, use no gradients."""
+    """Write to what it has made, give functions of the user's what it was given, return that, use no gradients."""
 
     def branch(module: Conditional, x: Tensor) -> Tensor:
         made = x * 1
         made.mul_(2)
         with torch.no_grad():
             scale = module.w.exp() * module.seen
-        return _Doubled.apply(made) * scale
+        return _Doubled.apply(made) * scale + _Doubled.apply(x)
 
     targets = [str(node.target) for node in captured(Conditional(branch), (X,)).phases["joint"].module.graph.nodes]
     assert "aten.where.self" in targets

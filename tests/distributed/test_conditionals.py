@@ -94,6 +94,20 @@ class Nested(nn.Module):
         return y.square().sum()
 
 
+class Experts(nn.Module):
+    """One of two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 1)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.router(x).mean()
+        chosen = torch.cond(x.mean() > 0, self.experts[0], self.experts[1], (x * weight,))
+        return (chosen + x * weight).square().mean()
+
+
 MODELS: tuple[Callable[[], nn.Module], ...] = (Gates, Checkpointed, Roots, Nested)
 
 
@@ -166,6 +180,26 @@ class Inverse(nn.Module):
 
     def forward(self, x: Tensor, mean: Tensor) -> Tensor:
         return torch.cond(mean > 0, lambda a: torch.linalg.inv(a * self.w).mT, lambda a: a * self.w, (x,))
+
+
+def _experts(rank: int, world_size: int) -> None:
+    """FSDP2's hooks cannot be in a branch: what plain torch computes of the same rows on both ranks."""
+    torch.manual_seed(0)
+    model, plain = Experts(), Experts()
+    plain.load_state_dict(model.state_dict())
+    compiled = graphshard.compile(model, world_mesh(), backend="eager")
+    for seed in range(3):
+        losses = [each(_rows(seed)) for each in (compiled, plain)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+    # Twice the same, halved.
+    assert_same(full(grads_of(compiled)), grads_of(plain), "gradients")
+
+
+def test_branches_may_be_units(ranks: Ranks) -> None:
+    """All ranks gather both, whichever they take."""
+    ranks(2).run(_experts, share=False)
 
 
 def _invert(rank: int, world_size: int, mean: float) -> None:
