@@ -306,7 +306,7 @@ def test_unknown_hardware(tmp_path):
     """The message lists what there is, and how to measure what is not."""
     with pytest.raises(graphshard.ArgumentError, match=r"neither a file nor one of a100, b200.*graphshard calibrate"):
         load_profile("tpu")
-    with pytest.raises(graphshard.ArgumentError, match="hardware must be a name, a file or a Profile, got int"):
+    with pytest.raises(graphshard.ArgumentError, match="hardware must be a name, a file or a Profile, got 8"):
         load_profile(8)
     path = tmp_path / "x.json"
     path.write_text("{")

@@ -70,5 +70,6 @@ def test_files_that_a_docstring_names(package: str) -> None:
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
 def test_files_that_a_page_names(page: str) -> None:
     ours = {path.name for folder in SOURCES for path in (ROOT / folder).rglob("*.py")}
-    for name in set(FILE.findall((ROOT / page).read_text())) - WRITTEN:
+    named = (name for name in FILE.findall((ROOT / page).read_text()) if not name.startswith("test_fully_shard_"))
+    for name in set(named) - WRITTEN:  # and without PyTorch's own
         assert (ROOT / name).is_file() or (ROOT / "graphshard" / name).is_file() or name in ours, name
