@@ -497,7 +497,7 @@ def test_grid(study):
     [
         ({"hardware": "tpu"}, "hardware 'tpu' is neither"),
         ({"network": "dsl"}, "network must be one of 'isolated', 'in-training' for h100, got 'dsl'"),
-        ({"optimizer_states": -1}, "optimizer_states must be a number"),
+        ({"optimizer_states": -1}, "optimizer_states must be a non-negative "),
         ({"reshard_after_forward": 3}, "reshard_after_forward=3 must divide the number of ranks"),
         ({"reshard_after_forward": "no"}, "reshard_after_forward must be"),
         ({"mp_policy": "bf16"}, "mp_policy must be"),
