@@ -63,16 +63,22 @@ def test_full(fake_world: FakeWorld, tmp_path: Path, caplog: pytest.LogCaptureFi
     )
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path.name for path in left] == ["summary.json"], "no half a file, and no temporary one"
-    assert left[0].read_text().endswith("}")
+    assert left[0].read_text().endswith("}\n")
 
 
-@pytest.mark.parametrize("place", ["/dev/full/dump", "/proc/dump"])
-def test_no_place_for_it(fake_world: FakeWorld, place: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_place_for_it(fake_world: FakeWorld, caplog: pytest.LogCaptureFixture) -> None:
     fake_world(2)
-    model = trained(Path(place))
+    model = trained(Path("/proc/dump"))
     assert len(graphshard.programs(model)) == 2
     (said,) = warnings_of(caplog)
-    assert said.startswith(f"the dump to {place}/rank0 stops, and training goes on: ")
+    assert said.startswith("the dump to /proc/dump/rank0 stops, and training goes on: ")
+
+
+def test_a_place_that_can_be_none(fake_world: FakeWorld) -> None:
+    """A wrong argument is said before anything is changed."""
+    fake_world(2)
+    with pytest.raises(graphshard.ArgumentError, match="dump must be a directory, got '/dev/full/dump', but /dev/full"):
+        trained(Path("/dev/full/dump"))
 
 
 @dataclass(frozen=True)
