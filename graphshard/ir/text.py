@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 # How long a value is in a message.
-_LIMIT = 80
+_LIMIT, _PATH_LIMIT = 80, 400
 # Of what a terminal obeys: control characters, marks that turn lines around, and halves of characters.
 _OBEYED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
@@ -54,12 +54,13 @@ def visible(text: str, *, lines: bool = True) -> str:
 
 
 def brief(value: object) -> str:
-    """A value in a message: what it is in one line of at most 80 characters, of whatever class it is."""
+    """A value in a message: what it is in one line of at most 80 characters, of whatever class it is; a path in 400."""
     try:
         text = visible(_BRIEF.repr(value), lines=False)
     except Exception:  # a number of more digits than Python prints, or a class of the user's
         text = f"a {type(value).__name__}"
-    return text if len(text) <= _LIMIT else f"{text[: _LIMIT - 3]}..."
+    limit = _PATH_LIMIT if isinstance(value, PurePath) else _LIMIT
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 class _Brief(reprlib.Repr):

@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -66,7 +67,7 @@ def save_checkpoint(
         CheckpointError: on all ranks; there is nothing at `path` then, and nothing was removed.
         ArgumentError: there is no process group, or `group` is none of this rank.
     """
-    ranks = _Ranks(group, f"cannot save {brief(path)}")
+    ranks = _Ranks(group, f"cannot save {_shown(path)}")
     with ranks.together():
         path = path_of("path", path, "a directory to make")
         if keep is not None:
@@ -118,7 +119,7 @@ def load_checkpoint(
             parameter that does not fit. Nothing was loaded then (unless manifest and contents were forged).
         ArgumentError: there is no process group, or `group` is none of this rank.
     """
-    ranks = _Ranks(group, f"cannot load {brief(path)}")
+    ranks = _Ranks(group, f"cannot load {_shown(path)}")
     with ranks.together():
         path = path_of("path", path, "a directory that graphshard.save_checkpoint made")
         optimizers = _checked(model, optimizers)
@@ -205,6 +206,11 @@ class _Ranks:
         if reasons:
             listed = "; ".join(f"{reason} (rank {', '.join(ranks)})" for reason, ranks in reasons.items())
             raise CheckpointError(f"{self.task}: {listed}") from cause
+
+
+def _shown(path: Any) -> str:
+    """An argument that should be a path, in messages."""
+    return brief(Path(path) if isinstance(path, (str, os.PathLike)) else path)
 
 
 def _in_words(error: BaseException) -> str:

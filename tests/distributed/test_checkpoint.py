@@ -197,7 +197,7 @@ def test_damaged_checkpoint_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path
     for messages, expected, losses in ranks(3).run(_damaged, tmp_path):
         for name, (_, pattern) in DAMAGES.items():
             assert re.search(pattern, messages[name]), f"{name}: {messages[name]}"
-            assert messages[name].startswith(f"cannot load {tmp_path}/bad-")
+            assert messages[name].startswith(f"cannot load '{tmp_path}/bad-")
         assert losses == expected
     forged = {f"bad-{number}" for number, name in enumerate(DAMAGES) if name.startswith(("forged", "a wrong"))}
     complete = {path.name for path in tmp_path.iterdir() if latest_checkpoint_is(path)}
@@ -238,7 +238,7 @@ def _other_model(rank: int, world_size: int, folder: Path) -> list[str]:
         with pytest.raises(CheckpointError) as caught:
             graphshard.load_checkpoint(folder / name, *into)
         assert_same(dict(into[0].state_dict()), before, name)
-        messages.append(str(caught.value).removeprefix(f"cannot load {folder / name}: "))
+        messages.append(str(caught.value).removeprefix(f"cannot load '{folder / name}': "))
     return messages
 
 
@@ -267,7 +267,7 @@ def _failing_saves(rank: int, world_size: int, folder: Path) -> list[str]:
             graphshard.save_checkpoint(folder / name, model, optim, **options)
         dist.barrier()
         assert latest_checkpoint(folder) == folder / "first"
-        return str(caught.value).removeprefix(f"cannot save {folder / name}: ")
+        return str(caught.value).removeprefix(f"cannot save '{folder / name}': ")
 
     messages = [
         attempt("first"),

@@ -279,7 +279,8 @@ def test_code_that_cannot_be_captured(ranks: Ranks, cls: type[nn.Module], remedy
 
 def test_programs_of_a_plain_module() -> None:
     with pytest.raises(
-        graphshard.ArgumentError, match=r"^model: a _Net is not compiled\. Call graphshard\.compile\(model, mesh\) first\.$"
+        graphshard.ArgumentError,
+        match=r"^model: a _Net is not compiled\. Call graphshard\.compile\(model, mesh\) first\.$",
     ):
         graphshard.programs(_Net())
 

@@ -55,7 +55,7 @@ def _wrong_arguments(rank: int, world_size: int) -> None:
         (Net, given(shard_placement_fn=Shard(0)), "shard_placement_fn must be a function.*got Shard"),
         (Net, given(shard_placement_fn=lambda p: Shard(1)), r"returned Shard\(1\) for parameter stem.bias.*1D tensor"),
         (Net, given(shard_placement_fn=lambda p: Shard(-3)), r"returned Shard\(-3\) for parameter stem.weight.*2D"),
-        (Net, given(shard_placement_fn=lambda p: Replicate()), r"returned Replicate\(\) for parameter stem.weight"),
+        (Net, given(shard_placement_fn=lambda p: Replicate()), r"returned a Replicate for parameter stem.weight"),
         (
             Net,
             given(ignored_params=["stem.weight"]),

@@ -67,7 +67,7 @@ def test_wrong_commands(tmp_path, capsys):
     """One line, status 2, nothing written."""
     path = tmp_path / "x.json"
     assert main(["calibrate", "--out", str(path), "--ranks", "-1"]) == 2
-    assert "--ranks must be positive, got -1" in capsys.readouterr().err
+    assert "--ranks must be a positive int, got -1" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert main(["calibrate", "--out", str(path), "--device", "cuda"]) == 2
         assert "torch.cuda.is_available() is False" in capsys.readouterr().err
