@@ -210,7 +210,7 @@ class _Ranks:
 
 def _shown(path: Any) -> str:
     """An argument that should be a path, in messages."""
-    return brief(Path(path) if isinstance(path, (str, os.PathLike)) else path)
+    return brief(Path(path) if isinstance(path, str) else path)
 
 
 def _in_words(error: BaseException) -> str:
