@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed.elastic.utils.distributed import get_free_port
 
@@ -63,7 +63,7 @@ class Job:
             time.sleep(0.1)
 
 
-@contextmanager
+@contextlib.contextmanager
 def job(folder: Path, *flags: str) -> Iterator[Job]:
     """Ends all nodes."""
     running = Job(folder, list(flags))
@@ -76,13 +76,11 @@ def job(folder: Path, *flags: str) -> Iterator[Job]:
 
 def kill(node: subprocess.Popen[bytes]) -> None:
     """As if its machine had lost power."""
-    # torchrun starts its ranks in sessions of their own.
-    ranks = subprocess.run(["pgrep", "-P", str(node.pid)], capture_output=True, text=True, check=False).stdout.split()
-    for pid in (node.pid, *map(int, ranks)):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    with contextlib.suppress(psutil.NoSuchProcess):  # torchrun starts its ranks in sessions of their own
+        launcher = psutil.Process(node.pid)
+        for process in (launcher, *launcher.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     node.wait()
 
 
