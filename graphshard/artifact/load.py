@@ -35,8 +35,10 @@ from graphshard.ir.given import path_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, build_table, named_parameters
 from graphshard.ir.precision import Precision
+from graphshard.ir.state import MISSING
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
 from graphshard.module.guard import differences as state_differences
+from graphshard.module.places import owner_of
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.runner import Runner
 from graphshard.options.arguments import options_given, takes_options
@@ -172,6 +174,15 @@ def _check_state(artifact: Artifact, model: nn.Module, library: StoredPrograms) 
             field = "hooks" if place.path[-1][1] in HOOKS else "attributes"
             where = f"{record.entry}.{place}" if record.entry else str(place)
             refuse(artifact.path, iter([Difference(field, where, shown(was), shown(now))]))
+        for write in program.state.writes:
+            try:
+                found = owner_of(model.get_submodule(record.entry), write.place)
+            except (AttributeError, TypeError, LookupError):
+                found = MISSING
+            if found is MISSING:
+                raise ArtifactError(
+                    f"{artifact.path}: a program leaves something at {write.place}, which is not there."
+                )
 
 
 def _check_model(artifact: Artifact, model: nn.Module, params: ParamTable) -> None:

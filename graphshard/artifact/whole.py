@@ -19,6 +19,18 @@ from graphshard.capture.signature import Signature
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.printer import describe
 from graphshard.ir.program import Phase, Program, Region, Slot
+from graphshard.ir.state import (
+    NUMBER_OPERATORS,
+    Counted,
+    Given,
+    Made,
+    ModuleState,
+    Result,
+    Term,
+    arity,
+    computations_in,
+    places_in,
+)
 from graphshard.ir.text import brief
 from graphshard.pipeline.rules import consistent_values, saved_is_returned, wrong_values
 
@@ -59,9 +71,11 @@ def _faults(
     if len(signature.params) != len(program.params) or len(signature.settings) != len(program.params):
         yield f"its calls have {len(signature.params)} parameters, it has {len(program.params)}"
     tensors = [key for key in signature.inputs if len(key) == 4]
+    given = len(tensors) + len(program.state.inputs) + len(program.state.numbers)
     yield from _faults_of_outputs(program)
+    yield from _faults_of_state(program.state, given)
     for name, phase in program.phases.items():
-        yield from _faults_of_slots(program, phase, tensors, module)
+        yield from _faults_of_slots(program, phase, tensors, given, module)
         yield from _faults_of_calls(phase.module.graph, regions)
         rules = [*consistent_values(program, name), *saved_is_returned(program, name)]
         yield from (violation.message for violation in rules)
@@ -74,8 +88,13 @@ def _faults_of_outputs(program: Program) -> Iterator[str]:
     names = [slot.name for _, slot in results]
     if names != [str(index) for index in range(len(names))]:
         yield f"its outputs are called {brief(names)}"
-    if len(names) - len(program.checks) != program.out_spec.num_leaves:
-        yield f"it has {len(names)} outputs, the structure of the output has {program.out_spec.num_leaves}"
+    returned = program.out_spec.num_leaves
+    left = {term.index for term in _terms(program.state) if isinstance(term, Result)}
+    if {*range(returned), *left} != set(range(len(names) - len(program.checks))):
+        yield (
+            f"it has {len(names)} outputs, the structure of the output has {returned}, {len(program.checks)} are "
+            f"checked, and outputs {brief(sorted(left))} are left on the module"
+        )
     tensors = {slot.name for value, slot in results if isinstance(value, Node)}
     arriving = (
         {slot.name for slot in program.phases["backward"].inputs if slot.kind == "tangent"}
@@ -86,10 +105,48 @@ def _faults_of_outputs(program: Program) -> Iterator[str]:
         yield f"it is differentiated through {brief(program.tangents)} of the outputs {brief(sorted(tensors))}"
 
 
+def _faults_of_state(state: ModuleState, given: int) -> Iterator[str]:
+    """Of what is read and left on the module: it is read where it is computed with, and can be computed."""
+    read = {read.place: read.text for read in state.reads}
+    terms = list(_terms(state))
+    counted = [term.expression for term in terms if isinstance(term, Counted)]
+    for expression in (*state.numbers, *(condition.expression for condition in state.conditions), *counted):
+        yield from (f"{brief(str(at))} is no number" for at in places_in(expression) if "any " not in read.get(at, ""))
+        for computed in computations_in(expression):
+            if computed.operation not in NUMBER_OPERATORS or len(computed.operands) != arity(computed.operation):
+                yield f"{brief(str(computed))} cannot be computed"
+    for places in state.inputs:
+        if not places or any(place not in read for place in places):
+            yield f"there is no tensor at {brief([str(place) for place in places])}"
+    for term in terms:
+        if isinstance(term, Given) and not 0 <= term.index < given:
+            yield f"it leaves input {brief(term.index)} on the module, and has {given}"
+        if isinstance(term, Made) and len(term.leaves) != term.structure.num_leaves:
+            yield f"it leaves {len(term.leaves)} values in {brief(str(term.structure))}"
+    wanted = {"set": 1, "delete": 0}
+    for write in state.writes:
+        if write.kind in wanted and (not write.place.path or len(write.terms) != wanted[write.kind]):
+            yield f"it cannot {write.kind} {brief(str(write.place))} with {len(write.terms)} values"
+
+
+def _terms(state: ModuleState) -> Iterator[Term]:
+    """What a program leaves on the module, and within containers, one by one."""
+    waiting = [term for write in state.writes for term in write.terms]
+    while waiting:
+        yield (term := waiting.pop())
+        if isinstance(term, Made):
+            waiting += term.leaves
+
+
 def _faults_of_slots(
-    program: Program, phase: Phase, tensors: list[tuple[Any, ...]], module: nn.Module
+    program: Program, phase: Phase, tensors: list[tuple[Any, ...]], given: int, module: nn.Module
 ) -> Iterator[str]:
-    """Of what is given to a graph and what comes of it: it is there, and is a tensor where one is bound."""
+    """Of what is given to a graph and what comes of it: it is there, and is a tensor where one is bound.
+
+    Args:
+        tensors: of the call, as its signature describes them.
+        given: their number, with those that the module gives.
+    """
     sizes, params = {size.name for size in program.sizes}, {row.name for row in program.params}
     buffers = {*program.constants, *(name for name, _ in module.named_buffers(remove_duplicate=False))}
     for value, slot in [*zip(phase.placeholders, phase.inputs), *zip(phase.results, phase.outputs)]:
@@ -97,8 +154,8 @@ def _faults_of_slots(
         known = {"buffer": buffers, "late": buffers, "size": sizes, **dict.fromkeys(_OF_PARAMETERS, params)}
         if kind in known and slot.name not in known[kind]:
             yield f"{brief(str(slot))} is not there"
-        if kind == "input" and not (slot.name.isdecimal() and int(slot.name) < len(tensors)):
-            yield f"{brief(str(slot))} is none of {len(tensors)} inputs"
+        if kind == "input" and not (slot.name.isdecimal() and int(slot.name) < given):
+            yield f"{brief(str(slot))} is none of {given} inputs"
         if slot.kind in ("mutation", "saved", "accumulated", "partial", "piece") and not isinstance(value, Node):
             yield f"{brief(str(slot))} is {brief(value)} and no tensor"
         if slot.kind == "grad" and not (value is None or isinstance(value, Node)):
@@ -107,9 +164,9 @@ def _faults_of_slots(
 
 
 def _other_input(node: Node, slot: Slot, tensors: list[tuple[Any, ...]]) -> str:
-    """What is wrong with the size of an input, if that is a number."""
+    """What is wrong with the size of an input of the call, if that is a number."""
     value = node.meta.get("val")
-    if slot.kind != "input" or not isinstance(value, torch.Tensor):
+    if slot.kind != "input" or not isinstance(value, torch.Tensor) or int(slot.name) >= len(tensors):
         return ""
     shape, _, dtype, _ = tensors[int(slot.name)]
     given = [size if type(size) is int else wanted for size, wanted in zip(value.shape, shape)]

@@ -11,6 +11,7 @@ self.aux = loss                Write   after each call, of an output of the prog
 from __future__ import annotations
 
 import enum
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -153,6 +154,19 @@ def places_in(expression: Expression) -> Iterator[Place]:
     elif isinstance(expression, Computed):
         for operand in expression.operands:
             yield from places_in(operand)
+
+
+def computations_in(expression: Expression) -> Iterator[Computed]:
+    """The operations of an expression."""
+    if isinstance(expression, Computed):
+        yield expression
+        for operand in expression.operands:
+            yield from computations_in(operand)
+
+
+def arity(operation: str) -> int:
+    """How many numbers an operation of NUMBER_OPERATORS takes."""
+    return len(inspect.signature(NUMBER_OPERATORS[operation]).parameters)
 
 
 def number_as_tensor(value: float) -> torch.Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -58,10 +60,11 @@ def forged(data: Any, path: Path, make: Callable[[Any], Any] | None) -> Any:
     return result
 
 
-def forgeries(data: Any, *, stride: int = 1) -> Iterator[tuple[str, Any]]:
-    """Forged copies, each with a name; every place is dropped or replaced in turn by one of the others."""
+def forgeries(data: Any, *, stride: int = 1, at: Path = ()) -> Iterator[tuple[str, Any]]:
+    """Forged copies, each with a name; every place, or all within one, is dropped or replaced in turn by one of the others."""
     names = list(FORGERIES)
-    for index, path in enumerate(list(places(data))[::stride]):
+    within = functools.reduce(operator.getitem, at, data)
+    for index, path in enumerate(list(places(within, at))[::stride]):
         yield f"{path}: missing", forged(data, path, None)
         for name in (names[index % len(names)], names[(index * 2 + 3) % len(names)]):
             yield f"{path}: {name}", forged(data, path, FORGERIES[name])

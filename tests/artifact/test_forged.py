@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
@@ -35,12 +36,37 @@ def mesh() -> Iterator[DeviceMesh]:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With as few fields as can be, but of each kind one."""
     path = tmp_path_factory.mktemp("forged") / "blocks.gshard"
-    return graphshard.export(Blocks(1, bias=True), (1,), path, example_inputs=INPUTS, backend="eager")
+    return graphshard.export(blocks(), (1,), path, example_inputs=INPUTS, backend="eager")
 
 
-def outcome(path: Path, mesh: DeviceMesh) -> str:
+class Keeps(nn.Module):
+    """It reads and leaves on itself a number, a list, a dict and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.step, self.scale = 0, 2.0
+        self.history: list[Tensor] = []
+        self.freqs = torch.arange(4.0)
+        self.last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        y = self.linear(x) * self.scale + self.freqs * self.step
+        self.history.append(y.detach().mean())
+        self.last = {"loss": (y.detach().square().mean(), 1), "x": x}
+        return y.sum() if self.step < 10 else y.mean()
+
+
+def blocks() -> nn.Module:
+    """Parameters alone."""
+    return Blocks(1, bias=True)
+
+
+def outcome(path: Path, mesh: DeviceMesh, make: Callable[[], nn.Module]) -> str:
     """ "refused", "runs", or what is wrong: an error of another kind, or one at the first call."""
-    model = Blocks(1, bias=True)
+    model = make()
+    kind = type(model)
     before = dict(model.named_parameters())
     try:
         graphshard.load(path, model, mesh)
@@ -48,11 +74,7 @@ def outcome(path: Path, mesh: DeviceMesh) -> str:
         changed = any(param is not before[name] for name, param in model.named_parameters())
         escapes = "\x1b" in str(error) or len(str(error)) > 3000
         return (
-            "changed"
-            if changed or type(model) is not Blocks
-            else f"said {str(error)[:200]!r}"
-            if escapes
-            else "refused"
+            "changed" if changed or type(model) is not kind else f"said {str(error)[:200]!r}" if escapes else "refused"
         )
     except Exception as error:
         return f"load raised {type(error).__name__}: {str(error)[:200]}"
@@ -69,13 +91,20 @@ def members(file: Path) -> list[str]:
     return [name for name in read_archive(file).members if name.endswith(".json") and "plan" not in name]
 
 
-def check(file: Path, mesh: DeviceMesh, member: str, stride: int) -> dict[str, int]:
-    """Outcomes of the forgeries of a member, or of the manifest."""
+def check(
+    file: Path,
+    mesh: DeviceMesh,
+    member: str,
+    stride: int,
+    make: Callable[[], nn.Module] = blocks,
+    at: tuple[Any, ...] = (),
+) -> dict[str, int]:
+    """Outcomes of the forgeries of a member, or of the manifest, or of what is at a place in it."""
     archive = read_archive(file)
     facts = {name: value for name, value in archive.facts.items() if name not in ("format", "members")}
     data = facts if member == "manifest" else archive.json(member)
     faults, counts = [], {"refused": 0, "runs": 0}
-    for name, value in forgeries(data, stride=stride):
+    for name, value in forgeries(data, stride=stride, at=at):
 
         def change(facts: dict[str, Any], members: dict[str, bytes], value: Any = value) -> None:
             if member == "manifest":
@@ -84,7 +113,7 @@ def check(file: Path, mesh: DeviceMesh, member: str, stride: int) -> dict[str, i
             else:
                 members[member] = json.dumps(value).encode()
 
-        found = outcome(rewritten(file, change), mesh)
+        found = outcome(rewritten(file, change), mesh, make)
         if found in counts:
             counts[found] += 1
         else:
@@ -108,3 +137,12 @@ def test_forged_members(file: Path, mesh: DeviceMesh, member: str) -> None:
     names = [name for name in members(file) if name.startswith(member)]
     counts = check(file, mesh, names[0], STRIDES[member])
     assert counts["refused"] or "partitioned" in member
+
+
+def test_forged_state(tmp_path: Path, mesh: DeviceMesh) -> None:
+    """What forward reads and leaves on its modules."""
+    file = graphshard.export(Keeps(), (1,), tmp_path / "keeps.gshard", example_inputs=INPUTS, backend="eager")
+    assert outcome(file, mesh, Keeps) == "runs"
+    (member,) = [name for name in members(file) if name == "programs/0.json"]
+    counts = check(file, mesh, member, 1, Keeps, ("state",))
+    assert counts["refused"] > counts["runs"]

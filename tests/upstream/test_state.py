@@ -63,7 +63,9 @@ def test_only_the_root_changes_its_class_and_slices_have_the_old_one(ranks: Rank
 def _containers(rank: int, world_size: int) -> None:
     for container in (nn.ModuleList([Block(4, 6)]), nn.ModuleDict({"first": Block(4, 6), "second": Block(4, 6)})):
         name = type(container).__name__
-        with pytest.raises(graphshard.ArgumentError, match=f"^{name} has no forward, so there is nothing to compile"):
+        with pytest.raises(
+            graphshard.ArgumentError, match=f"^model: {name} has no forward, so there is nothing to compile"
+        ):
             graphshard.compile(container, world_mesh())
         with pytest.raises(ValueError, match="containers that do not implement forward"):
             fully_shard(container, mesh=world_mesh())
