@@ -61,7 +61,11 @@ def forged(data: Any, path: Path, make: Callable[[Any], Any] | None) -> Any:
 
 
 def forgeries(data: Any, *, stride: int = 1, at: Path = ()) -> Iterator[tuple[str, Any]]:
-    """Forged copies, each with a name; every place, or all within one, is dropped or replaced in turn by one of the others."""
+    """Forged copies, each with a name: every place is dropped, or replaced in turn by one of the others.
+
+    Args:
+        at: the place within which that is done.
+    """
     names = list(FORGERIES)
     within = functools.reduce(operator.getitem, at, data)
     for index, path in enumerate(list(places(within, at))[::stride]):
