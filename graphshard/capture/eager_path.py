@@ -83,9 +83,11 @@ class EagerPath:
         if self.everyone:
             return True
         # torch's older names for a check ask on behalf of their callers.
-        asking = [caller for caller in _callers(frame) if caller.f_code.co_name != "is_compiling"]
-        codes = {caller.f_code for caller in asking if _package(caller) not in ("torch", "graphshard")}
-        if (_package(asking[0]) == "torch" and _module(asking[0]) not in _LIKE_USERS) or codes & self.told:
+        asking = next(caller for caller in _callers(frame) if caller.f_code.co_name != "is_compiling")
+        if _package(asking) == "torch" and _module(asking) not in _LIKE_USERS:
+            return True
+        codes = {caller.f_code for caller in _callers(asking) if _package(caller) not in ("torch", "graphshard")}
+        if codes & self.told:
             return True
         self.asked |= codes
         return False

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import json
 import os
 import sys
 import sysconfig
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -167,10 +170,28 @@ def first_difference(one: Status, other: Status) -> Finding | None:
 
 def users_line() -> str:
     """Where the main thread is in the user's program: "train.py:40"."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code.co_filename.startswith(("<", *_LIBRARIES)):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+    with _no_collection():
+        frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and frame.f_code.co_filename.startswith(("<", *_LIBRARIES)):
+            frame = frame.f_back
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected in here, where that is done while objects are made: before Python 3.12.
+
+    Another thread's frame becomes an object when it is asked for. A collection at that moment may call code that lets
+    the thread go on and leave the frame: the process crashes.
+    """
+    if sys.version_info >= (3, 12) or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def difference_of_lines(one: int, theirs: list[str], other: int, mine: list[str]) -> str:
