@@ -35,6 +35,7 @@ from graphshard.measure.regions import load_measured, measure_regions, save_meas
 from graphshard.passes import Pass
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.state.asynchronous import async_save_checkpoint
 from graphshard.state.checkpoint import load_checkpoint, save_checkpoint
 from graphshard.state.initialize import unsharded_init
 from graphshard.state.manifest import latest_checkpoint
@@ -66,6 +67,7 @@ __all__ = [
     "Profile",
     "Program",
     "UnsupportedError",
+    "async_save_checkpoint",
     "bisect",
     "compile",
     "explain",

@@ -18,28 +18,57 @@ from graphshard.ir.graph import aten, behind, emit, is_communication, is_part, i
 from graphshard.ir.params import memory_order
 from graphshard.ir.sizes import expression
 
-# Besides views and elementwise operators, those that may be given any strides. Others may rely on what autograd did to
-# the strides before it called them: the kernel behind native_group_norm_backward reads what it is given as contiguous.
-_ANY_STRIDES = frozenset(
+# Besides views and elementwise operators, those that may be given any strides: their kernels look at them, and autograd
+# calls them with what it has. Others may rely on what autograd did to the strides before it called them: the kernel
+# behind native_group_norm_backward reads what it is given as contiguous. `tests/ir/test_strides.py` tries each of them.
+ANY_STRIDES = frozenset(
     {
+        aten._adaptive_avg_pool2d_backward.default,
         aten._log_softmax_backward_data.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
         aten._softmax_backward_data.default,
         aten._to_copy.default,
-        aten._unsafe_view.default,
         aten.addmm.default,
+        aten.avg_pool2d_backward.default,
+        aten.baddbmm.default,
         aten.bmm.default,
         aten.cat.default,
         aten.clone.default,
+        aten.constant_pad_nd.default,
         aten.convolution_backward.default,
+        aten.cumsum.default,
         aten.embedding_dense_backward.default,
+        aten.flip.default,
+        aten.gather.default,
+        aten.index.Tensor,
+        aten.index_add.default,
+        aten.index_put.default,
+        aten.index_select.default,
+        aten.max_pool2d_with_indices_backward.default,
         aten.mean.default,
         aten.mean.dim,
         aten.mm.default,
+        aten.native_batch_norm_backward.default,
         aten.native_layer_norm_backward.default,
+        aten.new_zeros.default,
+        aten.repeat.default,
+        aten.roll.default,
+        aten.scatter.src,
+        aten.scatter_add.default,
+        aten.select_backward.default,
+        aten.slice_backward.default,
         aten.sum.default,
         aten.sum.dim_IntList,
+        aten.tril.default,
+        aten.triu.default,
+        aten.upsample_bilinear2d_backward.default,
+        aten.upsample_nearest2d_backward.default,
+        aten.zeros_like.default,
     }
 )
+
+# Reshaped, where the memory does not allow a view.
+_VIEWED = (aten.view.default, aten._unsafe_view.default)
 
 
 def restride(node: Node, value: torch.Tensor) -> bool:
@@ -65,7 +94,7 @@ def restride(node: Node, value: torch.Tensor) -> bool:
         if not _takes_any_strides(node):
             return False
         made = _made(node, node.target, values)
-        if made is None and node.target is aten.view.default:
+        if made is None and node.target in _VIEWED:
             targets[node] = aten.reshape.default
             made = _made(node, targets[node], values)
         if made is None or not _alike(made, node.meta["val"], strides=False):
@@ -103,7 +132,7 @@ def _takes_any_strides(node: Node) -> bool:
     if node.target is aten.as_strided.default:  # a view whose arguments say where in the memory elements are
         return False
     pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-    return pointwise or is_part(node) or is_view(node) or node.target in _ANY_STRIDES
+    return pointwise or is_part(node) or is_view(node) or node.target in {*ANY_STRIDES, *_VIEWED}
 
 
 def _made(node: Node, target: Any, values: dict[Node, Any]) -> Any:

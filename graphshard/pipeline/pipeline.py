@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
@@ -28,6 +29,8 @@ from graphshard.passes import (
 )
 from graphshard.pipeline.observe import Observer
 from graphshard.schedule.by_unit import PlanByUnit
+
+log = logging.getLogger(__name__)
 
 DEFAULT_PASSES: tuple[Pass, ...] = (
     InsertCollectives(),  # parameters become shards
@@ -165,7 +168,8 @@ def rerun_backward(
     for node, slot in phase.slot_of().items():
         if slot.kind == "tangent" and slot.name in strides:
             like = fake(node)
-            restride(node, like.new_empty_strided(like.shape, strides[slot.name]))
+            if not restride(node, like.new_empty_strided(like.shape, strides[slot.name])):
+                log.info("the gradient of output %s is copied to other strides: sums may be added otherwise", slot.name)
     variant = replace(
         program,
         phases={"backward": phase},

@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -32,9 +31,8 @@ from graphshard.ir.errors import ArgumentError, CheckpointError
 from graphshard.ir.given import answer_of, check_count, path_of
 from graphshard.ir.text import brief
 from graphshard.state.manifest import check_contents, measure, read_manifest, rotate, sync, write_manifest
+from graphshard.state.together import Ranks, shown
 from graphshard.state.unpickling import SafePlanner, SafeReader, load_plain, serialize_plain
-
-T = TypeVar("T")
 
 _EXTRA, _PER_RANK = "extra.pt", "rank-{}.pt"
 
@@ -67,7 +65,33 @@ def save_checkpoint(
         CheckpointError: on all ranks; there is nothing at `path` then, and nothing was removed.
         ArgumentError: there is no process group, or `group` is none of this rank.
     """
-    ranks = _Ranks(group, f"cannot save {_shown(path)}")
+    ranks = Ranks(group, f"cannot save {shown(path)}")
+    write(begin(ranks, path, model, optimizers, extra, per_rank, keep), ranks)
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint that is being saved.
+
+    Attributes:
+        path: where it will be.
+        partial: where it is until everything is in it.
+        state: what DCP saves.
+        plain: contents of the other files of this rank, by name.
+        keep: as in `save_checkpoint`.
+    """
+
+    path: Path
+    partial: Path
+    state: dict[str, Any]
+    plain: Mapping[str, bytes]
+    keep: int | None
+
+
+def begin(
+    ranks: Ranks, path: Any, model: nn.Module, optimizers: Any, extra: Any, per_rank: Any, keep: int | None
+) -> Save:
+    """Check the arguments of `save_checkpoint`, and make the directory for what is not whole yet."""
     with ranks.together():
         path = path_of("path", path, "a directory to make")
         if keep is not None:
@@ -83,12 +107,18 @@ def save_checkpoint(
                 raise CheckpointError("it exists already. Remove it, or choose another name")
             shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
             partial.mkdir(parents=True)
+    return Save(path, partial, state, plain, keep)
+
+
+def write(save: Save, ranks: Ranks) -> None:
+    """Write a checkpoint; it is there, and on the disk, when this returns."""
+    path, partial = save.path, save.partial
     with ranks.together():
-        for name, content in plain.items():
+        for name, content in save.plain.items():
             (partial / name).write_bytes(content)
             sync(partial / name)
     with ranks.together():
-        dcp.save(state, checkpoint_id=partial, process_group=group)
+        dcp.save(save.state, checkpoint_id=partial, process_group=ranks.group)
         names = SafeReader(partial).files | {_EXTRA, *(_PER_RANK.format(rank) for rank in range(ranks.size))}
         share = measure(partial, ranks.share(names))
     files = {name: measured for part in ranks.gather(share) for name, measured in part.items()}
@@ -98,8 +128,8 @@ def save_checkpoint(
             sync(partial)
             partial.rename(path)
             sync(path.parent)
-            if keep is not None:
-                rotate(path.parent, keep)
+            if save.keep is not None:
+                rotate(path.parent, save.keep)
 
 
 def load_checkpoint(
@@ -119,7 +149,7 @@ def load_checkpoint(
             parameter that does not fit. Nothing was loaded then (unless manifest and contents were forged).
         ArgumentError: there is no process group, or `group` is none of this rank.
     """
-    ranks = _Ranks(group, f"cannot load {_shown(path)}")
+    ranks = Ranks(group, f"cannot load {shown(path)}")
     with ranks.together():
         path = path_of("path", path, "a directory that graphshard.save_checkpoint made")
         optimizers = _checked(model, optimizers)
@@ -162,56 +192,3 @@ def _state(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> dic
     """What DCP saves, or loads into: shards that share memory with the parameters, under the original names."""
     model_state, optim_state = get_state_dict(model, optimizers)
     return {"model": model_state, "optim": optim_state}
-
-
-class _Ranks:
-    """The ranks that save or load together; `task` begins their error messages."""
-
-    def __init__(self, group: dist.ProcessGroup | None, task: str) -> None:
-        if not dist.is_initialized():
-            raise ArgumentError(
-                f"{task}: there is no process group. Call torch.distributed.init_process_group() first."
-            )
-        if not (group is None or isinstance(group, dist.ProcessGroup)):
-            raise ArgumentError(f"group must be a process group that this rank is in, or None, got {brief(group)}.")
-        self.group, self.task = group, task
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-
-    def share(self, names: Iterable[str]) -> list[str]:
-        """This rank's part of some work that is the same on all ranks."""
-        return sorted(names)[self.rank :: self.size]
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, self.group)
-        return values
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """At the end of the block, an exception in it on any rank is a CheckpointError on all."""
-        cause: BaseException | None = None
-        failed: dict[int, str] = {}
-        try:
-            yield
-        except CheckpointException as error:  # of DCP, the same on all ranks
-            cause, failed = error, {rank: _in_words(failure) for rank, (failure, _) in error.failures.items()}
-        except Exception as error:
-            cause, failed = error, {self.rank: _in_words(error)}
-        for others in self.gather(failed):
-            failed.update(others)
-        reasons: dict[str, list[str]] = {}
-        for rank, reason in sorted(failed.items()):
-            reasons.setdefault(reason, []).append(str(rank))
-        if reasons:
-            listed = "; ".join(f"{reason} (rank {', '.join(ranks)})" for reason, ranks in reasons.items())
-            raise CheckpointError(f"{self.task}: {listed}") from cause
-
-
-def _shown(path: Any) -> str:
-    """An argument that should be a path, in messages."""
-    return brief(Path(path) if isinstance(path, str) else path)
-
-
-def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, (CheckpointError, ArgumentError)) else f"{type(error).__name__}: {error}"

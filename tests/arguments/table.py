@@ -146,18 +146,19 @@ def _of_compiled(model: nn.Module) -> Iterator[Row]:
 
 
 def _checkpoints(folder: Path, model: nn.Module) -> Iterator[Row]:
-    save, load = graphshard.save_checkpoint, graphshard.load_checkpoint
+    save, save_later, load = graphshard.save_checkpoint, graphshard.async_save_checkpoint, graphshard.load_checkpoint
     good = {"path": folder / "checkpoint", "model": model}
     yield Row(graphshard.latest_checkpoint, "directory", (*bad.NO_PATHS, None, "/dev/null"))
-    for function in (save, load):
+    for function in (save, save_later, load):
         yield Row(function, "path", (*bad.NO_PATHS, None, "/", ".", "/dev/null/x", "/dev/zero"), good, FILE)
         yield Row(function, "model", [value for value in bad.UNCOMPILED if not isinstance(value, nn.Module)], good)
         no_optimizers = (3, None, [3], "adam", [None], torch.ones(2), Failing(), Hostile())
         yield Row(function, "optimizers", no_optimizers, good)
         yield Row(function, "group", (3, "x", [0], Hostile()), good)
-    for name in ("extra", "per_rank"):
-        yield Row(save, name, (object(), print, [object()], {object(): 1}, Hostile()), good)
-    yield Row(save, "keep", (0, *bad.NO_COUNTS), good)
+    for function in (save, save_later):
+        for name in ("extra", "per_rank"):
+            yield Row(function, name, (object(), print, [object()], {object(): 1}, Hostile()), good)
+        yield Row(function, "keep", (0, *bad.NO_COUNTS), good)
 
 
 def _values(folder: Path) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.export import Dim
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -276,6 +276,9 @@ def _train(model: Any, program: Program) -> Iterator[tuple[str, dict[str, Tensor
             yield f"gradient of the input in {when}", {"x": x.grad}
             if any(not isinstance(p, DTensor) for p in model.parameters()) and not program.keep:
                 raise RuntimeError("parameters are gathered after backward")
+            if last and program.keep:  # FSDP2 leaves units gathered whose parameters are all frozen
+                for unit in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
+                    unit.reshard()
             if last or not program.keep:  # FSDP2 has no gradients to see while parameters are kept gathered
                 yield f"gradients of {when}", {n: _copy(p.grad) for n, p in model.named_parameters()}
         if program.clip:

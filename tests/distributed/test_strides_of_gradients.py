@@ -45,7 +45,19 @@ class Grouped(nn.Module):
         return self.second(x), x
 
 
-NETS = {"layer norm": Net, "group norm": Grouped}
+class Batched(nn.Module):
+    """Batch norm adds in the order of the gradient's memory, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)
+        return self.second(x), x
+
+
+NETS = {"layer norm": Net, "group norm": Grouped, "batch norm": Batched}
 
 
 def _steps(rank: int, world_size: int, net: str) -> None:
