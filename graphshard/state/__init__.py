@@ -1,8 +1,9 @@
 """Values of sharded parameters on disk and at initialisation.
 
-`checkpoint.py` saves and loads with torch.distributed.checkpoint (DCP), `manifest.py` knows which files make a whole,
-`unpickling.py` reads DCP's files without running code. `load_hook.py` is what `load_state_dict` takes beyond FSDP2.
-`initialize.py` is `unsharded_init`.
+`checkpoint.py` saves and loads with torch.distributed.checkpoint (DCP), `asynchronous.py` saves while training goes on,
+`together.py` makes an error of one rank one of all, `manifest.py` knows which files make a whole, `unpickling.py` reads
+DCP's files without running code. `load_hook.py` is what `load_state_dict` takes beyond FSDP2. `initialize.py` is
+`unsharded_init`.
 
 * **Random initialisation is replayed on full tensors**, one at a time, in a dispatch mode that the user enters.
   DTensor's own random numbers depend on the mesh, and on CPU on the rank.
@@ -18,6 +19,9 @@
 * **Steps of saving and loading are `with ranks.together():` blocks.** Errors are exchanged at the end of each, so that
   no rank goes on into a collective that another one will not enter. DCP does this inside save and load. What is around
   them is ours.
+* **An asynchronous save is the same save, of a copy, in a thread.** DCP's `async_save` would take its own way: no
+  manifest, no rename, and an error that the ranks do not exchange. One thread writes one copy at a time, so no order of
+  exchanges needs to be agreed on.
 * **`latest_checkpoint` is no collective**, so that a tool or a single rank may call it. `load_checkpoint` checks that
   all ranks see the same one.
 
