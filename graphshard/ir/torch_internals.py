@@ -7,6 +7,7 @@ What tracing needs is in `tracing_internals.py`. Besides the two only `capture/c
 from __future__ import annotations
 
 import contextlib
+import linecache
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, graph_module
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
@@ -56,6 +57,7 @@ __all__ = [
     "dtensor_of",
     "fake_mode_of",
     "fake_tensor",
+    "forget_sources",
     "hint",
     "hooks_of_all_modules",
     "inductor_cache",
@@ -270,6 +272,21 @@ def hooks_of_all_modules() -> tuple[dict[int, Any], ...]:
         torch.nn.modules.module._global_backward_pre_hooks,
         torch.nn.modules.module._global_backward_hooks,
     )
+
+
+@contextlib.contextmanager
+def forget_sources() -> Iterator[None]:
+    """Of graphs that torch.fx compiles in the block nothing is kept for tracebacks: it keeps their source for ever.
+
+    What remains in use is held by its GraphModule (`code`), and executors keep their own while they live.
+    """
+    known = set(graph_module._loader.eval_cache)
+    try:
+        yield
+    finally:
+        for name in set(graph_module._loader.eval_cache) - known:
+            graph_module._loader.eval_cache.pop(name, None)
+            linecache.cache.pop(name, None)
 
 
 def number_of_backward() -> int:

@@ -23,6 +23,7 @@ from graphshard.ir.program import Phase, Program
 from graphshard.ir.progress import progress
 from graphshard.ir.state import Place
 from graphshard.ir.subclasses import is_extended
+from graphshard.ir.torch_internals import forget_sources
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.regions import lower
 from graphshard.module.agreement import Agreement
@@ -217,6 +218,7 @@ class Runner:
         with self.agreement.together(self.tracer.label, reason):
             return self._build(module, args, kwargs, signature, reason)
 
+    @forget_sources()
     def _build(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature, reason: str
     ) -> Program:
@@ -267,6 +269,7 @@ class Runner:
         """The tracer's, with a planner that plans alike on all ranks."""
         return self.agreement.pipeline(self.tracer.pipeline)
 
+    @forget_sources()
     def install(
         self, module: nn.Module, signature: Signature, program: Program, make_backward: BackwardFactory | None = None
     ) -> Installed:
@@ -304,6 +307,7 @@ class Runner:
         with self.agreement.together(self.tracer.label, why):
             return self._rerun_alone(program, partitioned, variant, strides)
 
+    @forget_sources()
     def _rerun_alone(self, program: Program, partitioned: Partitioned, variant: Variant, strides: Strides) -> Phase:
         (used, accumulate), tracer = variant, self.tracer
         name = f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}"
