@@ -41,7 +41,7 @@ from graphshard.capture.rounding import capture_decompositions
 from graphshard.capture.untraceable import Located, Untraceable
 from graphshard.capture.watch import check_nothing_kept
 from graphshard.capture.written_again import write_again
-from graphshard.ir.errors import CaptureError
+from graphshard.ir.errors import CaptureError, DivergenceError, PeerError
 from graphshard.ir.kernel_strides import new_tracing_mode
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, named_parameters
@@ -224,6 +224,8 @@ def _trace(
         flat.regions.check_effects()
     except Located as error:
         raise CaptureError(str(error)) from None
+    except (DivergenceError, PeerError):  # of another rank
+        raise
     except Exception as error:
         raise explain_failure(error, spec.forward_class) from error
     return _Traced(joint, flat, inputs)

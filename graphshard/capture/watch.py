@@ -23,6 +23,7 @@ from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.program import Slot
 from graphshard.ir.tracing_internals import arguments_of, memory_of, written_by
+from graphshard.ir.wanted import still_wanted
 
 _NESTED = {
     torch.ops.aten._nested_tensor_from_mask.default,
@@ -73,6 +74,7 @@ class Watch(TorchDispatchMode):
         self.checks.append((Condition(line, expected), value.reshape(()).to(torch.bool)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        still_wanted()
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             raise Untraceable("operator", f"operator {func}")

@@ -26,6 +26,7 @@ from graphshard.ir.printer import describe, print_graph
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.sizes import SYMBOLS, is_size, rename, size_inputs, symbols_of
 from graphshard.ir.units import unit_of
+from graphshard.ir.wanted import still_wanted
 from graphshard.lower.executor import Boxed, Executor
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ def lower(
     new = {names[key]: region for key, region in program.regions.items() if key not in known}
     conditions = len(within.guards) if within else 0
     for name, fn in compiler(new, show):
+        still_wanted()
         conditional = within is not None and len(within.guards) > conditions
         compiled[new[name].key] = RegionCall(fn, within if conditional else None)
         conditions = len(within.guards) if within else 0

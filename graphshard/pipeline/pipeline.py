@@ -15,6 +15,7 @@ from graphshard.ir.graph import fake
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.strides import restride
 from graphshard.ir.text import brief
+from graphshard.ir.wanted import still_wanted
 from graphshard.passes import (
     AccumulateGradients,
     Bucketing,
@@ -190,6 +191,7 @@ def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> 
     Raises:
         PassError: addressed to the author of the pass.
     """
+    still_wanted()
     observer = observer or Observer("each")
     start = time.perf_counter()
     doing = "requires"

@@ -102,6 +102,11 @@ class Meeting:
         """Tell those who wait that a rank, this one or another, does not come."""
         self.store.set(f"{self.occasion} failed", json.dumps(["failed", rank, message]))
 
+    def failure(self) -> End | None:
+        """Why one of the ranks does not come, if that is so; does not wait."""
+        key = f"{self.occasion} failed"
+        return self._read(key) if self.store.check([key]) else None
+
     def give(self, text: str) -> None:
         """Leave a text for the others."""
         self._set("given", text)

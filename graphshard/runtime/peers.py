@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.ir.errors import DivergenceError, PeerError
 from graphshard.ir.torch_internals import process_group, rendezvous_store
+from graphshard.ir.wanted import wanted_while
 from graphshard.runtime.groups import is_fake, ranks_of
 from graphshard.runtime.hang_up import hang_up
 from graphshard.runtime.meeting import End, Look, Meeting, Tell
@@ -48,6 +49,8 @@ log = logging.getLogger(__name__)
 # How long it takes the others to find out why a connection was closed.
 _UNTIL_FOUND = 3.0
 _REMEMBERED_STEPS = 8
+# How often a rank that makes a program asks if another has failed to, and how often all ranks together.
+_ASKS_EVERY, _ASK_A_SECOND = 0.5, 500
 
 _OF_A_COLLECTIVE = re.compile("gloo|nccl|connection|socket|pair closure|broken pipe", re.IGNORECASE)
 
@@ -96,7 +99,7 @@ class Peers:
         self._status = Status(self.rank, Process.this())
         self._steps: deque[Step] = deque(maxlen=_REMEMBERED_STEPS)
         self._number = self._attempt = self._met = self._said = 0
-        self._since = 0.0
+        self._since = self._asked = 0.0
         self._doing = self._meeting = ""
         self._finding: Finding | None = None
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
@@ -112,7 +115,8 @@ class Peers:
         """In the block all ranks make the same program, say; if one fails, those that wait for it do, too."""
         before, self._doing = self._doing, doing
         try:
-            yield
+            with wanted_while(self._still_wanted):
+                yield
         except BaseException as error:
             if not isinstance(error, (DivergenceError, PeerError)):
                 with contextlib.suppress(RuntimeError):  # the store is gone
@@ -121,6 +125,17 @@ class Peers:
             raise
         finally:
             self._doing = before
+
+    def _still_wanted(self) -> None:
+        """While this rank makes a program, which takes its time: raise PeerError if another rank has failed to."""
+        now = time.monotonic()
+        if now < self._asked + max(_ASKS_EVERY, len(self.ranks) / _ASK_A_SECOND):
+            return
+        self._asked = now
+        self._check_finding(self._number + 1)
+        with contextlib.suppress(dist.DistError):  # the store is gone: the next meeting says so
+            if (end := self._meet().failure()) is not None:
+                raise PeerError(end.message, rank=end.rank)
 
     def agree(self, text: str, tell: Tell) -> None:
         """Wait until all ranks have come with the same text.
@@ -171,9 +186,7 @@ class Peers:
         waiting = Waiting(meeting, self._doing, self.ranks, self._settings.patience, is_here)
 
         def look(waited: float) -> None:
-            finding = self._finding
-            if finding is not None and (finding.how == "died" or finding.step <= step):
-                raise self._error(finding)
+            self._check_finding(step)
             waiting.look(waited)
 
         self._meeting = name
@@ -187,6 +200,12 @@ class Peers:
             ) from error
         finally:
             self._meeting = ""
+
+    def _check_finding(self, step: int) -> None:
+        """Raise what was found of the other ranks, if that keeps them from doing a step."""
+        finding = self._finding
+        if finding is not None and (finding.how == "died" or finding.step <= step):
+            raise self._error(finding)
 
     # --- steps ------------------------------------------------------------------------------------------------
 
