@@ -167,7 +167,7 @@ def _takes_any_strides(node: Node) -> bool:
     if node.target is aten.as_strided.default:  # a view whose arguments say where in the memory elements are
         return False
     pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-    return pointwise or is_part(node) or is_view(node) or node.target in {*ANY_STRIDES, *_VIEWED}
+    return pointwise or is_part(node) or is_view(node) or node.target in ANY_STRIDES or node.target in _VIEWED
 
 
 def _made(node: Node, target: Any, values: dict[Node, Any]) -> Any:
