@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.ir.errors import DivergenceError, PeerError
 from graphshard.ir.torch_internals import process_group, rendezvous_store
+from graphshard.ir.tracing_internals import without_tracing
 from graphshard.ir.wanted import wanted_while
 from graphshard.runtime.groups import is_fake, ranks_of
 from graphshard.runtime.hang_up import hang_up
@@ -41,7 +42,7 @@ from graphshard.runtime.status import (
     told,
     users_line,
 )
-from graphshard.runtime.waiting import SAYS_SO_AFTER, Settings, Waiting
+from graphshard.runtime.waiting import SAYS_SO_AFTER, Settings, Waiting, check_not_gone
 from graphshard.runtime.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ _UNTIL_FOUND = 3.0
 _REMEMBERED_STEPS = 8
 # How often a rank that makes a program asks if another has failed to, and how often all ranks together.
 _ASKS_EVERY, _ASK_A_SECOND = 0.5, 500
+# How long it may go on, as it may be about to fail in the same way: its own error says more.
+_FAILS_ALIKE = 2.5
 
 _OF_A_COLLECTIVE = re.compile("gloo|nccl|connection|socket|pair closure|broken pipe", re.IGNORECASE)
 
@@ -100,6 +103,7 @@ class Peers:
         self._steps: deque[Step] = deque(maxlen=_REMEMBERED_STEPS)
         self._number = self._attempt = self._met = self._said = 0
         self._since = self._asked = 0.0
+        self._failure_seen = ("", 0.0)
         self._doing = self._meeting = ""
         self._finding: Finding | None = None
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
@@ -127,15 +131,24 @@ class Peers:
             self._doing = before
 
     def _still_wanted(self) -> None:
-        """While this rank makes a program, which takes its time: raise PeerError if another rank has failed to."""
+        """While this rank makes a program, which takes its time: raise PeerError if another has failed to, or ended."""
         now = time.monotonic()
         if now < self._asked + max(_ASKS_EVERY, len(self.ranks) / _ASK_A_SECOND):
             return
         self._asked = now
-        self._check_finding(self._number + 1)
-        with contextlib.suppress(dist.DistError):  # the store is gone: the next meeting says so
-            if (end := self._meet().failure()) is not None:
+        # Outside of the trace that asks. If the store is gone, the next meeting says so.
+        with without_tracing(), contextlib.suppress(dist.DistError):
+            meeting = self._meet()
+            if (end := meeting.failure()) is not None:
+                if self._failure_seen[0] != meeting.name:
+                    self._failure_seen = meeting.name, now
+                if now < self._failure_seen[1] + _FAILS_ALIKE:
+                    return
                 raise PeerError(end.message, rank=end.rank)
+            self._check_finding(self._number + 1)
+            following = self.ranks[(self.ranks.index(self.rank) + 1) % len(self.ranks)]
+            if not self._store.check([str(following)]):
+                check_not_gone(following, meeting, self._doing)
 
     def agree(self, text: str, tell: Tell) -> None:
         """Wait until all ranks have come with the same text.

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from graphshard.ir.errors import ArgumentError, PeerError
 from graphshard.runtime.hang_up import has_hung_up
@@ -79,17 +80,13 @@ class Waiting:
         if self.meeting.rank != self.meeting.first_to_come():
             return
         rank, status = self._missing()
-        if status is None and rank != self.meeting.rank and has_hung_up(rank):
-            self._give_up(f"rank {rank} has ended. Rank {self.meeting.rank} {self.doing}.", rank)
+        if status is None and rank != self.meeting.rank:
+            check_not_gone(rank, self.meeting, self.doing)
         if waited > self.patience and (waited > _PATIENT or status is None or not status.doing.startswith(MAKES)):
-            self._give_up(f"{self._told(waited, rank, status)} {SAME_CALLS}", rank)
+            give_up(f"{self._told(waited, rank, status)} {SAME_CALLS}", rank, self.meeting)
         if waited > SAYS_SO_AFTER and not self._warned:
             self._warned = True
             log.warning("%s", self._told(waited, rank, status))
-
-    def _give_up(self, message: str, rank: int) -> None:
-        self.meeting.fail(rank, message)
-        raise PeerError(message, rank=rank)
 
     def _missing(self) -> tuple[int, Status | None]:
         """A rank that has not come, and what is known of it."""
@@ -104,3 +101,15 @@ class Waiting:
     def _told(self, waited: float, rank: int, status: Status | None) -> str:
         what = f"{status}" if status else f"rank {rank} has not compiled a model for these ranks"
         return f"rank {self.meeting.rank} {self.doing} and has waited {waited:.0f} s for rank {rank}: {what}."
+
+
+def check_not_gone(rank: int, meeting: Meeting, doing: str) -> None:
+    """Raise PeerError, on all ranks, if one that has never said anything has closed its connection."""
+    if has_hung_up(rank):
+        give_up(f"rank {rank} has ended. Rank {meeting.rank} {doing}.", rank, meeting)
+
+
+def give_up(message: str, rank: int, meeting: Meeting) -> NoReturn:
+    """Raise PeerError, on all ranks that come to a meeting."""
+    meeting.fail(rank, message)
+    raise PeerError(message, rank=rank)
