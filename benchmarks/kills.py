@@ -47,7 +47,6 @@ class Found:
     Attributes:
         kills: how many runs were ended by one.
         faults: what was lost, in words.
-        steps: how many different ones were trained.
         partial: how often a checkpoint that was not complete lay there.
         complete: the last step of which a rank was told that it is saved.
         ended: seconds until a survivor ended.
@@ -56,7 +55,6 @@ class Found:
 
     kills: int = 0
     faults: list[str] = field(default_factory=list)
-    steps: int = 0
     partial: int = 0
     complete: int = -1
     ended: list[float] = field(default_factory=list)
@@ -73,7 +71,6 @@ class Found:
                 self.faults.append(f"{what} step {step} is another than before")
             if what == "loaded" and step < self.complete:
                 self.faults.append(f"step {step} was loaded after step {self.complete} had been saved")
-        self.steps = len(self.digests)
 
 
 def run(kills: int, seed: int, folder: Path) -> Iterator[Found]:
@@ -171,10 +168,10 @@ def main(arguments: list[str] | None = None) -> int:
     found = Found()
     with tempfile.TemporaryDirectory() as folder:
         for found in run(options.kills, options.seed, Path(folder)):
-            print(f"\r{found.kills} kills, {found.steps} steps, {len(found.faults)} faults ", end="", flush=True)
+            print(f"\r{found.kills} kills, {len(found.digests)} steps, {len(found.faults)} faults ", end="", flush=True)
     print("\n" + "\n".join(found.faults))
     print(
-        f"{found.kills} kills: {found.steps} steps trained, step {found.complete} saved last, "
+        f"{found.kills} kills: {len(found.digests)} steps trained, step {found.complete} saved last, "
         f"{len(found.faults)} faults; {found.partial} times a checkpoint was not complete; a survivor ended after "
         f"{statistics.median(found.ended or [0]):.2f} s (median), {max(found.ended, default=0):.2f} s (longest)"
     )

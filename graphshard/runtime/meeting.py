@@ -73,6 +73,11 @@ class Meeting:
         """What its keys begin with."""
         return f"{self.occasion}.{self.number}"
 
+    @property
+    def _failed(self) -> str:
+        """The key that says why a rank does not come to any meeting of the occasion."""
+        return f"{self.occasion} failed"
+
     def come(self, text: str, tell: Tell, look: Look) -> None:
         """Come with a text."""
         digest = hashlib.sha256(text.encode()).hexdigest()
@@ -100,12 +105,11 @@ class Meeting:
 
     def fail(self, rank: int, message: str) -> None:
         """Tell those who wait that a rank, this one or another, does not come."""
-        self.store.set(f"{self.occasion} failed", json.dumps(["failed", rank, message]))
+        self.store.set(self._failed, json.dumps(["failed", rank, message]))
 
     def failure(self) -> End | None:
         """Why one of the ranks does not come, if that is so; does not wait."""
-        key = f"{self.occasion} failed"
-        return self._read(key) if self.store.check([key]) else None
+        return self._read(self._failed) if self.store.check([self._failed]) else None
 
     def give(self, text: str) -> None:
         """Leave a text for the others."""
@@ -124,7 +128,7 @@ class Meeting:
 
     def _wait_for(self, key: str, *, look: Look) -> str:
         """Wait in short slices for a key, or for a failure, as long as `look` has nothing against it; which it is."""
-        keys = f"{self.name} {key}", f"{self.occasion} failed"
+        keys = f"{self.name} {key}", self._failed
         start, pause = time.monotonic(), _SHORTEST
         while True:
             for found in keys:
