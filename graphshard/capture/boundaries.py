@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from graphshard.ir.params import ParamTable
+from graphshard.ir.params import ParamTable, inverse_of, memory_order
 from graphshard.ir.precision import Precision
 from graphshard.ir.tracing_internals import cast_tensors, replace_differentiable
 from graphshard.ir.units import modules_of
@@ -71,6 +71,11 @@ def through_one_node(inputs: Any) -> Any:
     return replace_differentiable(inputs, _Inputs.apply)
 
 
+def through_leaves(inputs: Any) -> Any:
+    """The same, of a region whose gradients eager mode first adds up in leaves: they get the strides of the leaves."""
+    return replace_differentiable(inputs, _Leaves.apply)
+
+
 class _Inputs(torch.autograd.Function):
     """All inputs of a unit, or of a region, that require gradients, as they are."""
 
@@ -81,3 +86,25 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return grads
+
+
+class _Leaves(torch.autograd.Function):
+    """All inputs of a region that require gradients, as they are; what autograd does in `AccumulateGrad` follows."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.orders = [memory_order(tensor) or tuple(range(tensor.dim())) for tensor in inputs]
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            None if grad is None else _in_order(grad, order) for grad, order in zip(grads, ctx.orders, strict=True)
+        )
+
+
+def _in_order(grad: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """A gradient with its dims in this order in memory: sums over it depend on that."""
+    inside = grad.permute(order)
+    return grad if inside.is_contiguous() else inside.contiguous().permute(inverse_of(order))

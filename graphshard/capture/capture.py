@@ -218,6 +218,7 @@ def _trace(
             traced = aot_export_joint_with_descriptors(
                 stack, flat, (*state, *inputs, *attributes), decompositions=capture_decompositions()
             )
+        flat.regions.forget_saved()
         check_nothing_kept(flat.made)
         joint: GraphModule = traced.graph_module
         check_sizes(joint)

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from graphshard.capture.boundaries import through_one_node
+from graphshard.capture.boundaries import through_leaves
 from graphshard.capture.outside import exchanged, namespaces_of
 from graphshard.capture.saved_hooks import SavedHooks
 from graphshard.capture.untraceable import Located, Untraceable, is_users
@@ -82,6 +82,7 @@ class CheckpointRegions:
     written: set[str] = field(default_factory=set)
     saved_hooks: SavedHooks = field(default_factory=SavedHooks)
     depth: int = 0
+    _packed: list[list[torch.Tensor]] = field(default_factory=list)
 
     @contextlib.contextmanager
     def enter(self, policy: _PolicyFn | None, *, stops_early: bool, reentrant: bool = False) -> Iterator[None]:
@@ -117,6 +118,11 @@ class CheckpointRegions:
         with exchanged({id(ask): answer}, [vars(torch), *self.namespaces]):
             yield
 
+    def forget_saved(self) -> None:
+        """Let go of what autograd has saved, when nothing more is differentiated."""
+        for packed in self._packed:
+            packed.clear()
+
     def check_effects(self) -> None:
         """Raise the error for what a region leaves on modules that eager mode runs again."""
         for refusal, visits in zip(self.refusals, self.visits, strict=True):
@@ -134,16 +140,18 @@ class CheckpointRegions:
         with contextlib.ExitStack() as annotation:
             annotation.enter_context(annotate({_KEY: (region, saved)}))
 
-            def pack(tensor: torch.Tensor) -> torch.Tensor:
+            def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
                 nonlocal saved
                 saved += 1
                 annotation.close()
                 annotation.enter_context(annotate({_KEY: (region, saved)}))
-                return tensor
+                # Not the tensor itself: a result that its own graph holds is never freed if no backward comes there.
+                self._packed.append([tensor])
+                return self._packed[-1]
 
-            def unpack(tensor: torch.Tensor) -> torch.Tensor:
+            def unpack(packed: list[torch.Tensor]) -> torch.Tensor:
                 visits.add(number_of_backward())
-                return tensor
+                return packed[0]
 
             with hooks_while_tracing(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 yield lambda: saved
@@ -169,9 +177,9 @@ def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
             yield
 
     def reentrant(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-        # Eager mode differentiates the region by itself: it adds to the gradients of its inputs at once.
+        # Eager mode differentiates the region by itself: it adds to the gradients of its inputs at once, in leaves.
         with regions.enter(None, stops_early=False, reentrant=True), regions.no_questions():
-            outputs = function(*through_one_node(args))
+            outputs = function(*through_leaves(args))
         if torch.is_grad_enabled() and not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             warnings.warn(
                 "torch.utils.checkpoint with use_reentrant=True: none of the inputs requires a gradient, so nothing "

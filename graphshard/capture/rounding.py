@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from graphshard.ir.params import memory_order
+from graphshard.ir.params import inverse_of, memory_order
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def _drawn_in_memory_order(like: torch.Tensor, p: float) -> torch.Tensor:
     order = memory_order(like)
     if not order or not _draws_in_memory_order():
         return aten.bernoulli.p(like, p)
-    return aten.bernoulli.p(like.permute(order), p).permute(sorted(range(len(order)), key=order.__getitem__))
+    return aten.bernoulli.p(like.permute(order), p).permute(inverse_of(order))
 
 
 @functools.cache

@@ -38,7 +38,7 @@ from graphshard.cost.profile import Profile
 from graphshard.ir import plain
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.plain import Overrides, class_reader, new_converter, typed
-from graphshard.ir.program import Extent, Phase, Planner, Program, Region, Stage
+from graphshard.ir.program import Extent, Phase, Planner, Program, Region, Size, Stage
 from graphshard.passes import Pass
 from graphshard.passes.activation_checkpointing import Activation
 from graphshard.schedule.agreed import AgreedPlanner
@@ -100,8 +100,14 @@ def _decode(data: Any, kind: type[T]) -> T:
     return value
 
 
+def _encode_size(size: Size) -> dict[str, Any]:
+    """By its name, as it is a size even where compilation has found that it is always the same."""
+    return {"name": size.name, "source": list(size.source), "value": {"size": size.name}}
+
+
 def _decode_extent(data: Any, _: Any) -> Extent:
-    return data if type(data) is int else _decode(data, torch.SymInt)
+    value = data if type(data) is int else _DECODER.get().value(data)
+    return value if type(value) is int else _decode(data, torch.SymInt)
 
 
 def _decode_module(data: Any, _: Any) -> GraphModule:
@@ -202,6 +208,7 @@ def _converter() -> Converter:
         converter.register_unstructure_hook(kind, write_state)
         converter.register_structure_hook(kind, read_state)
     converter.register_structure_hook(Activation, _decode_activation)
+    converter.register_unstructure_hook(Size, _encode_size)
     converter.register_unstructure_hook_func(lambda kind: kind == Planner, _encode_planner)
     converter.register_structure_hook_func(lambda kind: kind == Planner, _decode_planner)
     read_phase = class_reader(Phase, converter, _OVERRIDES)

@@ -69,7 +69,7 @@ def encode_unknown(graphs: Iterable[Graph]) -> dict[str, Any]:
 
 
 def _range(size: torch.SymInt) -> list[int | None]:
-    return _ends(size.node.shape_env.var_to_range[size.node.expr])
+    return _ends(size.node.shape_env.bound_sympy(size.node.expr))
 
 
 def _ends(known: Any) -> list[int | None]:

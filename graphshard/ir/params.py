@@ -118,7 +118,7 @@ class ParamRow:
     @property
     def inverse_order(self) -> tuple[int, ...]:
         """The permutation that undoes `order`."""
-        return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
+        return inverse_of(self.order)
 
     def in_memory(self, shape: Sequence[int]) -> tuple[int, ...]:
         """A shape of the parameter or of its shard with the dims in memory order."""
@@ -275,6 +275,11 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     sizes, strides = tuple(tensor.shape), tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], -sizes[d]))
     return tuple(order) if tensor.permute(order).is_contiguous() else ()
+
+
+def inverse_of(order: Sequence[int]) -> tuple[int, ...]:
+    """The permutation that undoes one."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def build_table(

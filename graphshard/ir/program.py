@@ -161,10 +161,14 @@ class Size:
     source: tuple[int, int]
     value: torch.SymInt
 
+    def __post_init__(self) -> None:
+        node = self.value.node
+        object.__setattr__(self, "_symbol", node._expr if node.expr.is_number else node.expr)
+
     @property
     def symbol(self) -> Any:
-        """The symbol in the expressions of other sizes."""
-        return self.value.node.expr
+        """The symbol in the expressions of other sizes; compilation may find out that `value` is one number."""
+        return vars(self)["_symbol"]
 
 
 @dataclass(frozen=True)

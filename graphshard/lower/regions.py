@@ -38,8 +38,8 @@ Compiler = Callable[[dict[str, Region], Callable[[str], None]], Iterator[tuple[s
 class RegionCall:
     """A compiled region; it takes a list of inputs and empties it, so that each can be freed at its last use.
 
-    `within` is not None where compilation took something about dynamic sizes for granted: the sizes of the program for
-    which that was recorded. Other programs do not use the region.
+    `within` is not None for one of dynamic sizes: those of the program it was compiled for. Compilation relies on what
+    is known of them by then, and may find out more (that one is always 2, say), so other programs do not use it.
 
     Not a module: global module hooks, which debugging tools install, must not see regions.
     """
@@ -80,12 +80,10 @@ def lower(
     within = program.sizes[0].value.node.shape_env if program.sizes else None
     known = {key for key, call in compiled.items() if call.within in (None, within)}
     new = {names[key]: region for key, region in program.regions.items() if key not in known}
-    conditions = len(within.guards) if within else 0
     for name, fn in compiler(new, show):
         still_wanted()
-        conditional = within is not None and len(within.guards) > conditions
-        compiled[new[name].key] = RegionCall(fn, within if conditional else None)
-        conditions = len(within.guards) if within else 0
+        is_dynamic = bool(size_inputs(new[name].module.graph))
+        compiled[new[name].key] = RegionCall(fn, within if is_dynamic else None)
     for phase_name, phase in program.phases.items():
         phase.module = _executor(phase, cuts[phase_name], names, compiled, program.params.units)
     program.lowering_seconds = time.perf_counter() - start

@@ -109,7 +109,7 @@ class Peers:
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=10))
         self._own_store = dist.PrefixStore(prefix, own)
-        self._watch = Watch(self, self._own_store)
+        self._watch = Watch(self, self._own_store).start()
         atexit.register(_leave_at_exit, weakref.ref(self))
 
     # --- meetings ---------------------------------------------------------------------------------------------

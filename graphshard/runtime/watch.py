@@ -55,18 +55,25 @@ class Watch:
 
     Args:
         store: a connection of its own, as a wait blocks the one it is made on.
+
+    Attributes:
+        pause: seconds between two looks.
     """
 
     def __init__(self, peers: Watched, store: dist.Store) -> None:
         self._peers = weakref.ref(peers)
         self._store = store
         self._next = peers.ranks[(peers.ranks.index(peers.rank) + 1) % len(peers.ranks)]
-        self._pause = max(_SHORTEST_SLEEP, len(peers.ranks) / _LOOKS_A_SECOND)
+        self.pause = max(_SHORTEST_SLEEP, len(peers.ranks) / _LOOKS_A_SECOND)
         self._stop = threading.Event()
         self._heard = (-1, time.monotonic())
         self._beat = 0
         self._thread = threading.Thread(target=self._run, name="graphshard watch", daemon=True)
+
+    def start(self) -> Watch:
+        """Let the thread begin."""
         self._thread.start()
+        return self
 
     def stop(self) -> None:
         """End the thread: it must not hold a connection while the interpreter is taken down."""
@@ -75,7 +82,7 @@ class Watch:
             self._thread.join(2.0)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._pause):
+        while not self._stop.wait(self.pause):
             peers = self._peers()
             if peers is None:
                 return
@@ -83,13 +90,14 @@ class Watch:
                 if not peers.is_current():
                     peers.leave("has destroyed its process group")
                     return
-                self._look(peers)
+                self.look(peers)
             except Exception:  # the store is gone, and with it what could be said or seen
                 log.debug("the rendezvous store cannot be reached any more", exc_info=True)
                 return
             del peers  # while it sleeps, others may let go of it
 
-    def _look(self, peers: Watched) -> None:
+    def look(self, peers: Watched) -> None:
+        """Say how this rank is doing, and look how the next one is."""
         self._beat += 1
         mine = peers.status(self._beat)
         self._store.set(str(mine.rank), mine.to_json())

@@ -258,6 +258,18 @@ def test_equal_sizes_that_nobody_declared_equal() -> None:
     assert "input 1 has shape (6,)" in misfit(program, [torch.ones(7), torch.ones(6)])
 
 
+def test_a_size_that_turns_out_to_be_one_number() -> None:
+    """As the compilation of a region may find."""
+    program = _dynamic(_Sum(), args=(torch.ones(4), torch.ones(4)), shapes=({0: Dim.AUTO}, {0: Dim.AUTO}))
+    (size,) = program.sizes
+    assert size.value == 4  # a guard
+    assert misfit(program, [torch.ones(4), torch.ones(4)]) == ""
+    assert misfit(program, [torch.ones(7), torch.ones(7)]) == "s0 is 7, outside of 4 to 4"
+    again = program_from_json(program_to_json(program))
+    assert misfit(again, [torch.ones(4), torch.ones(4)]) == ""
+    assert "7" in misfit(again, [torch.ones(7), torch.ones(7)])
+
+
 def test_marked_dimensions() -> None:
     x = torch.ones(4, 6)
     torch._dynamo.mark_dynamic(x, 0)

@@ -97,6 +97,22 @@ class _Foreign(Scale):
         return x * self.w * foreign()
 
 
+def test_no_backward_reaches_a_checkpointed_region() -> None:
+    """Autograd saves its results in their own graph, which keeps nothing alive after the trace."""
+
+    class Model(Scale):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            leaf = (x * 2).requires_grad_()
+            (grad,) = torch.autograd.grad(leaf.tanh().sum(), leaf, create_graph=True)
+            inside = checkpoint(torch.tanh, leaf + grad, use_reentrant=False)
+            return (inside * self.w).sum()
+
+    model = Model(4)
+    (results,) = step(through(captured(model, (X,), world_size=1), "partition"), model, [(X,)])
+    model(X).backward()
+    assert torch.equal(results["grad:w"], model.w.grad)
+
+
 @functools.cache
 def kept() -> list[torch.Tensor]:
     """A list that nobody can follow."""

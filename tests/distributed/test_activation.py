@@ -141,6 +141,28 @@ def test_checkpoints_with_parameters_resharded_or_kept(ranks: Ranks, reshard: bo
     ranks(2).run(_user, "non-reentrant", {"reshard_after_forward": reshard})
 
 
+class _Transposed(nn.Module):
+    """A value that is not contiguous goes into a reentrant region, and a contiguous gradient comes out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x.repeat(1, 1, 9)).transpose(1, 2)
+        return self.head(checkpoint(torch.sin, x, use_reentrant=True)).square()
+
+
+def _reentrant(rank: int, world_size: int) -> None:
+    _train(twins(_Transposed(), world_mesh()), rank)
+
+
+def test_gradients_of_a_reentrant_region_have_the_strides_of_its_inputs(ranks: Ranks) -> None:
+    """Eager mode adds them up in leaves; sums over them round by the order in memory."""
+    ranks(2).run(_reentrant)
+
+
 def _dpo(rank: int, world_size: int, call: str) -> None:
     pair = twins(_Net(call, depth=2), world_mesh())
     for step in range(2):

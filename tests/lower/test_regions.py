@@ -9,6 +9,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphshard.lower.inductor
@@ -68,6 +69,23 @@ def test_equal_regions_are_compiled_once() -> None:
         lower(program, compiler, compiled)
     assert shown[1] == []
     assert len(shown[0]) == len(compiled) == program.num_distinct_regions
+
+
+def test_regions_of_dynamic_sizes_belong_to_one_program() -> None:
+    """What the compilation of one finds out of a size holds for those that come after, and for no other program."""
+
+    def compiler(regions: dict[str, Region], _: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
+        return ((name, compile_eager(region)) for name, region in regions.items())
+
+    compiled: dict[str, RegionCall] = {}
+    for size in (5, 7):
+        model, shapes = Blocks(2, bias=True), ({0: Dim("batch")},)
+        args = (torch.ones(size, 4),)
+        program = copied(through(captured(model, args, dynamic_shapes=shapes), "reorder"))
+        before = dict(compiled)
+        lower(program, compiler, compiled)
+        assert program.regions.keys() == compiled.keys()
+        assert not any(compiled[key] is call for key, call in before.items())
 
 
 def test_names_and_modules_are_not_part_of_a_region() -> None:
