@@ -36,8 +36,8 @@ from tests.distributed.random_pieces import KINDS, REENTRANT
 WRITING = {"batch_norm", "buffer"}
 # Exact in float32 and float64 only.
 FULL_PRECISION = {"batch_norm", "linalg", "autocast"}
-# What Inductor draws, or how it rounds to a few bits, is not comparable with eager mode. A buffer that adds to itself what
-# depends on it makes differences of rounding grow a thousandfold in three steps.
+# What Inductor draws, or how it rounds to a few bits, is not comparable with eager mode. A buffer that adds to itself
+# what depends on it makes differences of rounding grow a thousandfold in three steps.
 NOT_CLOSE = {"dropout", "multihead", "encoder", "checkpoint", "function", "reduction", "autocast", "buffer"}
 
 
