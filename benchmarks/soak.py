@@ -111,8 +111,8 @@ def _gathers(gigabytes: float) -> Iterator[int]:
     total = max(10, round(gigabytes * 1e9 / (4 * 2048 * 2048)))
     yield total
     for done in range(1, total + 1):
-        model.unshard()
-        model.reshard()
+        model.unshard(units=["*"])
+        model.reshard(units=["*"])
         yield done
 
 

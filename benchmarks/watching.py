@@ -3,9 +3,8 @@
     python -m benchmarks.watching [--ranks 8 64 512 1024 4096] [--seconds 10]
 
 First what a rank of two computes for one look: milliseconds of its thread's time, in which the step waits for Python's
-lock. Then threads with connections of their own to one real TCPStore in another process stand for
-all ranks of a job: requests a second, the seconds that the store's process computes in each second, and how far the
-looks fall behind.
+lock. Then threads with connections of their own look at one real TCPStore in another process as often as they can, for
+1,024 ranks: microseconds that the store's process computes for a look, and with that its share of a core.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import nn
 import graphshard
 from graphshard.module.sharded_module import ShardedModule
 from graphshard.runtime.status import Finding, Process, Status, Step
-from graphshard.runtime.watch import Watch
+from graphshard.runtime.watch import Watch, pause_of
 from tests.distributed.twins import world_mesh
 from tests.ranks import RankPool
 
@@ -83,33 +82,30 @@ def serve(to_parent: Connection) -> None:
         to_parent.send(time.process_time())
 
 
-def all_looks(port: int, size: int, seconds: float) -> tuple[float, int]:
-    """Let as many ranks look; how late the last look of each was, at most, and how many there were."""
-    ranks = tuple(range(size))
-    count, late = [0] * CONNECTIONS, [0.0] * CONNECTIONS
-    start, finish = threading.Barrier(CONNECTIONS), time.monotonic() + seconds
+def all_looks(port: int, seconds: float) -> int:
+    """Let threads look as often as they can; how often that was."""
+    ranks = tuple(range(1024))
+    count, start = [0] * CONNECTIONS, threading.Barrier(CONNECTIONS + 1)
 
     def run(first: int) -> None:
-        store = dist.PrefixStore(str(size), dist.TCPStore("127.0.0.1", port, is_master=False))
+        store = dist.PrefixStore("watching", dist.TCPStore("127.0.0.1", port, is_master=False))
         mine = [Simulated(rank, ranks) for rank in ranks[first::CONNECTIONS]]
         watches = [Watch(peers, store) for peers in mine]
         start.wait()
-        due = time.monotonic()
-        while due < finish and watches:
-            due += watches[0].pause
+        finish = time.monotonic() + seconds
+        while time.monotonic() < finish:
             for watch, peers in zip(watches, mine, strict=True):
                 watch.look(peers)
                 count[first] += 1
-            late[first] = time.monotonic() - due
-            time.sleep(max(0.0, due - time.monotonic()))
         assert not any(peers.findings for peers in mine)
 
     threads = [threading.Thread(target=run, args=(first,)) for first in range(CONNECTIONS)]
     for thread in threads:
         thread.start()
+    start.wait()
     for thread in threads:
         thread.join()
-    return max(late), sum(count)
+    return sum(count)
 
 
 def main() -> int:
@@ -125,16 +121,16 @@ def main() -> int:
     process = context.Process(target=serve, args=(theirs,), daemon=True)
     process.start()
     port = ours.recv()
-    print("ranks | looks a second | store's CPU seconds a second | late by, seconds")
+    ours.send(True)
+    before = ours.recv()
+    count = all_looks(port, options.seconds)
+    ours.send(True)
+    spent = (ours.recv() - before) / count
+    print(f"the store's process computes {1e6 * spent:.0f} us for a look ({count} looks)")
+    print("ranks | each looks every, seconds | looks a second | share of a core that the store takes")
     for size in options.ranks:
-        ours.send(True)
-        before = ours.recv()
-        late, count = all_looks(port, size, options.seconds)
-        ours.send(True)
-        spent = ours.recv() - before
-        print(
-            f"{size} | {count / options.seconds:.0f} | {spent / options.seconds:.3f} | {max(late, 0):.2f}", flush=True
-        )
+        pause = pause_of(size)
+        print(f"{size} | {pause:.2f} | {size / pause:.0f} | {spent * size / pause:.3f}")
     ours.send(False)
     process.join()
     return 0

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from graphshard.artifact.load import artifact_path, library_for
 from graphshard.debug.dump import dump_directory, recorder
+from graphshard.ir.classes import users_class
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.program import Program
 from graphshard.ir.text import brief
@@ -153,10 +154,9 @@ def register_forward_method(model: nn.Module, method: str) -> None:
             f"method: {model._graphshard.tracer.spec.forward_class.__name__} has no submodule "
             f"{brief(prefix)}. Given was {brief(method)}."
         )
-    if not callable(getattr(type(owner), name, None)):
+    if not callable(getattr(users_class(owner), name, None)):
         raise ArgumentError(
-            f"method: {type(owner).__name__.removeprefix('Sharded')} has no method {brief(name)}. Given was "
-            f"{brief(method)}."
+            f"method: {users_class(owner).__name__} has no method {brief(name)}. Given was {brief(method)}."
         )
     if method not in model._graphshard.methods:
         model._graphshard.methods.append(method)

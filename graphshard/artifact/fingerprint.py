@@ -19,6 +19,7 @@ from torch import nn
 
 from graphshard.capture.code import code_hash
 from graphshard.codec.values import encode, short_name
+from graphshard.ir.classes import users_class
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.params import ParamTable
 
@@ -104,9 +105,9 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
     """The fields of a module besides its parameters."""
     return {
         # Without its module, which is __main__ for who runs it as a script.
-        "model": type(model).__qualname__,
+        "model": users_class(model).__qualname__,
         "code": code_hash(model),
-        "modules": {name: type(module).__qualname__ for name, module in model.named_modules() if name},
+        "modules": {name: users_class(module).__qualname__ for name, module in model.named_modules() if name},
         "buffers": {name: f"{short_name(buffer.dtype)}{list(buffer.shape)}" for name, buffer in model.named_buffers()},
     }
 

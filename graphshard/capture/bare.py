@@ -12,30 +12,30 @@ from torch import nn
 
 from graphshard.capture.entry import without_entries
 from graphshard.capture.hooks import ALL_HOOKS
+from graphshard.ir.classes import users_class
 
 
 @contextlib.contextmanager
-def bare(module: nn.Module, cls: type[nn.Module], method: str) -> Iterator[None]:
+def bare(module: nn.Module, method: str) -> Iterator[None]:
     """The module as the user wrote it; undone on exit, with whatever forward has done to attributes meanwhile.
 
     Hooks of the root are left out: they run around the compiled forward.
 
     Args:
-        cls: the user's class of the module, which may be a compiled one by now.
         method: what takes the place of `forward`.
     """
     with contextlib.ExitStack() as stack:
         for owner in module.modules():
             stack.callback(_restore, owner, dict(owner.__dict__))
             _restore(owner, without_entries(owner))
+            stack.callback(object.__setattr__, owner, "__class__", type(owner))
+            object.__setattr__(owner, "__class__", users_class(owner))
             for attribute in ("_parameters", "_buffers"):
                 owner.__dict__[attribute] = copy.copy(owner.__dict__[attribute])
             for attribute in ALL_HOOKS:  # not a copy: handles, by which hooks are removed, know the very dict
                 stack.callback(_refill, owner.__dict__[attribute], dict(owner.__dict__[attribute]))
         for attribute in ALL_HOOKS:
             module.__dict__[attribute] = type(getattr(module, attribute))()
-        stack.callback(setattr, module, "__class__", module.__class__)
-        module.__class__ = cls
         if method != "forward":
             module.__dict__["forward"] = _as_forward(module, method)
         yield

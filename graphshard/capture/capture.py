@@ -182,7 +182,7 @@ def _trace(
     learned: Learned,
 ) -> _Traced:
     """Trace the forward on a path that it may take, with what is known of its attributes."""
-    as_written = functools.partial(bare, module, spec.forward_class, spec.method)
+    as_written = functools.partial(bare, module, spec.method)
     call = pytree.tree_flatten((args, kwargs))
     fake_mode = new_tracing_mode()
     extensions = Extensions(spec.extended, fake_mode)

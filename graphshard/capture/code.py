@@ -16,10 +16,12 @@ from typing import Any
 
 from torch import nn
 
+from graphshard.ir.classes import users_class
+
 
 def code_hash(model: nn.Module) -> str:
     """Hex digest of the source of a model's classes and of what they call."""
-    return hash_of(dict.fromkeys(type(module) for module in model.modules()))
+    return hash_of(dict.fromkeys(users_class(module) for module in model.modules()))
 
 
 def hash_of(items: Iterable[Any]) -> str:

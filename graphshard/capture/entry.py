@@ -11,6 +11,9 @@ from torch import nn
 
 from graphshard.ir.state import MISSING
 
+# Where a unit of a compiled model keeps what belongs to graphshard.
+OF_UNITS = frozenset({"_graphshard", "_graphshard_unit"})
+
 
 class Entry:
     """Stands in for a method of a module: runs a program captured for that method.
@@ -52,4 +55,4 @@ def install_entries(root: nn.Module, run: Callable[..., Any]) -> None:
 def without_entries(module: nn.Module) -> dict[str, Any]:
     """A module's attributes as they were before `install_entries`."""
     found = {name: value.replaced if type(value) is Entry else value for name, value in module.__dict__.items()}
-    return {name: value for name, value in found.items() if value is not MISSING}
+    return {name: value for name, value in found.items() if value is not MISSING and name not in OF_UNITS}

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Interpreter
 from torch.utils import _pytree as pytree
 
+from graphshard.ir.classes import users_class
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_number
 from graphshard.ir.graph import fake
@@ -127,8 +128,8 @@ def bisect(
     runner = model._graphshard
     if runner.sealed:
         raise ArgumentError(
-            f"{type(model).__name__} was loaded from a file, which has no stages to compare. Compile it in process, "
-            "with graphshard.compile and the options of the export."
+            f"{users_class(model).__name__} was loaded from a file, which has no stages to compare. Compile it in "
+            "process, with graphshard.compile and the options of the export."
         )
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     leaves = runner.tracer.on_device(leaves, structure)

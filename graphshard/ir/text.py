@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from graphshard.ir.classes import users_class
+
 # How long a value is in a message.
 _LIMIT, _PATH_LIMIT = 80, 400
 # Of what a terminal obeys: control characters, marks that turn lines around, and halves of characters.
@@ -80,7 +82,7 @@ class _Brief(reprlib.Repr):
             return super().repr_instance(x, level)
         if inspect.isclass(x) or inspect.isroutine(x):
             return f"the {'class' if inspect.isclass(x) else 'function'} {x.__name__}"
-        return f"a {type(x).__name__}"
+        return f"a {users_class(x).__name__}"
 
 
 _BRIEF = _Brief()

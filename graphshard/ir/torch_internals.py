@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import _register_work
 from torch._dynamo.source import ConstantSource
 from torch._functorch import config
@@ -26,6 +27,7 @@ from torch._logging import trace_structured
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
@@ -292,3 +294,8 @@ def forget_sources() -> Iterator[None]:
 def number_of_backward() -> int:
     """Which backward pass is running; -1 outside of them."""
     return torch._C._current_graph_task_id()
+
+
+def register_as(module: nn.Module, name: str) -> None:
+    """Tell torch's composable functions, such as `replicate`, that one of them was applied to a module."""
+    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from graphshard.ir.classes import users_class
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import read_file
 from graphshard.ir.given import check_function, check_number, check_seconds, path_of, write_given
@@ -50,8 +51,8 @@ def measure_regions(
         )
     if model._graphshard.library is not None:
         raise ArgumentError(
-            f"model: {type(model).__name__} runs programs of a file. Measure a model that graphshard.compile compiled: "
-            "its regions are the same."
+            f"model: {users_class(model).__name__} runs programs of a file. Measure a model that "
+            "graphshard.compile compiled: its regions are the same."
         )
     compiled = model._graphshard.tracer.compiled
     regions = {key: region for program in model._graphshard.programs for key, region in program.regions.items()}

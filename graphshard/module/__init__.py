@@ -1,6 +1,7 @@
 """The compiled module that a user holds: its class, the runner behind it, its switches, and the agreement of ranks.
 
-`sharded_module.py` is the user's class with another forward. The runner captures a program for each signature that the
+`sharded_module.py` is the user's class with another forward, `unit_module.py` what units and the model have of FSDP2's
+`FSDPModule`. The runner captures a program for each signature that the
 module is called with, and runs it. `agreement.py` is how ranks make the same plans and find out if they did not make
 the same programs.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from graphshard.ir.classes import users_class
 from graphshard.ir.errors import MaterializationError, ParameterError
 from graphshard.ir.params import ParamTable
 from graphshard.runtime.shards import ParamRef
@@ -32,7 +33,7 @@ def check_materialized(
     if meta:
         listed = ", ".join(meta[:5]) + (f" and {len(meta) - 5} more" if len(meta) > 5 else "")
         raise MaterializationError(
-            f"{len(meta)} parameters or buffers of {type(module).__name__} are on the meta device: {listed}. "
+            f"{len(meta)} parameters or buffers of {users_class(module).__name__} are on the meta device: {listed}. "
             "Allocate them with model.to_empty(device=...) and initialise or load them before the first call."
         )
     for ref in params:

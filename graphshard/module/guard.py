@@ -18,6 +18,7 @@ from torch import nn
 
 from graphshard.capture.hooks import HOOKS, hooks_of, users_hook_of_all_modules
 from graphshard.capture.witness import Items, OfType, TensorLike, same, tensor_like, text_at, witness_of
+from graphshard.ir.classes import users_class
 from graphshard.ir.state import MISSING, UNSEEN, ModuleState, Place, Read, evaluate, number_as_tensor, places_in
 from graphshard.ir.torch_internals import hooks_of_all_modules
 from graphshard.module.places import LookUp, look_up
@@ -78,7 +79,7 @@ class Guard:
         """Prepare all look-ups; what is not as a file says is yielded."""
         self._numbers: dict[Place, LookUp] = {}
         modules = list(self._root.named_modules())
-        classes = {name: type(module).__qualname__ for name, module in modules if name}
+        classes = {name: users_class(module).__qualname__ for name, module in modules if name}
         if tuple(classes.items()) != self.state.modules:
             yield _difference(dict(self.state.modules), classes)
         self._children = [(name, m._modules, tuple(m._modules.values())) for name, m in modules if m._modules]

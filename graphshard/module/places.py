@@ -13,6 +13,7 @@ from torch import nn
 from graphshard.capture.entry import Entry
 from graphshard.capture.environment import variable
 from graphshard.capture.outer import getter, slots_of
+from graphshard.ir.classes import users_class
 from graphshard.ir.state import MISSING, Path, Place, StepKind
 
 
@@ -66,8 +67,7 @@ def _attributes(owner: Any, kind: StepKind, key: Any) -> Callable[[Any, Any], An
         return lambda number, default: next(itertools.islice(owner.values(), number, None), default)
     attributes: dict[str, Any] = vars(owner)
     if kind == "class":
-        # The class of a compiled module is graphshard's; the user's is behind it.
-        return functools.partial(getattr, type(owner).__bases__[-1] if "_graphshard" in attributes else type(owner))
+        return functools.partial(getattr, users_class(owner))
     own = ("_parameters", "_buffers", "_modules") if isinstance(owner, nn.Module) else ()
     return next((attributes[name].get for name in own if key in attributes[name]), attributes.get)
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.entry import install_entries
 from graphshard.capture.signature import Signature
-from graphshard.ir.errors import CaptureLimitError
+from graphshard.ir.errors import CaptureLimitError, UnsupportedError
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.progress import progress
 from graphshard.ir.state import Place
@@ -32,6 +32,7 @@ from graphshard.module.executables import Executables, Installed
 from graphshard.module.guard import Guard
 from graphshard.module.leave import leave
 from graphshard.module.tracer import Tracer, entry_name
+from graphshard.options.passes import Direction, with_prefetch
 from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.runtime.accumulation import Accumulation
@@ -175,6 +176,18 @@ class Runner:
     def change(self, names: Collection[str], **choices: Any) -> None:
         """Make other choices for parameters from the next call on; the program for them is captured then."""
         self.tracer.change(names, **choices)
+        self.entries.clear()
+
+    def prefetch(self, direction: Direction, unit: str, following: tuple[str, ...]) -> None:
+        """Let the gathers of these units start when that of a unit has arrived, from the next call on.
+
+        Raises:
+            UnsupportedError: somebody else decides when gathers start.
+        """
+        if self.sealed:
+            raise UnsupportedError(f"set_modules_to_{direction}_prefetch: a loaded file has its plan. Use compile.")
+        self.tracer.pipeline = with_prefetch(self.tracer.pipeline, direction, unit, following)
+        self.agreement, self.executables, self.library = Agreement(self.agreement.peers), Executables(), None
         self.entries.clear()
 
     def unshard(self, names: Collection[str]) -> UnshardHandle:

@@ -21,6 +21,7 @@ from graphshard.capture.inputs import moved_to
 from graphshard.capture.modes import Modes
 from graphshard.capture.signature import Signature, leaf_key
 from graphshard.capture.variables import relied_on
+from graphshard.ir.classes import users_class
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Program
 from graphshard.ir.state import Place
@@ -95,7 +96,7 @@ class Tracer:
             params=table,
             units=units_within(name, self.spec.units) if name else self.spec.units,
             precision=self.spec.precision.within(name, self.spec.units) if name else self.spec.precision,
-            forward_class=type(module) if name else self.spec.forward_class,
+            forward_class=users_class(module) if name else self.spec.forward_class,
             method=method,
             dynamic_shapes=None,
             followed=(),

@@ -60,20 +60,6 @@ class Unsupported:
             "(torch.cuda.current_stream().wait_event(event)) before the next call.",
         )
 
-    def set_modules_to_forward_prefetch(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise UnsupportedError."""
-        _refuse("set_modules_to_forward_prefetch", _PREFETCH.format("forward_prefetch"))
-
-    def set_modules_to_backward_prefetch(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise UnsupportedError."""
-        _refuse("set_modules_to_backward_prefetch", _PREFETCH.format("backward_prefetch"))
-
-
-_PREFETCH = (
-    "The plan decides when each gather starts. To decide it yourself, compile with passes=graphshard.Pipeline()"
-    ".replace('plan', graphshard.passes.MakePlan(graphshard.PlanByUnit({}={{'layers.0': ['layers.1', 'layers.2']}})))."
-)
-
 
 def _refuse(name: str, instead: str) -> NoReturn:
     raise UnsupportedError(f"{name} is not supported by graphshard. {instead}")

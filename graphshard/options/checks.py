@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from graphshard.capture.entry import Entry
+from graphshard.capture.entry import OF_UNITS, Entry
+from graphshard.ir.classes import users_class
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import answer_of
 from graphshard.ir.mesh import Mesh
@@ -93,7 +94,7 @@ def check_model(model: Any) -> None:
     """Raise ArgumentError if the module cannot be compiled."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model must be an nn.Module, got {type(model).__name__}.")
-    cls = type(model)
+    cls = users_class(model)
     named = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
     for name in (name for name, _ in named):
         try:
@@ -102,7 +103,7 @@ def check_model(model: Any) -> None:
             shown = brief(name)
             raise ArgumentError(f"model: the name {shown} has a character that no file takes. Rename it.") from None
     for name, sub in model.named_modules():
-        if "_graphshard" in sub.__dict__:
+        if not OF_UNITS.isdisjoint(sub.__dict__):
             what = f"its submodule {name!r} is" if name else "it is"
             raise ArgumentError(
                 f"model: {cls.__name__} cannot be compiled: {what} already compiled. Compile the root module, once."

@@ -10,19 +10,21 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Hardware, Profile, builtin_profiles, load_profile
-from graphshard.ir.errors import ArgumentError
+from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.mesh import Mesh
 from graphshard.options.options import Activation, Options
 from graphshard.passes import ActivationCheckpointing, GatherInFloat8, MakePlan, Offload, Pass, RegatherInGroup
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.schedule.build import Constraints
 from graphshard.schedule.by_cost import PlanByCost
+from graphshard.schedule.by_unit import PlanByUnit
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ WORTH = 0.02
 WORTH_SECONDS = 1e-3
 
 VARIABLE = "GRAPHSHARD_HARDWARE"
+
+Direction = Literal["forward", "backward"]
 
 
 def pipeline_of(options: Options, mesh: Mesh, costs: Costs | None, *, optimizer_states: int = 2) -> Pipeline:
@@ -118,6 +122,26 @@ def with_planner(
     )
     passes = list(pipeline)
     passes[index] = replace(passes[index], planner=planner)  # type: ignore[call-arg]
+    return Pipeline(tuple(passes))
+
+
+def with_prefetch(pipeline: Pipeline, direction: Direction, unit: str, following: tuple[str, ...]) -> Pipeline:
+    """The pipeline with a plan unit by unit in which these units are gathered when one has arrived, and not the next.
+
+    Raises:
+        UnsupportedError: a planner of the user's decides that, or a limit of memory.
+    """
+    index, plan = next(((i, p) for i, p in enumerate(pipeline) if isinstance(p, MakePlan)), (0, None))
+    planner = plan.planner if plan is not None else None
+    if isinstance(planner, PlanByCost) and planner.memory_limit is None:
+        planner = PlanByUnit()
+    if plan is None or not isinstance(planner, PlanByUnit | None):
+        who = "memory_limit" if isinstance(planner, PlanByCost) else "a planner in passes="
+        raise UnsupportedError(f"set_modules_to_{direction}_prefetch: {who} decides when gathers start. Leave it out.")
+    planner, name = planner or PlanByUnit(), f"{direction}_prefetch"
+    lists: dict[str, Any] = {name: {**getattr(planner, name), unit: following}}
+    passes = list(pipeline)
+    passes[index] = replace(plan, planner=replace(planner, **lists))
     return Pipeline(tuple(passes))
 
 

@@ -23,9 +23,14 @@ from graphshard.runtime.status import SAME_CALLS, Finding, Status, first_differe
 
 log = logging.getLogger(__name__)
 
-# How long the thread sleeps, in seconds; all ranks together look at the store 4,000 times a second, or less often.
-_SHORTEST_SLEEP, _LOOKS_A_SECOND = 0.25, 4000
+# How long the thread sleeps, in seconds; all ranks together look 2,000 times a second, three requests each, or less.
+_SHORTEST_SLEEP, _LOOKS_A_SECOND = 0.25, 2000
 _SILENCE = 60.0
+
+
+def pause_of(num_ranks: int) -> float:
+    """Seconds between two looks of a rank."""
+    return max(_SHORTEST_SLEEP, num_ranks / _LOOKS_A_SECOND)
 
 
 class Watched(Protocol):
@@ -55,19 +60,17 @@ class Watch:
 
     Args:
         store: a connection of its own, as a wait blocks the one it is made on.
-
-    Attributes:
-        pause: seconds between two looks.
     """
 
     def __init__(self, peers: Watched, store: dist.Store) -> None:
         self._peers = weakref.ref(peers)
         self._store = store
         self._next = peers.ranks[(peers.ranks.index(peers.rank) + 1) % len(peers.ranks)]
-        self.pause = max(_SHORTEST_SLEEP, len(peers.ranks) / _LOOKS_A_SECOND)
+        self._pause = pause_of(len(peers.ranks))
         self._stop = threading.Event()
         self._heard = (-1, time.monotonic())
         self._beat = 0
+        self._knows_next = False
         self._thread = threading.Thread(target=self._run, name="graphshard watch", daemon=True)
 
     def start(self) -> Watch:
@@ -82,7 +85,7 @@ class Watch:
             self._thread.join(2.0)
 
     def _run(self) -> None:
-        while not self._stop.wait(self.pause):
+        while not self._stop.wait(self._pause):
             peers = self._peers()
             if peers is None:
                 return
@@ -109,7 +112,8 @@ class Watch:
         peers.found(Finding.from_json(self._store.get("finding")))
 
     def _about_next(self, peers: Watched, mine: Status) -> Finding | None:
-        if not self._store.check([str(self._next)]):
+        self._knows_next = self._knows_next or self._store.check([str(self._next)])
+        if not self._knows_next:
             return None
         theirs = Status.from_json(self._store.get(str(self._next)))
         if theirs.ended is not None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.export import Dim
 
 import graphshard
+from graphshard.ir.classes import users_class
 from graphshard.passes import MakePlan
 from tests.helpers import Blocks
 
@@ -186,7 +187,7 @@ def fault_of(error: BaseException | None, named: str, value: Any) -> str:
 
 def parts_of(value: Any) -> list[str]:
     """How a message may show a value: its class, the beginning of its repr, or those of what it holds."""
-    kind = type(value).__name__
+    kind = users_class(value).__name__
     found = [kind, getattr(value, "__name__", kind), shown(value)[:12].rstrip("'"), str(getattr(value, "name", kind))]
     if isinstance(value, str) and value:
         found.append(value[:12])

@@ -143,6 +143,21 @@ def _of_compiled(model: nn.Module) -> Iterator[Row]:
     yield Row(model.unshard, "units", NO_UNITS)
     yield Row(model.unshard, "async_op", bad.NO_BOOLS)
     yield Row(model.reshard, "units", NO_UNITS)
+    no_modules = (
+        None,
+        3,
+        "",
+        "layers.0",
+        b"layers",
+        [None],
+        ["layers.0"],
+        [3],
+        [nn.Linear(2, 2)],
+        Hostile(),
+        [Hostile()],
+    )
+    yield Row(model.set_modules_to_forward_prefetch, "modules", no_modules)
+    yield Row(model.set_modules_to_backward_prefetch, "modules", no_modules)
 
 
 def _checkpoints(folder: Path, model: nn.Module) -> Iterator[Row]:

@@ -55,7 +55,7 @@ FUNCTIONS = (
     *("Pipeline", "insert", "replace", "<lambda>"),
     *("PlanByUnit", "set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_forward"),
     *("set_reshard_after_backward", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor"),
-    *("unshard", "reshard"),
+    *("unshard", "reshard", "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"),
 )
 
 

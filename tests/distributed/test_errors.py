@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = 
     "compiled": (
         _compile_twice,
         dict,
-        r"Sharded_Net cannot be compiled: it is already compiled\. Compile the root module, once\.",
+        r"_Net cannot be compiled: it is already compiled\. Compile the root module, once\.",
     ),
     "submodule compiled": (
         _with_compiled_part,
@@ -334,7 +334,7 @@ def _on_meta(rank: int, world_size: int) -> str:
 
 def test_parameters_on_the_meta_device(ranks: Ranks) -> None:
     assert ranks(2).run(_on_meta)[1] == (
-        "5 parameters or buffers of Sharded_Net are on the meta device: layers.0.weight, layers.0.bias, "
+        "5 parameters or buffers of _Net are on the meta device: layers.0.weight, layers.0.bias, "
         "layers.1.weight, layers.1.bias, scale. Allocate them with model.to_empty(device=...) and initialise or load "
         "them before the first call."
     )

@@ -254,7 +254,7 @@ def _deepcopy(rank: int, world_size: int) -> None:
     inputs = [rows(rank + 10 * step) for step in range(2)]
     train(model, inputs)
     twin = copy.deepcopy(model)
-    assert type(twin).__name__ == "ShardedNet"
+    assert type(twin).__name__ == "FSDPNet"
     assert isinstance(twin, Net)
     before = {name: value.clone() for name, value in full(params_of(model)).items()}
     assert_same(params_of(twin), params_of(model), "copied")

@@ -78,10 +78,10 @@ def _unsharded(rank: int, world_size: int) -> dict[str, Any]:
     expected = twin(X)
     expected.backward()
     found: dict[str, Any] = {}
-    model.unshard()
+    model.unshard(units=["*"])
     _warm(model)
     assert_same(grads_of(model), grads_of(twin), "gathered by hand")
-    handle = model.unshard(async_op=True)
+    handle = model.unshard(async_op=True, units=["*"])
     handle.wait()
     found["all"] = _step(model)
     found["after backward"] = _step(model)
@@ -89,7 +89,7 @@ def _unsharded(rank: int, world_size: int) -> dict[str, Any]:
         model.unshard(async_op=True, units=["layers.1"])
         with CountLaunches() as counted:
             assert torch.equal(model(X), expected)
-        model.reshard()
+        model.reshard(units=["*"])
     found["but one"] = counted.of("gather")
     found["resharded"] = _step(model)
     return found
@@ -165,7 +165,7 @@ def test_divide_factor_on_two_axes(ranks: Ranks) -> None:
 def _scaled(rank: int, world_size: int) -> None:
     """A divisor that is multiplied in first, for which FSDP2 needs NCCL: against the arithmetic."""
     model = _blocks()
-    model.set_gradient_divide_factor(3.0)
+    model.set_gradient_divide_factor(3.0, units=["*"])
     reference = Blocks(3, 8)
     reference.load_state_dict({name: p.full_tensor() for name, p in model.named_parameters()})
     model(X).backward()
@@ -312,8 +312,6 @@ REFUSED = {
     "set_allocate_memory_from_process_group_for_comm": r"sent from where they are",
     "set_symm_mem_for_comm": r"sent from where they are",
     "set_post_optim_event": r"current_stream\(\)\.wait_event",
-    "set_modules_to_forward_prefetch": r"PlanByUnit\(forward_prefetch=",
-    "set_modules_to_backward_prefetch": r"PlanByUnit\(backward_prefetch=",
 }
 
 

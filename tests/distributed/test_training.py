@@ -211,11 +211,11 @@ def _identity(rank: int, world_size: int) -> None:
     model = copy.deepcopy(plain)
     assert graphshard.compile(model, world_mesh(), backend="eager") is model
     assert isinstance(model, _Net)
-    assert type(model).__name__ == "Sharded_Net"
+    assert type(model).__name__ == "FSDP_Net"
     assert type(model).__module__ == _Net.__module__
     for names in ("named_parameters", "named_buffers", "named_modules"):
         assert [name for name, _ in getattr(model, names)()] == [name for name, _ in getattr(plain, names)()]
-    assert all(type(model.get_submodule(name)) is type(sub) for name, sub in plain.named_modules() if name)
+    assert all(isinstance(model.get_submodule(name), type(sub)) for name, sub in plain.named_modules())
     for name, param in model.named_parameters():
         assert isinstance(param, nn.Parameter)
         assert isinstance(param.data, DTensor)
@@ -301,7 +301,7 @@ def test_meta_device(ranks: Ranks, ahead: bool) -> None:
     """Compile, to_empty, init is init, compile. A call in between is an error."""
     for error in ranks(3).run(_meta, ahead):
         assert error == (
-            "25 parameters or buffers of ShardedLlama are on the meta device: embed.weight, "
+            "25 parameters or buffers of Llama are on the meta device: embed.weight, "
             "layers.0.attention_norm.weight, layers.0.attention.wq.weight, layers.0.attention.wk.weight, "
             "layers.0.attention.wv.weight and 20 more. Allocate them with model.to_empty(device=...) and "
             "initialise or load them before the first call."

@@ -79,7 +79,7 @@ UPSTREAM: Mapping[str, Counterparts] = {
         "TestFullyShardState.test_fully_shard_state": _IDENTITY,
         "TestFullyShardState.test_fully_shard_reapply": (f"{_HERE}test_state.py::test_a_module_is_sharded_once",),
         "TestFullyShardState.test_fully_shard_cls": (
-            f"{_HERE}test_state.py::test_only_the_root_changes_its_class_and_slices_have_the_old_one",
+            f"{_HERE}test_state.py::test_classes_are_as_fsdp2_names_them_and_slices_have_the_old_one",
         ),
         "TestFullyShardState.test_fully_shard_unsupported_module_cls": (
             f"{_HERE}test_state.py::test_containers_without_a_forward_are_refused",

@@ -1,0 +1,254 @@
+"""A unit of a compiled model, and the model itself: an `FSDPModule`, with what FSDP2's methods do to one.
+
+    model.set_requires_gradient_sync(False)             all units, as FSDP2's methods with `recurse` do
+    model.layers[0].unshard()                           this unit only, as FSDP2's other methods do
+    model.unshard(units=["layers.*"])                   those that are named, which FSDP2 has not
+
+What a method chooses holds from the next call of the model on. A unit keeps its forward and its class by `isinstance`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from graphshard.capture.entry import OF_UNITS
+from graphshard.ir.classes import MADE_OF
+from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.ir.given import check_bool, check_number, check_texts
+from graphshard.ir.text import brief
+from graphshard.ir.torch_internals import register_as
+from graphshard.ir.units import modules_of
+from graphshard.module.runner import Runner
+from graphshard.module.unsupported import Unsupported
+from graphshard.options.passes import Direction
+from graphshard.runtime.unsharded import UnshardHandle
+
+
+@dataclass(frozen=True)
+class UnitOf:
+    """Which part of which model a module is.
+
+    Attributes:
+        path: of the module in the model.
+        name: of its unit, which may have several modules.
+    """
+
+    runner: Runner
+    path: str
+    name: str
+
+
+class UnitModule(Unsupported, FSDPModule, nn.Module):
+    """Mixed into the classes of the model and of its units' modules."""
+
+    _graphshard_unit: UnitOf
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True, units: Sequence[str] | None = None
+    ) -> None:
+        """Choose whether the next backwards reduce gradients, or add full gradients up without communication.
+
+        For gradient accumulation: False before all microbatches of a step but the last, True before that. Until then
+        `param.grad` stays None and the sums take the memory of full gradients, in the dtype they are reduced in.
+
+        Args:
+            requires_gradient_sync: True reduces, with what was added up before.
+            recurse: False changes this module's own unit only, and not those inside, as in FSDP2.
+            units: change these units only, by patterns of names within this module such as "layers.*"; "" is its own.
+
+        Raises:
+            ArgumentError: a pattern is the name of no unit.
+        """
+        check_bool("requires_gradient_sync", requires_gradient_sync)
+        chosen = self._params_of(recurse, units)
+        unsynced = self._graphshard_unit.runner.accumulation.unsynced
+        unsynced -= chosen
+        if not requires_gradient_sync:
+            unsynced |= chosen
+
+    def set_requires_all_reduce(
+        self, requires_all_reduce: bool, *, recurse: bool = True, units: Sequence[str] | None = None
+    ) -> None:
+        """Choose whether the next backwards reduce gradients over replicas, too, or over shards only (HSDP).
+
+        With False the sums over shards are added up, which takes the memory of one shard of the gradients.
+        The arguments are those of `set_requires_gradient_sync`.
+        """
+        check_bool("requires_all_reduce", requires_all_reduce)
+        chosen, runner = self._params_of(recurse, units), self._graphshard_unit.runner
+        unreplicated = runner.accumulation.unreplicated
+        unreplicated -= chosen
+        if not requires_all_reduce and runner.tracer.spec.mesh.replicate is not None:
+            unreplicated |= chosen
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool, recurse: bool = True, *, units: Sequence[str] | None = None
+    ) -> None:
+        """Choose from the next call on whether backward gathers parameters again; see `graphshard.compile`.
+
+        Raises:
+            ArgumentError: the value is not a bool, or a pattern is the name of no unit.
+        """
+        check_bool("reshard_after_forward", reshard_after_forward)
+        self._graphshard_unit.runner.change(self._params_of(recurse, units), reshard=reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True, units: Sequence[str] | None = None
+    ) -> None:
+        """Choose whether parameters are freed after backward, or kept for the next microbatch.
+
+        With False they are gathered once, before the next call. Set True before the last microbatch: what is kept
+        does not see what the optimizer does to the shards.
+        """
+        check_bool("reshard_after_backward", reshard_after_backward)
+        chosen, kept = self._params_of(recurse, units), self._graphshard_unit.runner.unsharded.kept
+        kept -= chosen
+        if not reshard_after_backward:
+            kept |= chosen
+
+    def unshard(self, async_op: bool = False, *, units: Sequence[str] | None = None) -> UnshardHandle | None:  # type: ignore[override]
+        """Gather parameters of this unit now; the next calls use them, until the next backward or `reshard`.
+
+        Args:
+            async_op: return a handle at once; the next call of the model, or its `wait()`, waits for them.
+            units: of these units instead; `["*", ""]` is all of the model.
+        """
+        check_bool("async_op", async_op)
+        handle = self._graphshard_unit.runner.unshard(self._params_of(False, units))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self, *, units: Sequence[str] | None = None) -> None:
+        """Free parameters of this unit that `unshard` or `set_reshard_after_backward(False)` keeps gathered."""
+        self._graphshard_unit.runner.reshard(self._params_of(False, units))
+
+    def set_gradient_divide_factor(self, factor: float, *, units: Sequence[str] | None = None) -> None:
+        """Divide the sums of this unit's gradients by this instead of the number of ranks."""
+        check_number("factor", factor, positive=True)
+        self._graphshard_unit.runner.change(self._params_of(False, units), divide_factor=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """`set_gradient_divide_factor` under its former name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool, *, units: Sequence[str] | None = None) -> None:
+        """Let collectives of this unit add up, and divide afterwards, instead of averaging."""
+        check_bool("enable", enable)
+        self._graphshard_unit.runner.change(self._params_of(False, units), force_sum=enable)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
+        """Choose the units whose gathers start in forward when this one's parameters have arrived.
+
+        Raises:
+            ArgumentError: a module is no unit of this model.
+            UnsupportedError: the model's plan is made by a planner that the user gave, or under a limit of memory.
+        """
+        self._prefetch("forward", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
+        """As `set_modules_to_forward_prefetch`, in backward."""
+        self._prefetch("backward", modules)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """For programs written for FSDP2: every backward waits for its own reductions, so there is nothing to do."""
+
+    def reset_iter_state(self) -> None:
+        """Forget the gradients that were accumulated and not reduced, after a step that was given up.
+
+        Raises:
+            ArgumentError: this is not the model, but a unit of it.
+        """
+        if self._graphshard_unit.path:
+            raise ArgumentError(f"reset_iter_state: {self._graphshard_unit.path} is a unit. Call it on the model.")
+        self._graphshard_unit.runner.accumulation.sums.clear()
+
+    def _prefetch(self, direction: Direction, modules: Sequence[nn.Module]) -> None:
+        unit, name = self._graphshard_unit, f"set_modules_to_{direction}_prefetch"
+        if not isinstance(modules, (list, tuple)):
+            raise ArgumentError(f"{name}: modules must be a list of units, got {brief(modules)}.")
+        for module in modules:
+            if not isinstance(module, UnitModule) or module._graphshard_unit.runner is not unit.runner:
+                raise ArgumentError(
+                    f"{name}: modules: {brief(module)} is no unit of the model that {unit.path or 'this'} is of. "
+                    f"Units are {', '.join(unit.runner.tracer.spec.units) or 'named with units='}."
+                )
+        names = dict.fromkeys(module._graphshard_unit.name for module in modules)
+        unit.runner.prefetch(direction, unit.name, tuple(names))
+
+    def _params_of(self, recurse: bool, units: Sequence[str] | None) -> set[str]:
+        """Names of the parameters that a method is for."""
+        check_bool("recurse", recurse)
+        unit = self._graphshard_unit
+        params = unit.runner.tracer.spec.params
+        if units is not None:
+            check_texts("units", units, "['layers.*']")
+            prefix = f"{unit.path}." if unit.path else ""
+            return params.of_units([f"{prefix}{pattern}" if pattern else unit.name for pattern in units])
+        if not recurse:
+            return {row.name for row in params if row.unit == unit.name}
+        inside = "" if not unit.path else f"{unit.path}."
+        names = {unit.name, *(u for u in params.units if any(m.startswith(inside) for m in modules_of(u)))}
+        return {row.name for row in params if row.unit in names}
+
+    def _get_fsdp_state(self) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self).__name__} has no state of FSDP2's: the model's program does what that is for. A method that "
+            "is to run on its own is registered with graphshard.register_forward_method."
+        )
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Nothing to do: gathers never use the stream of the compute."""
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        return super(FSDPModule, self)._apply(*args, **kwargs)
+
+    def __copy__(self) -> Any:
+        """The same shards and programs, with a dict of its own for other attributes."""
+        twin = object.__new__(self.__class__)
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As a part of the whole model: an `Entry` refuses to be copied alone."""
+        twin = object.__new__(self.__class__)
+        memo[id(self)] = twin
+        attributes = {name: value for name, value in self.__dict__.items() if name not in OF_UNITS}
+        twin.__dict__.update(copy.deepcopy(attributes, memo))
+        return twin
+
+
+def become_units(root: nn.Module, runner: Runner) -> None:
+    """Let the modules of all units, and the root, know what they are, in classes of `UnitModule`."""
+    root.__dict__["_graphshard_unit"] = UnitOf(runner, "", "")
+    register_as(root, "fully_shard")
+    for name in runner.tracer.spec.units:
+        for path in modules_of(name):
+            module = root.get_submodule(path)
+            if not isinstance(module, UnitModule):
+                module.__class__ = unit_class(type(module), UnitModule)
+            module.__dict__["_graphshard_unit"] = UnitOf(runner, path, name)
+            register_as(module, "fully_shard")
+
+
+def unit_class(cls: type[nn.Module], base: type[UnitModule], **namespace: Any) -> type[nn.Module]:
+    """The class of a unit: a subclass of the user's, one for all units of a class.
+
+    Called, it makes a module of the user's class, which has no programs: a slice of an `nn.Sequential` is made so.
+    """
+
+    def plain(_: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        return cls(*args, **kwargs)
+
+    for known in cls.__subclasses__():  # not a table, which would keep classes of functions for ever
+        if vars(known).get(MADE_OF) is cls and known.__bases__[0] is base:
+            return known
+    names = {"__module__": cls.__module__, "__new__": plain, MADE_OF: cls, **namespace}
+    return type(f"FSDP{cls.__name__}", (base, cls), names)
