@@ -27,7 +27,7 @@ from torch._logging import trace_structured
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
@@ -296,6 +296,12 @@ def number_of_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def register_as(module: nn.Module, name: str) -> None:
-    """Tell torch's composable functions, such as `replicate`, that one of them was applied to a module."""
-    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
+def register_as(module: nn.Module, function: Any, state: Any) -> None:
+    """Tell torch's composable functions, such as `replicate`, that one of them was applied to a module.
+
+    Args:
+        function: that one.
+        state: what `function.state(module)` is to be.
+    """
+    module.__dict__.setdefault(REGISTRY_KEY, {})[function.__name__] = RegistryItem()
+    module.__dict__.setdefault(STATE_KEY, {})[function.__wrapped__] = state

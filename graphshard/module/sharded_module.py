@@ -39,7 +39,7 @@ class ShardedModule(UnitModule):
         for module, copied in zip(self.modules(), twin.modules()):
             for name, value in module.__dict__.items():
                 if isinstance(value, Entry):
-                    del copied.__dict__[name]
+                    copied.__dict__.pop(name, None)  # a class of the user's may copy something else
                     if value.replaced is not MISSING:
                         copied.__dict__[name] = copy.deepcopy(value.replaced, memo)
         attach(twin, self._graphshard.for_copy(twin))

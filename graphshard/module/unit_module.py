@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from graphshard.capture.entry import OF_UNITS
-from graphshard.ir.classes import MADE_OF
+from graphshard.ir.classes import MADE_OF, users_class
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import check_bool, check_number, check_texts
 from graphshard.ir.text import brief
@@ -198,11 +197,8 @@ class UnitModule(Unsupported, FSDPModule, nn.Module):
         names = {unit.name, *(u for u in params.units if any(m.startswith(inside) for m in modules_of(u)))}
         return {row.name for row in params if row.unit in names}
 
-    def _get_fsdp_state(self) -> NoReturn:
-        raise UnsupportedError(
-            f"{type(self).__name__} has no state of FSDP2's: the model's program does what that is for. A method that "
-            "is to run on its own is registered with graphshard.register_forward_method."
-        )
+    def _get_fsdp_state(self) -> Any:
+        return _NoState()
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Nothing to do: gathers never use the stream of the compute."""
@@ -217,25 +213,40 @@ class UnitModule(Unsupported, FSDPModule, nn.Module):
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """As a part of the whole model: an `Entry` refuses to be copied alone."""
-        twin = object.__new__(self.__class__)
-        memo[id(self)] = twin
-        attributes = {name: value for name, value in self.__dict__.items() if name not in OF_UNITS}
-        twin.__dict__.update(copy.deepcopy(attributes, memo))
-        return twin
+        """As the user's class does it, as a part of the whole model: an `Entry` refuses to be copied alone."""
+        memo[id(self._graphshard_unit)] = None
+        own = type(self)
+        object.__setattr__(self, "__class__", users_class(self))
+        try:
+            return copy.deepcopy(self, memo)
+        finally:
+            object.__setattr__(self, "__class__", own)
+
+
+class _NoState:
+    """What torch's own functions for FSDP2's modules are given instead of FSDP2's state."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # copying asks for such names
+            raise AttributeError(name)
+        raise UnsupportedError(
+            f"{name} of FSDP2's state is asked for, and a model that graphshard has compiled has none. For "
+            "register_fsdp_forward_method use graphshard.register_forward_method. Stages of "
+            "torch.distributed.pipelining are not supported yet: shard them with fully_shard."
+        )
 
 
 def become_units(root: nn.Module, runner: Runner) -> None:
     """Let the modules of all units, and the root, know what they are, in classes of `UnitModule`."""
     root.__dict__["_graphshard_unit"] = UnitOf(runner, "", "")
-    register_as(root, "fully_shard")
+    register_as(root, fully_shard, _NoState())
     for name in runner.tracer.spec.units:
         for path in modules_of(name):
             module = root.get_submodule(path)
             if not isinstance(module, UnitModule):
                 module.__class__ = unit_class(type(module), UnitModule)
             module.__dict__["_graphshard_unit"] = UnitOf(runner, path, name)
-            register_as(module, "fully_shard")
+            register_as(module, fully_shard, _NoState())
 
 
 def unit_class(cls: type[nn.Module], base: type[UnitModule], **namespace: Any) -> type[nn.Module]:
