@@ -57,8 +57,8 @@ say which calls a captured program serves. `diagnose.py` turns a failure into a 
   methods a padded one, so that the graph has no rank in it; operators that would tell the padding apart are errors
   (`shard_operators.py`).
 * **A program with dynamic sizes is chosen for a call by `fit.misfit`**: equal sizes, fixed sizes, strides, ranges, and
-  the guards that capture and Inductor left in the shape environment. A region whose compilation added a guard is not
-  shared with other programs.
+  the guards that capture and Inductor left in the shape environment. Other programs do not share its regions of dynamic
+  sizes: what was found of a size while one was compiled is taken for granted in those that come after it.
 
 Pitfalls:
 

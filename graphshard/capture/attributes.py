@@ -39,6 +39,8 @@ from graphshard.ir.torch_internals import replaced
 _TORCHS = frozenset(vars(nn.Module())) | {"_graphshard"} | OF_PARAMETERS
 _TORCHS_METHODS = frozenset(vars(nn.Module)) - {"forward"}
 _OWN = ("_parameters", "_buffers", "_modules")
+# What runs, of what a class has.
+_CODE = (types.FunctionType, staticmethod, classmethod, property)
 
 
 class Recorder:
@@ -211,12 +213,15 @@ class Recorder:
             return
         found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), MISSING)
         plain = isinstance(found, (*PLAIN, torch.Tensor)) or is_container(found)
-        if plain or (node.is_module and isinstance(found, types.FunctionType)):
+        is_code = isinstance(found, _CODE)
+        if plain or is_code:
             self._not_there(node, name)
             if (id(cls), name) not in self.reach.reads:
-                place = node.place.then("class", name)
-                self.reach.reads[id(cls), name] = self.reach.witnessed(place, found)
-                self.reach.prepared(found, place)
+                place, held = node.place.then("class", name), getattr(cls, name) if is_code else found
+                self.reach.reads[id(cls), name] = self.reach.witnessed(place, held)
+                if isinstance(held, property):
+                    held, place = held.fget, place.then("attribute", "fget")
+                self.reach.prepared(held, place)
 
     def _read_of_environment(self, name: str, value: Any) -> None:
         """An environment variable is read."""

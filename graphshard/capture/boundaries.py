@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
 
 from graphshard.ir.params import ParamTable, inverse_of, memory_order
 from graphshard.ir.precision import Precision
@@ -74,6 +75,37 @@ def through_one_node(inputs: Any) -> Any:
 def through_leaves(inputs: Any) -> Any:
     """The same, of a region whose gradients eager mode first adds up in leaves: they get the strides of the leaves."""
     return replace_differentiable(inputs, _Leaves.apply)
+
+
+def as_results(outputs: Any, args: tuple[Any, ...]) -> Any:
+    """What a reentrant region returns, as results of one autograd function of its arguments.
+
+    A tensor, or each of a tuple, requires a gradient where an argument does, even if it does not depend on that. What
+    is in other containers is no result of the function, and has no gradient.
+    """
+    inputs = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+
+    def result(output: Any) -> Any:
+        if not isinstance(output, torch.Tensor):
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+        depends = output.requires_grad or not (output.is_floating_point() or output.is_complex())
+        return output if depends or not inputs else _Independent.apply(output, *inputs)
+
+    if not torch.is_grad_enabled():
+        return outputs
+    return tuple(map(result, outputs)) if type(outputs) is tuple else result(outputs)
+
+
+class _Independent(torch.autograd.Function):
+    """A tensor that requires a gradient as if it depended on others."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
 
 
 class _Inputs(torch.autograd.Function):

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from graphshard.capture.boundaries import through_leaves
+from graphshard.capture.boundaries import as_results, through_leaves
 from graphshard.capture.outside import exchanged, namespaces_of
 from graphshard.capture.saved_hooks import SavedHooks
 from graphshard.capture.untraceable import Located, Untraceable, is_users
@@ -186,8 +186,8 @@ def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
                 "inside receives one, parameters included. Use use_reentrant=False.",
                 stacklevel=2,
             )
-            outputs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
-        return outputs
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+        return as_results(outputs, args)
 
     generator = "_checkpoint_without_reentrant_generator"
     with contextlib.ExitStack() as stack:

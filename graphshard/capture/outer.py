@@ -14,6 +14,8 @@ import argparse
 import contextlib
 import dis
 import functools
+import importlib.util
+import itertools
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator
@@ -28,7 +30,7 @@ from graphshard.capture.witness import PLAIN, is_container
 from graphshard.ir.state import MISSING, StepKind
 
 # Larger ones are taken for tables, which do not change.
-_LARGEST = 64
+_LARGEST = 1024
 # Classes of Python whose objects hold what users set.
 _SETTINGS = (types.SimpleNamespace, argparse.Namespace)
 _VARIABLES = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_DEREF")
@@ -72,6 +74,22 @@ def reached_in(namespace: Any, chains: Collection[tuple[str, ...]]) -> Found:
 def chains_of(function: types.FunctionType, kind: StepKind, name: str) -> Collection[tuple[str, ...]]:
     """The attributes that a function names of a variable: ("model", "SCALE") of `config.model.SCALE`."""
     return _named(function.__code__).get((kind, name), ())
+
+
+def imported(function: types.FunctionType) -> Iterator[tuple[types.ModuleType, Collection[tuple[str, ...]]]]:
+    """The user's modules that a function imports when it is called, with all attributes that it could name of them."""
+    for part in codes_of(function.__code__):
+        steps = list(dis.get_instructions(part))
+        for index, step in enumerate(steps):
+            if step.opname == "IMPORT_NAME":
+                level = steps[index - 2].argval
+                package = function.__globals__.get("__package__") or ""
+                name = importlib.util.resolve_name("." * level + step.argval, package) if level else step.argval
+                module = sys.modules.get(name)
+                if module is not None and is_namespace(module):
+                    own = [name for name in part.co_names if hasattr(module, name)]
+                    within = [name for name in own if is_namespace(getattr(module, name))]
+                    yield module, [*((name,) for name in own), *itertools.product(within, part.co_names)]
 
 
 def following(chains: Collection[tuple[str, ...]], name: str) -> list[tuple[str, ...]]:

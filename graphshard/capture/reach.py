@@ -21,7 +21,7 @@ from graphshard.capture.growing import Growing
 from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.lines import user_line
 from graphshard.capture.numbers import FollowedNumber, Numbers
-from graphshard.capture.outer import chains_of, following, is_namespace, reached_in, slots_of
+from graphshard.capture.outer import chains_of, following, imported, is_namespace, reached_in, slots_of
 from graphshard.capture.outside import Generator
 from graphshard.capture.untraceable import is_users
 from graphshard.capture.witness import FUNCTIONS, PLAIN, SETS, is_container, text_at, witness_of
@@ -95,6 +95,8 @@ class Reach:
             return self.tensor(value, place)
         if isinstance(value, FUNCTIONS):
             self._reach_function(value, place)
+        if isinstance(value, type) and is_namespace(value) and id(value) not in self.nodes:
+            self._reach_namespace(value, place, [(n,) for n, v in vars(value).items() if not callable(v)])
         if isinstance(value, (*PLAIN, *FUNCTIONS, type, types.ModuleType)) or id(value) in self.nodes:
             return value
         if isinstance(value, tuple):
@@ -168,6 +170,8 @@ class Reach:
                 for name, item in node.content.items():
                     if is_namespace(item):
                         self._reach_namespace(item, node.step(name), chains_of(value, node.kinds[name], name))
+                for module, chains in imported(value):
+                    self._reach_namespace(module, Place("", (("imported", module.__name__),)), chains)
 
     def _reach_namespace(self, value: Any, place: Place, chains: Collection[tuple[str, ...]]) -> None:
         """What code names of a module or a class."""

@@ -21,7 +21,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
-StepKind: TypeAlias = Literal["attribute", "class", "item", "value", "cell", "global", "default", "environment"]
+StepKind: TypeAlias = Literal[
+    "attribute", "class", "item", "value", "cell", "global", "default", "environment", "imported"
+]
 Path: TypeAlias = tuple[tuple[StepKind, Any], ...]
 
 
@@ -43,7 +45,8 @@ class Place:
         module: name in the module that is captured; "" is that module.
         path: steps by an "attribute", by a "class" attribute, by the key of an "item", by the number of a "value" of a
             dict, and by the name of a variable that a function closes over ("cell"), of a "global", or of an argument
-            with a "default"; or the name of a variable of the "environment", which no module has.
+            with a "default"; or the name of a variable of the "environment", or of an "imported" module of Python's,
+            which no module of the model has.
     """
 
     module: str
@@ -59,7 +62,7 @@ class Place:
 
     def of(self, label: str) -> str:
         """As text that begins with the name of the module that is captured."""
-        return str(self) if self.path[:1] and self.path[0][0] == "environment" else f"{label}.{self}"
+        return str(self) if self.path[:1] and self.path[0][0] in ("environment", "imported") else f"{label}.{self}"
 
     def __str__(self) -> str:
         text = self.module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -57,11 +58,13 @@ def _attributes(owner: Any, kind: StepKind, key: Any) -> Callable[[Any, Any], An
     """What looks an attribute up."""
     if kind == "environment":
         return variable
+    if kind == "imported":
+        return sys.modules.get
     if isinstance(owner, types.FunctionType) and kind in ("cell", "global", "default"):
         return getter(owner, kind, key)
     if isinstance(owner, (type, types.ModuleType)) or key in slots_of(type(owner)):
         return functools.partial(getattr, owner)
-    if isinstance(owner, (types.MethodType, functools.partial)):
+    if isinstance(owner, (types.MethodType, functools.partial, property)):
         return functools.partial(getattr, owner)
     if kind == "value":
         return lambda number, default: next(itertools.islice(owner.values(), number, None), default)

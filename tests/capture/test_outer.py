@@ -58,6 +58,52 @@ def _set_default(value: float) -> None:
     options["scale"] = value
 
 
+def _importing(x: Tensor) -> Tensor:
+    from tests.capture import settings as inside
+
+    return x * inside.SCALE
+
+
+def _importing_as(x: Tensor) -> Tensor:
+    import tests.capture.settings as inside
+
+    return x * inside.SCALE
+
+
+def _importing_a_name(x: Tensor) -> Tensor:
+    from tests.capture.settings import SCALE
+
+    return x * SCALE
+
+
+class _Reader:
+    """An object whose methods name globals."""
+
+    def method(self, x: Tensor) -> Tensor:
+        return x * NUMBER
+
+    @staticmethod
+    def static(x: Tensor) -> Tensor:
+        return x * NUMBER
+
+    @classmethod
+    def of_class(cls, x: Tensor) -> Tensor:
+        return x * NUMBER
+
+    @property
+    def scale(self) -> float:
+        return NUMBER
+
+
+NUMBER = 2.0
+TABLE = dict.fromkeys(range(1000), 2.0)
+READER = _Reader()
+
+
+def _set_number(value: float) -> None:
+    globals()["NUMBER"] = value
+
+
 # What forward computes, and how the scale in it is changed.
 READS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[float], None]]] = {
     "an object": (lambda x: x * CONFIG.scale, lambda value: setattr(CONFIG, "scale", value)),
@@ -69,6 +115,14 @@ READS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[float], None]]] = {
     "slots": (lambda x: x * SLOTTED.scale, lambda value: setattr(SLOTTED, "scale", value)),
     "frozen slots": (lambda x: x * FROZEN.scale, lambda value: object.__setattr__(FROZEN, "scale", value)),
     "a default": (_with_default, _set_default),
+    "an import": (_importing, lambda value: setattr(settings, "SCALE", value)),
+    "an import under a name": (_importing_as, lambda value: setattr(settings, "SCALE", value)),
+    "an import of a name": (_importing_a_name, lambda value: setattr(settings, "SCALE", value)),
+    "a method of an object": (lambda x: READER.method(x), _set_number),
+    "a static method of an object": (lambda x: READER.static(x), _set_number),
+    "a class method of an object": (lambda x: READER.of_class(x), _set_number),
+    "a property of an object": (lambda x: x * READER.scale, _set_number),
+    "a large table": (lambda x: x * TABLE[7], lambda value: TABLE.update({7: value})),
     "a keyword's default": (_with_keyword, lambda value: setattr(CONFIG, "scale", value)),
 }
 
@@ -92,6 +146,8 @@ def mesh(fake_world: FakeWorld) -> Iterator[DeviceMesh]:
     CONFIG.scale = SIMPLE.scale = ARGUMENTS.scale = settings.SCALE = settings.Inner.scale = SLOTTED.scale = 2.0
     object.__setattr__(FROZEN, "scale", 2.0)
     _set_default(2.0)
+    _set_number(2.0)
+    TABLE[7] = 2.0
 
 
 @pytest.mark.parametrize("case", READS)
@@ -105,7 +161,38 @@ def test_a_change_takes_effect_and_going_back_finds_the_program(mesh: DeviceMesh
         assert torch.equal(ours(x), plain(x))
     first, second = (program.reason for program in graphshard.programs(ours))
     assert first == "first call"
-    assert second.endswith("was 2.0 and is 3.0") or "{'scale': 3.0}" in second
+    assert second.endswith("was 2.0 and is 3.0") or "{'scale': 3.0}" in second or "TABLE was {0: 2.0" in second
+
+
+class _WithProperty(_Net):
+    @property
+    def scale(self) -> float:
+        return NUMBER
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class _WithClass(_Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.kind.scale
+
+
+@pytest.mark.parametrize(
+    ("plain", "change"),
+    [
+        (_WithProperty(torch.sin), _set_number),
+        (_WithClass(torch.sin, kind=settings.Inner), lambda value: setattr(settings.Inner, "scale", value)),
+    ],
+    ids=["a property that names a global", "a class in an attribute"],
+)
+def test_what_a_module_reads_through_others(mesh: DeviceMesh, plain: _Net, change: Callable[[float], None]) -> None:
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    x = torch.randn(2, 4)
+    for scale in (2.0, 3.0, 2.0):
+        change(scale)
+        assert torch.equal(ours(x), plain(x))
+    assert len(graphshard.programs(ours)) == 2
 
 
 def test_an_object_with_slots_that_a_module_holds(mesh: DeviceMesh) -> None:

@@ -163,6 +163,34 @@ def test_gradients_of_a_reentrant_region_have_the_strides_of_its_inputs(ranks: R
     ranks(2).run(_reentrant)
 
 
+class _Several(nn.Module):
+    """A reentrant region that returns a tensor without gradient beside others, and one in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, fixed, inside = checkpoint(self._region, self.stem(x), use_reentrant=True)
+        whole = checkpoint(lambda v: {"value": v.cos()}, self.stem(x), use_reentrant=True)["value"]
+        scale = 2.0 if fixed.requires_grad else 3.0
+        depth = [value.requires_grad for value in (y, inside["value"], whole)]
+        assert depth == ([True, False, False] if torch.is_grad_enabled() else [False] * 3)
+        return self.head(y * fixed * scale + inside["value"] + whole).square()
+
+    def _region(self, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        return x.sin(), x.detach().cos(), {"value": x * 2}
+
+
+def _requires_grad(rank: int, world_size: int) -> None:
+    _train(twins(_Several(), world_mesh()), rank)
+
+
+def test_what_requires_gradients_of_the_results_of_a_reentrant_region(ranks: Ranks) -> None:
+    """As of one autograd function: its tensors, also those without, but none in a container."""
+    ranks(2).run(_requires_grad)
+
+
 def _dpo(rank: int, world_size: int, call: str) -> None:
     pair = twins(_Net(call, depth=2), world_mesh())
     for step in range(2):
