@@ -101,8 +101,8 @@ def _decode(data: Any, kind: type[T]) -> T:
 
 
 def _encode_size(size: Size) -> dict[str, Any]:
-    """By its name, as it is a size even where compilation has found that it is always the same."""
-    return {"name": size.name, "source": list(size.source), "value": {"size": size.name}}
+    """By the name of its symbol, as it is a size even where compilation has found that it is always the same."""
+    return {"name": size.name, "source": list(size.source), "value": {"size": _NAMES.get()[size.symbol]}}
 
 
 def _decode_extent(data: Any, _: Any) -> Extent:
