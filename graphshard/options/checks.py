@@ -103,7 +103,7 @@ def check_model(model: Any) -> None:
             shown = brief(name)
             raise ArgumentError(f"model: the name {shown} has a character that no file takes. Rename it.") from None
     for name, sub in model.named_modules():
-        if not OF_UNITS.isdisjoint(sub.__dict__):
+        if "_graphshard" in sub.__dict__ or (name and not OF_UNITS.isdisjoint(sub.__dict__)):
             what = f"its submodule {name!r} is" if name else "it is"
             raise ArgumentError(
                 f"model: {cls.__name__} cannot be compiled: {what} already compiled. Compile the root module, once."

@@ -201,7 +201,8 @@ ERRORS: dict[str, Callable[[Any], None]] = {
         lambda m: fully_shard.state(m)._state_ctx
     ),
     r"a Linear is not compiled": lambda m: graphshard.programs(m.layers[0]),
-    r"Linear cannot be compiled: it is already compiled": lambda m: graphshard.compile(m.layers[0]),
+    r"Linear is a part of a compiled model": lambda m: graphshard.compile(m.layers[0]),
+    r"its submodule '0' is already compiled": lambda m: graphshard.compile(nn.Sequential(m.layers[0])),
     r"layers\.0 is a part of a compiled model and cannot be copied alone": lambda m: copy.deepcopy(m.layers[0]),
 }
 
