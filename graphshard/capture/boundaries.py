@@ -77,22 +77,19 @@ def through_leaves(inputs: Any) -> Any:
     return replace_differentiable(inputs, _Leaves.apply)
 
 
-def as_results(outputs: Any, args: tuple[Any, ...]) -> Any:
-    """What a reentrant region returns, as results of one autograd function of its arguments.
+def as_results(outputs: Any, inputs: list[torch.Tensor]) -> Any:
+    """What a reentrant region returns, as results of one autograd function of inputs that require gradients.
 
-    A tensor, or each of a tuple, requires a gradient where an argument does, even if it does not depend on that. What
-    is in other containers is no result of the function, and has no gradient.
+    A tensor, or each of a tuple, requires a gradient, even if it does not depend on them. What is in other containers
+    is no result of the function, and has no gradient.
     """
-    inputs = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
 
     def result(output: Any) -> Any:
         if not isinstance(output, torch.Tensor):
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
         depends = output.requires_grad or not (output.is_floating_point() or output.is_complex())
-        return output if depends or not inputs else _Independent.apply(output, *inputs)
+        return output if depends else _Independent.apply(output, *inputs)
 
-    if not torch.is_grad_enabled():
-        return outputs
     return tuple(map(result, outputs)) if type(outputs) is tuple else result(outputs)
 
 

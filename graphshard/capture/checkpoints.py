@@ -180,14 +180,17 @@ def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
         # Eager mode differentiates the region by itself: it adds to the gradients of its inputs at once, in leaves.
         with regions.enter(None, stops_early=False, reentrant=True), regions.no_questions():
             outputs = function(*through_leaves(args))
-        if torch.is_grad_enabled() and not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        if not torch.is_grad_enabled():
+            return outputs
+        inputs = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+        if not inputs:
             warnings.warn(
                 "torch.utils.checkpoint with use_reentrant=True: none of the inputs requires a gradient, so nothing "
                 "inside receives one, parameters included. Use use_reentrant=False.",
                 stacklevel=2,
             )
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
-        return as_results(outputs, args)
+        return as_results(outputs, inputs)
 
     generator = "_checkpoint_without_reentrant_generator"
     with contextlib.ExitStack() as stack:

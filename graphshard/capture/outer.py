@@ -78,18 +78,13 @@ def chains_of(function: types.FunctionType, kind: StepKind, name: str) -> Collec
 
 def imported(function: types.FunctionType) -> Iterator[tuple[types.ModuleType, Collection[tuple[str, ...]]]]:
     """The user's modules that a function imports when it is called, with all attributes that it could name of them."""
-    for part in codes_of(function.__code__):
-        steps = list(dis.get_instructions(part))
-        for index, step in enumerate(steps):
-            if step.opname == "IMPORT_NAME":
-                level = steps[index - 2].argval
-                package = function.__globals__.get("__package__") or ""
-                name = importlib.util.resolve_name("." * level + step.argval, package) if level else step.argval
-                module = sys.modules.get(name)
-                if module is not None and is_namespace(module):
-                    own = [name for name in part.co_names if hasattr(module, name)]
-                    within = [name for name in own if is_namespace(getattr(module, name))]
-                    yield module, [*((name,) for name in own), *itertools.product(within, part.co_names)]
+    package = function.__globals__.get("__package__") or ""
+    for level, name, names in _imports(function.__code__):
+        module = sys.modules.get(importlib.util.resolve_name("." * level + name, package) if level else name)
+        if module is not None and is_namespace(module):
+            own = [attribute for attribute in names if hasattr(module, attribute)]
+            within = [attribute for attribute in own if is_namespace(getattr(module, attribute))]
+            yield module, [*((attribute,) for attribute in own), *itertools.product(within, names)]
 
 
 def following(chains: Collection[tuple[str, ...]], name: str) -> list[tuple[str, ...]]:
@@ -192,6 +187,20 @@ def _named(code: types.CodeType) -> dict[tuple[str, str], tuple[tuple[str, ...],
                 kind = "cell" if step.opname == "LOAD_DEREF" else "global"
                 found.setdefault((kind, step.argval), {})[tuple(chain)] = None
     return {variable: tuple(chains) for variable, chains in found.items()}
+
+
+@functools.cache
+def _imports(code: types.CodeType) -> tuple[tuple[int, str, tuple[str, ...]], ...]:
+    """The modules that a function imports, as levels up and names, with all names in the code that does."""
+    found = []
+    for part in codes_of(code):
+        steps = list(dis.get_instructions(part))
+        found += [
+            (steps[index - 2].argval, step.argval, part.co_names)
+            for index, step in enumerate(steps)
+            if step.opname == "IMPORT_NAME"
+        ]
+    return tuple(found)
 
 
 def _may_change(value: Any) -> bool:

@@ -238,9 +238,7 @@ class _NoState:
 
 def become_units(root: nn.Module, runner: Runner) -> None:
     """Let the modules of all units, and the root, know what they are, in classes of `UnitModule`."""
-    root.__dict__["_graphshard_unit"] = UnitOf(runner, "", "")
-    register_as(root, fully_shard, _NoState())
-    for name in runner.tracer.spec.units:
+    for name in ("", *runner.tracer.spec.units):
         for path in modules_of(name):
             module = root.get_submodule(path)
             if not isinstance(module, UnitModule):
