@@ -19,6 +19,7 @@ from torch import nn
 from graphshard.capture.hooks import HOOKS, hooks_of, users_hook_of_all_modules
 from graphshard.capture.witness import Items, OfType, TensorLike, same, tensor_like, text_at, witness_of
 from graphshard.ir.classes import users_class
+from graphshard.ir.errors import CaptureError
 from graphshard.ir.state import MISSING, UNSEEN, ModuleState, Place, Read, evaluate, number_as_tensor, places_in
 from graphshard.ir.torch_internals import hooks_of_all_modules
 from graphshard.module.places import LookUp, look_up
@@ -46,6 +47,9 @@ class Guard:
         root: the module, or submodule, that the program is for.
         label: what the module is called.
 
+    Raises:
+        CaptureError: the module is not what its program was just captured from.
+
     Attributes:
         moved: at the last look an object was another than before, though it may count as the same.
         number: where there was another number than before, if that is all the last look found; None otherwise.
@@ -56,6 +60,8 @@ class Guard:
         self._names = {id(module): name for name, module in root.named_modules()}
         self._from_file = any(read.witness is UNSEEN for read in (*state.reads, *state.hooks))
         self._unbound = next(self._bind(), "")
+        if self._unbound and not self._from_file:
+            raise CaptureError(f"{label} is another model after its capture than before: {self._unbound}")
         self.moved = True
         self.number: Place | None = None
 

@@ -68,9 +68,9 @@ def _attributes(owner: Any, kind: StepKind, key: Any) -> Callable[[Any, Any], An
         return functools.partial(getattr, owner)
     if kind == "value":
         return lambda number, default: next(itertools.islice(owner.values(), number, None), default)
-    attributes: dict[str, Any] = vars(owner)
     if kind == "class":
         return functools.partial(getattr, users_class(owner))
+    attributes: dict[str, Any] = getattr(owner, "__dict__", {})  # an object with nothing but slots has no others
     own = ("_parameters", "_buffers", "_modules") if isinstance(owner, nn.Module) else ()
     return next((attributes[name].get for name in own if key in attributes[name]), attributes.get)
 

@@ -15,7 +15,8 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 
 import graphshard
 from graphshard.ir.errors import CaptureError
-from graphshard.ir.state import Computed, Counted, Number, Place
+from graphshard.ir.state import Computed, Counted, ModuleState, Number, Place
+from graphshard.module.guard import Guard
 from tests.helpers import captured
 from tests.ranks import FakeWorld
 
@@ -202,3 +203,9 @@ def test_a_tensor_that_nothing_differentiates_through_is_not_connected(fake_worl
     assert torch.equal(ours.w.grad.full_tensor(), plain.w.grad)
     assert torch.equal(ours.last, plain.last)
     assert ours.last.requires_grad
+
+
+def test_a_program_of_another_model_is_not_run() -> None:
+    """What was just captured must fit the model; that it does not is said, rather than failing at the first look."""
+    with pytest.raises(CaptureError, match=r"Net is another model after its capture than before: .*gone"):
+        Guard(ModuleState(modules=(("gone", "Linear"),)), nn.ReLU(), "Net")

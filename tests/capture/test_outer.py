@@ -30,6 +30,9 @@ class _Slotted:
     def __init__(self) -> None:
         self.scale, self.calls = 2.0, 0
 
+    def method(self, x: Tensor) -> Tensor:
+        return x * NUMBER
+
 
 @dataclass(frozen=True, slots=True)
 class _Frozen:
@@ -119,6 +122,7 @@ READS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[float], None]]] = {
     "an import under a name": (_importing_as, lambda value: setattr(settings, "SCALE", value)),
     "an import of a name": (_importing_a_name, lambda value: setattr(settings, "SCALE", value)),
     "a method of an object": (lambda x: READER.method(x), _set_number),
+    "a method of an object with slots": (lambda x: SLOTTED.method(x), _set_number),
     "a static method of an object": (lambda x: READER.static(x), _set_number),
     "a class method of an object": (lambda x: READER.of_class(x), _set_number),
     "a property of an object": (lambda x: x * READER.scale, _set_number),
