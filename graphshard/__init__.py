@@ -6,7 +6,7 @@ model = graphshard.compile(model, mesh)
 
 from importlib.metadata import version
 
-from graphshard.api import compile, programs, register_forward_method
+from graphshard.api import compile, fully_shard, programs, register_forward_method
 from graphshard.artifact.export import Call, export
 from graphshard.artifact.load import load
 from graphshard.cost.profile import Profile, load_profile
@@ -73,6 +73,7 @@ __all__ = [
     "explain",
     "explain_grid",
     "export",
+    "fully_shard",
     "latest_checkpoint",
     "load",
     "load_checkpoint",

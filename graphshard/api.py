@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from graphshard.artifact.load import artifact_path, library_for
 from graphshard.debug.dump import dump_directory, recorder
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import ArgumentError
+from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.program import Program
 from graphshard.ir.text import brief
+from graphshard.module.parts import shard_unit
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.sharded_module import compiled_module, install_method
-from graphshard.options.arguments import options_given, takes_options
+from graphshard.options.arguments import check_names, options_given, takes_options
 from graphshard.options.checks import check_examples, check_mesh, check_model, default_mesh
-from graphshard.options.options import CompileArguments
+from graphshard.options.options import CompileArguments, ModelArguments, Options, PlacementFn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+ModuleOrListT = TypeVar("ModuleOrListT", bound="nn.Module | list[nn.Module]")
 
 
 @takes_options
@@ -120,6 +124,68 @@ def compile(
     if prepared is not None:
         runner.install(model, *prepared)
     return model
+
+
+@functools.partial(takes_options, without=("units",))
+def fully_shard(
+    module: ModuleOrListT,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: object = None,
+    **options: Unpack[ModelArguments],
+) -> ModuleOrListT:
+    """Shard a module's parameters as one unit, in place: FSDP2's `fully_shard`, for code that calls it.
+
+    Call it on blocks and then on what contains them, from the inside out. Each call shards what is not sharded yet. The
+    module of the outermost call is the compiled model, as `compile` makes it, with the other calls' modules as its
+    units; its first call captures it. Until then each is a model by itself.
+
+    Args:
+        module: a module with a forward, or a list of modules that are one unit.
+        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params: as for `compile`,
+            but for the parameters of this unit only. `mp_policy` is one policy.
+        dp_mesh_dims: None; parameters that are DTensors already are not supported yet.
+        backend, activation, memory_limit, hardware, dynamic_shapes, max_captures, allow, passes, verify: as for
+            `compile`. They are for the model as a whole: those of the outermost call count, and another may not differ.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ArgumentError: an argument is wrong, or the module is sharded already, or in a model that is.
+        UnsupportedError: units are to be sharded over different meshes, or to be kept on different devices.
+    """
+    if dp_mesh_dims is not None:
+        raise UnsupportedError(
+            f"dp_mesh_dims={brief(dp_mesh_dims)}: meshes with other axes than FSDP's own are not supported yet."
+        )
+    if isinstance(mp_policy, Mapping):
+        raise ArgumentError(
+            f"mp_policy: fully_shard takes one policy for its unit, got {brief(mp_policy)}. Policies by unit are for "
+            "compile."
+        )
+    check_names(fully_shard, options)
+    chosen = Options(
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        **options,
+    )
+    modules = module if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ArgumentError("module is an empty list. Give the modules that are one unit.")
+    for one in modules:
+        check_model(one, in_parts=True)
+    mesh = mesh if mesh is not None else default_mesh()
+    shard_unit(modules, mesh, chosen, recorder(dump_directory(None, dist.get_rank())))
+    return module
 
 
 def programs(model: nn.Module) -> list[Program]:

@@ -291,18 +291,23 @@ def build_table(
     reshard_after_forward: bool | None,
     dims: Mapping[str, int] = MappingProxyType({}),
     ignored: Collection[nn.Parameter] = (),
+    known: Mapping[nn.Parameter, ParamRow] = MappingProxyType({}),
 ) -> ParamTable:
     """Make the table of a module whose parameters have global shapes (plain tensors or DTensors).
 
     Precision follows FSDP2: only floating parameters are cast, and a `reduce_dtype` of None reduces in the
     dtype of the gradient, which is the compute dtype. `reshard_after_forward=None` keeps the root unit's
     parameters between forward and backward and gathers all others again. `dims` has, by the parameter's first name,
-    the dim to shard along where it is not 0.
+    the dim to shard along where it is not 0. `known` are rows of parameters that were sharded before, as parts of the
+    module: they keep what was chosen for them, under other names.
     """
     rows = []
     leave = set(ignored)
     for names, param in named_parameters(module).items():
         unit = unit_of(names[0], units)
+        if param in known:
+            rows.append(dataclasses.replace(known[param], names=names, unit=unit))
+            continue
         row = ParamRow(
             names=names,
             shape=tuple(param.shape),

@@ -5,8 +5,9 @@ Between them programs are captured, or loaded. `export` needs the first half onl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from graphshard.cost.costs import Costs
 from graphshard.ir.mesh import Mesh
+from graphshard.ir.params import ParamRow
 from graphshard.module.agreement import Agreement
 from graphshard.module.runner import Runner
 from graphshard.module.sharded_module import attach, retie, sharded_class
@@ -29,17 +31,24 @@ from graphshard.runtime.shards import Storage, aliases, param_refs, shard_module
 from graphshard.state.load_hook import shard_values
 
 
-def prepare(model: nn.Module, options: Options, mesh: Mesh, device: torch.device) -> Tracer:
+def prepare(
+    model: nn.Module,
+    options: Options,
+    mesh: Mesh,
+    device: torch.device,
+    known: Mapping[nn.Parameter, ParamRow] = MappingProxyType({}),
+) -> Tracer:
     """Make the tracer of a module; nothing is changed.
 
     Args:
         mesh: the axes to shard and to replicate over.
         device: this rank's; where it is not here, what the program is for.
+        known: parameters of parts of the module that are sharded already.
 
     Raises:
         ArgumentError: an option does not fit the model or the mesh.
     """
-    spec = capture_spec(model, options, mesh, device)
+    spec = capture_spec(model, options, mesh, device, known)
     profile = profile_here(device, options.hardware)
     costs = Costs(profile, mesh=spec.mesh) if profile is not None and len(spec.mesh.axes) == 1 else None
     return Tracer(

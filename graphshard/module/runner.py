@@ -33,6 +33,7 @@ from graphshard.module.guard import Guard
 from graphshard.module.leave import leave
 from graphshard.module.tracer import Tracer, entry_name
 from graphshard.options.passes import Direction, with_prefetch
+from graphshard.options.table import check_activation
 from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.runtime.accumulation import Accumulation
@@ -75,6 +76,8 @@ class Runner:
         library: programs loaded from a file; if they are all there is to be (`sealed`), a call without one is an error.
             Binding them asks the other ranks, so a copy, which may be made on one rank only, does so when it is called
             (`to_install`).
+        reshard_chosen: parameters for which somebody chose after `compile` whether backward gathers them again.
+        prefetched: units that are gathered when one has arrived, by direction and its name.
     """
 
     tracer: Tracer
@@ -93,6 +96,8 @@ class Runner:
     library: Library | None = None
     sealed: bool = False
     to_install: bool = False
+    reshard_chosen: set[str] = field(default_factory=set)
+    prefetched: dict[tuple[Direction, str], tuple[str, ...]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _rerun: set[str] = field(default_factory=set)
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
@@ -154,6 +159,9 @@ class Runner:
             accumulation=copy.deepcopy(self.accumulation),
             unsharded=Unsharded(kept=set(self.unsharded.kept)),
             to_install=self.library is not None,
+            methods=list(self.methods),
+            reshard_chosen=set(self.reshard_chosen),
+            prefetched=dict(self.prefetched),
         )
         twin.change(list(self.unsharded.full), held=False)
         return twin
@@ -175,6 +183,8 @@ class Runner:
 
     def change(self, names: Collection[str], **choices: Any) -> None:
         """Make other choices for parameters from the next call on; the program for them is captured then."""
+        if "reshard" in choices:
+            self.reshard_chosen.update(names)
         self.tracer.change(names, **choices)
         self.entries.clear()
 
@@ -187,6 +197,7 @@ class Runner:
         if self.sealed:
             raise UnsupportedError(f"set_modules_to_{direction}_prefetch: a loaded file has its plan. Use compile.")
         self.tracer.pipeline = with_prefetch(self.tracer.pipeline, direction, unit, following)
+        self.prefetched[direction, unit] = following
         self.agreement, self.executables, self.library = Agreement(self.agreement.peers), Executables(), None
         self.entries.clear()
 
@@ -244,6 +255,8 @@ class Runner:
                 "graphshard.compile."
             )
         check_no_new_parameters(module, tracer.spec.params)
+        if not tracer.name:
+            check_activation(tracer.options, tracer.label, tracer.spec.units)
         self._follow_number()
         log.info("capture %d of %s: %s", number, tracer.label, reason)
         with progress(f"graphshard: {tracer.label}") as show:

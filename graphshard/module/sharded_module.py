@@ -82,6 +82,6 @@ def install_method(module: nn.Module, path: str) -> None:
 
 def retie(module: nn.Module, _keys: Any) -> None:
     """Tie parameters again that `load_state_dict(assign=True)` replaced one by one."""
-    assert isinstance(module, ShardedModule)
-    for alias in module._graphshard.aliases:
-        alias.tie()
+    if isinstance(module, ShardedModule):  # it may have become a part of another model
+        for alias in module._graphshard.aliases:
+            alias.tie()

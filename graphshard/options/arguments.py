@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from graphshard.ir.errors import ArgumentError
@@ -23,11 +23,16 @@ from graphshard.options.options import Options
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
-def takes_options(function: FunctionT) -> FunctionT:
-    """Write out the options in the signature of a function that takes them as `**options`, behind its own arguments."""
+def takes_options(function: FunctionT, without: Collection[str] = ()) -> FunctionT:
+    """Write out the options in the signature of a function that takes them as `**options`, behind its own arguments.
+
+    Args:
+        without: names of options that it does not take.
+    """
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    fields = [f for f in dataclasses.fields(Options) if f.name not in signature.parameters]
+    known = {*signature.parameters, *without}
+    fields = [f for f in dataclasses.fields(Options) if f.name not in known]
     options = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in fields
     ]

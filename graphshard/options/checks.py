@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -90,10 +90,11 @@ def check_mesh(mesh: Any) -> Mesh:
     return axes
 
 
-def check_model(model: Any) -> None:
-    """Raise ArgumentError if the module cannot be compiled."""
+def check_model(model: Any, *, in_parts: bool = False) -> None:
+    """Raise ArgumentError if the module cannot be compiled; submodules may have been, if it is sharded in parts."""
+    what = "module" if in_parts else "model"
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model must be an nn.Module, got {type(model).__name__}.")
+        raise ArgumentError(f"{what} must be an nn.Module, got {type(model).__name__}.")
     cls = users_class(model)
     named = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
     for name in (name for name, _ in named):
@@ -101,23 +102,23 @@ def check_model(model: Any) -> None:
             name.encode()
         except UnicodeEncodeError:
             shown = brief(name)
-            raise ArgumentError(f"model: the name {shown} has a character that no file takes. Rename it.") from None
-    for name, sub in model.named_modules():
+            raise ArgumentError(f"{what}: the name {shown} has a character that no file takes. Rename it.") from None
+    for name, sub in (("", model),) if in_parts else model.named_modules():
         if "_graphshard" in sub.__dict__ or (name and not OF_UNITS.isdisjoint(sub.__dict__)):
-            what = f"its submodule {name!r} is" if name else "it is"
+            which = f"its submodule {name!r} is" if name else "it is"
             raise ArgumentError(
-                f"model: {cls.__name__} cannot be compiled: {what} already compiled. Compile the root module, once."
+                f"{what}: {cls.__name__} cannot be compiled: {which} already compiled. Compile the root module, once."
             )
     if cls.forward is nn.Module.forward:
         raise ArgumentError(
-            f"model: {cls.__name__} has no forward, so there is nothing to compile. Compile the module that calls it, "
+            f"{what}: {cls.__name__} has no forward, so there is nothing to compile. Compile the module that calls it, "
             "or give it a forward."
         )
     if isinstance(model.__dict__.get("forward"), Entry):
-        raise ArgumentError(f"model: {cls.__name__} is a part of a compiled model. Compile the root module, once.")
+        raise ArgumentError(f"{what}: {cls.__name__} is a part of a compiled model. Compile the root module, once.")
     if "forward" in model.__dict__:
         raise ArgumentError(
-            f"model: {cls.__name__} has a forward of its own as an attribute, which hides that of its class. Compile "
+            f"{what}: {cls.__name__} has a forward of its own as an attribute, which hides that of its class. Compile "
             "the model before whatever replaced its forward is applied, or subclass it."
         )
 
@@ -136,9 +137,16 @@ def check_ignored(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> f
     return frozenset(found)
 
 
-def check_params(model: nn.Module, device_type: str, ignored: frozenset[nn.Parameter]) -> None:
-    """Raise ArgumentError for the first parameter that cannot be sharded over a mesh of devices of a type."""
+def check_params(
+    model: nn.Module, device_type: str, ignored: frozenset[nn.Parameter], known: Container[nn.Parameter] = ()
+) -> None:
+    """Raise ArgumentError for the first parameter that cannot be sharded over a mesh of devices of a type.
+
+    Those that are `known` are sharded over it already.
+    """
     for (name, *_), param in named_parameters(model).items():
+        if param in known:
+            continue
         if isinstance(param, DTensor):
             raise ArgumentError(
                 f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). Compile "
@@ -180,8 +188,10 @@ def _check_class(name: str, param: nn.Parameter, *, ignored: bool) -> None:
         )
 
 
-def check_placements(model: nn.Module, placement_fn: Any, ignored: frozenset[nn.Parameter]) -> dict[str, int]:
+def check_placements(model: nn.Module, placement_fn: Any, left_out: Container[nn.Parameter]) -> dict[str, int]:
     """The dim of each parameter that is sharded along another than 0, by its first name.
+
+    The function is not asked for those to leave out.
 
     Raises:
         ArgumentError: shard_placement_fn returns something else than a dim of the parameter.
@@ -190,7 +200,7 @@ def check_placements(model: nn.Module, placement_fn: Any, ignored: frozenset[nn.
         return {}
     dims: dict[str, int] = {}
     for (name, *_), param in named_parameters(model).items():
-        if param in ignored or param.dim() == 0:
+        if param in left_out or param.dim() == 0:
             continue
         placement = answer_of("shard_placement_fn", placement_fn, param)
         if placement is None:

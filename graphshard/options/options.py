@@ -68,15 +68,9 @@ class Options:
         return cast(Level, level_of(self.verify))
 
 
-class OptionArguments(TypedDict, total=False):
-    """The fields of `Options` as keyword arguments, but for `hardware`, which `explain` takes in a sense of its own."""
+class _OfModel(TypedDict, total=False):
+    """Options that are for a model as a whole."""
 
-    reshard_after_forward: bool | int | None
-    shard_placement_fn: PlacementFn | None
-    mp_policy: PolicySpec
-    offload_policy: OffloadPolicy | None
-    ignored_params: Iterable[nn.Parameter] | None
-    units: Sequence[UnitSpec] | None
     backend: Backend
     activation: Activation | None
     memory_limit: int | None
@@ -85,6 +79,23 @@ class OptionArguments(TypedDict, total=False):
     allow: Sequence[str]
     passes: Pipeline | None
     verify: Level | None
+
+
+class ModelArguments(_OfModel, total=False):
+    """The fields of `Options` that FSDP2's `fully_shard` has not, as keyword arguments."""
+
+    hardware: Hardware | None
+
+
+class OptionArguments(_OfModel, total=False):
+    """The fields of `Options` as keyword arguments, but for `hardware`, which `explain` takes in a sense of its own."""
+
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: PlacementFn | None
+    mp_policy: PolicySpec
+    offload_policy: OffloadPolicy | None
+    ignored_params: Iterable[nn.Parameter] | None
+    units: Sequence[UnitSpec] | None
 
 
 class CompileArguments(OptionArguments, total=False):

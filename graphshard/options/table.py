@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from graphshard.capture.capture import CaptureSpec
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import is_int
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import build_table
+from graphshard.ir.params import ParamRow, build_table
 from graphshard.ir.precision import precision_of
 from graphshard.ir.text import brief
 from graphshard.ir.units import find_units
@@ -22,12 +23,19 @@ from graphshard.options.checks import check_ignored, check_params, check_placeme
 from graphshard.options.options import Options
 
 
-def capture_spec(model: nn.Module, options: Options, mesh: Mesh, device: torch.device) -> CaptureSpec:
+def capture_spec(
+    model: nn.Module,
+    options: Options,
+    mesh: Mesh,
+    device: torch.device,
+    known: Mapping[nn.Parameter, ParamRow] = MappingProxyType({}),
+) -> CaptureSpec:
     """What a capture of a model that is to be sharded depends on.
 
     Args:
         mesh: the axes to shard and to replicate over.
         device: what programs are captured for.
+        known: parameters of parts of the model that are sharded already.
 
     Raises:
         ArgumentError: an option does not fit the model or the mesh, or a parameter cannot be sharded.
@@ -37,15 +45,16 @@ def capture_spec(model: nn.Module, options: Options, mesh: Mesh, device: torch.d
     mesh = _with_regather(mesh, options.reshard_after_forward)
     check_fit(options, model, units, mesh)
     ignored = check_ignored(model, options.ignored_params)
-    check_params(model, device.type, ignored)
+    check_params(model, device.type, ignored, known)
     table = build_table(
         model,
         mesh=mesh,
         units=units,
         precision=precision,
         reshard_after_forward=_gathers_again(options.reshard_after_forward),
-        dims=check_placements(model, options.shard_placement_fn, ignored),
+        dims=check_placements(model, options.shard_placement_fn, {*ignored, *known}),
         ignored=ignored,
+        known=known,
     )
     return CaptureSpec(
         table, units, mesh, device, precision, type(model), options.dynamic_shapes, allow=tuple(options.allow)
@@ -73,13 +82,18 @@ def check_fit(options: Options, model: nn.Module, units: Sequence[str], mesh: Me
             f"reshard_after_forward={brief(reshard)} must divide the number of ranks that parameters are sharded over, "
             f"{num_shards}. Give one of {divisors}; 1 is False, {num_shards} is True."
         )
-    if options.activation is not None and not units:
-        raise ArgumentError(
-            f"activation={brief(options.activation)} is about the units of {type(model).__name__}, and none were "
-            "found. Name them with units=, such as units=['layers.*']."
-        )
+    check_activation(options, type(model).__name__, units)
     if options.memory_limit is not None and len(mesh.axes) > 1:
         raise ArgumentError(
             f"memory_limit={options.memory_limit} cannot be kept with replicas or a smaller group to gather again in: "
             "such programs are planned unit by unit, without costs. Shard over one axis, or leave it out."
+        )
+
+
+def check_activation(options: Options, model: str, units: Sequence[str]) -> None:
+    """Raise ArgumentError if units are to save something else, and a model has none."""
+    if options.activation is not None and not units:
+        raise ArgumentError(
+            f"activation={brief(options.activation)} is about the units of {model}, and none were found. Name them "
+            "with units=, such as units=['layers.*'], or call graphshard.fully_shard on them."
         )

@@ -45,16 +45,18 @@ def shard_module(
 ) -> None:
     """Replace every parameter by its shard, and move the buffers to the device, in place.
 
-    All shards are made before the first parameter is replaced. Meta tensors stay on the meta device.
+    All shards are made before the first parameter is replaced. Meta tensors stay on the meta device, and shards as they
+    are.
     """
-    rank = shard_index(mesh)
-    shards = {
-        row.name: _shard(module.get_parameter(row.name), row, mesh, rank, storage) for row in table if not row.ignored
-    }
+    rank, shards = shard_index(mesh), {}
+    for row in table:
+        param = module.get_parameter(row.name)
+        if not (row.ignored or isinstance(param, DTensor)):
+            shards[row.name] = _shard(param, row, mesh, rank, storage)
     for prefix, owner in module.named_modules():
         dot = f"{prefix}." if prefix else ""
         for name, param in owner._parameters.items():
-            if param is not None and not table[f"{dot}{name}"].ignored:
+            if param is not None and table[f"{dot}{name}"].name in shards:
                 owner._parameters[name] = shards[table[f"{dot}{name}"].name]
         for name, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta:

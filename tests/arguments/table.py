@@ -52,6 +52,13 @@ def _compile(mesh: DeviceMesh, folder: Path) -> Iterator[Row]:
     taken.write_text("a file")
     yield Row(graphshard.compile, "dump", (*bad.NO_PATHS, "/dev/null/x", taken, taken / "below"), call)
     yield Row(graphshard.compile, "artifact", bad.NO_PATHS, good)
+    unit = {"module": MODEL, "mesh": mesh}
+    yield Row(graphshard.fully_shard, "module", (*bad.NO_MODELS, [], [None], (nn.Linear(1, 1), 3)), {"mesh": mesh})
+    yield Row(graphshard.fully_shard, "mesh", (*bad.NO_MESHES, (2,), 2), {"module": MODEL})
+    yield Row(graphshard.fully_shard, "dp_mesh_dims", (3, "fsdp", {}, Hostile()), unit)
+    for option, values in bad.OPTIONS.items():
+        if option != "units":
+            yield Row(graphshard.fully_shard, option, values, unit)
 
 
 def _export(folder: Path, compiled: nn.Module) -> Iterator[Row]:

@@ -1,0 +1,252 @@
+"""Models that become parts of another one: how `graphshard.fully_shard` shards a model from the inside out.
+
+    fully_shard(block)      the block is a compiled model: its parameters are shards, and it can be called
+    fully_shard(model)      the block is a unit of the model, with the same shards and what was chosen for them
+
+Whatever was sharded last, and is not inside anything that was, is a model with programs of its own. So nothing has to
+be known of the calls to come, and a block that nobody wraps is a model, as it is with FSDP2.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from graphshard.capture.entry import without_entries
+from graphshard.ir.classes import users_class
+from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.params import ParamRow
+from graphshard.ir.program import Slot
+from graphshard.ir.text import brief
+from graphshard.ir.units import modules_of
+from graphshard.module.prepare import device_of, make_runner, prepare, shard
+from graphshard.module.runner import Runner
+from graphshard.module.tracer import Tracer
+from graphshard.module.unit_module import UnitModule
+from graphshard.options.checks import check_mesh
+from graphshard.options.options import Options
+from graphshard.pipeline.observe import Recorder
+from graphshard.runtime.shards import ParamRef
+
+# Options that FSDP2's fully_shard has: each call is for its own unit. The others are for the whole model.
+OF_UNITS = {"reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params", "units"}
+
+# What became of parameters that somebody still holds: others may be tied to them.
+_sharded_as: MutableMapping[nn.Parameter, ParamRef] = WeakIdKeyDictionary()
+
+
+class Group(nn.ModuleList):
+    """Modules that are sharded together and have no parent yet."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was sharded before, in a model that is sharded now.
+
+    Attributes:
+        units: names of the modules of each unit in the model, by the name of the unit in the part.
+    """
+
+    runner: Runner
+    units: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """What it is called."""
+        return next(iter(self.units.values()))[0]
+
+    def names(self, unit: str) -> str:
+        """The name of one of its units in the model."""
+        return ", ".join(self.units[unit])
+
+    def rows(self) -> dict[nn.Parameter, ParamRow]:
+        """Its rows, by parameter. As FSDP2 does it, what nobody chose is gathered again where it is no root."""
+        runner = self.runner
+        automatic = runner.tracer.options.reshard_after_forward is None
+        return {
+            ref.param: replace(ref.row, reshard=True)
+            if automatic and not ref.row.unit and ref.row.name not in runner.reshard_chosen
+            else ref.row
+            for ref in runner.tracer.params
+        }
+
+
+def parts_of(model: nn.Module) -> tuple[Part, ...]:
+    """The parts of a model that were sharded, in the order of its modules.
+
+    Raises:
+        ArgumentError: only some modules of a group are in the model.
+    """
+    found: dict[int, Part] = {}
+    for path, module in model.named_modules():
+        unit = module.__dict__.get("_graphshard_unit")
+        if unit is not None:
+            part = found.setdefault(id(unit.runner), Part(unit.runner))
+            part.units.setdefault(unit.name, []).append(path)
+    for part in found.values():
+        for unit, paths in part.units.items():
+            if len(paths) < len(modules_of(unit)):
+                raise ArgumentError(
+                    f"module: {', '.join(paths)} of {type(model).__name__} was sharded together with modules that are "
+                    "not in it. Give fully_shard lists of modules of one model."
+                )
+    return tuple(found.values())
+
+
+def tie_again(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, ParamRow]:
+    """Let what is still tied to a parameter that another call has sharded mean the shards; their rows."""
+    known = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            ref = None if param is None else _sharded_as.get(param)
+            if ref is not None and isinstance(ref.param, DTensor) and ref.param.device_mesh == mesh:
+                module._parameters[name] = ref.param
+                known[ref.param] = ref.row
+    return known
+
+
+def options_with(options: Options, parts: Sequence[Part], model: nn.Module) -> Options:
+    """The options of a model with parts: their units and policies beside those of its own.
+
+    Raises:
+        ArgumentError: a part was sharded with other options for the whole model.
+    """
+    for part, option in itertools.product(parts, fields(Options)):
+        theirs, ours = getattr(part.runner.tracer.options, option.name), getattr(options, option.name)
+        if option.name not in OF_UNITS and theirs not in (option.default, ours):
+            raise ArgumentError(
+                f"{option.name}: {part.label} of {type(model).__name__} was sharded with {brief(theirs)}, the whole is "
+                f"to be with {brief(ours)}. Give it in the outermost call of fully_shard."
+            )
+    own = options.mp_policy if isinstance(options.mp_policy, MixedPrecisionPolicy) else MixedPrecisionPolicy()
+    units: dict[tuple[str, ...], MixedPrecisionPolicy] = {}
+    if isinstance(model, Group):
+        units[tuple(name for name, _ in model.named_children())] = own
+    for part in parts:
+        precision = part.runner.tracer.spec.precision
+        used = {row.unit for row in part.runner.tracer.spec.params}
+        units.update({tuple(paths): precision.of(unit) for unit, paths in part.units.items() if unit in used})
+    patterns = [tuple(map(glob.escape, paths)) for paths in units]
+    policies = {glob.escape(", ".join(paths)): policy for paths, policy in units.items()}
+    return replace(
+        options,
+        units=[paths[0] if len(paths) == 1 else paths for paths in patterns],
+        mp_policy={"": own, **policies},
+    )
+
+
+def mesh_with(mesh: DeviceMesh, axes: Mesh, options: Options, parts: Sequence[Part]) -> Mesh:
+    """The axes of a model with parts: with neighbours among which backward gathers again, where a part has some.
+
+    Raises:
+        UnsupportedError: a part is on another mesh, or its neighbours are others.
+    """
+    for part in parts:
+        if part.runner.mesh != mesh:
+            raise UnsupportedError(
+                f"mesh: {part.label} was sharded over {part.runner.mesh}, and the whole is to be over {mesh}. Units on "
+                "meshes of their own are not supported yet."
+            )
+    number = options.reshard_after_forward
+    own = number if type(number) is int and 1 < number < axes.shard.size else 0
+    sizes = {part.label: regather.size if (regather := part.runner.tracer.spec.mesh.regather) else 0 for part in parts}
+    chosen = {size for size in (own, *sizes.values()) if size}
+    if not chosen:
+        return axes
+    others = [
+        part.label for part in parts if not sizes[part.label] and any(row.reshard for row in part.rows().values())
+    ]
+    if len(chosen) > 1 or others or number is True:
+        raise UnsupportedError(
+            f"reshard_after_forward={max(chosen)} of one unit, and {others[0] if others else 'another'} gathers again "
+            "among other ranks. Give all units one number, or False."
+        )
+    return axes if own else axes.with_regather(max(chosen))
+
+
+def check_storage(tracer: Tracer, parts: Sequence[Part]) -> None:
+    """Raise UnsupportedError for a part whose shards are kept elsewhere."""
+    for part in parts:
+        if part.runner.tracer.storage != tracer.storage:
+            raise UnsupportedError(
+                f"offload_policy: shards of {part.label} are kept on {part.runner.tracer.storage.device}, those of the "
+                f"whole on {tracer.storage.device}. Give all calls of fully_shard one policy."
+            )
+
+
+def release(model: nn.Module) -> None:
+    """Let the parts of a model be modules of the user's again, whose parameters are shards."""
+    for module in model.modules():
+        if isinstance(module, UnitModule):
+            object.__setattr__(module, "__class__", users_class(module))
+        attributes = without_entries(module)
+        if len(attributes) < len(module.__dict__):
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+
+
+def take_over(runner: Runner, parts: Sequence[Part]) -> None:
+    """Let the runner of a model go on with what was chosen and left in its parts."""
+    names = {id(ref.param): ref.row.name for ref in runner.tracer.params}
+    for part in parts:
+        old = part.runner
+        new = {ref.row.name: names[id(ref.param)] for ref in old.tracer.params}
+        for ours, theirs in (
+            (runner.accumulation.unsynced, old.accumulation.unsynced),
+            (runner.accumulation.unreplicated, old.accumulation.unreplicated),
+            (runner.unsharded.kept, old.unsharded.kept),
+            (runner.reshard_chosen, old.reshard_chosen),
+        ):
+            ours.update(new[name] for name in theirs)
+        sums = {Slot(slot.kind, new[slot.name]): value for slot, value in old.accumulation.sums.items()}
+        runner.accumulation.sums.update(sums)
+        runner.unsharded.full.update({new[name]: value for name, value in old.unsharded.full.items()})
+        runner.methods += [f"{part.label}.{method}" for method in old.methods]
+        for (direction, unit), following in old.prefetched.items():
+            runner.prefetch(direction, part.names(unit), tuple(map(part.names, following)))
+
+
+def shard_unit(
+    modules: Sequence[nn.Module], mesh: DeviceMesh, options: Options, recorder: Callable[[str], Recorder | None]
+) -> None:
+    """Shard modules as one unit, and let what was sharded inside be units of theirs.
+
+    Args:
+        recorder: what records a program, by its name.
+
+    Raises:
+        ArgumentError: an argument does not fit the modules; nothing was changed.
+        UnsupportedError: a unit inside is on another mesh or kept on another device.
+    """
+    model = modules[0] if len(modules) == 1 else Group(_outermost(modules))
+    parts = parts_of(model)
+    tied = tie_again(model, mesh)
+    axes = mesh_with(mesh, check_mesh(mesh), options, parts)
+    known = {**tied, **{param: row for part in parts for param, row in part.rows().items()}}
+    whole = options_with(options, parts, model)
+    # What needs units is found out when a program is made: those of other calls may be still to come.
+    fitting = whole if whole.units else replace(whole, activation=None)
+    tracer = prepare(model, fitting, axes, device_of(mesh), known)
+    tracer.options = whole
+    check_storage(tracer, parts)
+    runner = make_runner(model, tracer, mesh, recorder)
+    plain = [(ref.param, ref) for ref in tracer.params if not (ref.row.ignored or isinstance(ref.param, DTensor))]
+    release(model)
+    shard(model, runner)
+    take_over(runner, parts)
+    _sharded_as.update(plain)
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Modules that are not inside one of the others, each once."""
+    inner = {id(sub) for module in modules for sub in module.modules() if sub is not module}
+    return list({id(module): module for module in modules if id(module) not in inner}.values())

@@ -1,0 +1,318 @@
+"""`graphshard.fully_shard` in the place of FSDP2's: one function parallelizes two models, and they train alike."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import graphshard
+from tests.distributed.nets import Net, Tied, largest_dim, rows
+from tests.distributed.twins import BF16, assert_same, grads_of, params_of, world_mesh
+from tests.ranks import Ranks
+
+Shard = Callable[..., Any]
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+OURS = functools.partial(graphshard.fully_shard, backend="eager")
+
+
+def _blocks_and_root(shard: Shard, model: Any) -> None:
+    for block in model.blocks:
+        shard(block)
+    shard(model)
+
+
+def _blocks_only(shard: Shard, model: Any) -> None:
+    for block in model.blocks:
+        shard(block, mesh=world_mesh())
+
+
+def _root_only(shard: Shard, model: Any) -> None:
+    shard(model)
+
+
+def _nested(shard: Shard, model: Any) -> None:
+    shard(model.blocks[0].down)
+    shard(model.blocks[0])
+    shard(model.blocks[1].up, reshard_after_forward=False)
+    shard(model)
+
+
+def _groups(shard: Shard, model: Any) -> None:
+    assert shard([model.stem, model.head])[1] is model.head
+    shard([model.blocks[1], model.blocks[0], model.blocks[0].up], mp_policy=HALF)
+    shard(model)
+
+
+def _policies(shard: Shard, model: Any) -> None:
+    shard(model.stem, mp_policy=HALF)
+    shard(model.blocks[0], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64), reshard_after_forward=False)
+    shard(model.blocks[1], shard_placement_fn=largest_dim)
+    shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16, output_dtype=torch.float64))
+
+
+def _ignored(shard: Shard, model: Any) -> None:
+    shard(model.blocks[0], ignored_params={model.blocks[0].up.bias})
+    shard(model, ignored_params={model.head.bias})
+
+
+def _offloaded(shard: Shard, model: Any) -> None:
+    for module in (*model.blocks, model):
+        shard(module, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def _settings_before(shard: Shard, model: Any) -> None:
+    """What a unit was told before it had a root."""
+    first, second = model.blocks
+    shard(first)
+    shard(second)
+    first.set_requires_gradient_sync(False)
+    second.set_force_sum_reduction_for_comms(True)
+    second.set_gradient_divide_factor(3.0)
+    second.set_reshard_after_forward(False)
+    shard(model)
+
+
+def _gathered_again_in_pairs(shard: Shard, model: Any) -> None:
+    for block in model.blocks:
+        shard(block, reshard_after_forward=2)
+    shard(model)
+
+
+def _in_replicas(shard: Shard, model: Any) -> None:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    for module in (*model.blocks, model):
+        shard(module, mesh=mesh)
+
+
+PARALLELIZE = [
+    *(_blocks_and_root, _blocks_only, _root_only, _nested, _groups, _policies, _ignored, _offloaded),
+    *(_settings_before, _in_replicas),
+]
+
+
+def _pair(parallelize: Callable[[Shard, Any], None], model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    theirs = copy.deepcopy(model)
+    parallelize(OURS, model)
+    parallelize(fully_shard, theirs)
+    return model, theirs
+
+
+def _trains(rank: int, world_size: int, parallelize: Callable[[Shard, Any], None]) -> None:
+    torch.manual_seed(0)
+    ours, theirs = _pair(parallelize, Net())
+    for mine, other in zip(ours.modules(), theirs.modules(), strict=True):
+        assert isinstance(mine, FSDPModule) == isinstance(other, FSDPModule), type(other).__name__
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, theirs)]
+    for step in range(3):
+        losses = []
+        for model, optimizer in zip((ours, theirs), optimizers):
+            optimizer.zero_grad()
+            loss = model(rows(rank + 10 * step)).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        assert torch.equal(*losses), (step, losses)
+        assert_same(grads_of(ours), grads_of(theirs), f"gradients of step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+        if step == 1:
+            for model in (ours, theirs):
+                for module in model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.set_requires_gradient_sync(True, recurse=False)
+    assert_same(params_of(ours), params_of(theirs), "parameters")
+
+
+@pytest.mark.parametrize("parallelize", PARALLELIZE, ids=lambda f: f.__name__.strip("_"))
+def test_a_model_that_is_parallelized_by_the_same_code_trains_alike(
+    ranks: Ranks, parallelize: Callable[[Shard, Any], None]
+) -> None:
+    ranks(2).run(_trains, parallelize)
+
+
+def test_gathering_again_among_neighbours(ranks: Ranks) -> None:
+    ranks(4).run(_trains, _gathered_again_in_pairs)
+
+
+def _one_model(rank: int, world_size: int) -> None:
+    """The units' parameters are the objects that they were, and the outermost module has all programs."""
+    model = Net()
+    for block in model.blocks:
+        OURS(block)
+    before = list(model.blocks.parameters())
+    assert all(isinstance(param, DTensor) for param in before)
+    OURS(model)
+    assert [id(param) for param in model.blocks.parameters()] == [id(param) for param in before]
+    model(rows(rank)).sum().backward()
+    (program,) = graphshard.programs(model)
+    reshard = {row.unit: row.reshard for row in program.params}
+    assert reshard == {"": False, "blocks.0": True, "blocks.1": True}
+    model.blocks[0](torch.ones(5, 8))
+    assert len(graphshard.programs(model)) == 2
+    twin = copy.deepcopy(model)
+    assert_same(params_of(twin), params_of(model), "parameters of a copy")
+    full = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    model.load_state_dict({name: value + 1 for name, value in full.items()})
+    assert torch.equal(model.blocks[0].up.weight.full_tensor(), full["blocks.0.up.weight"] + 1)
+
+
+def test_what_was_sharded_by_itself_becomes_a_unit(ranks: Ranks) -> None:
+    ranks(2).run(_one_model)
+
+
+def _kept_between(rank: int, world_size: int) -> None:
+    """A block that is called, accumulates and is gathered by hand before it has a root goes on where it was."""
+    model, plain = Net(), None
+    torch.manual_seed(1)
+    for param in model.parameters():
+        nn.init.normal_(param)
+    plain = copy.deepcopy(model)
+    block = OURS(model.blocks[0])
+    block.set_requires_gradient_sync(False)
+    block(torch.ones(2, 8) * (rank + 1)).sum().backward()
+    block.unshard()
+    assert block.up.weight.grad is None
+    OURS(model)
+    model.set_requires_gradient_sync(True)
+    model(rows(rank)).sum().backward()
+    for other in range(world_size):
+        (plain.blocks[0](torch.ones(2, 8) * (other + 1)).sum() / world_size).backward()
+        (plain(rows(other)).sum() / world_size).backward()
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, msg=name)
+
+
+def test_what_a_unit_accumulated_before_is_reduced_with_the_rest(ranks: Ranks) -> None:
+    ranks(2).run(_kept_between)
+
+
+def _tied(rank: int, world_size: int) -> None:
+    """FSDP2 trains two parameters then; plain torch trains one."""
+    torch.manual_seed(0)
+    model = Tied()
+    plain = copy.deepcopy(model)
+    OURS(model.embed)
+    for block in model.blocks:
+        OURS(block)
+    OURS(model)
+    assert model.head.weight is model.embed.weight
+    assert model.blocks[2].up.weight is model.blocks[0].up.weight
+    batches = [torch.randint(7, (3, 4), generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+    model(batches[rank]).sum().backward()
+    for batch in batches:
+        (plain(batch).sum() / world_size).backward()
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, msg=name)
+
+
+def test_parameters_that_are_tied_across_units_stay_so(ranks: Ranks) -> None:
+    ranks(2).run(_tied)
+
+
+def _on_meta(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        model = Net()
+    _blocks_and_root(OURS, model)
+    model.to_empty(device="cpu")
+    for param in model.parameters():
+        nn.init.constant_(param, 0.01)
+    model(rows(rank)).sum().backward()
+    assert model.stem.weight.grad is not None
+
+
+def test_a_model_on_the_meta_device(ranks: Ranks) -> None:
+    ranks(2).run(_on_meta)
+
+
+def _twice(model: Any) -> None:
+    OURS(model.stem)
+    OURS(model.stem)
+
+
+def _inside(model: Any) -> None:
+    OURS(model)
+    OURS(model.blocks[0])
+
+
+def _half_a_group(model: Any) -> None:
+    OURS([model.stem, model.blocks[0].up])
+    OURS(model.blocks[0])
+
+
+def _two_meshes(model: Any) -> None:
+    OURS(model.stem)
+    OURS(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+
+
+def _two_devices(model: Any) -> None:
+    OURS(model.stem, offload_policy=CPUOffloadPolicy())
+    OURS(model)
+
+
+def _two_numbers(model: Any) -> None:
+    OURS(model.blocks[0], activation="full")
+    OURS(model, activation=0.5)
+
+
+def _no_units(model: Any) -> None:
+    OURS(model, activation="full")(rows(0))
+
+
+ERRORS: dict[str, Callable[[Any], Any]] = {
+    r"^module: Linear cannot be compiled: it is already compiled\. Compile the root module, once": _twice,
+    r"^module: Block is a part of a compiled model": _inside,
+    r"^module: up of Block was sharded together with modules that are not in it": _half_a_group,
+    r"^mesh: stem was sharded over DeviceMesh.*Units on meshes of their own are not supported yet": _two_meshes,
+    r"^activation: blocks\.0 of Net was sharded with 'full', the whole is to be with 0\.5\. Give it in the outer": (
+        _two_numbers
+    ),
+    r"^activation='full' is about the units of Net, and none were found.*or call graphshard\.fully_shard on": _no_units,
+    r"^module is an empty list": lambda model: OURS([]),
+    r"^module: ModuleList has no forward, so there is nothing to compile": lambda model: OURS(model.blocks),
+    r"^mp_policy: fully_shard takes one policy": lambda model: OURS(model, mp_policy={"": BF16}),
+    r"^dp_mesh_dims=1: meshes with other axes": lambda model: OURS(model, dp_mesh_dims=1),
+    r"^fully_shard\(\) got an unexpected keyword argument 'units'": lambda model: OURS(model, units=["blocks.*"]),
+    r"Did you mean 'reshard_after_forward'": lambda model: OURS(model, reshard=True),
+}
+
+
+def _wrong(rank: int, world_size: int) -> None:
+    for message, call in ERRORS.items():
+        with pytest.raises((graphshard.ArgumentError, graphshard.UnsupportedError)) as caught:
+            call(Net())
+        assert re.search(message, str(caught.value)), str(caught.value)
+    model = Net()
+    first = OURS(model.blocks[0], reshard_after_forward=False)
+    with pytest.raises(graphshard.ArgumentError, match="mesh must be"):
+        OURS(model, mesh="cpu")
+    first(torch.ones(2, 8)).sum().backward()  # is what it was
+    assert first.up.weight.grad is not None
+    assert not isinstance(model.stem.weight, DTensor)
+
+
+def test_wrong_arguments(ranks: Ranks) -> None:
+    ranks(2).run(_wrong)
+
+
+def _different_neighbours(rank: int, world_size: int) -> None:
+    model = Net()
+    OURS(model.blocks[0], reshard_after_forward=2)
+    with pytest.raises(graphshard.UnsupportedError, match="reshard_after_forward=2 of one unit, and another gathers"):
+        OURS(model, reshard_after_forward=True)
+    OURS(model.blocks[1], reshard_after_forward=True)
+    with pytest.raises(graphshard.UnsupportedError, match=r"=2 of one unit, and blocks\.1 gathers again among other"):
+        OURS(model)
+
+
+def test_units_that_gather_again_among_different_ranks(ranks: Ranks) -> None:
+    ranks(4).run(_different_neighbours)
