@@ -104,7 +104,7 @@ def parts_of(model: nn.Module) -> tuple[Part, ...]:
 
 def tie_again(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, ParamRow]:
     """Let what is still tied to a parameter that another call has sharded mean the shards; their rows."""
-    known = {}
+    known: dict[nn.Parameter, ParamRow] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             ref = None if param is None else _sharded_as.get(param)
