@@ -27,6 +27,7 @@ from torch._logging import trace_structured
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -39,6 +40,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
 )
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.numbers import int_oo
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -74,7 +76,9 @@ __all__ = [
     "run_with_rng_state",
     "sharded_like",
     "trace_structured",
+    "transform_of",
     "use_boxed_calls",
+    "without_dispatch_modes",
 ]
 
 
@@ -289,6 +293,24 @@ def forget_sources() -> Iterator[None]:
         for name in set(graph_module._loader.eval_cache) - known:
             graph_module._loader.eval_cache.pop(name, None)
             linecache.cache.pop(name, None)
+
+
+@contextlib.contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Nobody sees the operators of the block: what counts or logs those of a call is not to count its compilation."""
+    with _disable_current_modes():
+        yield
+
+
+def transform_of(leaves: Sequence[object]) -> str:
+    """What differentiates or batches a call with these inputs besides autograd's backward; "" is nothing."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "a transform of torch.func"
+    if forward_ad._current_level >= 0:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+            return "forward-mode differentiation"
+    return ""
 
 
 def number_of_backward() -> int:

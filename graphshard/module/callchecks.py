@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import MaterializationError, ParameterError
+from graphshard.ir.errors import MaterializationError, ParameterError, UnsupportedError
 from graphshard.ir.params import ParamTable
+from graphshard.ir.torch_internals import transform_of
 from graphshard.runtime.shards import ParamRef
 
 
@@ -47,3 +48,14 @@ def check_materialized(
             raise MaterializationError(
                 f"parameter {ref.row.name} is on {ref.param.device} and must be on {wanted}: {why}. Move it there."
             )
+
+
+def check_not_transformed(leaves: Sequence[object]) -> None:
+    """Raise UnsupportedError for a call inside a transform of torch.func, or with dual numbers."""
+    what = transform_of(leaves)
+    if what:
+        raise UnsupportedError(
+            f"a compiled model was called inside {what}, which cannot see through its programs. Call autograd "
+            "(torch.autograd.grad, backward), put the transform into the model's forward, or use the model before "
+            "graphshard.compile."
+        )

@@ -23,11 +23,11 @@ from graphshard.ir.program import Phase, Program
 from graphshard.ir.progress import progress
 from graphshard.ir.state import Place
 from graphshard.ir.subclasses import is_extended
-from graphshard.ir.torch_internals import forget_sources
+from graphshard.ir.torch_internals import forget_sources, without_dispatch_modes
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.regions import lower
 from graphshard.module.agreement import Agreement
-from graphshard.module.callchecks import check_materialized, check_no_new_parameters
+from graphshard.module.callchecks import check_materialized, check_no_new_parameters, check_not_transformed
 from graphshard.module.executables import Executables, Installed
 from graphshard.module.guard import Guard
 from graphshard.module.leave import leave
@@ -112,6 +112,7 @@ class Runner:
         for alias in self.aliases:
             alias.check()
         leaves, structure = pytree.tree_flatten((args, kwargs))
+        check_not_transformed(leaves)
         leaves = tracer.on_device(leaves, structure)
         signature = tracer.signature(module, leaves, structure)
         if not self.materialized:
@@ -243,6 +244,7 @@ class Runner:
             return self._build(module, args, kwargs, signature, reason)
 
     @forget_sources()
+    @without_dispatch_modes()
     def _build(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature, reason: str
     ) -> Program:
@@ -334,6 +336,7 @@ class Runner:
             return self._rerun_alone(program, partitioned, variant, strides)
 
     @forget_sources()
+    @without_dispatch_modes()
     def _rerun_alone(self, program: Program, partitioned: Partitioned, variant: Variant, strides: Strides) -> Phase:
         (used, accumulate), tracer = variant, self.tracer
         name = f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}"
