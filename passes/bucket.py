@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from graphshard.ir.errors import PassError
 from graphshard.ir.graph import WAIT, aten, base_of, c10d, emit, erase_dead, fake
 from graphshard.ir.layout import COMPUTE, Collective, Layout, collectives
+from graphshard.ir.params import ParamTable
 from graphshard.ir.plan import Bucket
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass
@@ -61,7 +62,7 @@ class Bucketing(Pass):
                     continue
                 _MERGE[bucket.kind](phase.module.graph, bucket, [m for m in members if m is not None], layout)
             _stay_compute(phase, layout)
-            count += _tag(phase, [b for b in program.plan.buckets if b.phase == phase_name])
+            count += _tag(phase, [b for b in program.plan.buckets if b.phase == phase_name], program.params)
         return count
 
 
@@ -72,18 +73,20 @@ def _stay_compute(phase: Phase, before: Layout) -> None:
         node.meta[COMPUTE] = True
 
 
-def _tag(phase: Phase, buckets: list[Bucket]) -> int:
-    """Write its bucket's name on every launch and wait; how many launches had another or none."""
+def _tag(phase: Phase, buckets: list[Bucket], params: ParamTable) -> int:
+    """Write its bucket's name, and its unit's, on every launch and wait; how many launches had another or none."""
     found = {(bucket.kind, bucket.axis, param): bucket for bucket in buckets for param in bucket.members}
     count = 0
     for collective in collectives(phase):
         bucket = found[collective.kind, collective.axis, collective.params[0]]
-        name = bucket.name
+        name, units = bucket.name, {params[param].unit for param in bucket.members}
         count += collective.node.meta.get("bucket") != name
         for node in (collective.node, *collective.waits):
             node.meta["bucket"] = name
             if bucket.exchanged:
                 node.meta["exchanged"] = True
+            if len(units) == 1:
+                (node.meta["unit"],) = units
     return count
 
 

@@ -75,6 +75,7 @@ __all__ = [
     "run_and_save_rng_state",
     "run_with_rng_state",
     "sharded_like",
+    "started",
     "trace_structured",
     "transform_of",
     "use_boxed_calls",
@@ -227,7 +228,14 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None
     Args:
         group: name of the process group.
     """
-    _register_work(full, _resolve_process_group(group)._allgather_base(full, shard))
+    started(full, _resolve_process_group(group)._allgather_base(full, shard))
+
+
+def started(result: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
+    """The result of a collective that is under way, to be waited for as that of a functional one."""
+    if work is not None:
+        _register_work(result, work)
+    return result
 
 
 @contextlib.contextmanager

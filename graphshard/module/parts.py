@@ -29,6 +29,7 @@ from graphshard.ir.program import Slot
 from graphshard.ir.text import brief
 from graphshard.ir.units import modules_of
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
+from graphshard.module.replan import take_over_plan
 from graphshard.module.runner import Runner
 from graphshard.module.tracer import Tracer
 from graphshard.module.unit_module import UnitModule
@@ -211,8 +212,8 @@ def take_over(runner: Runner, parts: Sequence[Part]) -> None:
         runner.accumulation.sums.update(sums)
         runner.unsharded.full.update({new[name]: value for name, value in old.unsharded.full.items()})
         runner.methods += [f"{part.label}.{method}" for method in old.methods]
-        for (direction, unit), following in old.prefetched.items():
-            runner.prefetch(direction, part.names(unit), tuple(map(part.names, following)))
+        runner.event = runner.event or old.event
+        take_over_plan(runner, old, {unit: part.names(unit) for unit in part.units})
 
 
 def shard_unit(

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.entry import install_entries
 from graphshard.capture.signature import Signature
-from graphshard.ir.errors import CaptureLimitError, UnsupportedError
+from graphshard.ir.errors import CaptureLimitError
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.progress import progress
 from graphshard.ir.state import Place
@@ -32,11 +32,12 @@ from graphshard.module.executables import Executables, Installed
 from graphshard.module.guard import Guard
 from graphshard.module.leave import leave
 from graphshard.module.tracer import Tracer, entry_name
-from graphshard.options.passes import Direction, with_prefetch
+from graphshard.options.passes import Direction
 from graphshard.options.table import check_activation
 from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.runtime.accumulation import Accumulation
+from graphshard.runtime.custom import Custom
 from graphshard.runtime.shards import Alias, aliases
 from graphshard.runtime.step import BackwardFactory, Executable, Strides, Variant
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
@@ -78,6 +79,9 @@ class Runner:
             (`to_install`).
         reshard_chosen: parameters for which somebody chose after `compile` whether backward gathers them again.
         prefetched: units that are gathered when one has arrived, by direction and its name.
+        reductions_under_way: how many units' gradients may be on their way at once, as chosen for units.
+        custom: collectives that the user runs, by unit.
+        event: that the next call waits for before it gathers.
     """
 
     tracer: Tracer
@@ -98,6 +102,9 @@ class Runner:
     to_install: bool = False
     reshard_chosen: set[str] = field(default_factory=set)
     prefetched: dict[tuple[Direction, str], tuple[str, ...]] = field(default_factory=dict)
+    reductions_under_way: dict[str, int] = field(default_factory=dict)
+    custom: Custom = field(default_factory=Custom)
+    event: torch.Event | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _rerun: set[str] = field(default_factory=set)
     _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
@@ -163,6 +170,9 @@ class Runner:
             methods=list(self.methods),
             reshard_chosen=set(self.reshard_chosen),
             prefetched=dict(self.prefetched),
+            reductions_under_way=dict(self.reductions_under_way),
+            custom=copy.copy(self.custom),
+            event=None,
         )
         twin.change(list(self.unsharded.full), held=False)
         return twin
@@ -189,16 +199,9 @@ class Runner:
         self.tracer.change(names, **choices)
         self.entries.clear()
 
-    def prefetch(self, direction: Direction, unit: str, following: tuple[str, ...]) -> None:
-        """Let the gathers of these units start when that of a unit has arrived, from the next call on.
-
-        Raises:
-            UnsupportedError: somebody else decides when gathers start.
-        """
-        if self.sealed:
-            raise UnsupportedError(f"set_modules_to_{direction}_prefetch: a loaded file has its plan. Use compile.")
-        self.tracer.pipeline = with_prefetch(self.tracer.pipeline, direction, unit, following)
-        self.prefetched[direction, unit] = following
+    def begin_again(self, pipeline: Pipeline) -> None:
+        """Let other passes make the programs from the next call on; forget those that were made or loaded."""
+        self.tracer.pipeline = pipeline
         self.agreement, self.executables, self.library = Agreement(self.agreement.peers), Executables(), None
         self.entries.clear()
 
@@ -228,6 +231,9 @@ class Runner:
         """Gather what is to stay gathered; programs read what is there from now on."""
         if self.tracer.name:  # the model's own runner has done it
             return
+        if self.event is not None:
+            self.event.wait()
+            self.event = None
         if self.unsharded.kept:
             self.unshard(self.unsharded.kept)
         rows = [ref.row for ref in self.tracer.params]
@@ -318,6 +324,7 @@ class Runner:
             self.unsharded,
             self.groups,
             self.agreement.peers,
+            self.custom,
             follows_strides=follows_strides,
         )
         installed = Installed(executable, Guard(program.state, module, self.tracer.spec.forward_class.__name__))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import nn
@@ -23,27 +22,15 @@ from graphshard.ir.given import check_bool, check_number, check_texts
 from graphshard.ir.text import brief
 from graphshard.ir.torch_internals import register_as
 from graphshard.ir.units import modules_of
+from graphshard.module.custom_collectives import CustomCollectives, UnitOf
+from graphshard.module.replan import prefetch
 from graphshard.module.runner import Runner
 from graphshard.module.unsupported import Unsupported
 from graphshard.options.passes import Direction
 from graphshard.runtime.unsharded import UnshardHandle
 
 
-@dataclass(frozen=True)
-class UnitOf:
-    """Which part of which model a module is.
-
-    Attributes:
-        path: of the module in the model.
-        name: of its unit, which may have several modules.
-    """
-
-    runner: Runner
-    path: str
-    name: str
-
-
-class UnitModule(Unsupported, FSDPModule, nn.Module):
+class UnitModule(Unsupported, CustomCollectives, FSDPModule, nn.Module):
     """Mixed into the classes of the model and of its units' modules."""
 
     _graphshard_unit: UnitOf
@@ -180,7 +167,7 @@ class UnitModule(Unsupported, FSDPModule, nn.Module):
                     f"Units are {', '.join(unit.runner.tracer.spec.units) or 'named with units='}."
                 )
         names = dict.fromkeys(module._graphshard_unit.name for module in modules)
-        unit.runner.prefetch(direction, unit.name, tuple(names))
+        prefetch(unit.runner, direction, unit.name, tuple(names))
 
     def _params_of(self, recurse: bool, units: Sequence[str] | None) -> set[str]:
         """Names of the parameters that a method is for."""
@@ -191,10 +178,7 @@ class UnitModule(Unsupported, FSDPModule, nn.Module):
             check_texts("units", units, "['layers.*']")
             prefix = f"{unit.path}." if unit.path else ""
             return params.of_units([f"{prefix}{pattern}" if pattern else unit.name for pattern in units])
-        if not recurse:
-            return {row.name for row in params if row.unit == unit.name}
-        inside = "" if not unit.path else f"{unit.path}."
-        names = {unit.name, *(u for u in params.units if any(m.startswith(inside) for m in modules_of(u)))}
+        names = unit.inside(recurse=recurse)
         return {row.name for row in params if row.unit in names}
 
     def _get_fsdp_state(self) -> Any:

@@ -131,18 +131,34 @@ def with_prefetch(pipeline: Pipeline, direction: Direction, unit: str, following
     Raises:
         UnsupportedError: a planner of the user's decides that, or a limit of memory.
     """
+    lists = dict(getattr(_planner_by_unit(pipeline), f"{direction}_prefetch"), **{unit: following})
+    return planned_by_unit(pipeline, f"set_modules_to_{direction}_prefetch", **{f"{direction}_prefetch": lists})
+
+
+def planned_by_unit(pipeline: Pipeline, setter: str, **choices: Any) -> Pipeline:
+    """The pipeline with a plan unit by unit, and these fields of the planner.
+
+    Args:
+        setter: the method that was called, for the error.
+
+    Raises:
+        UnsupportedError: a planner of the user's makes the plan, or one that keeps a limit of memory.
+    """
     index, plan = next(((i, p) for i, p in enumerate(pipeline) if isinstance(p, MakePlan)), (0, None))
-    planner = plan.planner if plan is not None else None
-    if isinstance(planner, PlanByCost) and planner.memory_limit is None:
-        planner = PlanByUnit()
-    if plan is None or not isinstance(planner, PlanByUnit | None):
-        who = "memory_limit" if isinstance(planner, PlanByCost) else "a planner in passes="
-        raise UnsupportedError(f"set_modules_to_{direction}_prefetch: {who} decides when gathers start. Leave it out.")
-    planner, name = planner or PlanByUnit(), f"{direction}_prefetch"
-    lists: dict[str, Any] = {name: {**getattr(planner, name), unit: following}}
+    given, planner = plan.planner if plan is not None else None, _planner_by_unit(pipeline)
+    free = given is None or isinstance(given, PlanByUnit) or (isinstance(given, PlanByCost) and not given.memory_limit)
+    if plan is None or not free:
+        who = "memory_limit" if isinstance(given, PlanByCost) else "a planner in passes="
+        raise UnsupportedError(f"{setter}: {who} decides when collectives start and what they hold. Leave it out.")
     passes = list(pipeline)
-    passes[index] = replace(plan, planner=replace(planner, **lists))
+    passes[index] = replace(plan, planner=replace(planner, **choices))
     return Pipeline(tuple(passes))
+
+
+def _planner_by_unit(pipeline: Pipeline) -> PlanByUnit:
+    """The planner of a pipeline, if it plans unit by unit, or a new one."""
+    planners = [step.planner for step in pipeline if isinstance(step, MakePlan)]
+    return next((planner for planner in planners if isinstance(planner, PlanByUnit)), PlanByUnit())
 
 
 def with_offload(pipeline: Pipeline) -> Pipeline:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from graphshard.ir.graph import base_of, fake, is_collective, kind_of, restride
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import finish_downloads
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes, sizes_in
@@ -28,6 +29,7 @@ from graphshard.ir.torch_internals import disable_autocast, sharded_like
 from graphshard.lower.executor import Boxed, Executor
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
+from graphshard.runtime.custom import Custom
 from graphshard.runtime.gloo import exchange_reductions, gather_into_buffers
 from graphshard.runtime.groups import bind_groups, is_fake, shard_index
 from graphshard.runtime.peers import Peers
@@ -55,6 +57,7 @@ class Executable:
         unsharded: parameters that were gathered by hand.
         groups: names of the process groups by the names of the axes.
         peers: the other ranks; None where there are none.
+        custom: collectives that the user runs.
         follows_strides: each layout of tangents has a backward of its own, as in eager mode; otherwise they are copied.
     """
 
@@ -70,6 +73,7 @@ class Executable:
         unsharded: Unsharded,
         groups: Mapping[str, str],
         peers: Peers | None = None,
+        custom: Custom | None = None,
         *,
         follows_strides: bool,
     ) -> None:
@@ -84,6 +88,7 @@ class Executable:
         self._unsharded = unsharded
         self._groups = groups
         self._peers = peers
+        self._custom = custom
         # What each phase that communicates is called, and what it sends.
         self._sent: dict[GraphModule, tuple[str, str]] = {}
         self._forward = self._bind(program.phases["forward"])
@@ -248,6 +253,8 @@ class Executable:
             sent = "\n".join(f"{node.meta.get('bucket')} over {node.args[-1]}" for node in launches)
             self._sent[phase.module] = f"{name} of {self.program.model} ({kinds})", sent
         bind_groups(phase.module.graph, self._groups)
+        if self._custom is not None:
+            self._custom.bind(phase, Mesh.of(self.mesh))
         exchange_reductions(phase)
         if self.mesh.device_type == "cpu" and not is_fake(self.mesh):
             gather_into_buffers(phase)

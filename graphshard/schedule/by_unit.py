@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.given import check_texts
+from graphshard.ir.given import check_count, check_texts
 from graphshard.ir.graph import fake
 from graphshard.ir.layout import Collective, Layout, collectives
 from graphshard.ir.liveness import last_use
@@ -45,12 +45,14 @@ class PlanByUnit:
         forward_prefetch: by a unit's name, the units whose gathers start when its own has arrived; the next one of
             those that are not named here. "" is the root.
         backward_prefetch: the same for backward.
+        reductions_under_way: how many units' gradients may be on their way before the next ones wait for the first.
     """
 
     pack_gathers_below: float = 64 * 1024
     pack_reductions_below: float | None = None
     forward_prefetch: Mapping[str, Sequence[str]] = field(default_factory=dict)
     backward_prefetch: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    reductions_under_way: int = 1
 
     def __post_init__(self) -> None:
         for name in ("pack_gathers_below", "pack_reductions_below"):
@@ -58,6 +60,7 @@ class PlanByUnit:
             number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
             if not number and (value is not None or name == "pack_gathers_below"):
                 raise ArgumentError(f"{name} must be a number of bytes from 0 on, got {brief(value)}.")
+        check_count("reductions_under_way", self.reductions_under_way)
         for name in ("forward_prefetch", "backward_prefetch"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ArgumentError(f"{name} must be a dict of lists of units, got {brief(getattr(self, name))}.")
@@ -72,7 +75,9 @@ class PlanByUnit:
         for name, phase in program.phases.items():
             groups = self._group(program, name, phase)
             buckets += [bucket for bucket, _ in groups]
-            events[name] = tuple(_place(phase, groups, self._prefetch(program, name, groups)))
+            events[name] = tuple(
+                _place(phase, groups, self._prefetch(program, name, groups), self.reductions_under_way)
+            )
             gathered_bytes[name] = account(phase, groups, events[name], program.params)
         return Plan(tuple(buckets), events, gathered_bytes)
 
@@ -173,8 +178,8 @@ def plan_scalars(program: Program, phase_name: str, starts: Iterable[int]) -> tu
     return buckets, sorted(events, key=lambda event: event.at)
 
 
-def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]], prefetch: Prefetch) -> list[Event]:
-    """Starts and waits of a phase in order of execution."""
+def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]], prefetch: Prefetch, most: int) -> list[Event]:
+    """Starts and waits of a phase in order of execution, with so many reductions under way at most."""
     layout = Layout.of(phase)
     end = len(layout.compute)
     needed = {b.name: first_use(members, layout) for b, members in groups if b.kind == "gather"}
@@ -202,7 +207,7 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]], prefetch
     reductions: list[Event] = []
     under_way: list[list[str]] = []
     for names in sorted(ready, key=ready.__getitem__):
-        reductions += _continue(under_way, ready[names], held=all_reduces)
+        reductions += _continue(under_way, ready[names], held=all_reduces, keep=most - 1)
         reductions.append(Event("start", names[0], ready[names]))
         under_way.append(list(names))
     while any(names[0] not in all_reduces for names in under_way):
@@ -222,15 +227,14 @@ def _reductions(groups: list[tuple[Bucket, list[Collective]]]) -> dict[tuple[str
     return {tuple(names): members for names, members in found.values()}
 
 
-def _continue(under_way: list[list[str]], at: int, held: Collection[str] = ()) -> list[Event]:
+def _continue(under_way: list[list[str]], at: int, held: Collection[str] = (), keep: int = 0) -> list[Event]:
     """Wait for the reductions under way, the oldest first, and start what follows each; what is done is dropped.
 
-    Those that are `held` stay under way.
+    Those that are `held` stay under way, and of the others the last ones.
     """
     events = []
-    for names in under_way:
-        if names[0] in held:
-            continue
+    others = [names for names in under_way if names[0] not in held]
+    for names in others[: max(len(others) - keep, 0)]:
         events.append(Event("wait", names.pop(0), at))
         events += [Event("start", name, at) for name in names[:1]]
     under_way[:] = [names for names in under_way if names]

@@ -304,14 +304,8 @@ def test_errors_name_the_argument(ranks: Ranks, message: str) -> None:
 
 
 REFUSED = {
-    "set_all_reduce_hook": r"write a pass",
-    "set_custom_all_gather": r"write a pass",
-    "set_custom_reduce_scatter": r"write a pass",
-    "set_separate_reduce_scatter_group": r"orders gathers and reductions",
-    "set_reduce_scatter_max_input_buffers": r"memory_limit=",
     "set_allocate_memory_from_process_group_for_comm": r"sent from where they are",
     "set_symm_mem_for_comm": r"sent from where they are",
-    "set_post_optim_event": r"current_stream\(\)\.wait_event",
 }
 
 

@@ -224,7 +224,7 @@ def _wrong(rank: int, world_size: int) -> None:
         "plan", graphshard.passes.MakePlan(lambda program: graphshard.PlanByUnit()(program))
     )
     model = graphshard.compile(Net(2), world_mesh(), backend="eager", passes=own)
-    with pytest.raises(graphshard.UnsupportedError, match="a planner in passes= decides when gathers start"):
+    with pytest.raises(graphshard.UnsupportedError, match="a planner in passes= decides when collectives start"):
         model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
 
 

@@ -1,0 +1,261 @@
+"""Collectives that the user runs, and how they are run: FSDP2's methods, beside the real FSDP2."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphshard
+from tests.distributed.nets import Net, rows
+from tests.distributed.twins import BF16, assert_same, grads_of, twins, world_mesh
+from tests.ranks import Ranks
+
+
+class _Comm:
+    """Counts, and says what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full(tuple(size), torch.nan, dtype=dtype, device=device)
+
+
+class _Gather(_Comm):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self.calls.append(str(dist.get_process_group_ranks(group)))
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _Reduce(_Comm):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        """Twice the gradient, so that nobody can do without; at once, so that there is nothing to wait for."""
+        self.calls.append(str(op))
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+        output_tensor.mul_(2)
+
+
+def _comms(unit: Any) -> tuple[_Gather, _Reduce]:
+    gather, reduce = _Gather(), _Reduce()
+    unit.set_custom_all_gather(gather)
+    unit.set_custom_reduce_scatter(reduce)
+    return gather, reduce
+
+
+def _train(rank: int, *models: Any) -> None:
+    for model in models:
+        model(rows(rank)).float().sum().backward()
+
+
+def _custom(rank: int, world_size: int, policy: Any) -> None:
+    pair = twins(Net(), world_mesh(), mp_policy=policy)
+    _train(rank, *pair)
+    comms = [_comms(model.blocks[0]) for model in pair]
+    for model in pair:
+        model.zero_grad()
+    _train(rank, *pair)
+    assert_same(*map(grads_of, pair), "gradients")
+    (gather, reduce), (their_gather, their_reduce) = comms
+    assert gather.calls == their_gather.calls == [str(list(range(world_size)))] * 2
+    assert len(reduce.calls) == len(their_reduce.calls) == 1
+
+
+@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
+def test_a_units_collectives_are_run_by_the_user(ranks: Ranks, policy: Any) -> None:
+    """As often as FSDP2 calls them, in memory of theirs; the other units' are not."""
+    ranks(3).run(_custom, policy or torch.distributed.fsdp.MixedPrecisionPolicy())
+
+
+def _each_larger(rank: int, world_size: int) -> None:
+    """A planner that packs nothing launches each tensor by itself."""
+    apart = graphshard.PlanByUnit(pack_gathers_below=0, pack_reductions_below=0)
+    passes = graphshard.Pipeline().replace("plan", graphshard.passes.MakePlan(apart))
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    graphshard.compile(model, world_mesh(), backend="eager", passes=passes)
+    gather, reduce = _comms(model.blocks[0])
+    _train(rank, model)
+    names = [name for name, _ in model.blocks[0].named_parameters()]
+    assert len(gather.calls) == len(names) + len([name for name in names if "bias" not in name])  # backward reads none
+    assert len(reduce.calls) == len(names)
+    (plain(torch.cat([rows(r) for r in range(world_size)])).sum() / world_size).backward()
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        factor = 2 if name.startswith("blocks.0.") else 1
+        torch.testing.assert_close(param.grad.full_tensor(), factor * expected.grad, msg=name)
+
+
+def test_tensors_that_are_not_packed_are_run_one_by_one(ranks: Ranks) -> None:
+    ranks(2).run(_each_larger)
+
+
+def _hook(calls: list[tuple[torch.dtype, int]], gradient: Tensor) -> None:
+    calls.append((gradient.dtype, gradient.numel()))
+    gradient.mul_(3).add_(0.5)
+
+
+def _hooked(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    pair = twins(Net(), mesh, mp_policy=BF16)
+    seen: list[list[tuple[torch.dtype, int]]] = [[], []]
+    for model, calls in zip(pair, seen):
+        model.blocks[1].set_all_reduce_hook(functools.partial(_hook, calls))
+        model.set_requires_gradient_sync(False)
+    _train(rank, *pair)
+    assert seen == [[], []]
+    for model in pair:
+        model.set_requires_gradient_sync(True)
+    _train(rank, *pair)
+    assert_same(*map(grads_of, pair), "gradients")
+    assert seen[0] == seen[1], seen
+    assert [dtype for dtype, _ in seen[0]] == [torch.float32]
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["FSDP", "HSDP"])
+def test_a_hook_sees_reduced_gradients(ranks: Ranks, shape: tuple[int, ...]) -> None:
+    """Once per reduction, behind that over replicas, with FSDP2's buffer; what it does to it counts."""
+    ranks(4).run(_hooked, shape)
+
+
+class _Groups(TorchDispatchMode):
+    """Names of the process groups that reduce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "reduce_scatter" in str(func):
+            self.names.append(str(args[-1]))
+        return func(*args, **kwargs or {})
+
+
+def _separate(rank: int, world_size: int) -> None:
+    ours, theirs = twins(Net(), world_mesh())
+    found = []
+    for enable in (True, False):
+        for model in (ours, theirs):
+            model.set_separate_reduce_scatter_group(enable)
+            model.zero_grad()
+        with _Groups() as groups:
+            _train(rank, ours)
+        _train(rank, theirs)
+        assert_same(grads_of(ours), grads_of(theirs), "gradients")
+        found.append(set(groups.names))
+    own, shared = found
+    assert len(own) == len(shared) == 1
+    assert own != shared
+    ours.blocks[0].set_separate_reduce_scatter_group()
+    with _Groups() as groups:
+        _train(rank, ours)
+    assert set(groups.names) == own | shared
+
+
+def test_reductions_in_a_group_of_their_own(ranks: Ranks) -> None:
+    """Of all units, of none, of one."""
+    ranks(3).run(_separate)
+
+
+def _buffers(rank: int, world_size: int) -> list[list[str]]:
+    ours, theirs = twins(Net(), world_mesh())
+    found = []
+    for most in (1, 2):
+        for model in (ours, theirs):
+            model.set_reduce_scatter_max_input_buffers(most)
+            model.zero_grad()
+        _train(rank, ours, theirs)
+        assert_same(grads_of(ours), grads_of(theirs), "gradients")
+        plan = graphshard.programs(ours)[-1].plan
+        assert plan is not None
+        found.append([f"{e.action} {e.bucket}" for e in plan.events["backward"] if e.bucket.startswith("reduce")])
+    return found
+
+
+def test_reductions_under_way_at_once(ranks: Ranks) -> None:
+    last, first, root = (f"reduce {unit} in backward" for unit in ("blocks.1", "blocks.0", "(root)"))
+    for one, two in ranks(2).run(_buffers):
+        assert one[:4] == [f"start {last}", f"wait {last}", f"start {first}", f"wait {first}"]
+        assert two[:4] == [f"start {last}", f"start {first}", f"wait {last}", f"start {root}"]
+
+
+class _Event:
+    waited = 0
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+def _events(rank: int, world_size: int) -> None:
+    model, _ = twins(Net(), world_mesh())
+    event = _Event()
+    model.set_post_optim_event(event)
+    _train(rank, model)
+    _train(rank, model)
+    assert event.waited == 1
+
+
+def test_the_next_call_waits_for_an_event_once(ranks: Ranks) -> None:
+    ranks(2).run(_events)
+
+
+def _before_the_root(rank: int, world_size: int) -> None:
+    """What was chosen for a unit by itself holds when it has become a part of a model."""
+    model = Net()
+    for block in model.blocks:
+        graphshard.fully_shard(block, backend="eager")
+    gather, _ = _comms(model.blocks[1])
+    calls: list[tuple[torch.dtype, int]] = []
+    model.blocks[0].set_all_reduce_hook(functools.partial(_hook, calls))
+    model.blocks[0].set_reduce_scatter_max_input_buffers(2)
+    graphshard.fully_shard(model, backend="eager")
+    _train(rank, model)
+    assert len(gather.calls) == 2
+    assert len(calls) == 1
+    plan = graphshard.programs(model)[-1].plan
+    assert plan is not None
+    events = [f"{e.action} {e.bucket}" for e in plan.events["backward"] if e.bucket.startswith("reduce")]
+    assert [event.split()[0] for event in events[:2]] == ["start", "start"]
+
+
+def test_what_was_chosen_before_there_was_a_root(ranks: Ranks) -> None:
+    ranks(2).run(_before_the_root)
+
+
+ERRORS: dict[str, Callable[[Any], None]] = {
+    r"comm must have FSDP2's allocate.*got 3": lambda m: m.set_custom_all_gather(3),
+    r"comm must have FSDP2's allocate.*got <?function|comm must have": lambda m: m.set_custom_reduce_scatter(print),
+    r"hook must be": lambda m: m.set_all_reduce_hook("x"),
+    r"max_input_buffers must be a positive int, got True": lambda m: m.set_reduce_scatter_max_input_buffers(True),
+    r"max_input_buffers must be a positive int, got 0": lambda m: m.set_reduce_scatter_max_input_buffers(0),
+    r"enable must be": lambda m: m.set_separate_reduce_scatter_group("x"),
+    r"event must be a torch\.Event, got 3": lambda m: m.set_post_optim_event(3),
+    r"set_symm_mem_for_comm is not supported": lambda m: m.set_symm_mem_for_comm(),
+}
+
+
+def _wrong(rank: int, world_size: int) -> None:
+    model, _ = twins(Net(), world_mesh())
+    for message, call in ERRORS.items():
+        with pytest.raises((graphshard.ArgumentError, graphshard.UnsupportedError)) as caught:
+            call(model)
+        assert re.search(message, str(caught.value)), str(caught.value)
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model, _ = twins(Net(), replicas)
+    with pytest.raises(graphshard.ArgumentError, match=r"^stream=.*with replicas the hook runs where"):
+        model.set_all_reduce_hook(print, stream=object())
+    limited = graphshard.compile(Net(), world_mesh(), backend="eager", memory_limit=10**9, hardware="cpu-gloo")
+    with pytest.raises(graphshard.UnsupportedError, match="set_custom_all_gather: memory_limit decides when"):
+        limited.set_custom_all_gather(_Gather())
+
+
+def test_wrong_arguments(ranks: Ranks) -> None:
+    ranks(2).run(_wrong)

@@ -1,0 +1,84 @@
+"""What torch has to look at a model, and to transform it: as with FSDP2, or one error that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import graphshard
+from tests.distributed.nets import Net, rows
+from tests.distributed.twins import twins, world_mesh
+from tests.ranks import Ranks
+
+
+def _counts(model: nn.Module, rank: int) -> tuple[int, int]:
+    """Collectives and floating-point operations of a step."""
+    with CommDebugMode() as collectives, FlopCounterMode(display=False) as flops:
+        model(rows(rank)).sum().backward()
+    return collectives.get_total_counts(), flops.get_total_flops()
+
+
+def _counted(rank: int, world_size: int, backend: str) -> None:
+    ours, theirs = twins(Net(), world_mesh())
+    if backend == "inductor":
+        ours = graphshard.compile(Net(), world_mesh())
+    first, second = (_counts(ours, rank) for _ in range(2))
+    assert first == second
+    assert first[0] == _counts(theirs, rank)[0]
+    if backend == "eager":
+        assert first == _counts(theirs, rank)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_the_first_call_counts_as_the_second_and_as_fsdp2s(ranks: Ranks, backend: str) -> None:
+    """What is traced and compiled is no part of the step."""
+    ranks(2).run(_counted, backend, share=False)
+
+
+def _dual(model: nn.Module, x: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return model(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "grad": lambda m, x: torch.func.grad(lambda y: m(y).sum())(x),
+    "jvp": lambda m, x: torch.func.jvp(lambda y: m(y).sum(), (x,), (x,)),
+    "vmap": lambda m, x: torch.func.vmap(lambda y: m(y).sum())(x[None]),
+    "dual numbers": _dual,
+}
+
+
+def _transformed(rank: int, world_size: int) -> None:
+    model = graphshard.compile(Net(), world_mesh(), backend="eager")
+    for calls in range(2):  # before and after the first capture
+        for name, transform in TRANSFORMS.items():
+            with pytest.raises(graphshard.UnsupportedError, match="a compiled model was called inside") as caught:
+                transform(model, rows(rank))
+            assert ("forward-mode" if name == "dual numbers" else "torch.func") in str(caught.value), name
+        with forward_ad.dual_level():
+            model(rows(rank)).sum().backward()
+        assert len(graphshard.programs(model)) == 1, calls
+
+
+def test_transforms_are_an_error(ranks: Ranks) -> None:
+    ranks(2).run(_transformed)
+
+
+def _functional(rank: int, world_size: int) -> None:
+    ours, theirs = twins(Net(), world_mesh())
+    results = []
+    for model in (ours, theirs):
+        doubled = {name: param.detach() * 2 for name, param in model.named_parameters()}
+        results.append(torch.func.functional_call(model, doubled, (rows(rank),)))
+    assert torch.equal(*results)
+
+
+def test_functional_call_takes_other_shards(ranks: Ranks) -> None:
+    ranks(2).run(_functional)
