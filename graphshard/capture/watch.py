@@ -22,7 +22,7 @@ from graphshard.capture.lines import user_place
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.program import Slot
-from graphshard.ir.tracing_internals import arguments_of, memory_of, written_by
+from graphshard.ir.tracing_internals import arguments_of, keep_strides, memory_of, written_by
 from graphshard.ir.wanted import still_wanted
 
 _NESTED = {
@@ -87,13 +87,18 @@ class Watch(TorchDispatchMode):
             return None
         if self._branch is not None and torch.Tag.nondeterministic_seeded in func.tags:
             raise Untraceable("branch", f"operator {func}")
+        written: list[tuple[torch.Tensor, tuple[int, ...]]] = []
         if isinstance(func, OpOverload) and func._schema.is_mutable:
+            written = [(tensor, tensor.stride()) for tensor in written_by(func, args, kwargs)]
             if self._branch is not None:
                 self._check_own(func, args, kwargs)
-            for slot in (self._given.get(memory_of(tensor)) for tensor in written_by(func, args, kwargs)):
+            for slot in (self._given.get(memory_of(tensor)) for tensor, _ in written):
                 if slot is not None and slot.kind == "param":
                     raise Untraceable("write", f"parameter {slot.name}, operator {func}")
         result = func(*args, **kwargs)
+        for tensor, stride in written:
+            if len(stride) == tensor.dim():
+                keep_strides(tensor, stride)
         place = user_place()
         self.made += [Made(weakref.ref(t), place) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         return result

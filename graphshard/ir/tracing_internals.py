@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -215,6 +216,31 @@ def contents_now(value: Any) -> Any:
         return value
     torch._sync(value)
     return torch._from_functional_tensor(value.elem)
+
+
+def keep_strides(tensor: torch.Tensor, stride: Sequence[int]) -> None:
+    """Give a traced tensor that was written to the strides it had before.
+
+        x.relu_()        eager mode    x as it lies
+                         tracing       relu(x), whose result lies as that operator's kernel likes it
+
+    What follows computes in the order of memory, and takes that from strides of dims of size 1, too. These the kernels
+    choose otherwise than tracing believes, so where they say nothing they are always given back.
+    """
+    sizes = tensor.shape
+    if not isinstance(tensor, FunctionalTensor) or not all(type(s) is int for s in (*sizes, *tensor.stride(), *stride)):
+        return
+    unclear = tensor.is_contiguous() and tuple(stride) != make_contiguous_strides_for(sizes)
+    if tuple(tensor.stride()) == tuple(stride) and not unclear:
+        return
+    aten = torch.ops.aten
+    if all(now == before or size == 1 for now, before, size in zip(tensor.stride(), stride, sizes)):
+        laid_out = aten.as_strided.default(tensor, sizes, stride)
+    else:
+        laid_out = aten.copy.default(aten.new_empty_strided.default(tensor, sizes, stride), tensor)
+    torch._functionalize_replace(tensor.elem, contents_now(laid_out))
+    torch._functionalize_commit_update(tensor.elem)
+    torch._sync(tensor)
 
 
 def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
