@@ -106,6 +106,7 @@ class Study:
                 f"measured has {brief(unknown[0])}, which is no region of this program. Measure with the same model, "
                 "inputs, mesh and settings."
             )
+        self._of(mesh)("predict")
         # Plans are the same for all backends, so that the program is.
         costs = replace(planning, measured=dict(measured), fused=self.options.backend != "eager")
         bound = bound_of(
@@ -126,6 +127,7 @@ class Study:
             label=self.label,
         )
         if self.symbols:
+            self._of(mesh)("formulas")
             found = replace(found, formulas=formulas_of(program, costs, self._at, states=self.optimizer_states))
         return found
 
@@ -134,22 +136,27 @@ class Study:
         planned = _copy(self._prepared(mesh, costs))
         passes, level = self._passes(planned, costs), self.options.verify or "off"
         begin = next((i for i, step in enumerate(passes) if isinstance(step, MakePlan)), len(passes))
+        observer = Observer(level, show=self._of(mesh))
         for step in passes[begin : begin + 1]:
-            run_pass(step, planned, Observer(level))
+            run_pass(step, planned, observer)
         # Machines that are given the same schedule share what follows.
         schedule = replace(planned.plan, prediction=None).hash if planned.plan else ""
         key = mesh, costs.profile.device, schedule
         if key not in self._scheduled:
-            self.show(f"schedule for {mesh.size} ranks")
             for step in passes[begin + 1 :]:
-                run_pass(step, planned, Observer(level))
+                run_pass(step, planned, observer)
             if level != "off":
                 verify(planned, "the last pass", complete=True)
             if self.symbols:
                 spread_ranks(planned)
+            observer.show("lower")
             lower(planned, compiler_for("eager"), {})
             self._scheduled[key] = planned
         return replace(self._scheduled[key], plan=planned.plan)
+
+    def _of(self, mesh: Mesh) -> Callable[[str], None]:
+        """What is told of the program for a mesh."""
+        return lambda phase: self.show(f"{mesh.size} ranks: {phase}")
 
     def _passes(self, program: Program, costs: Costs) -> tuple[Pass, ...]:
         """Those that `compile` would run on such a machine."""
@@ -161,14 +168,14 @@ class Study:
         if key not in self._before_plan:
             spec = capture_spec(self.model, self.options, mesh, torch.device("cpu"))
             captured = self._capture(spec)
-            self.show(f"passes for {mesh.size} ranks")
             program = replace(
                 _copy(captured), params=spec.params, mesh=spec.mesh, device=torch.device(costs.profile.device)
             )
+            observer = Observer(self.options.verify or "off", show=self._of(mesh))
             for step in self._passes(program, costs):
                 if isinstance(step, MakePlan):
                     break
-                run_pass(step, program, Observer(self.options.verify or "off"))
+                run_pass(step, program, observer)
             self._before_plan[key] = program
         return self._before_plan[key]
 
