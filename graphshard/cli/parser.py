@@ -52,9 +52,7 @@ class Version(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         """torch's is that of the installed package."""
-        from importlib.metadata import version
+        from importlib.metadata import version  # it reads files
 
-        import graphshard
-
-        print(f"graphshard {graphshard.__version__}, torch {version('torch')}, Python {platform.python_version()}")
+        print(f"graphshard {version('graphshard')}, torch {version('torch')}, Python {platform.python_version()}")
         parser.exit()
