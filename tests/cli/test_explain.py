@@ -57,7 +57,8 @@ def test_command(factory, tmp_path, capsys):
     options = ["--mesh", "8", "--batch", "2,8", "--param-dtype", "bfloat16", *written]
     assert main(["explain", f"{factory}:Small", *options]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("Small, 16 tokens per rank")
+    assert "Small, 16 tokens per rank" in out
+    assert "graphshard explain" not in out
     assert json.loads(files["json"].read_text())["mesh"] == {"shard": 8}
     assert json.loads(files["trace"].read_text())["traceEvents"]
     assert "<html" in files["html"].read_text()
