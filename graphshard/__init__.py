@@ -2,45 +2,54 @@
 
 mesh = init_device_mesh("cuda", (8,))
 model = graphshard.compile(model, mesh)
+
+Names are imported when they are asked for: `graphshard --help` and `import graphshard` do not wait for torch.
 """
 
-from importlib.metadata import version
+from __future__ import annotations
 
-from graphshard.api import compile, fully_shard, programs, register_forward_method
-from graphshard.artifact.export import Call, export
-from graphshard.artifact.load import load
-from graphshard.cost.profile import Profile, load_profile
-from graphshard.debug.bisect import Bisection, bisect
-from graphshard.explain.explain import explain, explain_grid
-from graphshard.explain.explanation import Explanation, Grid
-from graphshard.ir.errors import (
-    ArgumentError,
-    ArtifactError,
-    CaptureError,
-    CaptureLimitError,
-    CheckpointError,
-    DivergenceError,
-    GraphshardError,
-    InfeasibleError,
-    InputError,
-    MaterializationError,
-    ParameterError,
-    PassError,
-    PeerError,
-    UnsupportedError,
-)
-from graphshard.ir.plan import Plan
-from graphshard.ir.program import Program
-from graphshard.measure.regions import load_measured, measure_regions, save_measured
-from graphshard.passes import Pass
-from graphshard.pipeline.pipeline import Pipeline
-from graphshard.schedule.by_unit import PlanByUnit
-from graphshard.state.asynchronous import async_save_checkpoint
-from graphshard.state.checkpoint import load_checkpoint, save_checkpoint
-from graphshard.state.initialize import unsharded_init
-from graphshard.state.manifest import latest_checkpoint
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-__version__ = version("graphshard")
+if TYPE_CHECKING:
+    from graphshard.api import compile, fully_shard, programs, register_forward_method
+    from graphshard.artifact.export import Call, export
+    from graphshard.artifact.load import load
+    from graphshard.cost.profile import Profile, load_profile
+    from graphshard.debug.bisect import Bisection, bisect
+    from graphshard.explain.explain import explain, explain_grid
+    from graphshard.explain.explanation import Explanation, Grid
+    from graphshard.ir.errors import (
+        ArgumentError,
+        ArtifactError,
+        CaptureError,
+        CaptureLimitError,
+        CheckpointError,
+        DivergenceError,
+        GraphshardError,
+        InfeasibleError,
+        InputError,
+        MaterializationError,
+        ParameterError,
+        PassError,
+        PeerError,
+        UnsupportedError,
+    )
+    from graphshard.ir.plan import Plan
+    from graphshard.ir.program import Program
+    from graphshard.measure.regions import load_measured, measure_regions, save_measured
+    from graphshard.passes import Pass
+    from graphshard.pipeline.pipeline import Pipeline
+    from graphshard.schedule.by_unit import PlanByUnit
+    from graphshard.state.asynchronous import async_save_checkpoint
+    from graphshard.state.checkpoint import load_checkpoint, save_checkpoint
+    from graphshard.state.initialize import unsharded_init
+    from graphshard.state.manifest import latest_checkpoint
+
+    __version__: str
 
 __all__ = [
     "ArgumentError",
@@ -86,3 +95,71 @@ __all__ = [
     "save_measured",
     "unsharded_init",
 ]
+
+# Where a public name is defined; what type checkers read is above.
+_HOMES = {
+    "api": ("compile", "fully_shard", "programs", "register_forward_method"),
+    "artifact.export": ("Call", "export"),
+    "artifact.load": ("load",),
+    "cost.profile": ("Profile", "load_profile"),
+    "debug.bisect": ("Bisection", "bisect"),
+    "explain.explain": ("explain", "explain_grid"),
+    "explain.explanation": ("Explanation", "Grid"),
+    "ir.errors": (
+        "ArgumentError",
+        "ArtifactError",
+        "CaptureError",
+        "CaptureLimitError",
+        "CheckpointError",
+        "DivergenceError",
+        "GraphshardError",
+        "InfeasibleError",
+        "InputError",
+        "MaterializationError",
+        "ParameterError",
+        "PassError",
+        "PeerError",
+        "UnsupportedError",
+    ),
+    "ir.plan": ("Plan",),
+    "ir.program": ("Program",),
+    "measure.regions": ("load_measured", "measure_regions", "save_measured"),
+    "passes": ("Pass",),
+    "pipeline.pipeline": ("Pipeline",),
+    "schedule.by_unit": ("PlanByUnit",),
+    "state.asynchronous": ("async_save_checkpoint",),
+    "state.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "state.initialize": ("unsharded_init",),
+    "state.manifest": ("latest_checkpoint",),
+}
+_HOME = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
+
+
+class _Package(ModuleType):
+    """The package: it imports what is asked of it. Type checkers see names of the block above, and no others."""
+
+    def __getattr__(self, name: str) -> Any:
+        """A public name, the version, or a subpackage, which is there without an import of its own."""
+        if name in _HOME:
+            value = getattr(importlib.import_module(_HOME[name]), name)
+        elif name == "__version__":
+            from importlib.metadata import version  # it reads files
+
+            value = version("graphshard")
+        elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=self)
+        setattr(self, name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """`explain` is a public function and a subpackage: importing the subpackage does not take its place."""
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_HOME, "__version__"})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,5 +1,6 @@
 """What the layout of the repository promises."""
 
+import ast
 import builtins
 import inspect
 import os
@@ -8,6 +9,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
+
+import pytest
 
 import graphshard
 from graphshard.ir import errors
@@ -35,10 +39,70 @@ def test_passes_is_a_relative_symlink():
 def test_import_has_no_side_effects():
     """Importing graphshard starts no process group, no compiler and no logging."""
     result = python(
-        "import sys, logging, torch.distributed as dist, graphshard\n"
+        "import sys, logging, torch.distributed as dist\n"
+        "from graphshard import *\n"
         "print(dist.is_initialized(), 'torch._inductor.async_compile' in sys.modules, logging.root.handlers)"
     )
     assert result.stdout.split("\n")[0] == "False False []", result.stdout + result.stderr
+
+
+def test_import_does_not_import_torch():
+    """Nor do errors, which a launcher may want to catch; torch takes seconds."""
+    result = python(
+        "import sys, graphshard\n"
+        "print(graphshard.ArgumentError.__name__, graphshard.__version__, 'torch' in sys.modules)"
+    )
+    assert result.stdout == f"ArgumentError {graphshard.__version__} False\n", result.stderr
+
+
+def test_type_checkers_see_the_names_that_there_are():
+    """A public name is imported for them, listed, and found where the table says."""
+    tree = ast.parse((ROOT / "graphshard" / "__init__.py").read_text())
+    (block,) = (node.body for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in block if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == graphshard._HOME
+    assert sorted(seen) == graphshard.__all__
+    assert {*seen, "__version__"} <= set(dir(graphshard))
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import graphshard.explain.study",
+        "from graphshard.explain import study",
+        "import graphshard; graphshard.explain; import graphshard.explain.study",
+        "import graphshard.explain.study, importlib; importlib.reload(sys.modules['graphshard.explain'])",
+    ],
+)
+def test_explain_is_the_function_whatever_is_imported_of_the_package_of_that_name(imports: str):
+    result = python(
+        f"import sys; {imports}\n"
+        "import graphshard\n"
+        "from graphshard import explain\n"
+        "print(explain is graphshard.explain, explain.__module__, explain.__name__)"
+    )
+    assert result.stdout == "True graphshard.explain.explain explain\n", result.stderr
+
+
+def test_packages_are_there_without_an_import_of_their_own():
+    result = python("import graphshard; print(graphshard.passes.Bucketing.name, graphshard.ir.errors.__name__)")
+    assert result.stdout == "bucket graphshard.ir.errors\n", result.stderr
+
+
+def test_names_can_be_replaced_for_a_test():
+    for name in ("compile", "explain", "__version__"):
+        before = getattr(graphshard, name)
+        with mock.patch.object(graphshard, name, "replaced"):
+            assert getattr(graphshard, name) == "replaced"
+        assert getattr(graphshard, name) is before
+
+
+def test_a_name_that_is_not_there():
+    result = python("import graphshard; graphshard.complie")
+    assert result.stderr.splitlines()[-1] == (
+        "AttributeError: module 'graphshard' has no attribute 'complie'. Did you mean: 'compile'?"
+    )
+    assert not hasattr(graphshard, "__wrapped__")
 
 
 def raised(docstring: str) -> Iterator[str]:

@@ -81,8 +81,8 @@ class Exporter:
         with torch.set_grad_enabled(grad):
             signature = tracer.signature(module, leaves, structure)
         call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
-        self.show("capture and passes")
-        observer = _Watch(tracer.options.level, None, tracer.pipeline.passes, costs=self.costs)
+        self.show("capture")
+        observer = _Watch(tracer.options.level, None, tracer.pipeline.passes, self.show, costs=self.costs)
         program, partitioned = tracer.trace(module, call_args, call_kwargs, observer, "exported", grad=grad)
         program.capture = self._count
         self._count += 1
@@ -102,6 +102,7 @@ class Exporter:
 
     def lower(self, program: Program, observer: Observer) -> None:
         """Compile its regions and write its executors."""
+        self.show("lower")
         lower(program, self.compiler, self.tracer.compiled, self.show)
         observer.lowered(program, self.tracer.compiled)
 
@@ -182,7 +183,8 @@ class _Backwards:
     def _backward(
         self, used: frozenset[str], step: AccumulateGradients | None, microbatch: str = ""
     ) -> tuple[Phase, StoredBackward]:
-        observer = Observer(self.tracer.options.level, None, tuple(self.partitioned.passes(used, step)))
+        steps = tuple(self.partitioned.passes(used, step))
+        observer = Observer(self.tracer.options.level, None, steps, self.exporter.show)
         variant = rerun_backward(self.partitioned, self.program, used, step, observer)
         self.exporter.lower(variant, observer)
         data = self.exporter.encoded(variant, self.module)

@@ -9,7 +9,6 @@ import argparse
 import hashlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -28,6 +27,7 @@ from graphshard.artifact.signing import signer_of, trusted
 from graphshard.codec.converter import read
 from graphshard.codec.lowered import decode_lowered, decode_region
 from graphshard.codec.partitioned import decode_partitioned
+from graphshard.debug.repro import import_all
 from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.fold import fold
 from graphshard.ir.given import check_count, path_of
@@ -39,46 +39,26 @@ from graphshard.lower.packages import Package
 from graphshard.lower.regions import RegionCall
 from graphshard.pipeline.pipeline import Pipeline
 
-ENDING = ".gshard"
 WRITTEN = "a file that graphshard.export wrote"
-VERIFY = (
-    "Check every byte of an artifact against its checksums, read every program, plan and region, and compare regions "
-    "with their keys. Nothing of it is executed."
-)
-FINISH = (
-    "Compile the regions of an artifact that was exported without their code (on a machine without such a device, or "
-    "with compile_regions=False), on a machine like those that will load it. The file is replaced when all is done."
-)
 
 
-def add_file(parser: argparse.ArgumentParser) -> None:
-    """The argument of `verify`."""
-    parser.add_argument("file", metavar="FILE", help=WRITTEN)
-    parser.add_argument("--trust", metavar="KEY", help="PEM of the public key that must have signed it")
-
-
-def add_finish(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `finish`."""
-    add_file(parser)
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of each rank that CPU code is compiled for")
-    parser.add_argument("--sign", metavar="KEY", help="PEM of an ed25519 private key to sign the file with")
-
-
-def show(path: Path, *, graph: bool, full: bool) -> None:
-    """Print what an artifact holds, or the scheduled graphs of its programs.
+def show(args: argparse.Namespace) -> int:
+    """`graphshard show FILE`: what it holds, or the scheduled graphs of its programs.
 
     Raises:
         ArtifactError: it is damaged.
     """
-    artifact = read_artifact(path)
-    if not graph:
+    import_all(args.imports)
+    artifact = read_artifact(path_of("PATH", args.path, WRITTEN))
+    if not args.graph:
         say(artifact.archive.text("summary.txt"), end="")
-        return
+        return 0
     for mesh in artifact.meshes:
         for program in mesh["programs"]:
             text = artifact.archive.text(f"{program['file']}.txt")
             say(f"{program['file']} ({program['entry'] or 'the model'}, {read(mesh['mesh'], Mesh)})")
-            say(text if full else fold(text))
+            say(text if args.full else fold(text))
+    return 0
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -148,7 +128,7 @@ def finish(args: argparse.Namespace) -> int:
     regions = dict(artifact.facts["regions"])
     problems = []
     wanted = {key: decode_region(key, artifact.archive.json(f"regions/{key}.json"), device) for key in artifact.later}
-    with progress(f"graphshard: finish {path}") as tell, with_threads(args.threads):
+    with progress(f"graphshard finish {path}", lines=True) as tell, with_threads(args.threads):
         for key, package in inductor.package_all(wanted, tell):
             assert isinstance(package, Package)
             regions[key] = region_facts("native" if package.content else "operators", package)

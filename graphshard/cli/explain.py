@@ -10,7 +10,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.export import Dim
 
-from graphshard.cost.profile import builtin_profiles, load_profile
+from graphshard.cost.profile import load_profile
 from graphshard.debug.repro import failure, import_module
 from graphshard.explain.explain import explain_grid
 from graphshard.explain.explanation import Explanation, Grid
@@ -26,61 +26,21 @@ from graphshard.explain.study import Study
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_count, path_of, write_given
 from graphshard.ir.mesh import MeshLike
-from graphshard.ir.progress import progress
 from graphshard.ir.terminal import say
 from graphshard.ir.text import brief
-from graphshard.lower.backends import Backend
 from graphshard.measure.regions import load_measured
 from graphshard.options.options import Activation, Options
-
-DESCRIPTION = (
-    "Predict the training step of a model on a mesh and a machine that need not be here: time, exposed communication, "
-    "memory, what limits it and what would help. Several meshes, machines, networks or batches give one table."
-)
-EPILOG = (
-    "The factory is a function or class without required arguments, as module:name or file.py:name. It is called on "
-    "the meta device and returns the model, or the model and a tuple of its inputs. Otherwise inputs are int64 tensors "
-    "of the shapes that --batch gives."
-)
 
 # Inputs are made, so that there is a limit to their number and size; numbers of more digits are none of a machine.
 _MOST_INPUTS, _MOST_ELEMENTS, _MOST_DIGITS = 1000, 1 << 31, 18
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the subcommand."""
-    add = parser.add_argument
-    add("factory", metavar="MODULE:FACTORY", help="what makes the model")
-    add(
-        "--mesh",
-        nargs="+",
-        required=True,
-        metavar="SIZE",
-        help="ranks, such as 8, shard=8, or 4,8 (replicate, shard); several for a table",
-    )
-    add("--batch", nargs="+", default=[], metavar="B,S", help="shape of the inputs of one rank, such as 1,4096")
-    add("--inputs", type=int, default=1, metavar="N", help="how many inputs of that shape (default 1)")
-    add("--hardware", nargs="+", default=["h100"], metavar="NAME", help=f"{', '.join(builtin_profiles())}, or a file")
-    add("--network", nargs="+", default=["isolated"], metavar="MODEL", help='"isolated" or "in-training"')
-    add("--param-dtype", metavar="DTYPE", help="of mp_policy, such as bfloat16")
-    add("--reduce-dtype", metavar="DTYPE", help="of mp_policy, such as float32")
-    add("--reshard", default="default", metavar="WHEN", help="reshard_after_forward: default, always, never, or ranks")
-    add("--units", nargs="+", metavar="PATTERN", help="modules whose parameters are gathered together: 'layers.*'")
-    add("--activation", metavar="SAVED", help='"full", a share from 0 to 1, or operators to save: aten.mm.default,...')
-    add("--offload", action="store_true", help="parameters, gradients and optimizer state on the host")
-    add("--backend", choices=get_args(Backend), default="inductor", help="eager runs each operator by itself")
-    add("--dynamic", type=int, nargs="+", default=[], metavar="DIM", help="dims of all inputs that one program serves")
-    add("--optimizer-states", type=int, default=2, metavar="N", help="2 for Adam (default), 0 for plain SGD")
-    add("--memory-limit", type=int, metavar="BYTES", help="that the schedule may take")
-    add("--measured", metavar="FILE", help="times of regions from graphshard.save_measured")
-    add("--symbols", nargs="+", default=[], metavar="NAME=DIM", help="formulas in dims of the inputs: batch=0 seq=1")
-    add("--json", metavar="FILE", help="write all numbers")
-    add("--html", metavar="FILE", help="write the report, of a single prediction")
-    add("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev, of a single prediction")
+def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanation | Grid:
+    """The prediction, or the table of several.
 
-
-def run(args: argparse.Namespace) -> int:
-    """Predict and print."""
+    Args:
+        show: told what is being done.
+    """
     meshes = [_mesh(text) for text in args.mesh]
     shapes = [_shape(text) for text in args.batch]
     profiles = [load_profile(name) for name in args.hardware]
@@ -92,32 +52,35 @@ def run(args: argparse.Namespace) -> int:
         "optimizer_states": args.optimizer_states,
         "symbols": dict(_symbol(text) for text in args.symbols),
     }
+    show("make the model")
     model, given = _made(args.factory)
     if given is None and not shapes:
         raise ArgumentError(f"give --batch, or let {args.factory} return the model and a tuple of its inputs")
     if given is not None and shapes:
         raise ArgumentError(f"{args.factory} returns its inputs; leave --batch out")
-    with progress("graphshard explain") as show:
-        if single:
-            inputs = given if given is not None else _inputs(shapes[0], args.inputs)
-            study = Study(model, inputs, None, Options(**_options(args, inputs)), **setting, show=show)
-            measured = {} if args.measured is None else load_measured(args.measured)
-            found: Explanation | Grid = study.explain(meshes[0], profiles[0], args.network[0], measured=measured)
-        else:
-            rows: list[Explanation] = []
-            for shape in shapes or [()]:
-                inputs = given if given is not None else _inputs(shape, args.inputs)
-                label = ",".join(map(str, shape))
-                rows += explain_grid(
-                    model,
-                    meshes,
-                    example_inputs=inputs,
-                    hardware=profiles,
-                    network=args.network,
-                    settings={label: {**_options(args, inputs), **setting}},
-                    show=show,
-                ).rows
-            found = Grid(tuple(rows))
+    if single:
+        inputs = given if given is not None else _inputs(shapes[0], args.inputs)
+        study = Study(model, inputs, None, Options(**_options(args, inputs)), **setting, show=show)
+        measured = {} if args.measured is None else load_measured(args.measured)
+        return study.explain(meshes[0], profiles[0], args.network[0], measured=measured)
+    rows: list[Explanation] = []
+    for shape in shapes or [()]:
+        inputs = given if given is not None else _inputs(shape, args.inputs)
+        label = ",".join(map(str, shape))
+        rows += explain_grid(
+            model,
+            meshes,
+            example_inputs=inputs,
+            hardware=profiles,
+            network=args.network,
+            settings={label: {**_options(args, inputs), **setting}},
+            show=show,
+        ).rows
+    return Grid(tuple(rows))
+
+
+def output(args: argparse.Namespace, found: Explanation | Grid) -> int:
+    """Print a prediction, and write the files that are asked for."""
     say(found)
     if args.json is not None:
         write_given("--json", args.json, found.to_json() + "\n")

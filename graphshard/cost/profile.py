@@ -14,9 +14,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import resources
 from typing import Any
 
+from graphshard.cost.builtin import builtin_profiles, builtin_text
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import read_file
 from graphshard.ir.given import path_of
@@ -177,12 +177,6 @@ class Profile:
 Hardware = str | os.PathLike[str] | Profile
 
 
-def builtin_profiles() -> list[str]:
-    """Names that `hardware=` takes besides paths of profile files."""
-    folder = resources.files("graphshard.cost") / "profiles"
-    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
-
-
 def load_profile(hardware: Hardware) -> Profile:
     """A profile by the name of a known machine, or by the path of a file.
 
@@ -194,8 +188,7 @@ def load_profile(hardware: Hardware) -> Profile:
     path = path_of("hardware", hardware, "a name, a file or a Profile")
     known = builtin_profiles()
     if isinstance(hardware, str) and hardware.lower() in known:
-        text = (resources.files("graphshard.cost") / "profiles" / f"{hardware.lower()}.json").read_text("utf-8")
-        return Profile.from_json(text, f"profile {hardware}")
+        return Profile.from_json(builtin_text(hardware.lower()), f"profile {hardware}")
     if not path.is_file():
         raise ArgumentError(
             f"hardware {brief(str(hardware))} is neither a file nor one of {', '.join(known)}. Measure this machine "

@@ -1,6 +1,6 @@
 """Run one pass on a dumped stage, in one process and without a process group.
 
-python -m graphshard.debug.repro dump/rank0/Llama-0/06-plan.json
+graphshard repro dump/rank0/Llama-0/06-plan.json
 
 The stage is made again from its JSON, the pass that ran on it next runs on it once more, and the rules are checked
 before and after. A stage that made a pass fail on 512 ranks makes it fail here.
@@ -25,29 +25,6 @@ from graphshard.ir.text import brief
 from graphshard.passes import Pass
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import DEFAULT_PASSES, run_pass
-
-DESCRIPTION = "Reload a dumped stage and run the next pass on it alone: one process, no process group, no weights."
-EPILOG = "exit status: 0 the pass ran and the rules hold, 1 it broke a rule or raised an error, 2 wrong arguments"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `run`."""
-    parser.add_argument("stage", metavar="STAGE", help="a stage of a dump: dump/06-plan.json, its .txt, or dump/06")
-    parser.add_argument(
-        "--pass",
-        dest="step",
-        metavar="NAME",
-        help="run this pass, by its name in the default pipeline or as package.module:ClassName; "
-        "by default the one that ran on the stage next",
-    )
-    parser.add_argument(
-        "--verify", choices=("off", "ends", "each"), default="each", help="when to check the rules (default: each)"
-    )
-    parser.add_argument("--full", action="store_true", help="compare whole texts instead of folded ones")
-    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=IMPORT_HELP)
-
-
-IMPORT_HELP = "import MODULE first, because it registers operators of the program"
 
 
 def run(args: argparse.Namespace) -> int:

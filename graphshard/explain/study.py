@@ -106,6 +106,8 @@ class Study:
                 f"measured has {brief(unknown[0])}, which is no region of this program. Measure with the same model, "
                 "inputs, mesh and settings."
             )
+        show = self._showing(mesh, profile.name)
+        show("predict")
         # Plans are the same for all backends, so that the program is.
         costs = replace(planning, measured=dict(measured), fused=self.options.backend != "eager")
         bound = bound_of(
@@ -126,6 +128,7 @@ class Study:
             label=self.label,
         )
         if self.symbols:
+            show("formulas")
             found = replace(found, formulas=formulas_of(program, costs, self._at, states=self.optimizer_states))
         return found
 
@@ -135,21 +138,28 @@ class Study:
         passes, level = self._passes(planned, costs), self.options.verify or "off"
         begin = next((i for i, step in enumerate(passes) if isinstance(step, MakePlan)), len(passes))
         for step in passes[begin : begin + 1]:
-            run_pass(step, planned, Observer(level))
+            run_pass(step, planned, Observer(level, show=self._showing(mesh, costs.profile.name)))
         # Machines that are given the same schedule share what follows.
         schedule = replace(planned.plan, prediction=None).hash if planned.plan else ""
         key = mesh, costs.profile.device, schedule
         if key not in self._scheduled:
-            self.show(f"schedule for {mesh.size} ranks")
+            observer = Observer(level, show=self._showing(mesh))
             for step in passes[begin + 1 :]:
-                run_pass(step, planned, Observer(level))
+                run_pass(step, planned, observer)
             if level != "off":
                 verify(planned, "the last pass", complete=True)
             if self.symbols:
                 spread_ranks(planned)
+            observer.show("lower")
             lower(planned, compiler_for("eager"), {})
             self._scheduled[key] = planned
         return replace(self._scheduled[key], plan=planned.plan)
+
+    def _showing(self, mesh: Mesh | None = None, machine: str = "") -> Callable[[str], None]:
+        """What is told of a phase, and which program of the study it is about."""
+        ranks = f"{mesh.size} ranks" if mesh else ""
+        about = ", ".join(filter(None, (self.label, ranks, machine)))
+        return lambda phase: self.show(f"{about}: {phase}" if about else phase)
 
     def _passes(self, program: Program, costs: Costs) -> tuple[Pass, ...]:
         """Those that `compile` would run on such a machine."""
@@ -161,21 +171,22 @@ class Study:
         if key not in self._before_plan:
             spec = capture_spec(self.model, self.options, mesh, torch.device("cpu"))
             captured = self._capture(spec)
-            self.show(f"passes for {mesh.size} ranks")
             program = replace(
                 _copy(captured), params=spec.params, mesh=spec.mesh, device=torch.device(costs.profile.device)
             )
+            observer = Observer(self.options.verify or "off", show=self._showing(mesh))
             for step in self._passes(program, costs):
                 if isinstance(step, MakePlan):
                     break
-                run_pass(step, program, Observer(self.options.verify or "off"))
+                run_pass(step, program, observer)
             self._before_plan[key] = program
         return self._before_plan[key]
 
     def _capture(self, spec: CaptureSpec) -> Program:
         """The program of the first mesh; the graph is the same on all."""
         if self._captured is None:
-            self.show("capture")
+            show = self._showing()
+            show("capture")
             given = tuple(self.example_inputs or ()), dict(self.example_kwargs or {})
             leaves, structure = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, stand_in, given))
             inputs = pytree.tree_unflatten(moved_to(torch.device("cpu"), leaves, structure), structure)
@@ -187,7 +198,7 @@ class Study:
             if self.options.verify in ("ends", "each"):
                 verify(self._captured, "capture")
             if self.symbols:
-                self.show("capture at other sizes")
+                show("capture at other sizes")
                 self._at = symbolize(self._captured, inputs, self.symbols, trace)
             (phase,) = self._captured.phases.values()
             self._flop = flop_of(phase.module.graph.nodes)

@@ -8,8 +8,6 @@ import unicodedata
 from pathlib import PurePath
 from typing import Any
 
-import torch
-
 from graphshard.ir.classes import users_class
 
 # How long a value is in a message.
@@ -74,6 +72,8 @@ class _Brief(reprlib.Repr):
         self.maxother = _LIMIT
 
     def repr_instance(self, x: Any, level: int) -> str:
+        import torch  # takes seconds, and what a command line has is text
+
         if isinstance(x, torch.Tensor):
             return f"a {type(x).__name__} of shape {list(x.shape)}"
         if isinstance(x, PurePath):

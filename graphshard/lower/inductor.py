@@ -43,8 +43,8 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Iter
     with writable_cache() as cache:
         locks = os.path.join(cache, "graphshard-locks")
         os.makedirs(locks, exist_ok=True)
-        for done, name in enumerate(names[first:] + names[:first]):
-            show(f"compile {name}, {done} of {len(names)} done")
+        for number, name in enumerate(names[first:] + names[:first], start=1):
+            show(f"compile {name}, {number} of {len(names)}")
             with FileLock(os.path.join(locks, f"{regions[name].key}.lock")):
                 yield name, compile_inductor(regions[name], name)
 
@@ -83,8 +83,8 @@ def compile_inductor(region: Region, name: str) -> Boxed:
 def package_all(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
     """Compile each region with AOTInductor into a `Package`; it cannot be called."""
     with writable_cache():
-        for done, (name, region) in enumerate(regions.items()):
-            show(f"compile {name}, {done} of {len(regions)} done")
+        for number, (name, region) in enumerate(regions.items(), start=1):
+            show(f"compile {name}, {number} of {len(regions)}")
             yield name, package(region, name)
 
 

@@ -21,7 +21,8 @@ from datetime import datetime, timezone
 import torch
 import torch.distributed as dist
 
-from graphshard.cost.profile import Profile, Protocol, Rate, builtin_profiles, load_profile
+from graphshard.cost.builtin import builtin_profiles
+from graphshard.cost.profile import Profile, Protocol, Rate, load_profile
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_count, path_of, write_given
 from graphshard.ir.progress import progress
@@ -29,26 +30,10 @@ from graphshard.ir.terminal import say
 from graphshard.measure.chip import Chip, measure_chip
 from graphshard.measure.links import Links, measure_links
 
-DESCRIPTION = (
-    "Measure matrix multiplication, attention, memory, kernel launches and collectives, and write a profile for "
-    "graphshard explain --hardware FILE. Under torchrun the live ranks are measured; alone, local ranks are started."
-)
 # That one machine can start.
 _MOST_RANKS = 1024
 # Rounds of measurements: a machine that others use is slow at times.
 ROUNDS = {"cpu": 3, "cuda": 1}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the subcommand."""
-    parser.add_argument("--out", required=True, metavar="FILE", help="the profile to write")
-    parser.add_argument("--name", help="name of the machine in tables (default: the file's)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        help="local ranks to start without torchrun (default: every GPU, or 2 on a CPU; 1: no links)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if started:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
-        with progress("graphshard calibrate") as show:
+        with progress("graphshard calibrate", lines=True) as show:
             profile = calibrate(device, args.name or out.stem, show)
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_given("--out", args.out, profile.to_json())

@@ -268,13 +268,16 @@ class Runner:
         self._follow_number()
         log.info("capture %d of %s: %s", number, tracer.label, reason)
         with progress(f"graphshard: {tracer.label}") as show:
-            show("capture and passes")
-            observer = Observer(tracer.options.level, self.recorder(f"{tracer.label}-{number}"), tracer.pipeline.passes)
+            show("capture")
+            recorder = self.recorder(f"{tracer.label}-{number}")
+            observer = Observer(tracer.options.level, recorder, tracer.pipeline.passes, show)
             program, partitioned = tracer.trace(
                 module, args, kwargs, observer, reason, grad=signature.grad, number=number, passes=self.passes
             )
             self._partitioned[signature] = partitioned
+            show("compare with the other ranks")
             new = self.agreement.check(program)
+            show("lower")
             lower(program, compiler_for(tracer.options.backend), tracer.compiled, show)
             observer.lowered(program, tracer.compiled)
             if new:
@@ -350,11 +353,14 @@ class Runner:
         number = next(self._numbers) if accumulate or name in self._rerun else ""
         self._rerun.add(name)
         recorder = self.recorder(f"{name}{number}")
-        observer = Observer(tracer.options.level, recorder, tuple(partitioned.passes(*variant)))
-        other = rerun_backward(partitioned, program, used, accumulate, observer, dict(strides))
-        if accumulate:
-            self.agreement.check_accumulation(other)
-        lower(other, compiler_for(tracer.options.backend), tracer.compiled)
+        with progress(f"graphshard: {tracer.label}, another backward") as show:
+            observer = Observer(tracer.options.level, recorder, tuple(partitioned.passes(*variant)), show)
+            other = rerun_backward(partitioned, program, used, accumulate, observer, dict(strides))
+            if accumulate:
+                show("compare with the other ranks")
+                self.agreement.check_accumulation(other)
+            show("lower")
+            lower(other, compiler_for(tracer.options.backend), tracer.compiled, show)
         self.executables.conditions_changed()
         observer.lowered(other, tracer.compiled)
         return other.phases["backward"]

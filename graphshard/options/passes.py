@@ -15,8 +15,9 @@ from typing import Any, Literal
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from graphshard.cost.builtin import builtin_profiles
 from graphshard.cost.costs import Costs
-from graphshard.cost.profile import Hardware, Profile, builtin_profiles, load_profile
+from graphshard.cost.profile import Hardware, Profile, load_profile
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.mesh import Mesh
 from graphshard.options.options import Activation, Options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -44,11 +45,13 @@ class Observer:
         level: when the rules are checked.
         recorder: what writes stages down.
         passes: those that are going to run, so that a record of a stage can say what comes next.
+        show: told which pass begins.
     """
 
     level: Level = "ends"
     recorder: Recorder | None = None
     passes: tuple[Pass, ...] = ()
+    show: Callable[[str], None] = lambda _: None
     _last: tuple[str, Plan | None] | None = field(default=None, init=False)
 
     def after(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True) -> None:

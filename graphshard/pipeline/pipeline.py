@@ -193,6 +193,7 @@ def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> 
     """
     still_wanted()
     observer = observer or Observer("each")
+    observer.show(step.name)
     start = time.perf_counter()
     doing = "requires"
     if isinstance(step, MakePlan) and step.planner is None:

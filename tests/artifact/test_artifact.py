@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -83,24 +84,15 @@ def test_equal_exports_are_equal_files(net_file: Path, tmp_path: Path) -> None:
     assert export_net(tmp_path / "again.gshard", (2,)).read_bytes() == net_file.read_bytes()
 
 
-def test_progress_on_a_terminal(tmp_path: Path) -> None:
+def test_progress_names_meshes_and_passes(tmp_path: Path) -> None:
     told: list[str] = []
-
-    class Status:
-        def __init__(self, *_: Any, **__: Any) -> None: ...
-
-        def __enter__(self) -> Status:
-            return self
-
-        def __exit__(self, *_: Any) -> None: ...
-
-        def update(self, text: str) -> None:
-            told.append(text)
-
-    with mock.patch("graphshard.ir.progress.Status", Status), mock.patch("graphshard.ir.progress.Console") as console:
-        console.return_value.is_terminal = True
+    with mock.patch(
+        "graphshard.artifact.export.progress", return_value=contextlib.nullcontext(told.append)
+    ) as progress:
         graphshard.export(Blocks(1), (2,), tmp_path / "b.gshard", example_inputs=(torch.zeros(2, 4),), backend="eager")
-    assert told == ["graphshard: export Blocks: 2 ranks: capture and passes"]
+    progress.assert_called_once_with("graphshard: export Blocks")
+    passes = [step.name for step in graphshard.Pipeline()]
+    assert told == [f"2 ranks: {phase}" for phase in ("capture", *passes, "lower")]
 
 
 def test_no_member_could_be_unpickled(net_file: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from unittest import mock
 
 import pytest
@@ -55,11 +56,15 @@ def test_command(factory, tmp_path, capsys):
     written = [text for name, path in files.items() for text in (f"--{name}", str(path))]
     options = ["--mesh", "8", "--batch", "2,8", "--param-dtype", "bfloat16", *written]
     assert main(["explain", f"{factory}:Small", *options]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "Small, 16 tokens per rank" in out
+    assert "graphshard explain" not in out
     assert json.loads(files["json"].read_text())["mesh"] == {"shard": 8}
     assert json.loads(files["trace"].read_text())["traceEvents"]
     assert "<html" in files["html"].read_text()
+    phases = [re.sub(r"^graphshard explain: +\d+\.\d s  ", "", line) for line in err.splitlines()]
+    assert phases[:4] == ["import", "make the model", "capture", "8 ranks: insert-collectives"]
+    assert phases[-4:] == ["8 ranks: reorder", "8 ranks: lower", "8 ranks, h100: predict", "in all"]
 
 
 def test_command_with_a_grid(factory, capsys, monkeypatch):
@@ -145,9 +150,9 @@ def test_command_with_two_axes(factory, tmp_path):
     ],
 )
 def test_wrong_commands(factory, capsys, arguments, message):
-    """One line on stderr and exit status 2."""
+    """One line on stderr, after those of phases, and exit status 2."""
     arguments = [a.replace("FILE", str(factory)) for a in arguments]
     assert main(["explain", *arguments]) == 2
-    error = capsys.readouterr().err
+    *phases, error = capsys.readouterr().err.splitlines()
     assert message in error
-    assert len(error.splitlines()) == 1
+    assert all(re.fullmatch(r"graphshard explain: +\d+\.\d s  [\w ]+", line) for line in phases)

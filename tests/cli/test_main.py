@@ -7,14 +7,20 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
+from typing import get_args
 
 import pytest
 
+import graphshard
+from graphshard.cli.commands import BACKENDS
 from graphshard.cli.main import main
 from graphshard.codec.stage import program_from_json
 from graphshard.ir.fold import fold
 from graphshard.ir.printer import print_program
+from graphshard.lower.backends import Backend
 from graphshard.pipeline.pipeline import Pipeline
 from tests.debug.test_repro import copy_stage, write_dump
 
@@ -34,6 +40,13 @@ def fails(capsys: Capture, *argv: str) -> str:
     assert out == ""
     assert err.count("\n") == 1
     return err
+
+
+def refused(capsys: Capture, *argv: str) -> str:
+    """What is said of arguments that are wrong."""
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    return capsys.readouterr().err
 
 
 # show
@@ -202,9 +215,53 @@ def test_a_summary_that_is_none(tmp_path: Path, capsys: Capture, text: str):
 
 
 def test_an_unknown_command(capsys: Capture):
-    with pytest.raises(SystemExit, match="2"):
-        main(["shwo"])
-    assert "invalid choice: 'shwo' (choose from" in capsys.readouterr().err
+    assert "invalid choice: 'shwo' (choose from" in refused(capsys, "shwo")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["shwo", "dump"], "graphshard: error: argument COMMAND: invalid choice: 'shwo'"),
+        (["--vesion"], "graphshard: error: unrecognized arguments: --vesion; did you mean '--version' for '--vesion'?"),
+        (
+            ["show", "dump", "--flul"],
+            "graphshard show: error: unrecognized arguments: --flul; did you mean '--full' for",
+        ),
+        (["explain", "m:f", "--mehs=8"], "required: --mesh; did you mean '--mesh' for '--mehs'?"),
+        (["explain", "m:f", "--mesh", "8", "--backend", "egaer"], "did you mean 'eager' for 'egaer'?"),
+        (["diff", "a", "--previos", "--fulll"], "for '--previos'?; did you mean '--full' for '--fulll'?"),
+        (["finish", "a.gshard", "--thread"], "argument --threads: expected one argument"),
+    ],
+)
+def test_what_was_meant(capsys: Capture, argv: list[str], message: str):
+    """Of a subcommand, an option, a value; the start of an option is that option."""
+    assert message in refused(capsys, *argv)
+
+
+def test_nothing_like_it_was_meant(capsys: Capture):
+    for argv in (["quux"], ["show", "dump", "--quux"], ["show", "dump", "--", "--fulll"]):
+        assert "did you mean" not in refused(capsys, *argv)
+
+
+def test_backends_are_those_of_compile():
+    assert get_args(Backend) == BACKENDS
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["explain", "--help"], ["shwo"]])
+def test_what_needs_no_torch_does_not_import_it(argv: list[str]):
+    """It takes seconds; `--version` names that which is installed."""
+    code = (
+        "import atexit, runpy, sys\n"
+        "atexit.register(lambda: print('torch' in sys.modules, 'rich' in sys.modules))\n"
+        f"sys.argv = ['graphshard', *{argv}]\n"
+        "runpy.run_module('graphshard', run_name='__main__')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    *lines, imported = result.stdout.splitlines()
+    assert imported == "False False", result.stderr
+    assert result.returncode == (2 if argv == ["shwo"] else 0)
+    if argv == ["--version"]:
+        assert lines == [f"graphshard {graphshard.__version__}, torch {version('torch')}, Python {python_version()}"]
 
 
 def test_no_command_prints_the_help(capsys: Capture):

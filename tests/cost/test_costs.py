@@ -14,10 +14,11 @@ from torch.export import Dim
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphshard
+from graphshard.cost.builtin import builtin_profiles
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work, work_of
 from graphshard.cost.multiplications import Gemm, flop_of
-from graphshard.cost.profile import Profile, builtin_profiles, load_profile
+from graphshard.cost.profile import Profile, load_profile
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.sizes import is_size
 from tests.helpers import Blocks, captured

@@ -477,8 +477,12 @@ def test_grid(study):
         show=said.append,
     )
     assert len(grid.rows) == 2 * 2 * 2 * 2
-    assert said.count("capture") == 2
-    assert len([text for text in said if text.startswith("schedule")]) == 4
+    assert [text for text in said if text.endswith("capture")] == ["f32: capture", "bf16: capture"]
+    assert [text for text in said if "bucket" in text] == [
+        *("f32, 8 ranks: bucket", "f32, 64 ranks: bucket"),
+        *("bf16, 8 ranks: bucket", "bf16, 64 ranks: bucket"),
+    ]
+    assert said.count("bf16, 64 ranks, a100: plan") == said.count("bf16, 64 ranks, a100: predict") == 2
     assert [row.label for row in grid.rows[:1] + grid.rows[-1:]] == ["f32", "bf16"]
     assert grid.best.tokens_per_second == max(row.tokens_per_second for row in grid.rows)
     lines = str(grid).splitlines()
