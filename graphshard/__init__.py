@@ -32,6 +32,8 @@ from graphshard.ir.errors import (
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.measure.regions import load_measured, measure_regions, save_measured
+from graphshard.measure.step import profile_step
+from graphshard.measure.step_profile import StepProfile
 from graphshard.passes import Pass
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.schedule.by_unit import PlanByUnit
@@ -66,6 +68,7 @@ __all__ = [
     "PlanByUnit",
     "Profile",
     "Program",
+    "StepProfile",
     "UnsupportedError",
     "async_save_checkpoint",
     "bisect",
@@ -79,6 +82,7 @@ __all__ = [
     "load_measured",
     "load_profile",
     "measure_regions",
+    "profile_step",
     "programs",
     "register_forward_method",
     "save_checkpoint",

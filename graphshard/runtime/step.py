@@ -31,6 +31,7 @@ from graphshard.runtime.accumulation import LEFT, Accumulation
 from graphshard.runtime.gloo import exchange_reductions, gather_into_buffers
 from graphshard.runtime.groups import bind_groups, is_fake, shard_index
 from graphshard.runtime.peers import Peers
+from graphshard.runtime.recording import current_recording
 from graphshard.runtime.shards import ParamRef, dense, padded_shard, shard_parts
 from graphshard.runtime.unsharded import Unsharded
 
@@ -189,11 +190,13 @@ class Executable:
         return tuple(evaluate(expression(size), env) for size in stride)
 
     def _code(self, phase: Phase) -> Boxed:
-        """The phase's code; while a profiler runs, the one with ranges, so that a step without one pays nothing."""
-        executor = phase.module
-        if not _profiling():
+        """The phase's code; while it is measured or a profiler runs, one that shows: other steps pay nothing."""
+        executor, recording = phase.module, current_recording()
+        if recording is None and not _profiling():
             return executor.forward
         assert isinstance(executor, Executor)
+        if recording is not None:
+            return recording.code(executor, self.program, phase)
         if executor not in self._ranged:
             self._ranged[executor] = executor.with_ranges()
         return self._ranged[executor]
