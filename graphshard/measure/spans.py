@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from graphshard.cost.costs import Costs
-from graphshard.ir.program import Program
 from graphshard.lower.lines import Call, Start, Wait
 from graphshard.runtime.gloo import as_planned
 from graphshard.runtime.recording import PhaseRun, Recording, Stamp
 from graphshard.schedule.memory import memory_of
-from graphshard.schedule.timeline import Estimate, estimate
+from graphshard.schedule.timeline import Estimate, Step, estimate
 
 
 class Key(NamedTuple):
@@ -76,43 +75,36 @@ class Prediction:
     """The step that was measured, as costs have it.
 
     Attributes:
-        seconds: of all of it; None if a phase that ran is none that is predicted: a backward for other gradients than
-            the likely ones, or one of several microbatches.
-        peak_bytes: None if several programs ran, or `seconds` is.
+        peak_bytes: None if several programs ran, as what one keeps for its backward is alive while others run.
     """
 
     spans: tuple[TimedSpan, ...]
-    seconds: float | None
+    seconds: float
     peak_bytes: int | None
 
 
 def predict(runs: Sequence[PhaseRun], costs: Costs) -> Prediction:
     """The phases that ran, each behind the one before."""
-    programs = {id(run.program): run.program for run in runs}
-    planned = {number: as_planned(program) for number, program in programs.items()}
-    estimates = {number: estimate(program, costs) for number, program in planned.items()}
+    phases: dict[int, tuple[Estimate, int]] = {}
     spans: list[TimedSpan] = []
-    now, whole = 0.0, True
+    now = 0.0
     for run in runs:
-        if run.phase is not run.program.phases[run.name]:
-            whole = False
-            continue
-        found = estimates[id(run.program)]
-        began, ended = found.phases[run.name]
-        spans += _of_estimate(run.program, found, run.name, now - began)
-        now += ended - began
-    peak = None
-    if whole and len(programs) == 1:
-        (number,) = programs
-        peak = memory_of(planned[number], estimates[number]).peak_bytes
-    return Prediction(tuple(sorted(spans, key=lambda span: span.start)), now if whole else None, peak)
+        if id(run.phase) not in phases:
+            alone = as_planned(replace(run.program, phases={run.name: run.phase}))
+            found = estimate(alone, costs)
+            phases[id(run.phase)] = found, memory_of(alone, found).peak_bytes
+        found, _ = phases[id(run.phase)]
+        spans += (_predicted(run, step, now) for step in found.steps)
+        now += found.seconds
+    titles = {run.program.title for run in runs}
+    peak = max(peak for _, peak in phases.values()) if len(titles) == 1 else None
+    return Prediction(tuple(sorted(spans, key=lambda span: span.start)), now, peak)
 
 
-def _of_estimate(program: Program, found: Estimate, phase: str, shift: float) -> Iterator[TimedSpan]:
-    for step in found.steps:
-        if step.phase == phase:
-            key = Key(program.title, phase, step.kind, step.name)
-            yield TimedSpan(key, step.where, step.start + shift, step.end + shift)
+def _predicted(run: PhaseRun, step: Step, shift: float) -> TimedSpan:
+    return TimedSpan(
+        Key(run.program.title, run.name, step.kind, step.name), step.where, step.start + shift, step.end + shift
+    )
 
 
 def totals(spans: Iterable[TimedSpan]) -> dict[Key, float]:

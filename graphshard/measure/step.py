@@ -23,9 +23,8 @@ from graphshard.cost.profile import Hardware, load_profile
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import answer_of, check_count, check_function
-from graphshard.ir.program import Program
 from graphshard.ir.text import brief
-from graphshard.measure.spans import measured_spans, predict
+from graphshard.measure.spans import measured_spans
 from graphshard.measure.step_profile import RankStep, StepProfile, profile_of
 from graphshard.measure.timing import synchronize
 from graphshard.module.runner import Runner
@@ -93,9 +92,7 @@ def profile_step(
         record.runs.clear()
         mine = _measure(step, record, runner.mesh)
         runs = list(record.runs)
-    prediction = predict(runs, costs)
-    programs: dict[str, Program] = {run.program.title: run.program for run in runs}
-    return profile_of(users_class(model).__name__, _gathered(mine, runner.mesh), prediction, programs, costs)
+    return profile_of(users_class(model).__name__, _gathered(mine, runner.mesh), runs, costs)
 
 
 def _check_state(model: ShardedModule) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich.table import Table
@@ -17,11 +17,12 @@ from graphshard.ir.given import write_given
 from graphshard.ir.program import Program
 from graphshard.ir.terminal import plain_table
 from graphshard.ir.text import brief, format_bytes, format_seconds, visible
-from graphshard.measure.spans import Key, Prediction, TimedSpan, totals
+from graphshard.measure.spans import Key, Prediction, TimedSpan, predict, totals
 from graphshard.report.content import COLOURS, MeasuredProgram, report_of
 from graphshard.report.page import Measured, Span, Spread, render
 from graphshard.report.trace_events import process_events
 from graphshard.runtime.gloo import as_planned
+from graphshard.runtime.recording import PhaseRun
 
 # How many regions, collectives and waits a table has.
 _SHOWN = 8
@@ -48,7 +49,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class Timing:
-    """A part of a step: what was predicted, None where nothing was, and what was measured on all ranks.
+    """A part of a step: what was predicted, None where nothing can be, and what was measured on all ranks.
 
     Attributes:
         kind: "compute" for a region, "gather", "reduce" or "all_reduce" for a collective, "exposed" for what compute
@@ -102,6 +103,7 @@ class StepProfile:
     ranks: tuple[RankStep, ...]
     _prediction: Prediction = field(repr=False, compare=False)
     _programs: dict[str, Program] = field(repr=False, compare=False)
+    _others: frozenset[tuple[str, str]] = field(repr=False, compare=False)
     _costs: Costs = field(repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -129,15 +131,14 @@ class StepProfile:
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write all ranks for ui.perfetto.dev or chrome://tracing (Trace Event Format, JSON).
 
-        Each rank is a process with the lanes "compute" and "communication", and so is the prediction, where there is
-        one. A rank's time counts from when it left the barrier before the step.
+        Each rank is a process with the lanes "compute" and "communication", and so is the prediction. A rank's time
+        counts from when it left the barrier before the step.
 
         Raises:
             ArgumentError: the file cannot be written.
         """
         processes = [(f"rank {step.rank}", step.spans) for step in self.ranks]
-        if self._prediction.spans:
-            processes.append((f"predicted for {self.hardware}", self._prediction.spans))
+        processes.append((f"predicted for {self.hardware}", self._prediction.spans))
         events = [
             event
             for number, (title, spans) in enumerate(processes)
@@ -148,7 +149,9 @@ class StepProfile:
     def save_report(self, path: str | os.PathLike[str], program: str | None = None) -> None:
         """Write the HTML report of a program, with measured lanes under the predicted ones.
 
-        The lanes are those of the rank whose step was the median; each span says what it took on all ranks.
+        The lanes are those of the rank whose step was the median; each span says what it took on all ranks. What is
+        predicted is the likely backward: for gradients of the outputs that the capture took for the ones that are used,
+        without microbatches. Where another one ran, only its lanes are shown.
 
         Args:
             path: the file.
@@ -170,6 +173,8 @@ class StepProfile:
         """What the report of one program shows."""
         middle = sorted(self.ranks, key=lambda step: step.seconds)[len(self.ranks) // 2]
         timings = [t for t in (*self.regions, *self.collectives, *self.waits) if t.program == title]
+        # Another backward than the likely one, which the report is of, has regions of its own by the same names.
+        tables = [t for t in timings if (title, t.phase) not in self._others]
         of = {(t.kind, t.phase, t.name): t for t in timings}
         spans = []
         for span in middle.spans:
@@ -186,25 +191,27 @@ class StepProfile:
             None if self.memory is None else self.memory.measured,
         )
         calls: defaultdict[str, list[Spread]] = defaultdict(list)  # of a region in both phases
-        for timing in timings:
+        for timing in tables:
             if timing.kind == "compute":
                 calls[timing.name].append(timing.measured)
         return MeasuredProgram(
             measured,
             {name: _sum(spreads) for name, spreads in calls.items()},
-            {t.name: t.measured for t in timings if t.kind not in ("compute", "exposed")},
-            {t.name: t.measured for t in timings if t.kind == "exposed"},
+            {t.name: t.measured for t in tables if t.kind not in ("compute", "exposed")},
+            {t.name: t.measured for t in tables if t.kind == "exposed"},
         )
 
 
-def profile_of(
-    model: str, ranks: Sequence[RankStep], prediction: Prediction, programs: Mapping[str, Program], costs: Costs
-) -> StepProfile:
-    """Put together what the ranks measured."""
+def profile_of(model: str, ranks: Sequence[RankStep], runs: Sequence[PhaseRun], costs: Costs) -> StepProfile:
+    """Put together what the ranks measured.
 
-    def sums(kind: str, values: list[float], predicted: float | None) -> Timing:
-        return Timing(kind, None if prediction.seconds is None else predicted, Spread.of(values))
-
+    Args:
+        runs: of this rank, in order; those of the others are alike.
+    """
+    prediction = predict(runs, costs)
+    programs: dict[str, Program] = {}
+    for run in runs:
+        programs.setdefault(run.program.title, run.program)  # the first has a forward
     compute, exposed = ([step.total(kind) for step in ranks] for kind in ("compute", "exposed"))
     guessed = {kind: sum(s.seconds for s in prediction.spans if s.key.kind == kind) for kind in ("compute", "exposed")}
     rest = [step.seconds - busy - waited for step, busy, waited in zip(ranks, compute, exposed)]
@@ -213,9 +220,9 @@ def profile_of(
     return StepProfile(
         model=model,
         hardware=costs.profile.title,
-        step=sums("step", [step.seconds for step in ranks], prediction.seconds),
-        compute=sums("compute", compute, guessed["compute"]),
-        exposed=sums("exposed", exposed, guessed["exposed"]),
+        step=Timing("step", prediction.seconds, Spread.of(step.seconds for step in ranks)),
+        compute=Timing("compute", guessed["compute"], Spread.of(compute)),
+        exposed=Timing("exposed", guessed["exposed"], Spread.of(exposed)),
         other=Timing("other", None, Spread.of(rest)),
         memory=Timing("memory", prediction.peak_bytes, Spread.of(peaks)) if len(peaks) == len(ranks) else None,
         regions=tuple(t for t in timings if t.kind == "compute"),
@@ -223,7 +230,8 @@ def profile_of(
         waits=tuple(t for t in timings if t.kind == "exposed"),
         ranks=tuple(ranks),
         _prediction=prediction,
-        _programs=dict(programs),
+        _programs=programs,
+        _others=frozenset((r.program.title, r.name) for r in runs if programs[r.program.title] is not r.program),
         _costs=costs,
     )
 
@@ -232,7 +240,6 @@ def _timings(ranks: Sequence[RankStep], prediction: Prediction) -> Iterator[Timi
     """One for each thing that ran."""
     seconds = [totals(step.spans) for step in ranks]
     predicted = totals(prediction.spans)
-    covered = {(key.program, key.phase) for key in predicted}
     calls = Counter(span.key for span in ranks[0].spans)
     places: dict[Key, dict[str, None]] = {}
     for span in ranks[0].spans:
@@ -242,7 +249,7 @@ def _timings(ranks: Sequence[RankStep], prediction: Prediction) -> Iterator[Timi
         yield Timing(
             kind=key.kind,
             # What is predicted not to wait is predicted to wait for no time.
-            predicted=predicted.get(key, 0.0) if (key.program, key.phase) in covered else None,
+            predicted=predicted.get(key, 0.0),
             measured=Spread.of(found.get(key, 0.0) for found in seconds),
             name=key.name,
             program=key.program,

@@ -21,6 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from graphshard.ir.text import format_bytes, format_seconds
+from graphshard.passes import InsertCollectives
 from graphshard.schedule.memory import Memory
 
 
@@ -186,6 +187,7 @@ def render(data: Report) -> str:
     loader = PackageLoader("graphshard.report", "")
     env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     env.filters |= {"size": format_bytes, "time": format_seconds, "pack": _pack}
+    env.globals |= {"format_bytes": format_bytes, "format_seconds": format_seconds}
     env.globals["asset"] = lambda name: Markup(loader.get_source(env, name)[0])
     groups = Counter[str]()
     for value in data.memory.alive if data.memory else ():
@@ -201,7 +203,8 @@ def _page(data: Report) -> dict[str, Any]:
     """What the page's scripts need, apart from texts."""
     texts = [stage.full for stage in data.stages]
     differ = [i for i in range(1, len(texts)) if texts[i - 1] != texts[i]]
-    after = differ[-1] if differ else len(texts) - 1
+    telling = [i for i in differ if data.stages[i].name == InsertCollectives.name]
+    after = (telling or differ or [len(texts) - 1])[-1]
     memory = data.memory
     return {
         "compare": [max(after - 1, 0), after],

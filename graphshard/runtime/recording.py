@@ -26,6 +26,7 @@ class PhaseRun:
     """One run of a phase.
 
     Attributes:
+        program: a backward for others than the likely gradients is a program of its own, of the same title.
         executor: whose lines ran.
         began, ended: all of it.
         times: of regions, starts and waits: number of the line, begin and end.
@@ -41,7 +42,7 @@ class PhaseRun:
     @property
     def name(self) -> str:
         """Of the phase: "forward" or "backward"."""
-        return "forward" if self.phase is self.program.phases["forward"] else "backward"
+        return "forward" if self.phase is self.program.phases.get("forward") else "backward"
 
 
 class Recording:
