@@ -6,8 +6,8 @@ each line (`runtime/recording.py`), so that numerics are the same and steps that
 `spans.py` has what was measured and what was predicted in one form, and `step_profile.py` puts both side by side.
 
 * **The slowest rank counts, and all ranks measure at once**, as in training.
-* **When a collective arrives is not known** if compute does not wait for it. So it is given until the end of its wait, as
-  the most that it took. What compute waits is known, and is what costs.
+* **When a collective arrives is not known** if compute does not wait for it. So it is given until the end of its wait,
+  as the most that it took. What compute waits is known, and is what costs.
 * **On CPUs the best of three rounds is taken**, as machines that others use are slow at times.
 
 Pitfalls:

@@ -110,7 +110,7 @@ def test_labels_fit_or_are_not_there(show: Show, width: int) -> None:
         """(() => {
           const outside = [];
           for (const text of document.querySelectorAll(".span text, .band + text")) {
-            const [own, place] = [text, text.parentNode.querySelector("rect.compute") ?? text.previousSibling]
+            const [own, place] = [text, text.closest(".span")?.querySelector("rect") ?? text.previousSibling]
               .map((node) => node.getBoundingClientRect());
             if (own.right > place.right + 0.5 || own.left < place.left) outside.push(text.textContent);
           }
@@ -138,7 +138,7 @@ def test_labels_fit_or_are_not_there(show: Show, width: int) -> None:
 def test_twenty_rows_are_seen_at_the_peak(show: Show) -> None:
     plain = small_report()
     assert plain.memory
-    alive = tuple(Alive(f"layers.{n}.saved", "saved for backward", 2**20 - n) for n in range(60))
+    alive = tuple(Alive(f"layers.{n}.attention.wq.saved", "saved for backward", 2**20 - n) for n in range(60))
     page = show(small_report(memory=dataclasses.replace(plain.memory, alive=alive)), width=1400, height=1200)
     assert page.js(
         "(box => [...box.querySelectorAll('tbody tr')].filter(row => row.getBoundingClientRect().bottom <= box"
