@@ -100,7 +100,7 @@ def test_the_header_hides_no_heading(show: Show, width: int) -> None:
 def test_labels_fit_or_are_not_there(show: Show, width: int) -> None:
     """No text of a span, a band, a tick or the peak is wider than its place, and no two ticks overlap."""
     spans = tuple(
-        Span("compute", "compute", f"region_{n} layers.{n}", start, start + (n % 7) * 2e-4)
+        Span("compute", "compute", f"region_{n} layers.{n}", start, start + (n % 7) * 4e-4)
         for n, start in ((n, n * 1e-3 / 3) for n in range(36))
     )
     plain = small_report()
