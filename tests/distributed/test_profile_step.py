@@ -131,6 +131,27 @@ def _check_trace(events: list[dict[str, Any]]) -> None:
             assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(found))
 
 
+def _predicted(rank: int, world_size: int) -> None:
+    model = _compiled()
+    profile = graphshard.profile_step(model, (_batch(),), loss=_first)
+    found = graphshard.explain(
+        _Net(), (world_size,), example_inputs=(_batch(),), backend="eager", hardware="cpu-gloo", optimizer_states=0
+    )
+    assert profile.step.predicted == pytest.approx(found.step_time_s - found.optimizer_s)
+    assert profile.compute.predicted == pytest.approx(found.compute_s)
+    assert profile.exposed.predicted == pytest.approx(found.exposed_comm_s)
+    assert profile.memory
+    assert profile.memory.predicted == found.peak_memory_bytes
+    slower = graphshard.profile_step(model, (_batch(),), loss=_first, hardware="a100")
+    assert slower.hardware != profile.hardware
+    assert slower.step.predicted != profile.step.predicted
+
+
+def test_the_prediction_is_that_of_explain(ranks: Ranks) -> None:
+    """Though the graphs that run have been bound to process groups, and collectives rewritten for gloo."""
+    ranks(2).run(_predicted)
+
+
 def _state(model: nn.Module, x: Tensor) -> dict[str, Any]:
     local = {name: param.to_local().clone() for name, param in model.named_parameters()}
     buffers = {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
