@@ -98,6 +98,9 @@ def predict(runs: Sequence[PhaseRun], costs: Costs) -> Prediction:
         now += found.seconds
     titles = {run.program.title for run in runs}
     peak = max(peak for _, peak in phases.values()) if len(titles) == 1 else None
+    if len({id(run.program) for run in runs}) == 1:  # what both phases have, such as buffers of forward, is seen
+        both = as_planned(runs[0].program)
+        peak = memory_of(both, estimate(both, costs)).peak_bytes
     return Prediction(tuple(sorted(spans, key=lambda span: span.start)), now, peak)
 
 
