@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from graphshard.ir.plan import Plan
     from graphshard.ir.program import Program
     from graphshard.measure.regions import load_measured, measure_regions, save_measured
+    from graphshard.measure.step import profile_step
+    from graphshard.measure.step_profile import StepProfile
     from graphshard.passes import Pass
     from graphshard.pipeline.pipeline import Pipeline
     from graphshard.schedule.by_unit import PlanByUnit
@@ -75,6 +77,7 @@ __all__ = [
     "PlanByUnit",
     "Profile",
     "Program",
+    "StepProfile",
     "UnsupportedError",
     "async_save_checkpoint",
     "bisect",
@@ -89,6 +92,7 @@ __all__ = [
     "load_measured",
     "load_profile",
     "measure_regions",
+    "profile_step",
     "programs",
     "register_forward_method",
     "save_checkpoint",
@@ -124,6 +128,8 @@ _HOMES = {
     "ir.plan": ("Plan",),
     "ir.program": ("Program",),
     "measure.regions": ("load_measured", "measure_regions", "save_measured"),
+    "measure.step": ("profile_step",),
+    "measure.step_profile": ("StepProfile",),
     "passes": ("Pass",),
     "pipeline.pipeline": ("Pipeline",),
     "schedule.by_unit": ("PlanByUnit",),

@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,11 @@ class Page:
 
     def close(self) -> None:
         self._browser.call("Target.closeTarget", targetId=self._target)
+
+
+# Opens a report, see `tests/report/conftest.py`.
+Show = Callable[..., Page]
+
+
+def texts(page: Page, selector: str) -> list[str]:
+    return page.js(f"[...document.querySelectorAll({json.dumps(selector)})].map(n => n.textContent.trim())")

@@ -7,9 +7,11 @@ from typing import Any
 
 from graphshard.report.page import (
     BucketView,
+    Measured,
     RegionView,
     Report,
     Span,
+    Spread,
     StageView,
     Timeline,
 )
@@ -66,17 +68,17 @@ def small_report(**changes: Any) -> Report:
         StageView("reorder", 0, 0.0004, 46, True, AFTER + "  ... 30 times\n", AFTER + unfolded),
     )
     ms = 1e-3
-    gather0 = Span("shard", "gather", "gather layers.0 in forward", 0, 2 * ms, "1.00 MiB over 8 ranks", 0, True)
+    gather0 = Span("communication", "gather", "gather layers.0 in forward", 0, 2 * ms, "1.00 MiB over 8 ranks", 0, True)
     spans = (
         gather0,
         Span("compute", "exposed", gather0.name, 0, 2 * ms, "nothing to compute yet"),
-        Span("compute", "compute", "region_0", 2 * ms, 5 * ms, "16 ops in layers.0", 0, True),
-        Span("shard", "gather", "gather layers.1 in forward", 2 * ms, 4 * ms, "", 1 * ms),
+        Span("compute", "compute", "region_0 layers.0", 2 * ms, 5 * ms, "16 ops in layers.0", 0, True),
+        Span("communication", "gather", "gather layers.1 in forward", 2 * ms, 4 * ms, "", 1 * ms),
         Span("compute", "compute", "region_0", 5 * ms, 8 * ms, "16 ops in layers.1", 0, True),
-        Span("shard", "gather", "gather layers.1 in backward", 8 * ms, 8.5 * ms, "", 3.5 * ms),
+        Span("communication", "gather", "gather layers.1 in backward", 8 * ms, 8.5 * ms, "", 3.5 * ms),
         Span("compute", "compute", "region_1", 8 * ms, 12 * ms, "", 0, True),
-        Span("replicate", "reduce", "reduce layers.1 in backward", 10 * ms, 11 * ms, "", 1 * ms),
-        Span("replicate", "reduce", "reduce layers.0 in backward", 12 * ms, 12.5 * ms, "", 0, True),
+        Span("communication between nodes", "reduce", "reduce layers.1 in backward", 10 * ms, 11 * ms, "", 1 * ms),
+        Span("communication between nodes", "reduce", "reduce layers.0 in backward", 12 * ms, 12.5 * ms, "", 0, True),
         Span("compute", "exposed", "reduce layers.0 in backward", 12 * ms, 12.5 * ms),
     )
     timeline = Timeline(
@@ -98,7 +100,7 @@ def small_report(**changes: Any) -> Report:
             (f"{span.name.split()[1]}.bias",) if span.kind == "reduce" else (),
             int((span.end - span.start) * 2**29),
             "bf16",
-            span.lane,
+            "shard" if span.kind == "gather" else "replicate",
             "after 12 of 340 ops, in layers.0",
             "after 30 of 340 ops, in layers.1",
             "" if span.start == 0 else "region_0",
@@ -126,6 +128,33 @@ def small_report(**changes: Any) -> Report:
     facts = (("torch", "2.13.0"), ("mesh", "replicate 2, shard 8"), ("captured because", "first call"))
     report = Report("Blocks(2) on 16 ranks", facts, stages, buckets, timeline, memory, regions)
     return dataclasses.replace(report, **changes)
+
+
+def measured_report() -> Report:
+    """The small report of a step that was measured, too: a third slower, and with a wait that is not predicted."""
+    plain = small_report()
+    assert plain.timeline
+    ms = 1e-3
+
+    def spread(median: float) -> Spread:
+        return Spread(0.9 * median * ms, median * ms, 1.2 * median * ms)
+
+    said = "all ranks, in a step: 4.00 ms, 3.60 ms to 4.80 ms"
+    spans = (
+        Span("communication", "gather", "gather layers.0 in forward", 0.5 * ms, 3.5 * ms, said),
+        Span("compute", "exposed", "gather layers.0 in forward", 0.6 * ms, 3.5 * ms, said),
+        Span("communication", "gather", "gather layers.1 in forward", 3.2 * ms, 8 * ms, said),
+        Span("compute", "compute", "region_0 layers.0", 3.5 * ms, 7.5 * ms, said),
+        Span("compute", "exposed", "gather layers.1 in forward", 7.5 * ms, 8 * ms, said),
+        Span("compute", "compute", "region_0 layers.1", 8 * ms, 12 * ms, said),
+        Span("compute", "compute", "region_1 layers.1", 12.5 * ms, 16 * ms, said),
+    )
+    measured = Measured(1, 4, spans, spread(16.5), spread(11.5), spread(3.4), Spread(8 * 2**30, 9 * 2**30, 10 * 2**30))
+    return small_report(
+        timeline=dataclasses.replace(plain.timeline, measured=measured),
+        buckets=tuple(dataclasses.replace(b, in_flight=spread(3), waited=spread(2)) for b in plain.buckets),
+        regions=tuple(dataclasses.replace(r, measured=spread(8)) for r in plain.regions),
+    )
 
 
 def deep_report(num_layers: int = 126, ops: int = 160) -> Report:
@@ -176,7 +205,14 @@ def deep_report(num_layers: int = 126, ops: int = 160) -> Report:
             exposed = 0.0006 if i % 9 == 0 and kind == "gather" else 0.0
             end = now + seconds + exposed if exposed else now + seconds * (0.6 if kind == "gather" else 0.9)
             spans.append(
-                Span("shard", kind, name, now + (0.3 * seconds if kind == "reduce" else 0), end, "1.70 GiB, 64 ranks")
+                Span(
+                    "communication",
+                    kind,
+                    name,
+                    now + (0.3 * seconds if kind == "reduce" else 0),
+                    end,
+                    "1.70 GiB, 64 ranks",
+                )
             )
             if exposed:
                 spans.append(Span("compute", "exposed", name, now + seconds, now + seconds + exposed, "too late"))

@@ -19,7 +19,7 @@ from graphshard.codec.lowered import decode_lowered, decode_region
 from graphshard.codec.partitioned import decode_partitioned
 from graphshard.codec.passes import decode_pass
 from graphshard.ir.errors import ArtifactError
-from graphshard.ir.program import Phase, Program, Region
+from graphshard.ir.program import Program, Region
 from graphshard.lower.operators import compile_eager, compile_operators
 from graphshard.lower.packages import PackagedRegion
 from graphshard.lower.regions import Boxed, RegionCall
@@ -79,12 +79,12 @@ class StoredPrograms:
         if partitioned is None:
             return None
 
-        def make_backward(variant: Variant, _: Strides) -> Phase:
+        def make_backward(variant: Variant, _: Strides) -> Program:
             if variant in record.backwards:
                 other = decode_lowered(record.backwards[variant], runner.tracer.compiled, owner, device)
                 if variant[1] is not None:
                     runner.agreement.check_accumulation(other)
-                return other.phases["backward"]
+                return other
             lacks = self._lacks(record, variant)
             if runner.sealed:
                 raise lacks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import os
@@ -11,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +18,7 @@ from graphshard.explain.formulas import Formulas
 from graphshard.ir.given import write_given
 from graphshard.ir.plain import write
 from graphshard.ir.program import Program
+from graphshard.ir.terminal import plain_table
 from graphshard.ir.text import format_bytes, format_seconds
 from graphshard.report.content import report_of
 from graphshard.report.page import render
@@ -160,7 +159,7 @@ class Explanation:
         for name, value in self._facts():
             table.add_row(name, Text(value))
         lines = [f"* {line}" for line in self.advice] + list(self._formulas())
-        return "\n".join([_text(table), *lines])
+        return "\n".join([plain_table(table), *lines])
 
     def _formulas(self) -> Iterator[str]:
         """How the step grows around here, and from where communication is hidden."""
@@ -200,7 +199,7 @@ class Explanation:
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report with timeline, memory curve, buckets and regions: one file that needs no network."""
-        write_given("path", path, render(report_of(self._program, costs=self._costs)))
+        write_given("path", path, render(report_of(self._program, costs=self._costs, files=False)))
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the timeline for ui.perfetto.dev or chrome://tracing (Trace Event Format, JSON)."""
@@ -253,7 +252,7 @@ class Grid:
                 format_bytes(row.peak_memory_bytes),
                 row.limit,
             )
-        return _text(table)
+        return plain_table(table)
 
     def to_json(self) -> str:
         """All numbers as JSON."""
@@ -283,11 +282,3 @@ def _slack(seconds: Mapping[str, float]) -> str:
         return tight
     least, most = (f"{format_seconds(seconds[name])} for {name}" for name in (loose[0], loose[-1]))
     return f"{tight}, {least}" + (f" to {most}" if len(loose) > 1 else "")
-
-
-def _text(table: Table) -> str:
-    """As wide as it needs to be, without colours, so that it reads the same in a file."""
-    console = Console(file=io.StringIO(), width=1000, color_system=None)
-    console.print(table)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())

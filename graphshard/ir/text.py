@@ -35,6 +35,14 @@ def format_seconds(seconds: float) -> str:
     return f"{_three_digits(seconds * factor)} {unit}"
 
 
+def format_count(count: int) -> str:
+    """A number of things, with three digits where it is large: `8.03 billion`."""
+    for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if count >= 0.9995 * size:
+            return f"{_three_digits(count / size)} {word}"
+    return f"{count:,}"
+
+
 def _three_digits(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 

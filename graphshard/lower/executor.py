@@ -13,6 +13,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,19 @@ from torch.fx.graph import PythonCode
 from torch.fx.node import map_arg
 
 from graphshard.ir.graph import WAIT, launch_of, module_of
-from graphshard.lower.lines import Call, Line, Operator, Return, Start, Take, Variable, Wait, path_of, print_lines
+from graphshard.lower.lines import (
+    Around,
+    Call,
+    Line,
+    Operator,
+    Return,
+    Start,
+    Take,
+    Variable,
+    Wait,
+    path_of,
+    print_lines,
+)
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -48,7 +61,15 @@ class Executor(GraphModule):
 
     def with_ranges(self) -> Boxed:
         """What `forward` does, with a range for the profiler around each region, start and wait."""
-        return types.MethodType(_function(print_lines(self.lines, ranges=True), _scope(self.lines)), self)
+        return self._within(lambda _, line: f"torch.profiler.record_function({line.label!r})")
+
+    def with_clock(self, clock: Callable[[int], AbstractContextManager[None]]) -> Boxed:
+        """What `forward` does, with each region, start and wait inside `clock(number of the line)`."""
+        return self._within(lambda number, _: f"clock({number})", clock=clock)
+
+    def _within(self, around: Around, **known: Any) -> Boxed:
+        code = print_lines(self.lines, around)
+        return types.MethodType(_function(code, _scope(self.lines) | known), self)
 
 
 def lines_of(graph: Graph) -> tuple[Line, ...]:
@@ -99,7 +120,7 @@ def _parts(node: Node) -> list[Node]:
 def _names(graph: Graph) -> dict[Node, Variable]:
     """A name for each value that is nothing else's in the code; a parameter may be called "inputs"."""
     modules = {path_of(node.target).partition(".")[0] for node in graph.nodes if node.op == "call_function"}
-    taken = {"self", "inputs", *_SCOPE, *modules}
+    taken = {"self", "inputs", "clock", *_SCOPE, *modules}
     found: dict[Node, Variable] = {}
     for node in graph.nodes:
         name = node.name

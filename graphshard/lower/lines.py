@@ -190,21 +190,27 @@ class Return(Line):
         return [f"return {self.values!r}"]
 
 
-def print_lines(lines: Iterable[Line], *, ranges: bool = False) -> str:
+# Of a line and its number, the Python of a context manager that it runs in.
+Around = Callable[[int, Line], str]
+
+
+def print_lines(lines: Iterable[Line], around: Around | None = None) -> str:
     """Lines as a function `forward` that takes `self`, whose methods are the regions, and a list of inputs.
 
     Args:
-        ranges: whether each region, start and wait is a range of its own in profiles.
+        around: what each region, start and wait runs in.
     """
-    rows = (f"    {row}\n" for line in lines for row in print_line(line, ranges=ranges))
-    return f"def forward(self, inputs):\n{''.join(rows)}"
+    rows: list[str] = []
+    for number, line in enumerate(lines):
+        rows += print_line(line, around(number, line) if around is not None and line.label else "")
+    return "def forward(self, inputs):\n" + "".join(f"    {row}\n" for row in rows)
 
 
-def print_line(line: Line, *, ranges: bool = False) -> list[str]:
-    """A line as rows of Python."""
+def print_line(line: Line, within: str = "") -> list[str]:
+    """A line as rows of Python, whose work is done in a context manager if there is one."""
     *before, work = line.statements()
-    if ranges and line.label:
-        work = f"with torch.profiler.record_function({line.label!r}): {work}"
+    if within:
+        work = f"with {within}: {work}"
     if line.comment:
         work += f"  # {visible(line.comment, lines=False)}"  # which must not end before its row
     return "\n".join([*before, work]).split("\n")

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from graphshard.capture.entry import install_entries
 from graphshard.capture.signature import Signature
 from graphshard.ir.errors import CaptureLimitError
-from graphshard.ir.program import Phase, Program
+from graphshard.ir.program import Program
 from graphshard.ir.progress import progress
 from graphshard.ir.state import Place
 from graphshard.ir.subclasses import is_extended
@@ -337,7 +337,7 @@ class Runner:
 
     def rerun(
         self, program: Program, partitioned: Partitioned, variant: Variant, strides: Strides = frozenset()
-    ) -> Phase:
+    ) -> Program:
         """Lower a program's backward again: for other gradients of outputs or strides of them, or for microbatches."""
         used, accumulate = variant
         why = f"gradients through outputs {', '.join(sorted(used))}{' and microbatches' if accumulate else ''}"
@@ -347,7 +347,7 @@ class Runner:
 
     @forget_sources()
     @without_dispatch_modes()
-    def _rerun_alone(self, program: Program, partitioned: Partitioned, variant: Variant, strides: Strides) -> Phase:
+    def _rerun_alone(self, program: Program, partitioned: Partitioned, variant: Variant, strides: Strides) -> Program:
         (used, accumulate), tracer = variant, self.tracer
         name = f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}"
         number = next(self._numbers) if accumulate or name in self._rerun else ""
@@ -363,4 +363,4 @@ class Runner:
             lower(other, compiler_for(tracer.options.backend), tracer.compiled, show)
         self.executables.conditions_changed()
         observer.lowered(other, tracer.compiled)
-        return other.phases["backward"]
+        return replace(other, history=[])  # texts take memory, and this lives as long as the module

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 
 import torch
 
@@ -12,8 +15,8 @@ from graphshard.ir.files import file_name
 from graphshard.ir.plan import Bucket
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
-from graphshard.ir.text import format_seconds
-from graphshard.report.page import BucketView, RegionView, Report, Span, StageView, Timeline
+from graphshard.ir.text import format_bytes, format_count, format_seconds
+from graphshard.report.page import BucketView, Measured, RegionView, Report, Span, Spread, StageView, Timeline
 from graphshard.schedule.memory import memory_of
 from graphshard.schedule.timeline import WHY, Estimate, Step, estimate
 
@@ -21,11 +24,41 @@ from graphshard.schedule.timeline import WHY, Estimate, Step, estimate
 _DELAYS = 3
 
 # How steps are coloured.
-_KINDS = {"upload": "gather", "download": "reduce", "all_reduce": "reduce"}
+COLOURS = {"upload": "gather", "download": "reduce", "all_reduce": "reduce"}
+
+# What the lanes of links are called.
+_LANES = {
+    "": "compute",
+    "node": "communication",
+    "network": "communication between nodes",
+    "host": "copies to the host",
+}
+
+
+@dataclass(frozen=True)
+class MeasuredProgram:
+    """What was measured of a program, for its report.
+
+    Attributes:
+        regions: all calls of each region, by its name.
+        in_flight: by bucket, from its launch until compute has waited for it.
+        waits: by bucket, how long compute waited.
+    """
+
+    step: Measured
+    regions: Mapping[str, Spread]
+    in_flight: Mapping[str, Spread]
+    waits: Mapping[str, Spread]
 
 
 def report_of(
-    program: Program, *, error: str = "", kernels: Collection[str] = (), costs: Costs | None = None
+    program: Program,
+    *,
+    error: str = "",
+    kernels: Collection[str] = (),
+    costs: Costs | None = None,
+    measured: MeasuredProgram | None = None,
+    files: bool = True,
 ) -> Report:
     """The report of a program; before it is lowered, only its stages.
 
@@ -33,11 +66,14 @@ def report_of(
         error: text of the error that ended compilation.
         kernels: names of the regions that have a file of generated kernels.
         costs: what the timeline is estimated with; None is an H100 node.
+        measured: shown beside the estimate.
+        files: the report lies in a dump, and links to its files.
     """
     costs = costs or Costs(load_profile("h100"), mesh=program.mesh)
     stages = tuple(
         StageView(
-            s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, s.folded, s.text, f"{i:02d}-{file_name(s.name)}.txt"
+            *(s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, s.folded, s.text),
+            f"{i:02d}-{file_name(s.name)}.txt" if files else "",
         )
         for i, s in enumerate(program.history)
     )
@@ -50,17 +86,33 @@ def report_of(
         ("plan", program.plan.hash[:12] if program.plan else "none"),
     )
     if not program.regions or error:
-        return Report(program.title, facts, stages, error=error)
+        return Report(_title(program), facts, stages, error=error)
     found = estimate(program, costs)
+    timeline = _timeline(program, found, costs)
+    regions = _regions(program, found, costs, kernels, files=files)
+    buckets = _buckets(program, found)
+    if measured is not None:
+        timeline = replace(timeline, measured=measured.step)
+        regions = tuple(replace(region, measured=measured.regions.get(region.name)) for region in regions)
+        buckets = tuple(
+            replace(bucket, in_flight=measured.in_flight.get(bucket.name), waited=measured.waits.get(bucket.name))
+            for bucket in buckets
+        )
     return Report(
-        title=program.title,
+        title=_title(program),
         facts=facts,
         stages=stages,
-        buckets=_buckets(program, found),
-        timeline=_timeline(program, found, costs),
+        buckets=buckets,
+        timeline=timeline,
         memory=memory_of(program, found),
-        regions=_regions(program, found, costs, kernels),
+        regions=regions,
     )
+
+
+def _title(program: Program) -> str:
+    """The model, how large it is, and who compiled it."""
+    count = format_count(sum(math.prod(row.shape) for row in program.params))
+    return f"{program.title}, {count} parameters, graphshard {version('graphshard')}"
 
 
 def _buckets(program: Program, found: Estimate) -> tuple[BucketView, ...]:
@@ -112,11 +164,10 @@ def _place(calls: list[Step], order: int) -> str:
 
 def _timeline(program: Program, found: Estimate, costs: Costs) -> Timeline:
     critical = {step.event for step in found.critical}
-    lanes = {bucket.name: bucket.axis for bucket in program.plan.buckets} if program.plan else {}
     spans = tuple(
         Span(
-            lane="compute" if step.kind in ("compute", "exposed") else lanes.get(step.name, step.link),
-            kind=_KINDS.get(step.kind, step.kind),
+            lane=_LANES[step.link],
+            kind=COLOURS.get(step.kind, step.kind),
             name=f"{step.name} {step.where}".strip(),
             start=step.start,
             end=step.end,
@@ -146,10 +197,12 @@ def _detail(step: Step, found: Estimate) -> str:
         reason = f"{WHY[step.why]}{f', behind {step.behind}' if step.behind else ''}"
         delays = list(found.delays.get(step.event, {}).items())[:_DELAYS]
         return "\n".join([reason, *(f"{format_seconds(seconds)} less without {name}" for name, seconds in delays)])
-    return f"{step.num_bytes} bytes" if step.num_bytes else ""
+    return format_bytes(step.num_bytes) if step.num_bytes else ""
 
 
-def _regions(program: Program, found: Estimate, costs: Costs, kernels: Collection[str]) -> tuple[RegionView, ...]:
+def _regions(
+    program: Program, found: Estimate, costs: Costs, kernels: Collection[str], *, files: bool
+) -> tuple[RegionView, ...]:
     views = []
     for name, key in program.region_names.items():
         region = program.regions[key]
@@ -162,7 +215,7 @@ def _regions(program: Program, found: Estimate, costs: Costs, kernels: Collectio
                 ops=sum(node.op == "call_function" for node in region.module.graph.nodes),
                 modules=", ".join(where) if len(where) < 4 else f"{where[0]} to {where[-1]}",
                 seconds=costs.region(region),
-                file=f"regions/{name}.py",
+                file=f"regions/{name}.py" if files else "",
                 kernels=f"regions/{name}.kernels.py" if name in kernels else "",
             )
         )

@@ -1,4 +1,5 @@
-// The diff of two stages, as the reader sees it. Only rows in view are in the document.
+// The diff of two stages, as the reader sees it: side by side, or in one pane where two are too narrow. Only rows in view
+// are in the document.
 "use strict";
 
 const ROW = 20; // height of a row in pixels, as in the style sheet
@@ -26,13 +27,15 @@ const panes = [...document.querySelectorAll(".pane")];
 const MARKS = { equal: " ", removed: "-", added: "+", changed: "~", moved: "\u2195", empty: " " };
 const diff = { a: [], b: [], rows: [], shown: [], changes: [], current: -1 }; // `shown` has folded rows, too
 Object.assign(diff, { query: "", matches: [], at: null, atSide: LEFT }); // `at` is the row last gone to
-const drawn = new Map(); // index in `shown` -> the two row elements
+const drawn = new Map(); // index in `shown` -> the row elements, one for each pane
+const narrow = matchMedia("(max-width: 700px)"); // as in the style sheet
 
 async function compare() {
   const [before, after, full] = [byId("before").value, byId("after").value, byId("expand").checked];
   const [a, b] = await Promise.all([linesOf(before, full), linesOf(after, full)]);
   if (before !== byId("before").value || after !== byId("after").value || full !== byId("expand").checked) return;
-  Object.assign(diff, { a, b, current: -1, at: null }, alignedRows(a, b));
+  Object.assign(diff, { a, b, current: -1, at: null, onePane: narrow.matches }, alignedRows(a, b));
+  if (diff.onePane) diff.rows = unified(diff.rows);
   diff.shown = foldEqual(diff.rows);
   diff.changes = [];
   diff.rows.forEach((row, i) => {
@@ -108,17 +111,26 @@ function rowElements(row) {
       reveal(row);
       scroller.focus({ preventScroll: true });
     });
-    return [element("div", "row gap", button), element("div", "row gap", element("code", "", text))];
+    const left = element("div", "row gap", button);
+    return diff.onePane ? [left] : [left, element("div", "row gap", element("code", "", text))];
   }
   const [left, right] = [diff.a[row.a] ?? "", diff.b[row.b] ?? ""];
+  if (diff.onePane) {
+    const [side, line, twin] = row.a < 0 ? [RIGHT, right, diff.a[row.twin]] : [LEFT, left, diff.b[row.twin]];
+    const isChanged = row.left === "changed" || row.right === "changed";
+    return [sideElement(row, side, line, isChanged ? changedWords(line, twin) : undefined)];
+  }
   const changed = row.left === "changed" ? [changedWords(left, right), changedWords(right, left)] : [];
   return [sideElement(row, LEFT, left, changed[LEFT]), sideElement(row, RIGHT, right, changed[RIGHT])];
 }
 
 function sideElement(row, side, line, changed) {
   const [kind, number] = side === LEFT ? [row.left, row.a] : [row.right, row.b];
-  const gutter = element("span", "gutter", number < 0 ? "" : `${MARKS[kind]} ${number + 1}`);
-  const node = element("div", `row ${kind}`, gutter, element("code", styleOf(line), ...tokens(line, changed)));
+  // In one pane it must be seen which of two lines is the old one.
+  const look = diff.onePane && kind === "changed" ? (side === LEFT ? "removed" : "added") : kind;
+  const sign = diff.onePane && kind === "moved" ? (side === LEFT ? "-" : "+") : "";
+  const gutter = element("span", "gutter", number < 0 ? "" : `${sign}${MARKS[look]} ${number + 1}`);
+  const node = element("div", `row ${look}`, gutter, element("code", styleOf(line), ...tokens(line, changed)));
   if (row.change >= 0 && row.change === diff.current) node.classList.add("current");
   if (row === diff.at) node.classList.add("at");
   if (kind === "moved") {
@@ -250,6 +262,7 @@ function goToMatch(step) {
 // Events.
 
 for (const id of ["before", "after", "expand"]) byId(id).addEventListener("change", compare);
+narrow.addEventListener("change", compare);
 byId("next").addEventListener("click", () => goToChange(diff.current + 1));
 byId("previous").addEventListener("click", () => goToChange(diff.current - 1));
 byId("find").addEventListener("input", find);

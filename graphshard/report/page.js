@@ -28,6 +28,12 @@ function formatBytes(bytes) {
   return `${threeDigits(bytes)} ${units[unit]}`;
 }
 
+/** What is gone to must not lie below the header, whose height depends on the title and the width. */
+new ResizeObserver(([entry]) => {
+  const sticky = getComputedStyle(entry.target).position === "sticky";
+  document.documentElement.style.scrollPaddingTop = `${(sticky ? entry.target.offsetHeight : 0) + 12}px`;
+}).observe(document.querySelector("header"));
+
 /** An HTML element with text or elements in it. Nothing here is ever parsed as HTML. */
 function element(tag, className, ...children) {
   const node = document.createElement(tag);

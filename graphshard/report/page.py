@@ -12,14 +12,32 @@ from __future__ import annotations
 import base64
 import zlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from graphshard.ir.text import format_bytes, format_seconds
+from graphshard.passes import InsertCollectives
 from graphshard.schedule.memory import Memory
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A measured number, in seconds or bytes, on all ranks: the least, the median and the most."""
+
+    least: float
+    median: float
+    most: float
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Spread:
+        """Of one value for each rank."""
+        ordered = sorted(values)
+        return Spread(ordered[0], median(ordered), ordered[-1])
 
 
 @dataclass(frozen=True)
@@ -55,6 +73,8 @@ class BucketView:
         hidden_by: names of the regions that run in between, or "".
         exposed_seconds: how much of `seconds` the compute stream waits.
         slack_seconds: by how much it could be later or longer, and the step no longer.
+        in_flight: measured, from its launch until compute has waited for it: what it took at most; None if nothing was.
+        waited: measured, how long compute waited for it.
     """
 
     name: str
@@ -71,11 +91,13 @@ class BucketView:
     seconds: float
     exposed_seconds: float
     slack_seconds: float
+    in_flight: Spread | None = None
+    waited: Spread | None = None
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time on one lane: "compute", or a mesh axis.
+    """A stretch of time on one lane, such as "compute" or "communication".
 
     `kind` is "compute", "gather", "reduce", or "exposed": the compute lane is idle, waiting for a bucket. `slack` is by
     how many seconds it could be later or longer, and the step no longer; None of a wait. The spans that are `critical`
@@ -93,11 +115,28 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """One step as it ran on all ranks.
+
+    `spans` are those of `rank`, on lanes of their own and the time axis of the prediction. `exposed` is what compute
+    waited in all; `memory` is the peak in bytes, if it was measured.
+    """
+
+    rank: int
+    num_ranks: int
+    spans: tuple[Span, ...]
+    step: Spread
+    compute: Spread
+    exposed: Spread
+    memory: Spread | None = None
+
+
+@dataclass(frozen=True)
 class Timeline:
     """One step as the cost model sees it.
 
     `phases` are (name, start, end); `critical_seconds` is the communication on the critical path; `assumptions` is one
-    sentence.
+    sentence; `measured` is the step as it ran, if somebody has measured it.
     """
 
     spans: tuple[Span, ...]
@@ -108,11 +147,15 @@ class Timeline:
     exposed_seconds: float
     critical_seconds: float
     assumptions: str
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True)
 class RegionView:
-    """A distinct compiled region. `seconds` is for one call; `file` and `kernels` are relative links, or ""."""
+    """A distinct compiled region.
+
+    `seconds` is for one call, `measured` for all of a step; `file` and `kernels` are relative links, or "".
+    """
 
     name: str
     key: str
@@ -122,6 +165,7 @@ class RegionView:
     seconds: float
     file: str = ""
     kernels: str = ""
+    measured: Spread | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +187,7 @@ def render(data: Report) -> str:
     loader = PackageLoader("graphshard.report", "")
     env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     env.filters |= {"size": format_bytes, "time": format_seconds, "pack": _pack}
+    env.globals |= {"format_bytes": format_bytes, "format_seconds": format_seconds}
     env.globals["asset"] = lambda name: Markup(loader.get_source(env, name)[0])
     groups = Counter[str]()
     for value in data.memory.alive if data.memory else ():
@@ -158,7 +203,8 @@ def _page(data: Report) -> dict[str, Any]:
     """What the page's scripts need, apart from texts."""
     texts = [stage.full for stage in data.stages]
     differ = [i for i in range(1, len(texts)) if texts[i - 1] != texts[i]]
-    after = differ[-1] if differ else len(texts) - 1
+    telling = [i for i in differ if data.stages[i].name == InsertCollectives.name]
+    after = (telling or differ or [len(texts) - 1])[-1]
     memory = data.memory
     return {
         "compare": [max(after - 1, 0), after],

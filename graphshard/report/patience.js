@@ -119,6 +119,23 @@ function alignedRows(a, b) {
   return { rows, from, to };
 }
 
+/** Rows for one pane: of each change what was there before, then what is there behind. `twin` is the other line. */
+function unified(rows) {
+  const found = [];
+  for (let i = 0; i < rows.length; ) {
+    if (rows[i].left === "equal") {
+      found.push(rows[i++]);
+      continue;
+    }
+    const start = i;
+    while (i < rows.length && rows[i].left !== "equal") i++;
+    const change = rows.slice(start, i);
+    for (const { a, b, left } of change) if (a >= 0) found.push({ a, b: -1, left, right: "empty", twin: b });
+    for (const { a, b, right } of change) if (b >= 0) found.push({ a: -1, b, left: "empty", right, twin: a });
+  }
+  return found;
+}
+
 /** Fold runs of equal rows into { hidden: [rows] }, but for some context. */
 function foldEqual(rows) {
   const shown = [];

@@ -1,18 +1,20 @@
 // How the timeline and the memory curve are drawn: two plots over one time axis.
 "use strict";
 
-const GUTTER = 92; // room for names of lanes and for labels of bytes
+const GUTTER = 64; // room for labels of bytes
 const HIGH = 26; // height of a row of spans
 const GAP = 8; // between lanes
+const NAME = 18; // height of the name above a lane
 const PHASE = 20; // height of the row of phases
 const AXIS = 22; // height of the row of times
 
 const memory = data.memory;
 const timeline = data.timeline ?? { spans: [], phases: [], seconds: memory.points.at(-1)?.time ?? 0 };
-const whole = Math.max(timeline.seconds, ...timeline.spans.map((span) => span.end), 1e-9);
+const measured = (timeline.measured?.spans ?? []).map((span) => ({ ...span, measured: true }));
+const whole = Math.max(timeline.seconds, ...[...timeline.spans, ...measured].map((span) => span.end), 1e-9);
 const view = { start: 0, end: whole };
 const plots = [byId("timeline-plot"), byId("memory-plot")].filter(Boolean);
-const lanes = layOut(timeline.spans);
+const lanes = [...layOut(timeline.spans), ...(measured.length ? layOut(measured) : [])];
 const spans = lanes.flatMap((lane) => lane.spans); // in order of lane and start
 let chosen = null; // the selected span
 let width = 800;
@@ -28,8 +30,13 @@ function layOut(all) {
       span.row = free < 0 ? ends.length : free;
       ends[span.row] = span.end;
     }
-    return { name, spans: own, rows: Math.max(1, ends.length) };
+    return { name: laneName(name, all === measured), spans: own, rows: Math.max(1, ends.length) };
   });
+}
+
+function laneName(name, isMeasured) {
+  if (!timeline.measured) return name;
+  return isMeasured ? `${name}, measured on rank ${timeline.measured.rank}` : `${name}, predicted`;
 }
 
 /** An SVG element. */
@@ -63,9 +70,8 @@ function drawTimeline(plot) {
   const parts = phaseBands();
   let top = PHASE + GAP;
   for (const lane of lanes) {
-    const place = { x: GUTTER - 8, y: top + HIGH / 2 + 4, "text-anchor": "end", class: "lane" };
-    parts.push(shape("text", place, clip(lane.name, 80)), ...laneShapes(lane, top));
-    top += lane.rows * HIGH + GAP;
+    parts.push(shape("text", { x: 8, y: top + NAME - 6, class: "lane" }, lane.name), ...laneShapes(lane, top + NAME));
+    top += NAME + lane.rows * HIGH + GAP;
   }
   parts.unshift(...timeTicks(top));
   plot.style.height = `${top + AXIS}px`;
@@ -77,18 +83,23 @@ function phaseBands() {
   return timeline.phases.filter(inView).flatMap(([name, start, end]) => {
     const [left, right] = [Math.max(GUTTER, atPixel(start)), Math.min(width, atPixel(end))];
     const band = shape("rect", { x: left, y: 0, width: Math.max(0, right - left - 1), height: PHASE, class: "band" });
-    return [band, shape("text", { x: left + 6, y: 14 }, clip(name, right - left - 8))];
+    const label = fitting([timeline.measured ? `${name}, predicted` : name, name], right - left - 10);
+    return [band, shape("text", { x: left + 6, y: 14 }, label)];
   });
 }
 
 function timeTicks(bottom) {
   const step = niceStep((view.end - view.start) / Math.max(2, (width - GUTTER) / 110), 10);
   const parts = [];
+  let free = 0; // where the next label may begin
   for (let n = Math.ceil(view.start / step); n * step <= view.end; n++) {
     const x = atPixel(n * step);
     parts.push(shape("line", { x1: x, x2: x, y1: 0, y2: bottom, class: "tick" }));
-    const anchor = x > width - 40 ? "end" : x < GUTTER + 20 ? "start" : "middle";
-    parts.push(shape("text", { x, y: bottom + 15, "text-anchor": anchor }, tickLabel(n * step, step)));
+    const label = tickLabel(n * step, step);
+    const left = Math.min(x - textWidth(label) / 2, width - textWidth(label) - 2);
+    if (left < free) continue;
+    free = left + textWidth(label) + 8;
+    parts.push(shape("text", { x: left, y: bottom + 15 }, label));
   }
   return parts;
 }
@@ -141,9 +152,8 @@ function spanShape({ left, right, spans: own }, top) {
   const mark = span === chosen ? " chosen" : isMarked(span) ? " same" : "";
   const node = shape("g", { class: `span${mark}`, "data-count": own.length }, shape("rect", size));
   if (own.length === 1 && span.kind !== "exposed") {
-    const kind = `${span.kind} `; // the colour says it
-    const label = span.name.startsWith(kind) ? span.name.slice(kind.length) : span.name;
-    node.append(shape("text", { x: left + 5, y: y + 16 }, clip(label, right - left - 8)));
+    const label = fitting(labelsOf(span), right - left - 10);
+    if (label) node.append(shape("text", { x: left + 5, y: y + 16 }, label));
   }
   if (own.some((other) => other.critical)) {
     node.append(shape("line", { x1: left, x2: left + size.width, y1: y + HIGH, y2: y + HIGH, class: "critical" }));
@@ -152,10 +162,23 @@ function spanShape({ left, right, spans: own }, top) {
   return node;
 }
 
-/** As much of a text as fits; 7 pixels is about the width of a letter. */
-function clip(text, pixels) {
-  const fits = Math.floor(pixels / 7);
-  return text.length <= fits ? text : fits < 5 ? "" : `${text.slice(0, fits - 2)}..`;
+/** What may stand on a span, the longest first. The colour says the kind, and the band above the phase. */
+function labelsOf(span) {
+  const kind = `${span.kind} `;
+  const name = span.name.startsWith(kind) ? span.name.slice(kind.length) : span.name;
+  return [name, name.replace(/ in (forward|backward)$/, ""), ...(span.kind === "compute" ? [name.split(" ")[0]] : [])];
+}
+
+const pen = document.createElement("canvas").getContext("2d");
+pen.font = "12px system-ui, sans-serif"; // as in the style sheet
+
+function textWidth(text) {
+  return pen.measureText(text).width;
+}
+
+/** The first of some texts that fits; "" if none does. */
+function fitting(all, pixels) {
+  return all.find((text) => textWidth(text) <= pixels) ?? "";
 }
 
 function drawMemory(plot) {
@@ -176,12 +199,13 @@ function drawMemory(plot) {
   parts.push(shape("path", { d: curve(atByte, bottom), class: "curve" }));
   const [x, y] = [atPixel(memory.peak_time), atByte(memory.peak_bytes)];
   if (x >= GUTTER && x <= width) {
-    const anchor = x > width - 190 ? "end" : "start";
     const label = `peak ${formatBytes(memory.peak_bytes)} at ${formatSeconds(memory.peak_time)}`;
+    const room = 1.1 * textWidth(label) + 8; // it is bold
+    const anchor = x + room > width ? "end" : "start";
     parts.push(shape("line", { x1: x, x2: x, y1: y, y2: bottom, class: "peak", "stroke-dasharray": "4 3" }));
     parts.push(shape("circle", { cx: x, cy: y, r: 4, class: "peak" }));
     const place = { x: x + (anchor === "end" ? -8 : 8), y: y - 5, "text-anchor": anchor, class: "peak-text" };
-    parts.push(shape("text", place, label));
+    if (anchor === "start" || x - room > GUTTER) parts.push(shape("text", place, label));
   }
   plot.replaceChildren(...parts);
 }
@@ -194,7 +218,8 @@ function curve(atByte, bottom) {
     const { time, num_bytes: bytes } = memory.points[i];
     path += `H${Math.max(GUTTER, atPixel(time)).toFixed(1)}V${atByte(bytes).toFixed(1)}`;
   }
-  return `${path}H${Math.min(width, atPixel(whole))}V${bottom}Z`;
+  const end = timeline.seconds || whole; // a measured step may be longer
+  return `${path}H${Math.max(GUTTER, Math.min(width, atPixel(end)))}V${bottom}Z`;
 }
 
 /** Index of the last point at or before a time; -1 if there is none. */

@@ -50,10 +50,10 @@ function detailOf(span) {
 }
 
 function factsOf(span) {
-  const facts = { Kind: span.kind, Lane: span.lane, Start: formatSeconds(span.start) };
+  const facts = { Kind: span.kind, Lane: laneName(span.lane, span.measured), Start: formatSeconds(span.start) };
   facts.Duration = formatSeconds(span.end - span.start);
   if (span.slack !== null) facts.Slack = formatSeconds(span.slack);
-  if (memory) facts["Memory at start"] = formatBytes(memory.points[pointAt(span.start)]?.num_bytes ?? 0);
+  if (memory && !span.measured) facts["Memory at start"] = formatBytes(memory.points[pointAt(span.start)]?.num_bytes ?? 0);
   const list = element("dl", "");
   for (const [name, value] of Object.entries(facts)) list.append(element("dt", "", name), element("dd", "", value));
   return list;

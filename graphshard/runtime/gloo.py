@@ -16,14 +16,15 @@ sum of two has the same bits in either order; on more it would have to be in glo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
 from torch.fx import Node
 
-from graphshard.ir.graph import REDUCES, WAIT, c10d, fake
+from graphshard.ir.graph import REDUCES, WAIT, c10d, fake, launch_of
 from graphshard.ir.plan import EXCHANGE_RANKS
-from graphshard.ir.program import Phase
+from graphshard.ir.program import Phase, Program
 from graphshard.ir.torch_internals import all_gather_into
 
 
@@ -50,6 +51,8 @@ _LAUNCHES = {
     c10d.all_gather_into_tensor_coalesced.default: all_gather_coalesced,
 }
 
+_PLANNED = {launched: planned for planned, launched in _LAUNCHES.items()}
+
 EXCHANGE = c10d.all_to_all_single.default
 
 
@@ -72,6 +75,25 @@ def exchange_reductions(phase: Phase) -> None:
         wait.replace_all_uses_with(total)
         total.args = (wait, op)
         wait.meta["val"] = fake(gradient)
+
+
+def as_planned(program: Program) -> Program:
+    """A copy of an installed program, with graphs as they were before both changes: what predictions are made of."""
+    copied = copy.copy(program)
+    copied.phases = {name: phase.clone() for name, phase in program.phases.items()}
+    for phase in copied.phases.values():
+        graph = phase.module.graph
+        for node in graph.nodes:
+            node.target = _PLANNED.get(node.target, node.target)
+        for total in graph.find_nodes(op="call_function", target=pair_sum):
+            wait, op = total.args
+            launch = launch_of(wait)
+            launch.target = c10d.reduce_scatter_tensor.default
+            launch.args = (launch.args[0], op, EXCHANGE_RANKS, launch.args[-1])
+            launch.meta["val"] = wait.meta["val"] = fake(total)
+            total.replace_all_uses_with(wait)
+            graph.erase_node(total)
+    return copied
 
 
 def pair_sum(parts: torch.Tensor, op: str) -> torch.Tensor:

@@ -33,6 +33,7 @@ from graphshard.runtime.custom import Custom
 from graphshard.runtime.gloo import exchange_reductions, gather_into_buffers
 from graphshard.runtime.groups import bind_groups, is_fake, shard_index
 from graphshard.runtime.peers import Peers
+from graphshard.runtime.recording import current_recording
 from graphshard.runtime.shards import ParamRef, dense, padded_shard, shard_parts
 from graphshard.runtime.unsharded import Unsharded
 
@@ -40,7 +41,8 @@ from graphshard.runtime.unsharded import Unsharded
 Variant = tuple[frozenset[str], AccumulateGradients | None]
 # Of the tangents that arrive, by name; in any order.
 Strides = frozenset[tuple[str, tuple[int, ...]]]
-BackwardFactory = Callable[[Variant, Strides], Phase]
+# Makes a program of its own that is a backward alone.
+BackwardFactory = Callable[[Variant, Strides], Program]
 
 
 class Executable:
@@ -51,7 +53,7 @@ class Executable:
         module: the module that owns the buffers.
         params: where the parameters live.
         mesh: the mesh the parameters are sharded over.
-        make_backward: makes the backward phase for another variant than the likely one; None if there is no backward.
+        make_backward: makes the backward for another variant than the likely one; None if there is no backward.
         accumulation: what is shared with the other programs of the model.
         names: names of the parameters in the model by their names in the program.
         unsharded: parameters that were gathered by hand.
@@ -99,6 +101,7 @@ class Executable:
         self.names = [name for value, name in self._results if isinstance(value, Node)]
         self._grads: tuple[Slot, ...] = ()
         self._ranged: dict[GraphModule, Boxed] = {}
+        self._others: dict[GraphModule, Program] = {}
         self._follows_strides = follows_strides
         self._backwards: dict[tuple[Variant, Strides], Phase] = {}
         if "backward" in program.phases:
@@ -149,7 +152,9 @@ class Executable:
         phase = self._backwards.get((variant, strides))
         if phase is None:
             assert self._make_backward is not None
-            phase = self._backwards[variant, strides] = self._bind(self._make_backward(variant, strides))
+            other = self._make_backward(variant, strides)
+            phase = self._backwards[variant, strides] = self._bind(other.phases["backward"])
+            self._others[phase.module] = other
 
         def read(slot: Slot, node: Node) -> Any:
             if slot.kind == "tangent":
@@ -194,11 +199,13 @@ class Executable:
         return tuple(evaluate(expression(size), env) for size in stride)
 
     def _code(self, phase: Phase) -> Boxed:
-        """The phase's code; while a profiler runs, the one with ranges, so that a step without one pays nothing."""
-        executor = phase.module
-        if not _profiling():
+        """The phase's code; while it is measured or a profiler runs, one that shows: other steps pay nothing."""
+        executor, recording = phase.module, current_recording()
+        if recording is None and not _profiling():
             return executor.forward
         assert isinstance(executor, Executor)
+        if recording is not None:
+            return recording.code(executor, self._others.get(executor, self.program), phase)
         if executor not in self._ranged:
             self._ranged[executor] = executor.with_ranges()
         return self._ranged[executor]

@@ -140,6 +140,13 @@ def _of_compiled(model: nn.Module) -> Iterator[Row]:
     no_budgets = (None, 0, -1, True, math.nan, math.inf, "x", [], Hostile())
     yield Row(graphshard.measure_regions, "budget", no_budgets, {"model": model})
     yield Row(graphshard.measure_regions, "show", bad.NO_FUNCTIONS, {"model": model})
+    good = {"model": model, "args": INPUTS}
+    yield Row(graphshard.profile_step, "model", bad.UNCOMPILED, {"args": INPUTS})
+    yield Row(graphshard.profile_step, "args", bad.NO_INPUTS[:9], {"model": model}, INPUT)
+    yield Row(graphshard.profile_step, "kwargs", bad.NO_KWARGS[:7], {"model": model}, KEYWORDS)
+    yield Row(graphshard.profile_step, "loss", bad.NO_FUNCTIONS, good)
+    yield Row(graphshard.profile_step, "warmup", (0, *bad.NO_COUNTS, 1001, 10**30), good)
+    yield Row(graphshard.profile_step, "hardware", bad.OPTIONS["hardware"], good)
     for name in ("requires_gradient_sync", "requires_all_reduce", "reshard_after_forward", "reshard_after_backward"):
         method = getattr(model, f"set_{name}")
         yield Row(method, name, bad.NO_BOOLS)

@@ -202,8 +202,8 @@ def test_a_comment_stays_one() -> None:
     wait = graph.call_function(WAIT, (start,))
     start.meta["bucket"] = wait.meta["bucket"] = "gather\nraise ValueError\r\x0craise ValueError"
     graph.output((wait,))
-    for ranges in (False, True):
-        rows = print_lines(lines_of(graph), ranges=ranges).splitlines()
+    for around in (None, lambda number, _: f"clock({number})"):
+        rows = print_lines(lines_of(graph), around).splitlines()
         assert not any(row.strip().startswith("raise") for row in rows)
         assert sum(row.endswith(r"# start gather\nraise ValueError\r\x0craise ValueError") for row in rows) == 1
 

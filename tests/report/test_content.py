@@ -6,17 +6,23 @@ import dataclasses
 import re
 
 import pytest
+import torch
 
+import graphshard
+from graphshard.ir.text import format_count
+from graphshard.report.content import report_of
 from graphshard.report.page import (
     RegionView,
     Report,
     Span,
+    Spread,
     StageView,
     format_bytes,
     format_seconds,
     render,
 )
 from graphshard.schedule.memory import Alive
+from tests.helpers import Blocks
 from tests.reports import HOSTILE, small_report
 
 
@@ -75,6 +81,37 @@ def test_without_later_parts() -> None:
     page = render(Report("empty", (), ()))
     assert page.count('class="missing"') == 6
     assert "failed" not in re.sub(r"<style>.*?</style>|<script.*?</script>", "", page, flags=re.DOTALL)
+
+
+def test_report_of_a_program() -> None:
+    """The title says what was compiled by what; lanes are named by what is done on them; sizes have units."""
+    found = graphshard.explain(Blocks(2), (2,), example_inputs=(torch.ones(3, 4),), backend="eager")
+    report = report_of(found._program, costs=found._costs)
+    assert report.title == f"Blocks-0, 32 parameters, graphshard {graphshard.__version__}"
+    assert report.timeline
+    assert {span.lane for span in report.timeline.spans} == {"compute", "communication"}
+    assert {span.detail for span in report.timeline.spans if span.kind == "gather"} == {"64 B"}
+    assert all(view.file for view in (*report.stages, *report.regions))
+    alone = report_of(found._program, costs=found._costs, files=False)
+    assert not any(view.file for view in (*alone.stages, *alone.regions)), "there is no dump to link to"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (999_499, "999,499"),
+        (999_500, "1.00 million"),
+        (8_030_261_248, "8.03 billion"),
+        (1_500_000_000_000, "1.50 trillion"),
+    ],
+)
+def test_counts(count: int, text: str) -> None:
+    assert format_count(count) == text
+
+
+def test_spread_of_ranks() -> None:
+    assert Spread.of([3.0, 1.0, 8.0, 2.0]) == Spread(1.0, 2.5, 8.0)
 
 
 @pytest.mark.parametrize(

@@ -3,63 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from graphshard.report.page import (
-    Report,
     Span,
     StageView,
     Timeline,
     format_bytes,
     format_seconds,
-    render,
 )
-from tests.browser import Browser, Page
+from tests.browser import Page, Show, texts
 from tests.reports import AFTER, HOSTILE, deep_report, small_report
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = shutil.which("chromium")
-    if program is None and os.environ.get("GRAPHSHARD_REQUIRE_BROWSER") == "1":
-        pytest.fail("GRAPHSHARD_REQUIRE_BROWSER=1, but chromium is not on PATH")
-    if program is None:
-        pytest.skip("needs chromium on PATH")
-    browser = Browser(program, tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
-Show = Callable[..., Page]
-
-
-@pytest.fixture
-def show(browser: Browser, tmp_path: Path) -> Iterator[Show]:
-    """`show(report)` opens the report and waits for its diff. At the end the page must not have had any problems."""
-    pages = []
-
-    def open_page(report: Report, **options: Any) -> Page:
-        file = tmp_path / "report.html"
-        file.write_text(render(report))
-        pages.append(Page(browser, **options))
-        pages[-1].open(file)
-        pages[-1].wait("!document.getElementById('diff-summary')?.textContent.startsWith('Comparing')")
-        pages[-1].settle()
-        return pages[-1]
-
-    yield open_page
-    problems = [page.problems() for page in pages]
-    for page in pages:
-        page.close()
-    assert problems == [[] for _ in pages]
 
 
 def compare(page: Page, before: int, after: int) -> dict[str, int]:
@@ -80,10 +36,6 @@ def lines(page: Page, kind: str, side: int) -> list[str]:
         f"[...document.querySelectorAll('.lines')[{side}].children].filter(n => n.classList.contains('{kind}'))"
         ".sort((m, n) => m.offsetTop - n.offsetTop).map(n => n.textContent.replace(/ +/g, ' ').trim())"
     )
-
-
-def texts(page: Page, selector: str) -> list[str]:
-    return page.js(f"[...document.querySelectorAll({json.dumps(selector)})].map(n => n.textContent.trim())")
 
 
 def test_units_of_the_page_are_those_of_the_tables(show: Show) -> None:
@@ -216,7 +168,7 @@ def spans(page: Page) -> dict[str, int]:
 def test_timeline(show: Show) -> None:
     page = show(small_report())
     assert spans(page) == {"compute": 3, "gather": 3, "reduce": 2, "exposed": 2}
-    assert texts(page, ".lane") == ["compute", "shard", "replicate"]
+    assert texts(page, ".lane") == ["compute", "communication", "communication between nodes"]
     assert "exposed 2.50 ms (25.0 % of compute)" in texts(page, "#timeline-summary")[0]
     assert page.js("getComputedStyle(document.querySelector('.span .exposed')).fill") == 'url("#hatch")'
 
@@ -226,7 +178,7 @@ def test_critical_path(show: Show) -> None:
     page = show(small_report())
     marked = page.js("[...document.querySelectorAll('.span line.critical')].map(n => n.parentNode.spans[0].name)")
     assert sorted(marked) == sorted(
-        ["region_0", "region_0", "region_1", "gather layers.0 in forward", "reduce layers.0 in backward"]
+        ["region_0 layers.0", "region_0", "region_1", "gather layers.0 in forward", "reduce layers.0 in backward"]
     )
     assert "critical path: the step is as long as these spans together" in texts(page, ".legend li")
     assert "On the critical path are 2.50 ms of communication." in texts(page, "#timeline-summary")[0]
@@ -306,7 +258,7 @@ def test_zoom_and_pan(show: Show) -> None:
 def test_bucket_and_span_select_each_other(show: Show) -> None:
     page = show(small_report())
     page.click("tr[data-bucket='gather layers.0 in forward'] button")
-    assert page.js("document.querySelector('.span.chosen').spans[0].lane") == "shard"
+    assert page.js("document.querySelector('.span.chosen').spans[0].lane") == "communication"
     assert page.js("document.querySelector('.span.same').spans[0].kind") == "exposed", "so is the wait for it"
     assert texts(page, "#span h3") == ["gather layers.0 in forward"]
     page.click(".span .reduce")
@@ -332,7 +284,7 @@ def test_timeline_by_keyboard(show: Show) -> None:
         names.append(page.js("(s => `${s.lane} ${s.start}`)(document.querySelector('.span.chosen').spans[0])"))
     assert names == [
         "compute 0.002", "compute 0.005", "compute 0.002",
-        "shard 0.002", "replicate 0.01", "shard 0.008",
+        "communication 0.002", "communication between nodes 0.01", "communication 0.008",
         "compute 0.012", "compute 0",
     ]  # fmt: skip
     assert page.js("!byId('tooltip').hidden")

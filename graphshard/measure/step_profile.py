@@ -1,0 +1,283 @@
+"""What `graphshard.profile_step` returns: a measured step beside the predicted one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rich.table import Table
+from rich.text import Text
+
+from graphshard.cost.costs import Costs
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import write_given
+from graphshard.ir.program import Program
+from graphshard.ir.terminal import plain_table
+from graphshard.ir.text import brief, format_bytes, format_seconds, visible
+from graphshard.measure.spans import Key, Prediction, TimedSpan, predict, totals
+from graphshard.report.content import COLOURS, MeasuredProgram, report_of
+from graphshard.report.page import Measured, Span, Spread, render
+from graphshard.report.trace_events import process_events
+from graphshard.runtime.gloo import as_planned
+from graphshard.runtime.recording import PhaseRun
+
+# How many regions, collectives and waits a table has.
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """The step on one rank.
+
+    Attributes:
+        seconds: from its start until the device was done.
+        peak_bytes: most bytes of tensors that were alive at once; None where that was not measured.
+    """
+
+    rank: int
+    seconds: float
+    spans: tuple[TimedSpan, ...]
+    peak_bytes: int | None
+
+    def total(self, *kinds: str) -> float:
+        """Seconds of all spans of the given kinds."""
+        return sum(span.seconds for span in self.spans if span.key.kind in kinds)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A part of a step: what was predicted, None where nothing can be, and what was measured on all ranks.
+
+    Attributes:
+        kind: "compute" for a region, "gather", "reduce" or "all_reduce" for a collective, "exposed" for what compute
+            waited for one; or what the number is of, for sums and for memory.
+        name: of the region or the bucket.
+        phase: "forward" or "backward".
+        where: modules that a region computes.
+        calls: in the step.
+    """
+
+    kind: str
+    predicted: float | None
+    measured: Spread
+    name: str = ""
+    program: str = ""
+    phase: str = ""
+    where: str = ""
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """One training step as it ran on all ranks, beside its prediction. Seconds, and bytes of memory; prints as a table.
+
+    Attributes:
+        model: class of the module.
+        hardware: title of the profile that the prediction is for.
+        step: from its start until the device was done; all ranks leave a barrier before.
+        compute: all regions.
+        exposed: what compute waits for collectives.
+        other: the rest of the step: what lies between regions, such as views, launches and Python, the loss, and
+            autograd.
+        memory: the most bytes of tensors alive at once; None where that could not be measured.
+        regions: by program, phase and region, the longest first.
+        collectives: each from its launch until compute had waited for it. That is what it took at most: where compute
+            did not wait, it had arrived before.
+        waits: how long compute waited for each.
+        ranks: what ran, on each rank.
+    """
+
+    model: str
+    hardware: str
+    step: Timing
+    compute: Timing
+    exposed: Timing
+    other: Timing
+    memory: Timing | None
+    regions: tuple[Timing, ...]
+    collectives: tuple[Timing, ...]
+    waits: tuple[Timing, ...]
+    ranks: tuple[RankStep, ...]
+    _prediction: Prediction = field(repr=False, compare=False)
+    _programs: dict[str, Program] = field(repr=False, compare=False)
+    _others: frozenset[tuple[str, str]] = field(repr=False, compare=False)
+    _costs: Costs = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        """The table: sums, then the longest regions, waits and collectives."""
+        table = Table(box=None)
+        table.add_column(f"{self.model} on {len(self.ranks)} ranks")
+        for heading in ("calls", "predicted", "median", "least", "most"):
+            table.add_column(heading, justify="right")
+        for title, timing in (("step", self.step), ("compute", self.compute), ("exposed", self.exposed)):
+            table.add_row(title, "", *_cells(timing))
+        table.add_row("other", "", *_cells(self.other))
+        if self.memory is not None:
+            table.add_row("peak memory", "", *_cells(self.memory, format_bytes))
+        parts = (("regions", self.regions), ("waits", self.waits), ("collectives, at most", self.collectives))
+        for title, timings in parts:
+            for number, timing in enumerate(timings[:_SHOWN]):
+                if not number:
+                    table.add_row(f"{title}:")
+                name = visible(f"  {timing.name} {timing.where}".rstrip(), lines=False)
+                table.add_row(Text(name), str(timing.calls), *_cells(timing))
+            if len(timings) > _SHOWN:
+                table.add_row(f"  {len(timings) - _SHOWN} more")
+        return f"{plain_table(table)}\npredicted for {visible(self.hardware, lines=False)}"
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write all ranks for ui.perfetto.dev or chrome://tracing (Trace Event Format, JSON).
+
+        Each rank is a process with the lanes "compute" and "communication", and so is the prediction. A rank's time
+        counts from when it left the barrier before the step.
+
+        Raises:
+            ArgumentError: the file cannot be written.
+        """
+        processes = [(f"rank {step.rank}", step.spans) for step in self.ranks]
+        processes.append((f"predicted for {self.hardware}", self._prediction.spans))
+        events = [
+            event
+            for number, (title, spans) in enumerate(processes)
+            for event in process_events(number, title, map(_shown, spans))
+        ]
+        write_given("path", path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def save_report(self, path: str | os.PathLike[str], program: str | None = None) -> None:
+        """Write the HTML report of a program, with measured lanes under the predicted ones.
+
+        The lanes are those of the rank whose step was the median; each span says what it took on all ranks. What is
+        predicted is the likely backward: for gradients of the outputs that the capture took for the ones that are used,
+        without microbatches. Where another one ran, only its lanes are shown.
+
+        Args:
+            path: the file.
+            program: its title, such as "Llama-0"; needed where several programs ran in the step.
+
+        Raises:
+            ArgumentError: there is no such program, or the file cannot be written.
+        """
+        titles = list(self._programs)
+        if program is None and len(titles) > 1:
+            raise ArgumentError(f"program: the step ran {', '.join(titles)}. Give one of these.")
+        if program is not None and program not in titles:
+            raise ArgumentError(f"program must be one of {', '.join(map(repr, titles))}, got {brief(program)}.")
+        chosen = self._programs[titles[0] if program is None else program]
+        report = report_of(as_planned(chosen), costs=self._costs, measured=self._of_program(chosen.title), files=False)
+        write_given("path", path, render(report))
+
+    def _of_program(self, title: str) -> MeasuredProgram:
+        """What the report of one program shows."""
+        middle = sorted(self.ranks, key=lambda step: step.seconds)[len(self.ranks) // 2]
+        timings = [t for t in (*self.regions, *self.collectives, *self.waits) if t.program == title]
+        # Another backward than the likely one, which the report is of, has regions of its own by the same names.
+        tables = [t for t in timings if (title, t.phase) not in self._others]
+        of = {(t.kind, t.phase, t.name): t for t in timings}
+        spans = []
+        for span in middle.spans:
+            if span.key.program == title:
+                spread = of[span.key.kind, span.key.phase, span.key.name].measured
+                spans.append(_shown(span, f"all ranks, in a step: {_in_words(spread)}"))
+        measured = Measured(
+            middle.rank,
+            len(self.ranks),
+            tuple(spans),
+            self.step.measured,
+            self.compute.measured,
+            self.exposed.measured,
+            None if self.memory is None else self.memory.measured,
+        )
+        calls: defaultdict[str, list[Spread]] = defaultdict(list)  # of a region in both phases
+        for timing in tables:
+            if timing.kind == "compute":
+                calls[timing.name].append(timing.measured)
+        return MeasuredProgram(
+            measured,
+            {name: _sum(spreads) for name, spreads in calls.items()},
+            {t.name: t.measured for t in tables if t.kind not in ("compute", "exposed")},
+            {t.name: t.measured for t in tables if t.kind == "exposed"},
+        )
+
+
+def profile_of(model: str, ranks: Sequence[RankStep], runs: Sequence[PhaseRun], costs: Costs) -> StepProfile:
+    """Put together what the ranks measured.
+
+    Args:
+        runs: of this rank, in order; those of the others are alike.
+    """
+    prediction = predict(runs, costs)
+    programs: dict[str, Program] = {}
+    for run in runs:
+        programs.setdefault(run.program.title, run.program)  # the first has a forward
+    compute, exposed = ([step.total(kind) for step in ranks] for kind in ("compute", "exposed"))
+    guessed = {kind: sum(s.seconds for s in prediction.spans if s.key.kind == kind) for kind in ("compute", "exposed")}
+    rest = [step.seconds - busy - waited for step, busy, waited in zip(ranks, compute, exposed)]
+    peaks = [step.peak_bytes for step in ranks if step.peak_bytes is not None]
+    timings = sorted(_timings(ranks, prediction), key=lambda timing: -timing.measured.median)
+    return StepProfile(
+        model=model,
+        hardware=costs.profile.title,
+        step=Timing("step", prediction.seconds, Spread.of(step.seconds for step in ranks)),
+        compute=Timing("compute", guessed["compute"], Spread.of(compute)),
+        exposed=Timing("exposed", guessed["exposed"], Spread.of(exposed)),
+        other=Timing("other", None, Spread.of(rest)),
+        memory=Timing("memory", prediction.peak_bytes, Spread.of(peaks)) if len(peaks) == len(ranks) else None,
+        regions=tuple(t for t in timings if t.kind == "compute"),
+        collectives=tuple(t for t in timings if t.kind not in ("compute", "exposed")),
+        waits=tuple(t for t in timings if t.kind == "exposed"),
+        ranks=tuple(ranks),
+        _prediction=prediction,
+        _programs=programs,
+        _others=frozenset((r.program.title, r.name) for r in runs if programs[r.program.title] is not r.program),
+        _costs=costs,
+    )
+
+
+def _timings(ranks: Sequence[RankStep], prediction: Prediction) -> Iterator[Timing]:
+    """One for each thing that ran."""
+    seconds = [totals(step.spans) for step in ranks]
+    predicted = totals(prediction.spans)
+    calls = Counter(span.key for span in ranks[0].spans)
+    places: dict[Key, dict[str, None]] = {}
+    for span in ranks[0].spans:
+        places.setdefault(span.key, {})[span.where] = None
+    for key, where in places.items():
+        first, *others = where
+        yield Timing(
+            kind=key.kind,
+            # What is predicted not to wait is predicted to wait for no time.
+            predicted=predicted.get(key, 0.0),
+            measured=Spread.of(found.get(key, 0.0) for found in seconds),
+            name=key.name,
+            program=key.program,
+            phase=key.phase,
+            where=f"{first} to {others[-1]}" if others else first,
+            calls=calls[key],
+        )
+
+
+def _cells(timing: Timing, show: Callable[[float], str] = format_seconds) -> list[str]:
+    spread = timing.measured
+    predicted = "" if timing.predicted is None else show(timing.predicted)
+    return [predicted, *map(show, (spread.median, spread.least, spread.most))]
+
+
+def _in_words(spread: Spread) -> str:
+    least, middle, most = map(format_seconds, (spread.least, spread.median, spread.most))
+    return f"{middle}, {least} to {most}"
+
+
+def _sum(spreads: Sequence[Spread]) -> Spread:
+    """Of a region in both phases; the bounds of a sum are no wider."""
+    return Spread(sum(s.least for s in spreads), sum(s.median for s in spreads), sum(s.most for s in spreads))
+
+
+def _shown(span: TimedSpan, detail: str = "") -> Span:
+    """As reports and traces have it."""
+    lane = "compute" if span.key.kind in ("compute", "exposed") else "communication"
+    kind = COLOURS.get(span.key.kind, span.key.kind)
+    # A bucket's spans are found by its name, so that nothing is added to it.
+    return Span(lane, kind, f"{span.key.name} {span.where}".strip(), span.start, span.end, detail)

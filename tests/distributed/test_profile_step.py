@@ -1,0 +1,303 @@
+"""`graphshard.profile_step` on real ranks: what it measures, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphshard
+from graphshard import ArgumentError, StepProfile
+from graphshard.runtime.recording import current_recording, recording
+from tests.distributed.twins import assert_same, grads_of, params_of, world_mesh
+from tests.ranks import Ranks
+
+
+class _Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(dim)
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.dropout(self.linear(self.norm(x)).relu(), 0.5, self.training)
+
+
+class _Net(nn.Module):
+    """Buffers that are updated, random numbers, two results."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Block(dim) for _ in range(3))
+        self.head = nn.Linear(dim, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return logits.square().mean(), logits
+
+
+def _first(output: tuple[Tensor, Tensor]) -> Tensor:
+    return output[0]
+
+
+def _compiled(**options: Any) -> nn.Module:
+    torch.manual_seed(3)
+    return graphshard.compile(_Net(), world_mesh(), backend=options.pop("backend", "eager"), **options)
+
+
+def _batch() -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def _step(model: nn.Module, x: Tensor) -> None:
+    torch.manual_seed(5)
+    model(x)[0].backward()
+
+
+def _measured(rank: int, world_size: int, backend: str, folder: str) -> dict[str, Any]:
+    model = _compiled(backend=backend)
+    profile = graphshard.profile_step(model, (_batch(),), loss=_first)
+    assert isinstance(profile, StepProfile)
+    profile.save_trace(f"{folder}/{rank}.json")
+    profile.save_report(f"{folder}/{rank}.html")
+    (program,) = graphshard.programs(model)
+    assert program.plan is not None
+    assert {t.name for t in profile.collectives} == {bucket.name for bucket in program.plan.buckets}
+    assert {t.name for t in profile.waits} == {bucket.name for bucket in program.plan.buckets}
+    assert {t.name for t in profile.regions} == set(program.region_names)
+    assert sum(t.calls for t in profile.regions) == program.num_regions
+    _check_times(profile, world_size)
+    return {"text": str(profile), "ranks": [step.rank for step in profile.ranks], "title": program.title}
+
+
+def _check_times(profile: StepProfile, world_size: int) -> None:
+    """Every number lies where it must."""
+    sums = (profile.step, profile.compute, profile.exposed, profile.other)
+    for timing in (*sums, *profile.regions, *profile.collectives, *profile.waits):
+        assert timing.measured.least <= timing.measured.median <= timing.measured.most, timing
+        assert (timing.predicted is None) == (timing.kind == "other"), timing
+    assert all(timing.measured.least > 0 for timing in (profile.step, profile.compute, *profile.regions))
+    assert len(profile.ranks) == world_size
+    for step in profile.ranks:
+        assert all(0 <= span.start <= span.end <= step.seconds for span in step.spans)
+        compute = [span for span in step.spans if span.key.kind in ("compute", "exposed")]
+        assert all(before.end <= after.start for before, after in itertools.pairwise(compute))
+        assert step.total("compute", "exposed") < step.seconds
+    for waited in profile.waits:
+        (sent,) = (t for t in profile.collectives if t.name == waited.name and t.phase == waited.phase)
+        assert waited.measured.most <= sent.measured.most, "a collective is under way while it is waited for"
+    assert profile.memory is not None
+    assert profile.memory.predicted
+    assert 0.3 < profile.memory.measured.median / profile.memory.predicted < 3
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_step_is_measured(ranks: Ranks, tmp_path: Path, backend: str) -> None:
+    """Every region, collective and wait, on all ranks, and all of them know the same."""
+    first, second = ranks(2).run(_measured, backend, str(tmp_path))
+    assert first["ranks"] == [0, 1]
+    assert first["text"] == second["text"]
+    assert "_Net on 2 ranks" in first["text"]
+    assert "predicted for " in first["text"]
+    assert (tmp_path / "0.json").read_text() == (tmp_path / "1.json").read_text()
+    _check_trace(json.loads((tmp_path / "0.json").read_text())["traceEvents"])
+    page = (tmp_path / "0.html").read_text()
+    assert f"<title>{first['title']}, " in page
+    shown = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["timeline"]["measured"]
+    assert {span["lane"] for span in shown["spans"]} == {"compute", "communication"}
+    assert all("all ranks, in a step: " in span["detail"] for span in shown["spans"])
+
+
+def _check_trace(events: list[dict[str, Any]]) -> None:
+    """A process for each rank and one for the prediction, each with both lanes; no events of a track overlap."""
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert [name.partition(" for ")[0] for name in processes.values()] == ["rank 0", "rank 1", "predicted"]
+    for process in processes:
+        mine = [e for e in events if e["pid"] == process]
+        lanes = {e["tid"]: e["args"]["name"] for e in mine if e["name"] == "thread_name"}
+        assert set(lanes.values()) == {"compute", "communication"}
+        for track in lanes:
+            found = sorted((e["ts"], e["ts"] + e["dur"]) for e in mine if e["ph"] == "X" and e["tid"] == track)
+            assert found
+            assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(found))
+
+
+def _predicted(rank: int, world_size: int) -> None:
+    model = _compiled()
+    profile = graphshard.profile_step(model, (_batch(),), loss=_first)
+    found = graphshard.explain(
+        _Net(), (world_size,), example_inputs=(_batch(),), backend="eager", hardware="cpu-gloo", optimizer_states=0
+    )
+    assert profile.step.predicted == pytest.approx(found.step_time_s - found.optimizer_s)
+    assert profile.compute.predicted == pytest.approx(found.compute_s)
+    assert profile.exposed.predicted == pytest.approx(found.exposed_comm_s)
+    assert profile.memory
+    assert profile.memory.predicted == found.peak_memory_bytes
+    slower = graphshard.profile_step(model, (_batch(),), loss=_first, hardware="a100")
+    assert slower.hardware != profile.hardware
+    assert slower.step.predicted != profile.step.predicted
+
+
+def test_the_prediction_is_that_of_explain(ranks: Ranks) -> None:
+    """Though the graphs that run have been bound to process groups, and collectives rewritten for gloo."""
+    ranks(2).run(_predicted)
+
+
+def _state(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    local = {name: param.to_local().clone() for name, param in model.named_parameters()}
+    buffers = {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    grads = {f"gradient {name}": param.grad.to_local().clone() for name, param in model.named_parameters()}
+    drawn = {"random": torch.get_rng_state(), "python": random.getstate()[1][0], "input": x.clone(), "grad": x.grad}
+    return local | buffers | grads | drawn
+
+
+def _left(rank: int, world_size: int) -> None:
+    """Around `profile_step`, all stays; the next step is that of a twin that was never measured."""
+    model, twin = _compiled(), _compiled()
+    x = _batch().requires_grad_()
+    model.get_parameter("head.weight").register_post_accumulate_grad_hook(lambda p: p.data.zero_())
+    hook = model.get_parameter("head.weight")._post_accumulate_grad_hooks
+    _step(twin, _batch())
+    hook.clear()
+    _step(model, _batch())
+    model.get_parameter("head.weight").register_post_accumulate_grad_hook(lambda p: p.data.zero_())
+    before, gradients = _state(model, x), grads_of(model)
+    graphshard.profile_step(model, (x,), loss=_first)
+    assert all(param.grad is gradients[name] for name, param in model.named_parameters())
+    assert_same(before, _state(model, x), "measured")
+    assert current_recording() is None
+    hook.clear()
+    for net in (model, twin):
+        _step(net, _batch())
+    assert_same(grads_of(model), grads_of(twin), "the next step")
+    assert_same(dict(model.named_buffers()), dict(twin.named_buffers()), "its buffers")
+
+
+def test_nothing_is_left_behind(ranks: Ranks) -> None:
+    ranks(2).run(_left)
+
+
+def _recorded(rank: int, world_size: int, backend: str) -> None:
+    model, twin = (_compiled(backend=backend) for _ in range(2))
+    _step(twin, _batch())
+    with recording("cpu") as record:
+        _step(model, _batch())
+    assert [run.name for run in record.runs] == ["forward", "backward"]
+    assert_same(grads_of(model), grads_of(twin), "recorded")
+    count = len(record.runs)
+    _step(model, _batch())
+    assert len(record.runs) == count
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_recorded_code_has_the_same_gradients(ranks: Ranks, backend: str) -> None:
+    """Bit for bit; behind the block nothing is recorded."""
+    ranks(2).run(_recorded, backend)
+
+
+def _accumulating(rank: int, world_size: int) -> None:
+    """Between two microbatches, of which the first has left its gradients to the second."""
+    model, twin = _compiled(), _compiled()
+    for net in (model, twin):
+        net.set_requires_gradient_sync(False)
+        _step(net, _batch())
+    profile = graphshard.profile_step(model, (_batch(),), loss=_first)
+    assert {t.kind for t in profile.collectives} == {"gather"}, "this backward adds up gradients, and reduces none"
+    assert profile.step.predicted
+    assert all(timing.predicted for timing in (*profile.regions, *profile.collectives))
+    for net in (model, twin):
+        net.set_requires_gradient_sync(True)
+        _step(net, _batch())
+    assert_same(grads_of(model), grads_of(twin), "microbatches")
+
+
+def test_between_microbatches(ranks: Ranks) -> None:
+    ranks(2).run(_accumulating)
+
+
+def _forward_alone(rank: int, world_size: int) -> None:
+    model = _compiled().eval()
+    with torch.no_grad():
+        profile = graphshard.profile_step(model, (_batch(),))
+    assert {timing.phase for timing in profile.regions} == {"forward"}
+    assert profile.step.predicted
+
+
+def test_without_gradients_a_forward_is_measured(ranks: Ranks) -> None:
+    ranks(2).run(_forward_alone)
+
+
+class _Parts(nn.Module):
+    """The loss calls a unit on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).relu()
+
+
+def _several(rank: int, world_size: int, folder: str) -> None:
+    model = graphshard.compile(_Parts(), world_mesh(), units=["body", "head"], backend="eager")
+    profile = graphshard.profile_step(model, (_batch(),), loss=lambda out: model.head(out).sum())
+    titles = list(dict.fromkeys(timing.program for timing in profile.regions))
+    assert len(titles) == 2
+    assert profile.step.predicted
+    with pytest.raises(ArgumentError, match=r"^program: the step ran .*_Parts-0.*\. Give one of these\."):
+        profile.save_report(f"{folder}/{rank}.html")
+    with pytest.raises(ArgumentError, match=r"^program must be one of .*, got 'nope'\."):
+        profile.save_report(f"{folder}/{rank}.html", "nope")
+    for title in titles:
+        profile.save_report(f"{folder}/{rank}.html", title)
+        assert title in Path(f"{folder}/{rank}.html").read_text()
+
+
+def test_units_that_are_called_alone(ranks: Ranks, tmp_path: Path) -> None:
+    """Several programs run; a report is of one of them."""
+    ranks(2).run(_several, str(tmp_path))
+
+
+def _refused(rank: int, world_size: int) -> None:
+    model = _compiled()
+    with pytest.raises(ArgumentError, match=r"^loss: _Net returned .*Give loss=, such as lambda output: output\.loss"):
+        graphshard.profile_step(model, (_batch(),))
+    with pytest.raises(ArgumentError, match=r"^loss: loss returned a Tensor of shape \[6, 5\], and backward starts"):
+        graphshard.profile_step(model, (_batch(),), loss=lambda output: output[1])
+    assert current_recording() is None
+    model.unshard()
+    with pytest.raises(ArgumentError, match=r"gathered by hand .*Call model\.reshard\(\) first"):
+        graphshard.profile_step(model, (_batch(),), loss=_first)
+    model.reshard()
+    graphshard.profile_step(model, (_batch(),), loss=_first)
+    assert_same(params_of(model), params_of(_compiled()), "parameters")
+
+
+def test_what_cannot_be_measured_is_an_error(ranks: Ranks) -> None:
+    ranks(2).run(_refused)
+
+
+def _watched(rank: int, world_size: int) -> None:
+    """A profiler of the user's on one rank: memory is not measured, and no rank hangs."""
+    model = _compiled()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if rank == 0:
+        with torch.profiler.profile(activities=activities):
+            profile = graphshard.profile_step(model, (_batch(),), loss=_first)
+    else:
+        profile = graphshard.profile_step(model, (_batch(),), loss=_first)
+    assert profile.memory is None
+    assert "peak memory" not in str(profile)
+
+
+def test_while_another_profiler_runs(ranks: Ranks) -> None:
+    ranks(2).run(_watched)
