@@ -60,6 +60,13 @@ def _torchrun(arguments: list[str]) -> None:
     _python([*(["-m"] if found.module else []), found.training_script, *found.training_script_args])
 
 
+def _sbatch(arguments: list[str]) -> None:
+    """A batch file of the repository, and what it is to run with torchrun."""
+    index = next(index for index, word in enumerate(arguments) if word.endswith(".sbatch"))
+    assert (ROOT / arguments[index]).is_file()
+    _python(arguments[index + 1 :])
+
+
 def _python(arguments: list[str]) -> None:
     """Start a script of the repository, or a module, and stop it when it has parsed its arguments."""
     path: list[str] = []
@@ -115,6 +122,7 @@ def _mkdocs(arguments: list[str]) -> None:
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "graphshard": _graphshard,
     "torchrun": _torchrun,
+    "sbatch": _sbatch,
     "python": _python,
     "pip": _pip,
     "pytest": _without_arguments,
