@@ -26,7 +26,7 @@ FLOORS = (
     ("module", "explain"),
     ("artifact", "debug", "measure"),
     ("api", "cli"),
-    ("__init__", "__main__"),
+    ("__init__", "__main__", "integrations"),
 )
 
 # The only files that import torch's private packages.

@@ -78,10 +78,20 @@ def run_python(rank: int, world_size: int, page: str, folder: str, backend: str)
     document = parse(page, python=blocks.python, output=blocks.output, diff=blocks.diff)
     module = types.ModuleType("page")  # classes of a page want a module to be found in
     document.namespace = module.__dict__
-    with _inside(folder), _compiled_with(backend), mock.patch.dict(sys.modules, page=module):
+    with _inside(folder), _compiled_with(backend), _importable(module):
         for example in document.examples():
             example.evaluate()
         dist.barrier()
+
+
+@contextlib.contextmanager
+def _importable(page: types.ModuleType) -> Iterator[None]:
+    """A page as a module; what it imports stays, as libraries of operators cannot be imported twice."""
+    sys.modules["page"] = page
+    try:
+        yield
+    finally:
+        del sys.modules["page"]
 
 
 @contextlib.contextmanager
@@ -101,8 +111,11 @@ def _compiled_with(backend: str) -> Iterator[None]:
     """Pages show the defaults; what regions are lowered with is not what they are about."""
     with contextlib.ExitStack() as stack:
         for name in ("compile", "export"):
-            function = functools.partial(getattr(graphshard, name), backend=backend)
+            given = getattr(graphshard, name)
+            function = functools.update_wrapper(functools.partial(given, backend=backend), given)
             stack.enter_context(mock.patch.object(graphshard, name, function))
+            if name == "compile":
+                stack.enter_context(mock.patch("graphshard.integrations.accelerate.compile", function))
         yield
 
 

@@ -1,0 +1,60 @@
+"""torchao's optimizers with states in eight and four bits, and in float8, update shards as they update FSDP2's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.extended import tell
+from tests.distributed.nets import rows
+from tests.distributed.twins import assert_same, params_of, twins, world_mesh
+from tests.ranks import Ranks
+
+STATES = {"Adam8bit": "OptimState8bit", "AdamW4bit": "OptimState4bit", "AdamWFp8": "OptimStateFp8"}
+
+
+class Wide(nn.Module):
+    """Shards of 4,096 elements, from which on torchao makes states small; biases and the head have fewer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 128) for _ in range(2))
+        self.head = nn.Linear(128, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(sum(block(x).relu() for block in self.blocks))
+
+
+def _steps(rank: int, world_size: int, name: str) -> None:
+    import torchao.optim
+
+    pair = twins(Wide(), world_mesh())
+    optims = [getattr(torchao.optim, name)(model.parameters(), lr=1e-2) for model in pair]
+    with torch.compiler.set_stance("force_eager"):  # or Inductor would compile the step for each shape
+        for step in range(3):
+            for model, optim in zip(pair, optims):
+                model(rows(10 * step + rank, 4, 64)).square().mean().backward()
+                optim.step()
+                optim.zero_grad()
+            assert_same(*map(params_of, pair), f"step {step}")
+    states = [
+        {
+            f"{param} {key} {part}": piece
+            for param, value in params_of(model).items()
+            for key, state in optim.state[value].items()
+            for part, piece in tell(state).items()
+        }
+        for model, optim in zip(pair, optims)
+    ]
+    assert_same(*states, "states")
+    average = optims[0].state[pair[0].blocks[0].weight]["exp_avg"]
+    assert isinstance(average, DTensor)
+    assert type(average.to_local()).__name__ == STATES[name]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_few_bits(ranks: Ranks, name: str) -> None:
+    """Parameters and states bit for bit."""
+    ranks(2).run(_steps, name)

@@ -1,0 +1,129 @@
+"""The Trainer of transformers trains a compiled model as FSDP2's, bit for bit, saves and resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import graphshard
+from graphshard.integrations.accelerate import become_fsdp2
+from graphshard.integrations.transformers import use_graphshard
+from tests.distributed.twins import assert_same, local, params_of
+from tests.docs.nets import Config, Transformer
+from tests.integrations.hugging_face import VOCAB, launched, text
+from tests.ranks import Ranks
+
+
+class Rows(Dataset[dict[str, Any]]):
+    def __init__(self, count: int = 32) -> None:
+        self.rows = text(count)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+class Scored(Transformer):
+    """A model by the Trainer's rules that is captured in a moment."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(Config(vocab=VOCAB))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": super().forward(input_ids, labels)}
+
+    def generate(self, rows: Tensor) -> Tensor:
+        return self(input_ids=rows, labels=rows)["loss"]
+
+
+def trainer_of(folder: str, impl: str, model: Any = None, kind: str = "SHARDED_STATE_DICT", **changes: Any) -> Any:
+    """Four steps of two microbatches; a checkpoint after the second."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from transformers import Trainer, TrainingArguments
+
+    given = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "max_grad_norm": 0.5,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    args = TrainingArguments(folder, **{**given, **changes})
+    trainer = Trainer(model=model or Scored(), args=args, train_dataset=Rows(), eval_dataset=Rows(8))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+    if impl == "graphshard":
+        return use_graphshard(trainer, plugin=plugin, backend="eager")
+    become_fsdp2(trainer.accelerator, plugin)
+    trainer.is_fsdp_enabled = True
+    return trainer
+
+
+def told(trainer: Any) -> dict[str, Any]:
+    """Losses, norms and learning rates by step."""
+    return {
+        f"{name} {entry['step']}": entry[name]
+        for entry in trainer.state.log_history
+        for name in ("loss", "grad_norm", "learning_rate")
+        if name in entry
+    }
+
+
+def _trains(rank: int, world_size: int, folder: str) -> None:
+    with launched():
+        theirs = trainer_of(f"{folder}/fsdp2", "fsdp2", save_strategy="no")
+        theirs.train()
+        expected = {name: local(param).clone() for name, param in params_of(theirs.model).items()}
+        evaluated = theirs.evaluate()  # which leaves some of FSDP2's parameters gathered
+    with launched():
+        ours = trainer_of(f"{folder}/graphshard", "graphshard")
+        ours.train()
+        assert len(told(ours)) == 12
+        assert_same(told(ours), told(theirs), "training")
+        assert_same(params_of(ours.model), expected, "parameters")
+        losses = [{"eval_loss": each["eval_loss"]} for each in (ours.evaluate(), evaluated)]
+        assert_same(*losses, "evaluation")
+    with launched():
+        resumed = trainer_of(f"{folder}/graphshard", "graphshard")
+        resumed.train(resume_from_checkpoint=f"{folder}/graphshard/checkpoint-2")
+        assert_same(told(resumed), told(ours), "resumed training")
+        assert_same(params_of(resumed.model), params_of(ours.model), "resumed parameters")
+
+
+def test_training_is_that_of_fsdp2_and_resumes(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_trains, str(tmp_path))
+
+
+def _saves(rank: int, world_size: int, folder: str) -> None:
+    with launched():
+        trainer = trainer_of(folder, "graphshard", kind="FULL_STATE_DICT", max_steps=2)
+        trainer.train()
+        trainer.save_model(f"{folder}/whole")
+        trainer.accelerator.wait_for_everyone()
+    whole = {name: value.full_tensor() for name, value in sorted(trainer.model.state_dict().items())}
+    assert_same(dict(sorted(load_file(f"{folder}/whole/model.safetensors").items())), whole, "what was saved")
+    # The Trainer prepares this method for FSDP2, which a compiled model does not need.
+    assert torch.isfinite(trainer.model.generate(text(2)))
+
+
+def test_a_whole_model_is_saved_and_generates(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_saves, str(tmp_path))
+
+
+def test_something_else_is_no_trainer() -> None:
+    with pytest.raises(graphshard.ArgumentError, match=r"trainer must be a transformers\.Trainer, got Linear\."):
+        use_graphshard(torch.nn.Linear(1, 1))
