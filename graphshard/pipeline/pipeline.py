@@ -134,7 +134,7 @@ class Partitioned:
         if accumulate is not None:
             yield accumulate
         for step in self.rest:
-            if isinstance(step, MakePlan) and accumulate is None:
+            if isinstance(step, MakePlan) and accumulate is None and not isinstance(step.planner, PlanByUnit):
                 step = replace(step, planner=PlanByUnit())
             if not isinstance(step, DropUnusedTangents):
                 yield step
