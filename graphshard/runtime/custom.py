@@ -18,9 +18,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.fx import Node
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
 
-from graphshard.ir.graph import GATHERS, REDUCES, WAIT, is_collective, is_reduction, kind_of, launch_of
+from graphshard.ir.graph import GATHERS, REDUCES, WAIT, c10d, is_collective, is_reduction, kind_of, launch_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Phase
 from graphshard.ir.torch_internals import process_group, started
@@ -115,6 +116,16 @@ class Custom:
                 _run(node, reduce, reduce_several, self.reductions[unit])
 
 
+def undo(graph: Graph) -> None:
+    """Let a graph that was bound say again what the program says, in place."""
+    for node in list(graph.nodes):
+        if node.target in _REPLACED:
+            node.target, node.kwargs = _REPLACED[node.target], {}
+        elif node.target is hooked:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
 def _run(node: Node, one: Callable[..., Any], several: Callable[..., Any], comm: Used) -> None:
     """Let the user run a collective, which may be a coalesced one."""
     node.target = one if isinstance(node.args[0], Node) else several
@@ -155,3 +166,11 @@ def hooked(gradient: torch.Tensor, *, hook: int) -> torch.Tensor:
     """The reduced gradient when the user's hook has seen it."""
     _used[hook].value(gradient)
     return gradient
+
+
+_REPLACED: Mapping[Any, OpOverload] = {
+    gather: c10d.all_gather_into_tensor.default,
+    gather_several: c10d.all_gather_into_tensor_coalesced.default,
+    reduce: c10d.reduce_scatter_tensor.default,
+    reduce_several: c10d.reduce_scatter_tensor_coalesced.default,
+}

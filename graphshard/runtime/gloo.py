@@ -26,6 +26,7 @@ from graphshard.ir.graph import REDUCES, WAIT, c10d, fake, launch_of
 from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.torch_internals import all_gather_into
+from graphshard.runtime.custom import undo
 
 
 def gather_into_buffers(phase: Phase) -> None:
@@ -78,11 +79,12 @@ def exchange_reductions(phase: Phase) -> None:
 
 
 def as_planned(program: Program) -> Program:
-    """A copy of an installed program, with graphs as they were before both changes: what predictions are made of."""
+    """A copy of an installed program, with graphs as they were before it was bound: what predictions are made of."""
     copied = copy.copy(program)
     copied.phases = {name: phase.clone() for name, phase in program.phases.items()}
     for phase in copied.phases.values():
         graph = phase.module.graph
+        undo(graph)
         for node in graph.nodes:
             node.target = _PLANNED.get(node.target, node.target)
         for total in graph.find_nodes(op="call_function", target=pair_sum):

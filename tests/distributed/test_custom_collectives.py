@@ -67,6 +67,10 @@ def _custom(rank: int, world_size: int, policy: Any) -> None:
     (gather, reduce), (their_gather, their_reduce) = comms
     assert gather.calls == their_gather.calls == [str(list(range(world_size)))] * 2
     assert len(reduce.calls) == len(their_reduce.calls) == 1
+    pair[0].blocks[1].set_all_reduce_hook(lambda gradient: None)
+    measured = graphshard.profile_step(pair[0], (rows(rank),), loss=lambda y: y.float().sum(), warmup=1)
+    assert len(gather.calls) > len(their_gather.calls)
+    assert all(each.predicted is not None and each.kind in ("gather", "reduce") for each in measured.collectives)
 
 
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
