@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -128,10 +129,19 @@ class _IndexUnpickler(pickle._Unpickler):
     dispatch: ClassVar[Any] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 pickles members of enumerations
+            return _member_of
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and f"{module}.{name}" not in _CLASSES:
             raise CheckpointError(f"{INDEX} refers to {module}.{name}, which no index consists of; it is not loaded")
         return super().find_class(module, name)
+
+
+def _member_of(kind: Any, name: Any) -> Any:
+    """What `getattr` may be asked for: a member of the enumeration of memory formats."""
+    if kind is not _MEM_FORMAT_ENCODING or type(name) is not str or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise CheckpointError(f"{INDEX} asks {brief(kind)} for {brief(name)}, as no index does; it is not loaded")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 def _check_index(index: Any) -> None:

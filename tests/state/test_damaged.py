@@ -133,6 +133,8 @@ FORGED = {
     "an enumeration's member": index_of(_ENCODING, b"K\x00\x85R", b"}U\x07_value_K\x07s", b"b"),
     "a function": index_of(named("torch.serialization", "_get_layout"), b"N", b"}U\x0c__defaults__)s", b"\x86b"),
     "an attribute that is no field": index_of(_METADATA, b")\x81", b"}U\x09__class__", _METADATA, b"s", b"b"),
+    "another attribute of a class": index_of(named("builtins", "getattr"), _METADATA, b"U\x08__init__\x86R"),
+    "another attribute of an enumeration": index_of(named("builtins", "getattr"), _ENCODING, b"U\x07__new__\x86R"),
     "another class": index_of(named("os", "system"), b"U\x04true\x85R"),
     "no index": index_of(b"K\x07"),
     "a list": index_of(b"]"),
@@ -157,6 +159,17 @@ def test_a_refused_index_changes_nothing_of_the_process(tmp_path: Path, name: st
         SafeReader(tmp_path)
     assert classes() == before
     assert metadata.Metadata({}).planner_data is None
+
+
+def test_members_that_are_pickled_by_name(
+    model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python 3.11.2 does it, and no longer 3.11.7."""
+    encoding = metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(encoding, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    graphshard.save_checkpoint(tmp_path / "good", model)
+    assert b"getattr" in (tmp_path / "good" / INDEX).read_bytes()
+    graphshard.load_checkpoint(tmp_path / "good", model)
 
 
 def test_an_index_that_points_outside_is_refused(model: torch.nn.Module, tmp_path: Path) -> None:
