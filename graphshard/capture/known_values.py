@@ -28,13 +28,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graphshard.capture.guards import expected_truth, line_of
 from graphshard.capture.untraceable import Untraceable
+from graphshard.ir.torch_internals import without_dispatch_modes
 from graphshard.ir.tracing_internals import (
     conditions_on_sizes,
     interceptable_reads,
     is_traced,
     is_unknown,
     memory_of,
-    without_tracing,
     written_by,
 )
 
@@ -187,7 +187,7 @@ class _Readers(TorchFunctionMode):
         if func in _READERS:
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
             if all(map(self._makers.knows, tensors)):
-                with without_tracing():
+                with without_dispatch_modes():
                     values = [self._makers.value(arg) if isinstance(arg, Tensor) else arg for arg in args]
                     return func(*values, **kwargs)
             if any(map(is_traced, tensors)):

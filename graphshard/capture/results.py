@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.subclasses import is_subclass, parts_of, rebuilt
-from graphshard.ir.tracing_internals import without_tracing
+from graphshard.ir.torch_internals import without_dispatch_modes
 
 
 def in_parts(leaf: torch.Tensor) -> torch.Tensor | SubclassResult:
@@ -32,7 +32,7 @@ def in_parts(leaf: torch.Tensor) -> torch.Tensor | SubclassResult:
         )
     _register()
     parts = _Parts.apply(leaf)
-    with without_tracing():
+    with without_dispatch_modes():
         held = [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in parts]
         like = rebuilt(leaf, held)
     return SubclassResult(parts, like)

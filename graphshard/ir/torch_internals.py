@@ -305,7 +305,10 @@ def forget_sources() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Nobody sees the operators of the block: what counts or logs those of a call is not to count its compilation."""
+    """Nobody sees the operators of the block: what counts those of a call is not to count its compilation.
+
+    Inside a trace they run on real tensors, untraced.
+    """
     with _disable_current_modes():
         yield
 

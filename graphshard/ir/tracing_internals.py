@@ -26,7 +26,6 @@ from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphshard.ir.torch_internals import replaced
 
@@ -59,7 +58,6 @@ __all__ = [
     "replace_differentiable",
     "run_compiled_functions_eagerly",
     "without_onednn",
-    "without_tracing",
     "written_by",
 ]
 
@@ -359,8 +357,3 @@ def conditionals_are_operators() -> Iterator[None]:
 
     with replaced(torch.compiler, "is_dynamo_compiling", asked):
         yield
-
-
-def without_tracing() -> contextlib.AbstractContextManager[Any]:
-    """Inside a trace, run operators on real tensors."""
-    return _disable_current_modes()

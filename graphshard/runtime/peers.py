@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.ir.errors import DivergenceError, PeerError
-from graphshard.ir.torch_internals import process_group, rendezvous_store
-from graphshard.ir.tracing_internals import without_tracing
+from graphshard.ir.torch_internals import process_group, rendezvous_store, without_dispatch_modes
 from graphshard.ir.wanted import wanted_while
 from graphshard.runtime.groups import is_fake, ranks_of
 from graphshard.runtime.hang_up import hang_up
@@ -137,7 +136,7 @@ class Peers:
             return
         self._asked = now
         # Outside of the trace that asks. If the store is gone, the next meeting says so.
-        with without_tracing(), contextlib.suppress(dist.DistError):
+        with without_dispatch_modes(), contextlib.suppress(dist.DistError):
             meeting = self._meet()
             if (end := meeting.failure()) is not None:
                 if self._failure_seen[0] != meeting.name:
