@@ -97,6 +97,7 @@ def _trains(rank: int, world_size: int, name: str, precision: str) -> None:
     assert_same(params_of(model), params_of(theirs), "parameters")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_training_is_that_of_fsdp2(ranks: Ranks, name: str) -> None:
     ranks(2).run(_trains, name, "no")

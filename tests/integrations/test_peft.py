@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -91,10 +92,12 @@ def _saves(model: nn.Module, folder: str, rank: int) -> None:
     assert_same({name: param.detach() for name, param in params_of(loaded).items()}, whole, "what was saved")
 
 
+@pytest.mark.slow
 def test_lora(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_trains, False, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_lora_over_four_bits(ranks: Ranks, tmp_path: Path) -> None:
     """torchao's NF4 in plain linears, which is QLoRA where bitsandbytes has no kernels."""
     ranks(2).run(_trains, True, str(tmp_path))

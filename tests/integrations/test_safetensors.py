@@ -48,6 +48,7 @@ def _both_ways(rank: int, world_size: int, name: str, folder: str) -> None:
     assert_same(dict(loaded.state_dict()), expected, "what was written")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_both_ways(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Tied embeddings are in the files once, and stay tied."""
