@@ -23,11 +23,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from graphshard.capture.entry import without_entries
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.ir.given import is_int
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Slot
 from graphshard.ir.text import brief
-from graphshard.ir.units import modules_of
+from graphshard.ir.units import MODULE_SEPARATOR, modules_of
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.replan import take_over_plan
 from graphshard.module.runner import Runner
@@ -67,7 +68,7 @@ class Part:
 
     def names(self, unit: str) -> str:
         """The name of one of its units in the model."""
-        return ", ".join(self.units[unit])
+        return MODULE_SEPARATOR.join(self.units[unit])
 
     def rows(self) -> dict[nn.Parameter, ParamRow]:
         """Its rows, by parameter. As FSDP2 does it, what nobody chose is gathered again where it is no root."""
@@ -137,7 +138,7 @@ def options_with(options: Options, parts: Sequence[Part], model: nn.Module) -> O
         used = {row.unit for row in part.runner.tracer.spec.params}
         units.update({tuple(paths): precision.of(unit) for unit, paths in part.units.items() if unit in used})
     patterns = [tuple(map(glob.escape, paths)) for paths in units]
-    policies = {glob.escape(", ".join(paths)): policy for paths, policy in units.items()}
+    policies = {glob.escape(MODULE_SEPARATOR.join(paths)): policy for paths, policy in units.items()}
     return replace(
         options,
         units=[paths[0] if len(paths) == 1 else paths for paths in patterns],
@@ -158,7 +159,7 @@ def mesh_with(mesh: DeviceMesh, axes: Mesh, options: Options, parts: Sequence[Pa
                 "meshes of their own are not supported yet."
             )
     number = options.reshard_after_forward
-    own = number if type(number) is int and 1 < number < axes.shard.size else 0
+    own = number if is_int(number) and 1 < number < axes.shard.size else 0
     sizes = {part.label: regather.size if (regather := part.runner.tracer.spec.mesh.regather) else 0 for part in parts}
     chosen = {size for size in (own, *sizes.values()) if size}
     if not chosen:

@@ -51,6 +51,7 @@ def separate(runner: Runner, units: Collection[str], *, enable: bool) -> None:
     All ranks that have shards of the model call this together: the first call makes the group.
     """
     name = "set_separate_reduce_scatter_group"
+    customize(runner, name, Custom())
     if enable and not runner.custom.group and runner.tracer.spec.mesh.shard.size > 1:
         shards = process_group(runner.groups[runner.tracer.spec.mesh.shard.name])
         if runner.agreement.peers is not None:
@@ -59,7 +60,6 @@ def separate(runner: Runner, units: Collection[str], *, enable: bool) -> None:
         runner.custom.group = str(group.group_name)
         if runner.agreement.peers is not None:
             runner.agreement.peers.groups.add(runner.custom.group)
-    customize(runner, name, Custom())
     runner.custom.separate.difference_update(units)
     if enable and runner.custom.group:
         runner.custom.separate.update(units)
@@ -69,9 +69,8 @@ def take_over_plan(runner: Runner, old: Runner, names: dict[str, str]) -> None:
     """Plan with what was chosen for a part of the model, whose units have other names now."""
     for (direction, unit), following in old.prefetched.items():
         prefetch(runner, direction, names[unit], tuple(names[name] for name in following))
-    if old.reductions_under_way:
-        for unit, most in old.reductions_under_way.items():
-            limit_reductions(runner, [names[unit]], most)
+    for unit, most in old.reductions_under_way.items():
+        limit_reductions(runner, [names[unit]], most)
     if not old.custom.is_empty:
         customize(runner, "fully_shard", old.custom.renamed(names))
 

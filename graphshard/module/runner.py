@@ -171,7 +171,7 @@ class Runner:
             reshard_chosen=set(self.reshard_chosen),
             prefetched=dict(self.prefetched),
             reductions_under_way=dict(self.reductions_under_way),
-            custom=copy.copy(self.custom),
+            custom=self.custom.copy(),
             event=None,
         )
         twin.change(list(self.unsharded.full), held=False)

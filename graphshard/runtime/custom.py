@@ -88,6 +88,12 @@ class Custom:
         self.separate |= other.separate
         self.group = self.group or other.group
 
+    def copy(self) -> Custom:
+        """The same choices, to be changed apart."""
+        found = Custom()
+        found.update(self)
+        return found
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing was chosen."""
