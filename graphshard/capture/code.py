@@ -7,16 +7,24 @@ torch's own, and the functions of the user's that they refer to by name, as far 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
-import textwrap
+import linecache
+import sys
+import sysconfig
 import types
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from graphshard.ir.classes import users_class
+
+# Where pip and Debian put packages; their files are compared as bytes.
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_STANDARD = sysconfig.get_path("stdlib")
 
 
 def code_hash(model: nn.Module) -> str:
@@ -46,23 +54,66 @@ def _is_users(item: Any) -> bool:
 
 
 def _source(item: Any) -> str:
-    """The code without comments and layout; "" where there is none to read, as in an interactive session.
+    """The code without comments and layout; "" where there is none, as of a class of an interactive session,
+    and for Python's own library.
 
-    A line may hold several lambdas, so those are told apart by what they are compiled to.
+    Of an installed package it is the whole file, which is read and not parsed: a model of a library refers to hundreds
+    of its functions. A line may hold several lambdas, so those are told apart by what they are compiled to.
     """
+    item = _unwrapped(item) if isinstance(item, types.FunctionType) else item
     code = getattr(item, "__code__", None)
-    compiled = (
-        "" if code is None else repr((code.co_code, code.co_names, [c for c in code.co_consts if not _nested(c)]))
-    )
+    compiled = "" if code is None else _compiled(code)
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(item)))
-    except (OSError, TypeError, SyntaxError):
+        file = inspect.getsourcefile(item) or ""
+        if not _INSTALLED.isdisjoint(Path(file).parts):
+            return _digest(file)
+        if file.startswith(_STANDARD):
+            return ""
+        found = _definitions("".join(linecache.getlines(file, vars(sys.modules[item.__module__]))))
+    except (OSError, TypeError, KeyError, SyntaxError):
         return compiled
-    return ast.dump(tree) + (compiled if item.__name__ == "<lambda>" else "")
+    nodes = found.get(item.__qualname__ if code is None else code.co_firstlineno)
+    if nodes is None:
+        return compiled
+    return "".join(ast.dump(node) for node in nodes) + (compiled if item.__name__ == "<lambda>" else "")
 
 
-def _nested(constant: Any) -> bool:
-    return isinstance(constant, types.CodeType)
+@functools.cache
+def _digest(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+@functools.lru_cache(maxsize=256)
+def _definitions(text: str) -> dict[str | int, list[ast.AST]]:
+    """A file's classes by their qualified names, and its functions by their first lines."""
+    found: dict[str | int, list[ast.AST]] = {}
+    todo: list[tuple[ast.AST, str]] = [(ast.parse(text), "")]
+    while todo:
+        node, prefix = todo.pop()
+        if isinstance(node, ast.ClassDef):
+            found.setdefault(prefix + node.name, []).append(node)
+            prefix += f"{node.name}."
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = min(part.lineno for part in (node, *node.decorator_list))
+            found.setdefault(first, []).append(node)
+            prefix += f"{node.name}.<locals>."
+        elif isinstance(node, ast.Lambda):
+            found.setdefault(node.lineno, []).append(node)
+        todo += ((child, prefix) for child in reversed(list(ast.iter_child_nodes(node))))
+    return found
+
+
+def _compiled(code: types.CodeType) -> str:
+    """What a function and those within it are compiled to. Sets are sorted: their order differs between processes."""
+    parts = [
+        (part.co_code, part.co_names, [_constant(c) for c in part.co_consts if not isinstance(c, types.CodeType)])
+        for part in codes_of(code)
+    ]
+    return repr(parts)
+
+
+def _constant(value: Any) -> str:
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
 
 
 def _used_by(item: Any) -> Iterator[Any]:
@@ -78,7 +129,7 @@ def _used_by(item: Any) -> Iterator[Any]:
             for name in code.co_names:
                 value = function.__globals__.get(name)
                 if isinstance(value, (types.FunctionType, type)):
-                    yield inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
+                    yield value
 
 
 def _functions(item: Any) -> Iterator[types.FunctionType]:
@@ -86,12 +137,17 @@ def _functions(item: Any) -> Iterator[types.FunctionType]:
     for value in values:
         value = getattr(value, "__func__", getattr(value, "fget", value))  # static and class methods, properties
         if isinstance(value, types.FunctionType):
-            yield value
+            yield _unwrapped(value)
+
+
+def _unwrapped(function: types.FunctionType) -> types.FunctionType:
+    found = inspect.unwrap(function)
+    return found if isinstance(found, types.FunctionType) else function
 
 
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
     """A function's code and that of the functions within it."""
     yield code
     for constant in code.co_consts:
-        if _nested(constant):
+        if isinstance(constant, types.CodeType):
             yield from codes_of(constant)

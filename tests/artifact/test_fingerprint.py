@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from torch.export import Dim
 import graphshard
 from graphshard.artifact.fingerprint import differences, environment
 from graphshard.artifact.stored_options import check_same_options, describe_options, restored_options
-from graphshard.capture.code import code_hash
 from graphshard.ir.mesh import Mesh
 from graphshard.module.prepare import prepare
 from graphshard.options.options import Options
@@ -301,47 +299,3 @@ def test_compile_makes_backwards_that_the_file_lacks(
     for size in (2, 3):
         twin(*(torch.cat([tensor, tensor])[:size] for tensor in batch()))["logits"].square().mean().backward()
     assert_same(grads_of(model), grads_of(twin), "gradients")
-
-
-# --- code and attributes ----------------------------------------------------------------------------------------
-
-
-def helper(x: torch.Tensor) -> torch.Tensor:
-    return x.relu()
-
-
-@dataclasses.dataclass
-class Config:
-    """Held by a module."""
-
-    theta: float = 1.0
-    names: tuple[str, ...] = ("a",)
-
-
-class Calls(nn.Module):
-    """Refers to a function and a configuration."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config = config
-        self.call = helper
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return helper(x) * self.config.theta
-
-
-def test_code_hash_follows_functions_but_not_comments() -> None:
-    before = code_hash(Calls(Config()))
-    source = "def helper(x: torch.Tensor) -> torch.Tensor:\n    return x.{}  # {}\n"
-
-    def hashed(text: str) -> str:
-        real = __import__("inspect").getsource
-
-        def getsource(item: Any) -> str:
-            return text if item is helper else real(item)
-
-        with mock.patch("graphshard.capture.code.inspect.getsource", getsource):
-            return code_hash(Calls(Config()))
-
-    assert hashed(source.format("relu()", "another comment")) == before
-    assert hashed(source.format("tanh()", "")) != before
