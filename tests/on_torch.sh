@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# The tests with another release of torch, in an environment of its own that is made here and removed:
+#
+#     tests/on_torch.sh 2.15.0                                  the quick tests
+#     tests/on_torch.sh 2.15.0 -m '' tests/distributed          other arguments of pytest
+#     PYTHON=python3.13 tests/on_torch.sh 2.15.0                another Python
+#     ENVIRONMENT=~/torch-2.15 tests/on_torch.sh 2.15.0         an environment that is kept, and used again
+#
+# The registry's releases bring several gigabytes of CUDA libraries. For those without:
+# PIP_INDEX_URL=https://download.pytorch.org/whl/cpu PIP_EXTRA_INDEX_URL=https://pypi.org/simple
+set -euo pipefail
+cd "$(dirname "$0")/.."
+version=${1:?which release of torch? For example: tests/on_torch.sh 2.15.0}
+shift
+
+if [ -z "${ENVIRONMENT:-}" ]; then
+    ENVIRONMENT=$(mktemp -d)
+    trap 'rm -rf "$ENVIRONMENT"' EXIT
+fi
+[ -x "$ENVIRONMENT/bin/python" ] || "${PYTHON:-python3}" -m venv "$ENVIRONMENT"
+. "$ENVIRONMENT/bin/activate"
+
+# Without the limits that pyproject.toml sets for torch, so that releases beyond them can be tried.
+wanted=$(mktemp)
+python3 - > "$wanted" <<'PY'
+import json
+import re
+import subprocess
+import sys
+
+report = [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--no-deps", "--report", "-", "."]
+(package,) = json.loads(subprocess.run(report, check=True, capture_output=True, text=True).stdout)["install"]
+for line in package["metadata"]["requires_dist"]:
+    requirement, _, marker = line.partition(";")
+    name = re.match(r"[\w.-]+", requirement)[0]
+    if name != "torch" and "extra" not in marker or 'extra == "test"' in marker:
+        print(requirement)
+PY
+pip install -q "torch==$version" -r "$wanted"
+rm "$wanted"
+pip install -q --no-deps -e .
+python -c 'import platform, torch; print(f"torch {torch.__version__}, Python {platform.python_version()}")'
+pytest "$@"
