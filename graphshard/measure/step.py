@@ -102,7 +102,7 @@ def _check_state(model: ShardedModule) -> None:
             f"model: {name} runs programs of a file, which have nothing to predict from. Profile a model that "
             "graphshard.compile compiled: its steps are the same."
         )
-    by_hand = sorted(set(runner.unsharded.full) - runner.unsharded.kept)
+    by_hand = sorted(runner.unsharded.by_hand)
     if by_hand:
         raise ArgumentError(
             f"model: {name} has parameters that were gathered by hand ({brief(by_hand[0])}), which a backward would "

@@ -92,6 +92,7 @@ def parts_of(model: nn.Module) -> tuple[Part, ...]:
     for path, module in model.named_modules():
         unit = module.__dict__.get("_graphshard_unit")
         if unit is not None:
+            unit.runner.unsharded.hide()
             part = found.setdefault(id(unit.runner), Part(unit.runner))
             part.units.setdefault(unit.name, []).append(path)
     for part in found.values():

@@ -139,6 +139,9 @@ class Runner:
         results = found.executable(tensors)
         if state.writes:
             leave(state, module, results, tensors)
+        if self.unsharded.full and not tracer.name:
+            by_hand = self.unsharded.by_hand
+            self.unsharded.show([ref for ref in tracer.params if ref.row.name in by_hand], self.aliases)
         return pytree.tree_unflatten(results[: program.out_spec.num_leaves], program.out_spec)
 
     def call_entry(
@@ -218,7 +221,7 @@ class Runner:
             pairs = [(current[ref.row.name], ref.param) for ref in missing]
             self.unsharded.full.update(start_gathering(pairs, self.tracer.spec.mesh.shard, self.groups))
             self.change({ref.row.name for ref in missing}, held=True)
-        return UnshardHandle(self.unsharded, [ref.row.name for ref in chosen])
+        return UnshardHandle(self.unsharded, chosen, self.aliases)
 
     def reshard(self, names: Collection[str]) -> None:
         """Free parameters that were gathered by hand."""
@@ -226,6 +229,11 @@ class Runner:
         if held:
             self.unsharded.free(held)
             self.change(held, held=False)
+
+    def reshard_all(self) -> None:
+        """Free all that was gathered by hand."""
+        if self.unsharded.full:
+            self.reshard(list(self.unsharded.full))
 
     def _follow_unsharded(self) -> None:
         """Gather what is to stay gathered; programs read what is there from now on."""
@@ -255,6 +263,7 @@ class Runner:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature, reason: str
     ) -> Program:
         tracer, number = self.tracer, len(self.executables)
+        self.unsharded.hide()
         if number >= tracer.options.max_captures:
             raise CaptureLimitError(
                 f"{tracer.label} was captured {number} times, which is "

@@ -187,7 +187,18 @@ class UnitModule(Unsupported, CustomCollectives, FSDPModule, nn.Module):
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Nothing to do: gathers never use the stream of the compute."""
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the user's class, of shards: what `unshard` shows is hidden until the next call or `unshard`."""
+        self._graphshard_unit.runner.unsharded.hide()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the user's class, into shards; what was gathered of the old values is freed."""
+        self._graphshard_unit.runner.reshard_all()
+        return super().load_state_dict(*args, **kwargs)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._graphshard_unit.runner.reshard_all()
         return super(FSDPModule, self)._apply(*args, **kwargs)
 
     def __copy__(self) -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from graphshard.ir.errors import ParameterError
+from graphshard.ir.errors import ParameterError, UnsupportedError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.subclasses import (
@@ -150,6 +150,36 @@ def _has_room(local: torch.Tensor, row: ParamRow) -> bool:
     return laid_out and local.untyped_storage().nbytes() >= (local.storage_offset() + numel) * local.element_size()
 
 
+class FullParameter(nn.Parameter):
+    """A gathered parameter that its module shows in the place of the shard.
+
+    It shares memory with what the programs read. Gradients cannot reach the shard through it.
+    """
+
+    shard: nn.Parameter
+
+    @staticmethod
+    def of(full: torch.Tensor, shard: nn.Parameter, name: str) -> FullParameter:
+        """Args: `name` is that of the parameter, for the error."""
+        shown = FullParameter(full, requires_grad=shard.requires_grad)
+        shown.shard = shard
+        if shard.requires_grad:
+            shown.register_hook(lambda _: _refuse_gradient(name))
+        return shown
+
+
+def _refuse_gradient(name: str) -> None:
+    raise UnsupportedError(
+        f"a gradient reached the gathered parameter {name}, which unshard() shows: something outside of the model's "
+        "forward computed with it. Compute that in forward, or under torch.no_grad()."
+    )
+
+
+def behind(param: nn.Parameter | None) -> nn.Parameter | None:
+    """The shard behind a parameter that is shown gathered, or the parameter."""
+    return param.shard if type(param) is FullParameter else param
+
+
 @dataclass(frozen=True)
 class ParamRef:
     """Where a parameter lives; the parameter object itself may be replaced at any time."""
@@ -160,14 +190,14 @@ class ParamRef:
 
     @property
     def param(self) -> nn.Parameter:
-        """The parameter as it is now."""
-        param = self.owner._parameters[self.attribute]
+        """The parameter as it is now, or its shard while it is shown gathered."""
+        param = behind(self.owner._parameters[self.attribute])
         assert param is not None
         return param
 
     def check(self) -> None:
         """Raise ParameterError if the parameter was removed, or replaced by something that is no shard of it."""
-        param = self.owner._parameters.get(self.attribute)
+        param = behind(self.owner._parameters.get(self.attribute))
         if param is None:
             raise ParameterError(
                 f"parameter {self.row.name} was removed, or registered under another name, after graphshard.compile. "
@@ -200,7 +230,7 @@ class Alias:
 
     def check(self) -> None:
         """Raise ParameterError if the name means something else than the parameter."""
-        if self.owner._parameters.get(self.attribute) is not self.ref.param:
+        if behind(self.owner._parameters.get(self.attribute)) is not self.ref.param:
             raise ParameterError(
                 f"{self.name} was tied to {self.ref.row.name} when graphshard.compile was called, and is not any more. "
                 f"Tie it again, or untie it before the model is compiled."

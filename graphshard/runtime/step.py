@@ -170,7 +170,8 @@ class Executable:
         saved.clear()
         with disable_autocast(), self._step(phase):
             values = self._code(phase)(inputs)
-        self._unsharded.free(set(self._unsharded.full) - self._unsharded.kept)
+        self._unsharded.free(self._unsharded.by_hand)
+        self._unsharded.hide()
         if self.program.offloaded:
             finish_downloads(self.program.device)
         results = dict(zip(phase.outputs, values, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
 from graphshard.ir.transport import landing, prologue
 from graphshard.runtime.gloo import all_gather_coalesced
-from graphshard.runtime.shards import padded_shard
+from graphshard.runtime.shards import Alias, FullParameter, ParamRef, behind, padded_shard
 
 
 @dataclass
@@ -21,11 +21,17 @@ class Unsharded:
 
     Attributes:
         full: gathered parameters, or what is on its way.
-        kept: those that stay gathered after a backward.
+        kept: those that stay gathered after a backward. Modules show them when `unshard` is called, not by themselves.
     """
 
     full: dict[str, _Gathering | torch.Tensor] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
+    _shown: dict[str, list[tuple[torch.nn.Module, str]]] = field(default_factory=dict)
+
+    @property
+    def by_hand(self) -> set[str]:
+        """Those that the next backward frees."""
+        return self.full.keys() - self.kept
 
     def read(self, name: str) -> torch.Tensor:
         """A gathered parameter; waits until it has arrived."""
@@ -40,6 +46,26 @@ class Unsharded:
             if name in self.full:
                 self.read(name)
                 del self.full[name]
+            self.hide([name])
+
+    def show(self, refs: Iterable[ParamRef], aliases: Sequence[Alias]) -> None:
+        """Let modules show the gathered parameters that have arrived, as FSDP2's do, until the next backward."""
+        for ref in refs:
+            name, full = ref.row.name, self.full.get(ref.row.name)
+            if not isinstance(full, torch.Tensor) or name in self._shown:
+                continue
+            tied = ((alias.owner, alias.attribute) for alias in aliases if alias.ref.row.name == name)
+            self._shown[name] = [(ref.owner, ref.attribute), *tied]
+            shown = FullParameter.of(full, ref.param, name)
+            for owner, attribute in self._shown[name]:
+                owner._parameters[attribute] = shown
+
+    def hide(self, names: Iterable[str] | None = None) -> None:
+        """Let modules hold their shards again; by default all of them."""
+        for name in list(self._shown if names is None else names):
+            for owner, attribute in self._shown.pop(name, ()):
+                if attribute in owner._parameters:
+                    owner._parameters[attribute] = behind(owner._parameters[attribute])
 
 
 @dataclass(frozen=True)
@@ -84,11 +110,12 @@ def start_gathering(
 class UnshardHandle:
     """What `unshard(async_op=True)` returns."""
 
-    def __init__(self, unsharded: Unsharded, names: Iterable[str]) -> None:
-        self._unsharded, self._names = unsharded, tuple(names)
+    def __init__(self, unsharded: Unsharded, refs: Sequence[ParamRef], aliases: Sequence[Alias]) -> None:
+        self._unsharded, self._refs, self._aliases = unsharded, refs, aliases
 
     def wait(self) -> None:
-        """Return when the parameters have arrived; the next call of the model waits otherwise."""
-        for name in self._names:
-            if name in self._unsharded.full:
-                self._unsharded.read(name)
+        """Return when the parameters have arrived, and let modules show them; the next call waits otherwise."""
+        for ref in self._refs:
+            if ref.row.name in self._unsharded.full:
+                self._unsharded.read(ref.row.name)
+        self._unsharded.show(self._refs, self._aliases)
