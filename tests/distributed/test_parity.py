@@ -116,11 +116,24 @@ def _train_side_by_side(rank: int, world_size: int, name: str, precision: str, o
     train_side_by_side(pair, batch)
 
 
-CASES = [(name, precision) for name in MODELS for precision in POLICIES if (name, precision) != ("hf-resnet", "bf16")]
+# The example in both precisions on 2 and 3 ranks, models of transformers in float32 on two and in bfloat16 on three.
+QUICK = {("fp32", 2), ("bf16", 3)}
+CASES = [
+    pytest.param(
+        name,
+        precision,
+        world_size,
+        id=f"{name}-{precision}-{world_size}ranks",
+        marks=() if name == "example-llama" or (precision, world_size) in QUICK else pytest.mark.slow,
+    )
+    for name in MODELS
+    for precision in POLICIES
+    for world_size in (2, 3)
+    if (name, precision) != ("hf-resnet", "bf16")
+]
 
 
-@pytest.mark.parametrize("world_size", [2, 3], ids="{}ranks".format)
-@pytest.mark.parametrize(("name", "precision"), CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(("name", "precision", "world_size"), CASES)
 def test_training_equals_fsdp2(ranks: Ranks, name: str, precision: str, world_size: int) -> None:
     """20 steps of AdamW with clipped gradients; two blocks on two ranks, one on three, to save time."""
     ranks(world_size).run(_train_side_by_side, name, precision, {})

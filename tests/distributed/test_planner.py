@@ -67,7 +67,7 @@ def _train(rank: int, world_size: int, limited: bool) -> None:
         assert len(exchanged) == sum(b.exchanged for b in reductions) == (len(reductions) if world_size == 2 else 0)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_plans_by_cost_have_the_bits_of_fsdp2(ranks: Ranks, world_size: int) -> None:
     """Joined and early gathers; batches of other sizes on other ranks get the first rank's plan."""
     ranks(world_size).run(_train, False)
