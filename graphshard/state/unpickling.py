@@ -46,6 +46,7 @@ _CLASSES = {
     *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
     *(f"{_DCP}.metadata._MEM_FORMAT_ENCODING", f"{_DCP}.filesystem._StorageInfo"),
     *("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath"),
+    *("pathlib._local.PosixPath", "pathlib._local.WindowsPath"),  # as Python 3.13 calls them
 }
 
 
