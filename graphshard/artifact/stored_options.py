@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
+from graphshard.artifact.facts import Policy
 from graphshard.artifact.fingerprint import differences, refuse, table_differences
 from graphshard.codec.passes import encode_pass
 from graphshard.codec.values import Decoder, encode
@@ -121,7 +122,7 @@ def _units(tracer: Tracer) -> list[str]:
 
 
 def _policy(policy: MixedPrecisionPolicy) -> dict[str, Any]:
-    return {field.name: encode(getattr(policy, field.name)) for field in fields(policy)}
+    return {field.name: encode(getattr(policy, field.name)) for field in fields(Policy)}
 
 
 def _policies(tracer: Tracer) -> dict[str, Any]:

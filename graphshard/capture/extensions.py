@@ -29,6 +29,7 @@ from graphshard.ir.errors import CaptureError
 from graphshard.ir.extension import Extension
 from graphshard.ir.operators import JOIN
 from graphshard.ir.params import ParamRow
+from graphshard.ir.precision import reduced_in
 from graphshard.ir.program import Slot
 from graphshard.ir.subclasses import (
     POST,
@@ -96,9 +97,7 @@ class Extended:
                 full = self._after(stand_in, sent, metadata)
             self._check_operators(POST, watch)
             stored = sum(part.nbytes for part in parts_of(stand_in))
-            reduce_dtype = self.policy.reduce_dtype
-            if reduce_dtype is None or reduce_dtype == self.policy.param_dtype:
-                reduce_dtype = full.dtype
+            reduce_dtype = reduced_in(self.policy, self.row.dtype, full.dtype)
             extension = Extension(tuple((tuple(t.shape), t.dtype) for t in sent), stored)
             return dataclasses.replace(
                 self.row, compute_dtype=full.dtype, reduce_dtype=reduce_dtype, extension=extension

@@ -24,7 +24,7 @@ from graphshard.ir.errors import ArgumentError
 from graphshard.ir.extension import Extension
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import CollectiveKind
-from graphshard.ir.precision import Precision
+from graphshard.ir.precision import Precision, reduced_in
 from graphshard.ir.text import brief
 from graphshard.ir.units import unit_of, units_within
 
@@ -75,14 +75,14 @@ class ParamRow:
 
     def as_now(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> ParamRow:
         """The row of the parameter as it is now: it may have been frozen or converted since."""
-        param_dtype, reduce_dtype = policy.param_dtype, policy.reduce_dtype
+        param_dtype = policy.param_dtype
         cast = param_dtype is not None and param.is_floating_point() and not self.ignored
         compute_dtype = param_dtype if cast and param_dtype is not None else param.dtype
         return dataclasses.replace(
             self,
             dtype=param.dtype,
             compute_dtype=compute_dtype,
-            reduce_dtype=compute_dtype if self.ignored else reduce_dtype or compute_dtype,
+            reduce_dtype=compute_dtype if self.ignored else reduced_in(policy, param.dtype, compute_dtype),
             trainable=param.requires_grad,
         )
 
@@ -295,8 +295,8 @@ def build_table(
 ) -> ParamTable:
     """Make the table of a module whose parameters have global shapes (plain tensors or DTensors).
 
-    Precision follows FSDP2: only floating parameters are cast, and a `reduce_dtype` of None reduces in the
-    dtype of the gradient, which is the compute dtype. `reshard_after_forward=None` keeps the root unit's
+    Precision follows FSDP2: only floating parameters are cast, and `reduced_in` says what a `reduce_dtype` of None
+    means. `reshard_after_forward=None` keeps the root unit's
     parameters between forward and backward and gathers all others again. `dims` has, by the parameter's first name,
     the dim to shard along where it is not 0. `known` are rows of parameters that were sharded before, as parts of the
     module: they keep what was chosen for them, under other names.

@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.torch_version import TorchVersion
 
-from graphshard.ir.errors import ArgumentError
+from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import check_bool
 from graphshard.ir.text import brief
 from graphshard.ir.units import unit_of, units_within
 
 # How many names of units a message lists.
 _SHOWN = 20
+
+# From 2.15 on FSDP2 reduces in the parameter's own dtype where a policy names none; before, in that of the gradient.
+_IN_OWN_DTYPE = TorchVersion(torch.__version__) >= (2, 15)
 
 # What `mp_policy=` takes: one policy for all units, or policies by patterns of their names, "" being the root.
 PolicySpec = MixedPrecisionPolicy | Mapping[str, MixedPrecisionPolicy] | None
@@ -59,8 +63,20 @@ def precision_of(spec: PolicySpec, units: Sequence[str]) -> Precision:
     return Precision(spec)
 
 
+def reduced_in(policy: MixedPrecisionPolicy, own: torch.dtype, grad: torch.dtype) -> torch.dtype:
+    """The dtype that a gradient is reduced in, as FSDP2 of the torch at hand does it.
+
+    Args:
+        own: that of the parameter's shard.
+        grad: that of the gradient.
+    """
+    if _IN_OWN_DTYPE:
+        return policy.reduce_dtype or own
+    return grad if policy.reduce_dtype in (None, policy.param_dtype) else policy.reduce_dtype
+
+
 def check_policy(policy: object, name: str) -> None:
-    """Raise ArgumentError if the policy called `name` is none."""
+    """Raise ArgumentError if the policy called `name` is none, UnsupportedError if it chooses by parameter."""
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ArgumentError(
             f"{name} must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}. For policies "
@@ -71,3 +87,9 @@ def check_policy(policy: object, name: str) -> None:
         if not (dtype is None or (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex))):
             raise ArgumentError(f"{name}.{part} must be a dtype such as torch.bfloat16, got {brief(dtype)}.")
     check_bool(f"{name}.cast_forward_inputs", policy.cast_forward_inputs)
+    if getattr(policy, "param_dtype_override_fn", None) is not None:  # new in torch 2.15
+        raise UnsupportedError(
+            f"{name}.param_dtype_override_fn is not supported by graphshard. Make units of the modules whose "
+            "parameters keep their dtype (units=), and give these a policy of their own: mp_policy={'*': policy, "
+            "'norm': MixedPrecisionPolicy()}."
+        )

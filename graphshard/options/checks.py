@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.capture.entry import OF_UNITS, Entry
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import ArgumentError
+from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import answer_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import named_parameters
@@ -142,6 +142,8 @@ def check_params(
 ) -> None:
     """Raise ArgumentError for the first parameter that cannot be sharded over a mesh of devices of a type.
 
+    UnsupportedError for one whose gradients are to be of another dtype.
+
     Those that are `known` are sharded over it already.
     """
     for (name, *_), param in named_parameters(model).items():
@@ -153,6 +155,12 @@ def check_params(
                 "the plain module."
             )
         _check_class(name, param, ignored=param in ignored)
+        if getattr(param, "grad_dtype", param.dtype) != param.dtype:  # torch 2.11 may have none
+            raise UnsupportedError(
+                f"parameter {name} is of {param.dtype} and wants gradients of another dtype (grad_dtype="
+                f"{param.grad_dtype}). Leave grad_dtype as it is: gradients are reduced in reduce_dtype of mp_policy, "
+                "and are then of the parameter's dtype."
+            )
         if param in ignored:
             continue
         if param.device.type not in ("cpu", "meta", device_type):

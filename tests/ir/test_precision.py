@@ -1,0 +1,67 @@
+"""What a policy of mixed precision means for one parameter, with each release of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import graphshard
+from graphshard.ir import precision
+from graphshard.ir.precision import check_policy, reduced_in
+from tests.helpers import Blocks
+from tests.ranks import FakeWorld
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("reduce_dtype", "own_dtype", "expected"),
+    [
+        (None, False, HALF),
+        (None, True, FLOAT),
+        (FLOAT, False, FLOAT),
+        (FLOAT, True, FLOAT),
+        (HALF, False, HALF),
+        (HALF, True, HALF),
+        (torch.float64, False, torch.float64),
+    ],
+)
+def test_gradients_are_reduced_as_the_torch_at_hand_does_it(
+    monkeypatch: pytest.MonkeyPatch, reduce_dtype: torch.dtype | None, own_dtype: bool, expected: torch.dtype
+) -> None:
+    """Since 2.15 FSDP2 takes the parameter's own dtype where none is named, before the gradient's."""
+    monkeypatch.setattr(precision, "_IN_OWN_DTYPE", own_dtype)
+    assert reduced_in(MixedPrecisionPolicy(HALF, reduce_dtype), own=FLOAT, grad=HALF) == expected
+
+
+def test_dtypes_by_parameter_are_refused() -> None:
+    @dataclass(frozen=True)
+    class Newer(MixedPrecisionPolicy):
+        """As in torch 2.15."""
+
+        param_dtype_override_fn: Any = None
+
+    check_policy(Newer(), "mp_policy")
+    with pytest.raises(
+        graphshard.UnsupportedError, match=r"mp_policy\.param_dtype_override_fn is not supported .*Make"
+    ):
+        check_policy(Newer(param_dtype_override_fn=lambda param: None), "mp_policy")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64], ids=str)
+def test_gradients_of_another_dtype_are_refused(fake_world: FakeWorld, dtype: torch.dtype | None) -> None:
+    fake_world(2)
+    model = Blocks(2)
+    model.layers[0].weight.grad_dtype = dtype
+    with pytest.raises(graphshard.UnsupportedError) as error:
+        graphshard.compile(model, init_device_mesh("cpu", (2,)))
+    assert str(error.value) == (
+        f"parameter layers.0.weight is of torch.float32 and wants gradients of another dtype (grad_dtype={dtype}). Leave "
+        "grad_dtype as it is: gradients are reduced in reduce_dtype of mp_policy, and are then of the parameter's dtype."
+    )
+    assert type(model) is Blocks
