@@ -162,9 +162,14 @@ def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
     """While this is open, checkpointed functions are traced as what they are, and their nodes annotated."""
     regions = CheckpointRegions(namespaces_of(module))
 
-    def without_reentrant(
+    def without_reentrant(context_fn: Any, early_stop: bool) -> Iterator[None]:
+        switched = torch_checkpoint._enable_checkpoint_early_stop
+        with regions.enter(_policy_of(context_fn), stops_early=early_stop if switched is None else switched):
+            yield
+
+    def by_place(
         _fn: Any,
-        _preserve: bool,
+        _preserve: bool = True,
         context_fn: Any = None,
         _determinism: Any = None,
         _debug: bool = False,
@@ -172,9 +177,10 @@ def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
         *_: Any,
         **__: Any,
     ) -> Iterator[None]:
-        switched = torch_checkpoint._enable_checkpoint_early_stop
-        with regions.enter(_policy_of(context_fn), stops_early=early_stop if switched is None else switched):
-            yield
+        return without_reentrant(context_fn, early_stop)
+
+    def by_name(*_: Any, context_fn: Any = None, early_stop: bool = True, **__: Any) -> Iterator[None]:
+        return without_reentrant(context_fn, early_stop)
 
     def reentrant(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
         # Eager mode differentiates the region by itself: it adds to the gradients of its inputs at once, in leaves.
@@ -194,12 +200,12 @@ def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
 
     generator = "_checkpoint_without_reentrant_generator"
     with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (torch_checkpoint, generator, without_reentrant),
-            (checkpoint_activation, generator, without_reentrant),
-            (torch_checkpoint.CheckpointFunction, "apply", reentrant),
-        ):
-            stack.enter_context(replaced(owner, name, value))
+        for owner in (torch_checkpoint, checkpoint_activation):
+            if hasattr(owner, f"{generator}_impl"):  # torch 2.15, where nothing in torch calls the other
+                stack.enter_context(replaced(owner, f"{generator}_impl", by_name))
+            else:
+                stack.enter_context(replaced(owner, generator, by_place))
+        stack.enter_context(replaced(torch_checkpoint.CheckpointFunction, "apply", reentrant))
         stack.enter_context(preserve_node_meta())
         stack.enter_context(regions.saved_hooks.traced())
         yield regions

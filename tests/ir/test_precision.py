@@ -47,9 +47,7 @@ def test_dtypes_by_parameter_are_refused() -> None:
         param_dtype_override_fn: Any = None
 
     check_policy(Newer(), "mp_policy")
-    with pytest.raises(
-        graphshard.UnsupportedError, match=r"mp_policy\.param_dtype_override_fn is not supported .*Make"
-    ):
+    with pytest.raises(graphshard.UnsupportedError, match=r"mp_policy\.param_dtype_override_fn is not .* Make units"):
         check_policy(Newer(param_dtype_override_fn=lambda param: None), "mp_policy")
 
 
@@ -61,7 +59,8 @@ def test_gradients_of_another_dtype_are_refused(fake_world: FakeWorld, dtype: to
     with pytest.raises(graphshard.UnsupportedError) as error:
         graphshard.compile(model, init_device_mesh("cpu", (2,)))
     assert str(error.value) == (
-        f"parameter layers.0.weight is of torch.float32 and wants gradients of another dtype (grad_dtype={dtype}). Leave "
-        "grad_dtype as it is: gradients are reduced in reduce_dtype of mp_policy, and are then of the parameter's dtype."
+        "parameter layers.0.weight is of torch.float32 and wants gradients of another dtype "
+        f"(grad_dtype={dtype}). Leave grad_dtype as it is: gradients are reduced in reduce_dtype of mp_policy, and are "
+        "then of the parameter's dtype."
     )
     assert type(model) is Blocks
