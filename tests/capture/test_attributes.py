@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard.ir.errors import CaptureError
@@ -72,7 +73,10 @@ def test_a_number_that_operators_are_given_is_an_input() -> None:
 @pytest.mark.parametrize(
     "compute",
     [
-        lambda x, step: x**step,  # its derivative asks whether the step is 0
+        pytest.param(
+            lambda x, step: x**step,  # its derivative asks whether the step is 0
+            marks=pytest.mark.skipif(TorchVersion(torch.__version__) >= (2, 15), reason="it does not ask any more"),
+        ),
         lambda x, step: x * float(step),
         lambda x, step: x * sum(range(step)),
     ],
