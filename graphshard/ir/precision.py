@@ -19,7 +19,7 @@ from graphshard.ir.units import unit_of, units_within
 _SHOWN = 20
 
 # From 2.15 on FSDP2 reduces in the parameter's own dtype where a policy names none; before, in that of the gradient.
-_IN_OWN_DTYPE = TorchVersion(torch.__version__) >= (2, 15)
+_IN_OWN_DTYPE = TorchVersion(torch.__version__) >= "2.15"
 
 # What `mp_policy=` takes: one policy for all units, or policies by patterns of their names, "" being the root.
 PolicySpec = MixedPrecisionPolicy | Mapping[str, MixedPrecisionPolicy] | None
