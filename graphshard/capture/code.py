@@ -54,32 +54,34 @@ def _is_users(item: Any) -> bool:
 
 
 def _source(item: Any) -> str:
-    """The code without comments and layout; "" where there is none, as of a class of an interactive session,
-    and for Python's own library.
+    """The code without comments and layout; what it is compiled to where there is none, as in an interactive session.
 
     Of an installed package it is the whole file, which is read and not parsed: a model of a library refers to hundreds
-    of its functions. A line may hold several lambdas, so those are told apart by what they are compiled to.
+    of its functions. Of Python's own library it is nothing. A line may hold several lambdas, and a file several
+    functions of a name, so those are told apart by what they are compiled to.
     """
     item = _unwrapped(item) if isinstance(item, types.FunctionType) else item
     code = getattr(item, "__code__", None)
     compiled = "" if code is None else _compiled(code)
+    if_unnamed = compiled if item.__name__ == "<lambda>" else ""
     try:
         file = inspect.getsourcefile(item) or ""
         if not _INSTALLED.isdisjoint(Path(file).parts):
-            return _digest(file)
+            return _digest(file, Path(file).stat().st_mtime_ns) + compiled
         if file.startswith(_STANDARD):
-            return ""
+            return if_unnamed
+        linecache.checkcache(file)
         found = _definitions("".join(linecache.getlines(file, vars(sys.modules[item.__module__]))))
     except (OSError, TypeError, KeyError, SyntaxError):
         return compiled
     nodes = found.get(item.__qualname__ if code is None else code.co_firstlineno)
     if nodes is None:
         return compiled
-    return "".join(ast.dump(node) for node in nodes) + (compiled if item.__name__ == "<lambda>" else "")
+    return "".join(map(ast.dump, nodes)) + if_unnamed
 
 
 @functools.cache
-def _digest(file: str) -> str:
+def _digest(file: str, _modified: int) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import linecache
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +35,7 @@ class Net(nn.Module):
     def forward(self, x):
         return helper(x) * self.scale * math.pi
 
-act = lambda x: x + {scale}
+act, other = lambda x: x + {scale}, lambda x: x - {scale}
 """
 
 
@@ -45,7 +44,6 @@ def imported(folder: Path, method: str = "relu", comment: str = "first", scale: 
     path = folder / f"{name}.py"
     folder.mkdir(exist_ok=True)
     path.write_text(MODEL.format(method=method, comment=comment, scale=scale))
-    linecache.checkcache(str(path))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -75,9 +73,13 @@ def test_code_hash_follows_functions_but_not_comments(tmp_path: Path, fresh_modu
 
 
 def test_lambdas_are_told_apart_by_what_they_are_compiled_to(tmp_path: Path, fresh_modules: Callable[..., Any]) -> None:
-    before = hash_of([fresh_modules(tmp_path).act])
-    assert hash_of([fresh_modules(tmp_path, comment="moved nowhere").act]) == before
-    assert hash_of([fresh_modules(tmp_path, scale="2").act]) != before
+    """In the user's files and in those of packages."""
+    for folder in (tmp_path / "own", tmp_path / "site-packages"):
+        module = fresh_modules(folder)
+        assert hash_of([module.act]) != hash_of([module.other])
+        before = hash_of([module.act])
+        assert hash_of([fresh_modules(folder).act]) == before
+        assert hash_of([fresh_modules(folder, scale="2").act]) != before
 
 
 def test_files_of_installed_packages_are_compared_whole_without_parsing(
