@@ -146,6 +146,30 @@ class UnitModule(Unsupported, CustomCollectives, FSDPModule, nn.Module):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """For programs written for FSDP2: every backward waits for its own reductions, so there is nothing to do."""
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """For programs written for torch 2.15: every backward finishes by itself, so there is nothing to do."""
+        check_bool("enabled", enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
+        """For such programs, too: nothing to do, if the last backward has reduced what was added up.
+
+        Args:
+            async_op: return a handle, whose `wait()` returns at once.
+
+        Raises:
+            UnsupportedError: gradients were added up, and only another backward would reduce them.
+        """
+        check_bool("async_op", async_op)
+        runner = self._graphshard_unit.runner
+        sums = runner.accumulation
+        left = sorted({slot.name for slot in sums.sums} - sums.unsynced - sums.unreplicated)
+        if left:
+            raise UnsupportedError(
+                f"finalize_backward: gradients of {brief(left[0])} were added up and not reduced, and only a backward "
+                "reduces them here. Call set_requires_gradient_sync(True) before the last backward, not after it."
+            )
+        return UnshardHandle(runner.unsharded, (), ()) if async_op else None
+
     def reset_iter_state(self) -> None:
         """Forget the gradients that were accumulated and not reduced, after a step that was given up.
 

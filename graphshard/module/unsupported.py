@@ -16,6 +16,13 @@ class Unsupported:
     def set_reduce_scatter_unused_params(self, *_: Any, **__: Any) -> None:
         """Nothing to do: every rank runs the same reductions, whichever parameters a step uses."""
 
+    def set_keep_unsharded_storage(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise UnsupportedError."""
+        _refuse(
+            "set_keep_unsharded_storage",
+            "Programs make what they gather anew. set_reshard_after_backward(False) keeps it over microbatches.",
+        )
+
     def set_allocate_memory_from_process_group_for_comm(self, *_: Any, **__: Any) -> NoReturn:
         """Raise UnsupportedError."""
         _refuse(

@@ -101,6 +101,32 @@ def test_none_of_fsdp2s_own_methods_is_inherited() -> None:
     assert own <= found
 
 
+def _finalized_by_hand(rank: int, world_size: int) -> None:
+    """As torch 2.15's FSDP2 may be told to: here each backward finishes by itself, or cannot."""
+    model, twin = twins(Net(), world_mesh())
+    model.set_manual_backward_finalization(True)
+    model(_batch(rank)).sum().backward()
+    twin(_batch(rank)).sum().backward()
+    model.finalize_backward()
+    handle = model.finalize_backward(async_op=True)
+    assert handle is not None
+    handle.wait()
+    assert_same(grads_of(model), grads_of(twin), "gradients")
+
+    model.set_requires_gradient_sync(False)
+    model(_batch(rank)).sum().backward()
+    model.finalize_backward()  # nothing is to be reduced yet
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(graphshard.UnsupportedError, match=r"'layers\.0\.weight' were added up .* before the last"):
+        model.finalize_backward()
+    with pytest.raises(graphshard.UnsupportedError, match=r"set_keep_unsharded_storage is not .* keeps it over micro"):
+        model.set_keep_unsharded_storage(True)
+
+
+def test_backward_is_finalized_by_hand(ranks: Ranks) -> None:
+    ranks(2).run(_finalized_by_hand)
+
+
 def _divide(unit: Any, name: str) -> None:
     unit.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it sums
     getattr(unit, name)(4.0)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
+from graphshard.ir.precision import reduced_in
 from tests.distributed.nets import largest_dim
 from tests.distributed.twins import BF16, FP32, assert_same, fsdp2, grads_of, params_of, twins, world_mesh
 from tests.ranks import Ranks
@@ -59,7 +60,8 @@ def test_computed_and_reduced_in_low_precision(
     ranks: Ranks, reshard: bool | int, world_size: int, dtype: torch.dtype, inner: bool
 ) -> None:
     """`TestFullyShardMixedPrecisionTraining.test_compute_dtype`: sharded along dim 0, or the largest."""
-    ranks(world_size).run(_trained, MixedPrecisionPolicy(param_dtype=dtype), dtype, reshard, inner)
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    ranks(world_size).run(_trained, policy, reduced_in(policy, torch.float32, dtype), reshard, inner)
 
 
 @pytest.mark.parametrize(
