@@ -34,17 +34,18 @@ def code_hash(model: nn.Module) -> str:
 
 def hash_of(items: Iterable[Any]) -> str:
     """Hex digest of the source of classes and functions and of what they call."""
-    sources: dict[str, str] = {}
+    seen: dict[int, Any] = {}
+    # Without the modules' names: what a script defines is in __main__ there, and elsewhere for who imports it.
+    found: set[tuple[str, str]] = set()
     todo = list(items)
     while todo:
         item = todo.pop()
-        name = f"{item.__module__}:{item.__qualname__}"
-        if name not in sources and _is_users(item):
-            sources[name] = _source(item)
+        key = getattr(item, "__code__", item)
+        if id(key) not in seen and _is_users(item):
+            seen[id(key)] = key
+            found.add((item.__qualname__, _source(item)))
             todo += _used_by(item)
-    # Without the modules' names: what a script defines is in __main__ there, and elsewhere for who imports it.
-    found = sorted((name.rpartition(":")[2], source) for name, source in sources.items())
-    text = "\n".join(f"{name}\n{source}" for name, source in found)
+    text = "\n".join(f"{name}\n{source}" for name, source in sorted(found))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -60,7 +61,6 @@ def _source(item: Any) -> str:
     of its functions. Of Python's own library it is nothing. A line may hold several lambdas, and a file several
     functions of a name, so those are told apart by what they are compiled to.
     """
-    item = _unwrapped(item) if isinstance(item, types.FunctionType) else item
     code = getattr(item, "__code__", None)
     compiled = "" if code is None else _compiled(code)
     if_unnamed = compiled if item.__name__ == "<lambda>" else ""
@@ -71,10 +71,10 @@ def _source(item: Any) -> str:
         if file.startswith(_STANDARD):
             return if_unnamed
         linecache.checkcache(file)
-        found = _definitions("".join(linecache.getlines(file, vars(sys.modules[item.__module__]))))
+        named = _definitions("".join(linecache.getlines(file, vars(sys.modules[item.__module__]))))
     except (OSError, TypeError, KeyError, SyntaxError):
         return compiled
-    nodes = found.get(item.__qualname__ if code is None else code.co_firstlineno)
+    nodes = named.get(item.__qualname__ if code is None else code.co_firstlineno)
     if nodes is None:
         return compiled
     return "".join(map(ast.dump, nodes)) + if_unnamed
@@ -121,11 +121,15 @@ def _constant(value: Any) -> str:
 def _used_by(item: Any) -> Iterator[Any]:
     """Bases of a class, and the functions and classes that its methods (or a function) refer to by name.
 
-    Methods that were put in after the class was made are not in its source, so they count as used.
+    Methods that were put in after the class was made are not in its source, so they count as used. So do what wraps a
+    function, and what is wrapped.
     """
     if isinstance(item, type):
         yield from item.__bases__
-        yield from (f for f in _functions(item) if not f.__qualname__.startswith(f"{item.__qualname__}."))
+        own = f"{item.__qualname__}."
+        yield from (f for f in _functions(item) if hasattr(f, "__wrapped__") or not f.__qualname__.startswith(own))
+    else:
+        yield from _functions(item)
     for function in _functions(item):
         for code in codes_of(function.__code__):
             for name in code.co_names:
@@ -139,12 +143,16 @@ def _functions(item: Any) -> Iterator[types.FunctionType]:
     for value in values:
         value = getattr(value, "__func__", getattr(value, "fget", value))  # static and class methods, properties
         if isinstance(value, types.FunctionType):
-            yield _unwrapped(value)
+            yield from _layers(value)
 
 
-def _unwrapped(function: types.FunctionType) -> types.FunctionType:
-    found = inspect.unwrap(function)
-    return found if isinstance(found, types.FunctionType) else function
+def _layers(function: Any) -> list[types.FunctionType]:
+    """A function, and those that it wraps."""
+    found: list[types.FunctionType] = []
+    while isinstance(function, types.FunctionType) and function not in found:
+        found.append(function)
+        function = getattr(function, "__wrapped__", None)
+    return found
 
 
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:

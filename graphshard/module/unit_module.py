@@ -161,8 +161,8 @@ class UnitModule(Unsupported, CustomCollectives, FSDPModule, nn.Module):
         """
         check_bool("async_op", async_op)
         runner = self._graphshard_unit.runner
-        sums = runner.accumulation
-        left = sorted({slot.name for slot in sums.sums} - sums.unsynced - sums.unreplicated)
+        state = runner.accumulation
+        left = sorted({slot.name for slot in state.sums} - state.unsynced - state.unreplicated)
         if left:
             raise UnsupportedError(
                 f"finalize_backward: gradients of {brief(left[0])} were added up and not reduced, and only a backward "

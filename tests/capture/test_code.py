@@ -22,8 +22,11 @@ from torch import nn
 def doubled(function):
     @functools.wraps(function)
     def call(*args):
-        return 2 * function(*args)
+        return {factor} * scaled(function(*args))
     return call
+
+def scaled(x):
+    return x * {scale}
 
 def helper(x):
     return x.{method}()  # {comment}
@@ -39,11 +42,11 @@ act, other = lambda x: x + {scale}, lambda x: x - {scale}
 """
 
 
-def imported(folder: Path, method: str = "relu", comment: str = "first", scale: str = "1", name: str = "nets") -> Any:
+def imported(folder: Path, method: str = "relu", comment: str = "first", scale: str = "1", factor: str = "2") -> Any:
     """The module of `MODEL` in a file of its own, as a fresh process would import it."""
-    path = folder / f"{name}.py"
+    name, path = "nets", folder / "nets.py"
     folder.mkdir(exist_ok=True)
-    path.write_text(MODEL.format(method=method, comment=comment, scale=scale))
+    path.write_text(MODEL.format(method=method, comment=comment, scale=scale, factor=factor))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -65,11 +68,12 @@ def fresh_modules(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def test_code_hash_follows_functions_but_not_comments(tmp_path: Path, fresh_modules: Callable[..., Any]) -> None:
-    """Through a decorator that wraps forward, too."""
+    """Through a decorator that wraps forward, and in it, too."""
     before = code_hash(fresh_modules(tmp_path).Net())
     assert code_hash(fresh_modules(tmp_path, comment="another comment, longer than the first").Net()) == before
     assert code_hash(fresh_modules(tmp_path, method="tanh").Net()) != before
     assert code_hash(fresh_modules(tmp_path, scale="2").Net()) != before
+    assert code_hash(fresh_modules(tmp_path, factor="3").Net()) != before
 
 
 def test_lambdas_are_told_apart_by_what_they_are_compiled_to(tmp_path: Path, fresh_modules: Callable[..., Any]) -> None:
