@@ -21,7 +21,7 @@ from graphshard.ir.graph import aten, behind, emit, erase_dead, fake
 from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Phase, Program, Slot, SlotKind
-from graphshard.ir.torch_internals import fake_mode_of
+from graphshard.ir.torch_internals import fake_mode_of, new_fake_mode
 from graphshard.ir.transport import OF_A_REDUCTION, over_replicas, over_shards, reduced_over
 from graphshard.passes.base import Pass
 
@@ -44,15 +44,20 @@ class AccumulateGradients(Pass):
     accumulated: frozenset[str] = frozenset()
     partial: frozenset[str] = frozenset()
 
+    @property
+    def concerned(self) -> frozenset[str]:
+        """The parameters of which not just this microbatch's gradient is reduced."""
+        return self.unsynced | self.unreplicated | self.accumulated | self.partial
+
     def rewrite(self, program: Program) -> int:
         phase = program.phases["backward"]
-        concerned = self.unsynced | self.unreplicated | self.accumulated | self.partial
         outputs, results = list(phase.outputs), phase.results
         count = 0
         for index, slot in enumerate(outputs):
-            if slot.kind == "grad" and slot.of == "param" and slot.name in concerned:
+            if slot.kind == "grad" and slot.of == "param" and slot.name in self.concerned:
                 row = program.params[slot.name]
-                grad = _Gradient(phase, row, reduced_over(row, program), _full_gradient(results[index]))
+                full = _full_gradient(results[index])
+                grad = _Gradient(phase, row, reduced_over(row, program), full, program.device)
                 if grad.axes and self._apply(grad):
                     results[index], outputs[index] = grad.value, grad.slot
                     count += 1
@@ -90,6 +95,7 @@ class _Gradient:
     row: ParamRow
     axes: tuple[Axis, ...]
     value: Node | None
+    device: torch.device
 
     def __post_init__(self) -> None:
         self.slot = Slot("grad", self.row.name, "param")
@@ -106,9 +112,10 @@ class _Gradient:
     def _like(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self.value is not None:
             return fake(self.value).to(self.row.reduce_dtype)
-        other = next(fake(node) for node in self.phase.placeholders if isinstance(node.meta["val"], torch.Tensor))
-        with fake_mode_of(other):
-            return torch.empty(shape, dtype=self.row.reduce_dtype, device=other.device)
+        values = (node.meta["val"] for node in self.phase.placeholders)
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        with fake_mode_of(tensors[0]) if tensors else new_fake_mode():
+            return torch.empty(shape, dtype=self.row.reduce_dtype, device=self.device)
 
     def keep(self, kind: SlotKind) -> None:
         """Return it for later microbatches."""

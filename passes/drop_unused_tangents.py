@@ -75,9 +75,12 @@ class DropUnusedTangents(Pass):
         tangents = {node: slot.name for node, slot in phase.slot_of().items() if slot.kind == "tangent"}
         used = likely_used(tangents) if self.used is None else self.used
         unused = {node for node, name in tangents.items() if name not in used}
-        if unused:
+        if unused and not used:  # of whatever operators: a backward that only reduces what was added up before
+            phase.set_results([None] * len(phase.outputs))
+        elif unused:
             _write_no_more(phase, {name for name, through in program.rewritten.items() if used.isdisjoint(through)})
             _propagate(phase, set(unused))
+        if unused:
             _erase(phase, unused)
             program.differentiated = phase.differentiated
         return len(unused)
@@ -120,6 +123,8 @@ def _is_zero(node: Node, zeros: set[Node]) -> bool:
     first = node.args[0] if node.args else None
     if is_view(node) or node.target in _ZERO_IF_ANY:
         return True
+    if node.target is aten.add.Tensor:
+        return all(isinstance(n, Node) and n in zeros for n in node.args)
     if isinstance(first, (list, tuple)):
         return node.target is aten.cat.default and all(n in zeros for n in first)
     name = node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""

@@ -107,8 +107,8 @@ class Phase:
 
     def add_input(self, name: str, slot: Slot, like: torch.Tensor) -> Node:
         """A new last input; `like` is its fake value."""
-        graph = self.module.graph
-        with graph.inserting_after(self.placeholders[-1]):
+        graph, others = self.module.graph, self.placeholders
+        with graph.inserting_after(others[-1]) if others else graph.inserting_before(next(iter(graph.nodes))):
             node = graph.placeholder(name)
         node.meta["val"] = like
         self.inputs = (*self.inputs, slot)

@@ -329,6 +329,14 @@ def number_of_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def engine_reaches(node: torch.autograd.graph.Node) -> bool:
+    """Whether the backward pass that is running goes on to this node, or returns what arrives there."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf that `torch.autograd.grad` was asked for
+        return True
+
+
 def register_as(module: nn.Module, function: Any, state: Any) -> None:
     """Tell torch's composable functions, such as `replicate`, that one of them was applied to a module.
 

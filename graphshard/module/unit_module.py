@@ -23,6 +23,7 @@ from graphshard.ir.text import brief
 from graphshard.ir.torch_internals import register_as
 from graphshard.ir.units import modules_of
 from graphshard.module.custom_collectives import CustomCollectives, UnitOf
+from graphshard.module.finish import finish
 from graphshard.module.replan import prefetch
 from graphshard.module.runner import Runner
 from graphshard.module.unsupported import Unsupported
@@ -151,23 +152,20 @@ class UnitModule(Unsupported, CustomCollectives, FSDPModule, nn.Module):
         check_bool("enabled", enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """For such programs, too: nothing to do, if the last backward has reduced what was added up.
+        """Reduce now what backwards have added up of gradients, where no later backward is to do it.
+
+        Does nothing for parameters that `set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)` still
+        holds for. All ranks call it. Parameters that stayed gathered for microbatches are freed.
 
         Args:
             async_op: return a handle, whose `wait()` returns at once.
 
         Raises:
-            UnsupportedError: gradients were added up, and only another backward would reduce them.
+            UnsupportedError: no program trains all of these parameters, as when some were frozen since.
         """
         check_bool("async_op", async_op)
         runner = self._graphshard_unit.runner
-        state = runner.accumulation
-        left = sorted({slot.name for slot in state.sums} - state.unsynced - state.unreplicated)
-        if left:
-            raise UnsupportedError(
-                f"finalize_backward: gradients of {brief(left[0])} were added up and not reduced, and only a backward "
-                "reduces them here. Call set_requires_gradient_sync(True) before the last backward, not after it."
-            )
+        finish(runner)
         return UnshardHandle(runner.unsharded, (), ()) if async_op else None
 
     def reset_iter_state(self) -> None:
@@ -206,7 +204,7 @@ class UnitModule(Unsupported, CustomCollectives, FSDPModule, nn.Module):
         return {row.name for row in params if row.unit in names}
 
     def _get_fsdp_state(self) -> Any:
-        return _NoState()
+        return _State(self._graphshard_unit)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Nothing to do: gathers never use the stream of the compute."""
@@ -242,16 +240,38 @@ class UnitModule(Unsupported, CustomCollectives, FSDPModule, nn.Module):
             object.__setattr__(self, "__class__", own)
 
 
-class _NoState:
-    """What torch's own functions for FSDP2's modules are given instead of FSDP2's state."""
+class _State:
+    """What torch's own functions for FSDP2's modules are given in the place of FSDP2's state.
+
+    Stages of `torch.distributed.pipelining` ask it for the state of each unit, whose gradients they let it reduce after
+    the last microbatch. Here it is one state, and one group of parameters, for all.
+    """
+
+    def __init__(self, unit: UnitOf) -> None:
+        self._unit = unit
+
+    @property
+    def _state_ctx(self) -> _State:
+        return self
+
+    @property
+    def all_states(self) -> list[_State]:
+        return [self]
+
+    _fsdp_param_groups = all_states
+
+    def post_backward(self) -> None:
+        finish(self._unit.runner)
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Nothing to do: reductions were waited for."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # copying asks for such names
             raise AttributeError(name)
         raise UnsupportedError(
             f"{name} of FSDP2's state is asked for, and a model that graphshard has compiled has none. For "
-            "register_fsdp_forward_method use graphshard.register_forward_method. Stages of "
-            "torch.distributed.pipelining are not supported yet: shard them with fully_shard."
+            "register_fsdp_forward_method use graphshard.register_forward_method."
         )
 
 
@@ -263,7 +283,7 @@ def become_units(root: nn.Module, runner: Runner) -> None:
             if not isinstance(module, UnitModule):
                 module.__class__ = unit_class(type(module), UnitModule)
             module.__dict__["_graphshard_unit"] = UnitOf(runner, path, name)
-            register_as(module, fully_shard, _NoState())
+            register_as(module, fully_shard, _State(module._graphshard_unit))
 
 
 def unit_class(cls: type[nn.Module], base: type[UnitModule], **namespace: Any) -> type[nn.Module]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
+from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.graph import base_of, fake, is_collective, kind_of, restride
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import finish_downloads
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes, sizes_in
-from graphshard.ir.torch_internals import disable_autocast, sharded_like
+from graphshard.ir.torch_internals import disable_autocast, engine_reaches, sharded_like
 from graphshard.lower.executor import Boxed, Executor
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
@@ -145,9 +146,15 @@ class Executable:
             self._read(slot, tensors).copy_(value)
         return tuple(results), saved
 
-    def backward(self, saved: dict[Slot, Any], tangents: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
-        """Run the backward executor for the tangents at hand; `saved` is emptied."""
-        variant = frozenset(tangents), self._accumulation.step(self._names)
+    def backward(
+        self, saved: dict[Slot, Any], tangents: dict[str, torch.Tensor], unwanted: Collection[int] = ()
+    ) -> list[torch.Tensor | None]:
+        """Run the backward executor for the tangents at hand; `saved` is emptied.
+
+        Args:
+            unwanted: indices of the gradients that autograd throws away, because it was asked for others only.
+        """
+        variant = frozenset(tangents), self._microbatches([self._grads[index] for index in unwanted])
         strides = self._strides(tangents)
         phase = self._backwards.get((variant, strides))
         if phase is None:
@@ -181,6 +188,31 @@ class Executable:
             elif slot.of == "late" and value is not None:
                 self._buffer(slot.name).copy_(value)
         return [self._as_gradient(results.get(slot), slot) for slot in self._grads]
+
+    @property
+    def trained(self) -> dict[str, torch.Tensor]:
+        """The parameters that backward computes gradients of, by their names in the model."""
+        return {self._names[s.name]: self._params[s.name].param for s in self._grads if s.of == "param"}
+
+    def reduce_left(self) -> list[torch.Tensor | None]:
+        """Gradients of `trained` as a backward returns them that has none of its own to add."""
+        sizes: dict[Slot, Any] = {Slot("size", size.name): 0 for size in self.program.sizes}  # which nothing reads
+        grads = zip(self._grads, self.backward(sizes, {}), strict=True)
+        return [grad for slot, grad in grads if slot.of == "param"]
+
+    def _microbatches(self, unwanted: Sequence[Slot]) -> AccumulateGradients | None:
+        """What is done about microbatches; nothing in a backward that is asked for no parameter's gradient."""
+        step = self._accumulation.step(self._names)
+        names = {slot.name for slot in unwanted if slot.of == "param"}
+        if step is None or names >= {slot.name for slot in self._grads if slot.of == "param"}:
+            return None
+        lost = sorted(self._names[name] for name in names & step.concerned)
+        if lost:
+            raise UnsupportedError(
+                f"inputs: backward is asked for the gradients of some parameters, and not for that of {lost[0]}, which "
+                "is added up over microbatches. Ask for the gradients of all parameters or of none."
+            )
+        return step
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
         """The dynamic sizes of a call."""
@@ -314,4 +346,5 @@ class Step(torch.autograd.Function):
         saved = {**dict(zip(ctx.slots, ctx.saved_tensors, strict=True)), **ctx.numbers}
         ctx.maybe_clear_saved_tensors()  # so that the executor can free them, unless the graph is retained
         tangents = {name: grad for name, grad in zip(ctx.executable.names, grads) if grad is not None}
-        return (None, None, *ctx.executable.backward(saved, tangents))
+        unwanted = [index for index, (node, _) in enumerate(ctx.next_functions) if not engine_reaches(node)]
+        return (None, None, *ctx.executable.backward(saved, tangents, unwanted))

@@ -210,3 +210,45 @@ def _typing_error(rank: int, world_size: int) -> None:
 def test_units_that_do_not_exist(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"units: 'layer\.\*' names no unit; there are '', 'layers\.0', 'layers\.1'\."):
         ranks(2).run(_typing_error)
+
+
+def _inputs_only(rank: int, world_size: int, setting: Setting) -> None:
+    """The gradient of the input is asked for in each microbatch; it leaves nothing behind and takes nothing.
+
+    FSDP2 is not asked: it reduces what was added up as soon as any gradient was computed, and the rest afterwards.
+    """
+    ours, theirs = pair = twins(Blocks(2, 8), _square())
+    for microbatch in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * microbatch + rank))
+        leaves = [x.clone().requires_grad_() for _ in pair]
+        for model in pair:
+            setting(model, microbatch == 2)
+        loss = ours(leaves[0]).square().sum()
+        (asked,) = torch.autograd.grad(loss, leaves[0], retain_graph=True)
+        loss.backward()
+        theirs(leaves[1]).square().sum().backward()
+        assert_same({"x": asked, "x of backward": leaves[0].grad}, dict.fromkeys(("x", "x of backward"), leaves[1].grad), f"{microbatch}")
+        assert_same(*map(grads_of, pair), f"gradients after microbatch {microbatch}")
+    assert all(grad is not None for grad in grads_of(ours).values())
+
+
+@pytest.mark.parametrize("setting", REPLICATED.values(), ids=REPLICATED)
+def test_a_gradient_of_the_input_alone_adds_nothing_up(ranks: Ranks, setting: Setting) -> None:
+    ranks(4).run(_inputs_only, setting)
+
+
+def _some_parameters(rank: int, world_size: int) -> None:
+    model = graphshard.compile(Blocks(2, 8), world_mesh(), backend="eager")
+    first, *_ = params = list(model.parameters())
+    model.set_requires_gradient_sync(False)
+    x = torch.randn(4, 8)
+    with pytest.raises(graphshard.UnsupportedError, match="^inputs: backward is asked for the gradients of some param"):
+        model(x).sum().backward(inputs=[first])
+    model(x).sum().backward(inputs=params)
+    model.set_requires_gradient_sync(True)
+    model(x).sum().backward(inputs=params)
+    assert all(param.grad is not None for param in params)
+
+
+def test_some_gradients_cannot_be_added_up_alone(ranks: Ranks) -> None:
+    ranks(2).run(_some_parameters)

@@ -1,0 +1,39 @@
+"""Reduce what backwards have added up, when no other backward is to come."""
+
+from __future__ import annotations
+
+import itertools
+
+from graphshard.ir.errors import UnsupportedError
+from graphshard.module.runner import Runner
+from graphshard.runtime.left import reduce_left
+
+
+def finish(runner: Runner) -> None:
+    """Reduce the gradients of a model that were added up, and that nobody has asked to leave where they are.
+
+    Raises:
+        UnsupportedError: no program has all of them; nothing was reduced.
+    """
+    state = runner.accumulation
+    left = {
+        slot.name
+        for slot in state.sums
+        if slot.name not in (state.unsynced if slot.kind == "accumulated" else state.unsynced | state.unreplicated)
+    }
+    chosen = []
+    for one in (runner, *runner.entries.values()):
+        programs = itertools.chain.from_iterable(reversed(one.executables.known.values()))
+        trained = [(installed.executable, left & installed.executable.trained.keys()) for installed in programs]
+        executable, names = max(trained, key=lambda pair: len(pair[1]), default=(None, set()))
+        if executable is not None and names:
+            chosen.append(executable)
+            left -= names
+    if left:
+        raise UnsupportedError(
+            f"finalize_backward: the gradient of {min(left)} was added up and is to be reduced, and no program of the "
+            "model computes it any more. Freeze parameters, or load other weights, after a step and not within one."
+        )
+    for executable in chosen:
+        reduce_left(executable)
+    runner.unsharded.free(runner.unsharded.by_hand)

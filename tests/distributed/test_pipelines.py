@@ -1,0 +1,152 @@
+"""Stages of torch.distributed.pipelining: the bits of FSDP2, gathered and reduced once a step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+import graphshard
+from tests.distributed.twins import BF16, FP32, CountLaunches, assert_same, fsdp2, grads_of, params_of
+from tests.ranks import Ranks
+
+MICROBATCHES = 4
+
+
+class Stage(nn.Module):
+    """Some of the layers of a model."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x * self.scale
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def _ours(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> nn.Module:
+    return graphshard.compile(module, mesh, mp_policy=policy, reshard_after_forward=False, backend="eager")
+
+
+def _theirs(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> nn.Module:
+    return fsdp2(module, mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+# Schedules, and how many stages a rank has.
+SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {
+    "GPipe": (ScheduleGPipe, 1),
+    "1F1B": (Schedule1F1B, 1),
+    "interleaved": (ScheduleInterleaved1F1B, 2),
+    "zero bubble": (ScheduleInterleavedZeroBubble, 2),
+}
+
+
+class Pipeline:
+    """A model's stages on this rank, sharded by one of the two, and the schedule that runs them."""
+
+    def __init__(self, shard: Callable[..., nn.Module], schedule: str, policy: MixedPrecisionPolicy) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        make, stages = SCHEDULES[schedule]
+        rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
+        torch.manual_seed(0)
+        parts = [Stage(2) for _ in range(2 * stages)]
+        mine = range(rank, 2 * stages, 2)
+        self.models = {index: shard(parts[index], mesh["dp"], policy) for index in mine}
+        made = [PipelineStage(self.models[i], i, 2 * stages, torch.device("cpu"), group=group) for i in mine]
+        one = made[0] if stages == 1 else made
+        self.schedule = make(one, MICROBATCHES, loss_fn=_loss)
+        self.first, self.last = 0 in mine, 2 * stages - 1 in mine
+        self.optims = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in self.models.values()]
+
+    def step(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        losses: list[Tensor] = []
+        args = (x,) if self.first else ()
+        self.schedule.step(*args, target=target if self.last else None, losses=losses if self.last else None)
+        return {f"loss of microbatch {index}": loss.detach() for index, loss in enumerate(losses)}
+
+    def named(self, of: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Any]:
+        return {f"{index}.{name}": value for index, model in self.models.items() for name, value in of(model).items()}
+
+
+def _train(rank: int, world_size: int, schedule: str, policy: MixedPrecisionPolicy) -> list[dict[str, int]]:
+    pair = [Pipeline(shard, schedule, policy) for shard in (_ours, _theirs)]
+    counts = []
+    for step in range(3):
+        random = torch.Generator().manual_seed(10 * step + rank % 2)
+        x, target = torch.randn(8, 8, generator=random), torch.randn(8, 8, generator=random)
+        losses, counts = [], []
+        for pipeline in pair:
+            with CountLaunches() as count:
+                losses.append(pipeline.step(x, target))
+            counts.append({kind: count.of(kind) for kind in ("gather", "scatter")})
+        assert_same(*losses, f"step {step}")
+        assert_same(*(pipeline.named(grads_of) for pipeline in pair), f"gradients of step {step}")
+        assert all(grad is not None for grad in pair[0].named(grads_of).values())
+        for optim in (optim for pipeline in pair for optim in pipeline.optims):
+            optim.step()
+            optim.zero_grad()
+        assert_same(*(pipeline.named(params_of) for pipeline in pair), f"parameters after step {step}")
+    return counts
+
+
+@pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_equal_fsdp2(ranks: Ranks, schedule: str, policy: MixedPrecisionPolicy) -> None:
+    """Gradients are reduced once a step; parameters are gathered as often as with FSDP2, or less."""
+    for ours, theirs in ranks(4).run(_train, schedule, policy):
+        assert ours["scatter"] <= theirs["scatter"], (ours, theirs)
+        assert ours["gather"] <= theirs["gather"], (ours, theirs)
+        assert min(ours.values()) > 0
+
+
+def _finished(rank: int, world_size: int, all_reduce_only: bool) -> None:
+    """As torch's stages do it, after backwards that reduced nothing."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ours = Stage(3)
+    pair = ours, copy.deepcopy(ours)
+    graphshard.compile(ours, mesh, mp_policy=BF16, backend="eager")
+    fsdp2(pair[1], mesh, mp_policy=BF16)
+    for step in range(2):
+        for model in pair:
+            for microbatch in range(3):
+                if all_reduce_only:
+                    model.set_requires_all_reduce(False)
+                else:
+                    model.set_requires_gradient_sync(False)
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + 10 * microbatch + rank))
+                model(x).square().sum().backward()
+            assert all(param.grad is None or step for param in model.parameters())
+            model.set_requires_all_reduce(True)
+            model.set_requires_gradient_sync(True)
+            state = fully_shard.state(model)  # type: ignore[attr-defined]
+            for one in state._state_ctx.all_states:
+                for group in one._fsdp_param_groups:
+                    group.post_backward()
+            state._root_post_backward_final_callback()
+        assert_same(*map(grads_of, pair), f"gradients of step {step}")
+        assert all(param.grad is not None for param in ours.parameters())
+
+
+@pytest.mark.parametrize("all_reduce_only", [False, True])
+def test_what_was_added_up_is_reduced_without_a_backward(ranks: Ranks, all_reduce_only: bool) -> None:
+    ranks(4).run(_finished, all_reduce_only)
