@@ -10,7 +10,6 @@ from typing import Any
 
 from graphshard.capture.untraceable import is_users
 from graphshard.ir.state import MISSING
-from graphshard.ir.torch_internals import replaced
 
 # What stands between code that asks and the variables: os.getenv, and methods of Mapping.
 _BETWEEN = ("os", "_collections_abc", "collections.abc", __name__)
@@ -21,33 +20,50 @@ def variable(name: str, default: Any = MISSING) -> Any:
     return os.environ.get(name, default) if name else tuple(os.environ)
 
 
+# Told of what is read while watched.
+_notes: list[Callable[[str, Any], None]] = []
+
+
 @contextlib.contextmanager
 def watched_environment(note: Callable[[str, Any], None]) -> Iterator[None]:
     """In the block `note` is told the names of variables that code of the user's reads, and their values.
 
     The value is MISSING if a variable is not set; the name is empty where the names are read.
     """
-    kind = type(os.environ)
-    find, names = kind.__getitem__, kind.__iter__
+    before = os.environ.__class__
+    _notes.append(note)
+    os.environ.__class__ = _Watched
+    try:
+        yield
+    finally:
+        os.environ.__class__ = before
+        _notes.remove(note)
 
-    def look_up(environ: Any, name: str) -> str:
+
+class _Watched(type(os.environ)):  # type: ignore[misc]
+    """What `os.environ` is meanwhile.
+
+    Its own class is left alone: Python 3.13 remembers the `__getitem__` of a class that was changed a thousand times.
+    """
+
+    def __getitem__(self, name: str) -> str:
         try:
-            value: Any = find(environ, name)
+            value: Any = super().__getitem__(name)
         except KeyError:
-            value = MISSING
-        if environ is os.environ and is_users(_asking()):
-            note(name, value)
-        if value is MISSING:
-            raise KeyError(name)
+            self._note(name, MISSING)
+            raise
+        self._note(name, value)
         return str(value)
 
-    def iterate(environ: Any) -> Iterator[str]:
-        if environ is os.environ and is_users(_asking()):
-            note("", tuple(names(environ)))
-        return names(environ)
+    def __iter__(self) -> Iterator[str]:
+        names = tuple(super().__iter__())
+        self._note("", names)
+        return iter(names)
 
-    with replaced(kind, "__getitem__", look_up), replaced(kind, "__iter__", iterate):
-        yield
+    def _note(self, name: str, value: Any) -> None:
+        if is_users(_asking()):
+            for note in _notes:
+                note(name, value)
 
 
 def _asking() -> str:

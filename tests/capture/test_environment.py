@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from graphshard.capture.environment import watched_environment
+from graphshard.ir.state import MISSING
 from tests.helpers import captured
 from tests.ranks import FakeWorld
 
@@ -69,4 +71,15 @@ def test_variables_that_only_torch_reads_are_nobodys(monkeypatch: pytest.MonkeyP
         r for r in captured(_Net(READS["by name"]), (torch.ones(2, 4),)).state.reads if "environ" in str(r.place)
     )
     assert (str(read.place), read.text) == (f"os.environ['{NAME}']", "'3'")
-    assert type(os.environ).__getitem__.__module__ == "os"
+
+
+def test_the_class_of_the_environment_is_left_alone() -> None:
+    """What Python 3.13 remembers of a class can be wrong when that was changed a thousand times."""
+    kind, seen = type(os.environ), []
+    before = dict(vars(kind))
+    for _ in range(2):  # one within the other
+        with watched_environment(lambda *noted: seen.append(noted)), watched_environment(lambda *_: None):
+            assert vars(kind) == before
+            assert "A_VARIABLE_THAT_NOBODY_SETS" not in os.environ
+    assert type(os.environ) is kind
+    assert seen == [("A_VARIABLE_THAT_NOBODY_SETS", MISSING)] * 2
