@@ -162,8 +162,9 @@ def _merge_all_reduces(graph: Graph, bucket: Bucket, members: list[Collective], 
 
 def _one_buffer(graph: Graph, shards: list[Node], like: Node) -> Node:
     """The buffer that the shards are the pieces of, if they came out of one reduction; else a copy of them all."""
-    pieces = [shard.all_input_nodes[0] for shard in shards]
-    if len({base_of(shard) for shard in shards}) == 1 and all(piece.target is operator.getitem for piece in pieces):
+    pieces = [node for shard in shards for node in shard.all_input_nodes[:1]]  # none behind what backwards before left
+    one = len({base_of(shard) for shard in shards}) == 1 and len(pieces) == len(shards)
+    if one and all(piece.target is operator.getitem for piece in pieces):
         buffer = base_of(shards[0])
         whole = fake(buffer).numel() == sum(fake(shard).numel() for shard in shards)
         if whole and [piece.args[1] for piece in pieces] == list(range(len(pieces))):

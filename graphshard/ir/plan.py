@@ -24,6 +24,8 @@ CollectiveKind = Literal["gather", "reduce", "all_reduce"]
 
 # With how many ranks an exchange (`Bucket.exchanged`) has the bits of a reduce-scatter.
 EXCHANGE_RANKS = 2
+# Bytes of a shard below which it may travel with others in one buffer: its copy costs less than a tensor of its own.
+SMALL = 64 * 1024
 
 
 @dataclass(frozen=True)

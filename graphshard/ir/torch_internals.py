@@ -10,7 +10,7 @@ import contextlib
 import linecache
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -47,10 +47,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 # Size, for estimates, of what depends on values.
 _GUESS = 64
 
+# What becomes of a gradient.
+Fate = Literal["accumulated", "returned", "dropped"]
+
 __all__ = [
     "CheckpointPolicy",
     "FakeTensor",
     "FakeTensorMode",
+    "Fate",
     "FunctionalTensor",
     "all_gather_into",
     "cached_casts",
@@ -61,6 +65,7 @@ __all__ = [
     "dtensor_of",
     "fake_mode_of",
     "fake_tensor",
+    "fate_at",
     "forget_sources",
     "hint",
     "hooks_of_all_modules",
@@ -329,12 +334,12 @@ def number_of_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def engine_reaches(node: torch.autograd.graph.Node) -> bool:
-    """Whether the backward pass that is running goes on to this node, or returns what arrives there."""
+def fate_at(node: torch.autograd.graph.Node) -> Fate:
+    """What the backward pass that is running does with a gradient that arrives here."""
     try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf that `torch.autograd.grad` was asked for
-        return True
+        return "accumulated" if torch._C._will_engine_execute_node(node) else "dropped"
+    except RuntimeError:  # of a leaf that it was asked for by `torch.autograd.grad`
+        return "returned"
 
 
 def register_as(module: nn.Module, function: Any, state: Any) -> None:

@@ -31,9 +31,10 @@ def finish(runner: Runner) -> None:
             left -= names
     if left:
         raise UnsupportedError(
-            f"finalize_backward: the gradient of {min(left)} was added up and is to be reduced, and no program of the "
-            "model computes it any more. Freeze parameters, or load other weights, after a step and not within one."
+            f"finalize_backward: the gradient of {min(left)} was added up and is to be reduced, and the model has no "
+            "program that computes it: it was copied, or planned anew, within a step. Call backward once more, or do "
+            "that after a step."
         )
     for executable in chosen:
         reduce_left(executable)
-    runner.unsharded.free(runner.unsharded.by_hand)
+    runner.unsharded.end()

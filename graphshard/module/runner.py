@@ -24,6 +24,7 @@ from graphshard.ir.progress import progress
 from graphshard.ir.state import Place
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.torch_internals import forget_sources, without_dispatch_modes
+from graphshard.ir.units import modules_of
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.regions import lower
 from graphshard.module.agreement import Agreement
@@ -113,7 +114,8 @@ class Runner:
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
         tracer = self.tracer
-        self._follow_unsharded()
+        if not tracer.name:  # the model's own runner does it for its entries
+            self._follow_unsharded(tracer)
         for ref in tracer.params:
             ref.check()
         for alias in self.aliases:
@@ -139,8 +141,10 @@ class Runner:
         results = found.executable(tensors)
         if state.writes:
             leave(state, module, results, tensors)
+        if "backward" in program.phases:
+            self.unsharded.calls[tracer.name] += 1
         if self.unsharded.full and not tracer.name:
-            by_hand = self.unsharded.by_hand
+            by_hand = self.unsharded.by_hand - self.unsharded.left.keys()
             self.unsharded.show([ref for ref in tracer.params if ref.row.name in by_hand], self.aliases)
         return pytree.tree_unflatten(results[: program.out_spec.num_leaves], program.out_spec)
 
@@ -151,8 +155,9 @@ class Runner:
 
         The submodule's name is "" for the model itself.
         """
-        self._follow_unsharded()
-        return self.entry(name, method, module).call(module, args, kwargs)
+        entry = self.entry(name, method, module)
+        self._follow_unsharded(entry.tracer)
+        return entry.call(module, args, kwargs)
 
     def entry(self, name: str, method: str, module: nn.Module) -> Runner:
         """The runner of a submodule, or of another method, that is called on its own."""
@@ -200,7 +205,9 @@ class Runner:
         if "reshard" in choices:
             self.reshard_chosen.update(names)
         self.tracer.change(names, **choices)
-        self.entries.clear()
+        for entry in self.entries.values():
+            own = entry.tracer.model_names
+            entry.tracer.change({row for row, name in own.items() if name in names}, **choices)
 
     def begin_again(self, pipeline: Pipeline) -> None:
         """Let other passes make the programs from the next call on; forget those that were made or loaded."""
@@ -235,19 +242,32 @@ class Runner:
         if self.unsharded.full:
             self.reshard(list(self.unsharded.full))
 
-    def _follow_unsharded(self) -> None:
-        """Gather what is to stay gathered; programs read what is there from now on."""
-        if self.tracer.name:  # the model's own runner has done it
-            return
+    def _follow_unsharded(self, called: Tracer) -> None:
+        """Gather what is to stay gathered, for the model or an entry; programs read what is there from now on."""
         if self.event is not None:
             self.event.wait()
             self.event = None
+        if self.unsharded.left:
+            self.unsharded.free(self.unsharded.written((ref.row.name, ref.param) for ref in self.tracer.params))
         if self.unsharded.kept:
             self.unshard(self.unsharded.kept)
+        if torch.is_grad_enabled() and self.unsharded.is_one_of_several(called.name):
+            self._gather_for_several(called)
         rows = [ref.row for ref in self.tracer.params]
         freed = [row.name for row in rows if row.held and row.name not in self.unsharded.full]
         if freed:
             self.change(freed, held=False)
+
+    def _gather_for_several(self, called: Tracer) -> None:
+        """Gather once what FSDP2 leaves gathered from call to call until a backward.
+
+        That is what backward does not gather again, and a module that is called without the others of its unit.
+        """
+        rows = [self.tracer.spec.params[name] for name in called.model_names.values()]
+        chosen = {row.name for row in rows if not row.reshard or (called.name and len(modules_of(row.unit)) > 1)}
+        new = chosen - self.unsharded.full.keys()
+        self.unshard(new)
+        self.unsharded.leave((ref.row.name, ref.param) for ref in self.tracer.params if ref.row.name in new)
 
     def build(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Program:
         """Capture, shard, schedule and lower a program; the module stays as it is."""

@@ -266,6 +266,10 @@ class _State:
     def _root_post_backward_final_callback(self) -> None:
         """Nothing to do: reductions were waited for."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
+        """The copy of a module is told its own."""
+        return self
+
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # copying asks for such names
             raise AttributeError(name)
@@ -282,8 +286,8 @@ def become_units(root: nn.Module, runner: Runner) -> None:
             module = root.get_submodule(path)
             if not isinstance(module, UnitModule):
                 module.__class__ = unit_class(type(module), UnitModule)
-            module.__dict__["_graphshard_unit"] = UnitOf(runner, path, name)
-            register_as(module, fully_shard, _State(module._graphshard_unit))
+            unit = module.__dict__["_graphshard_unit"] = UnitOf(runner, path, name)
+            register_as(module, fully_shard, _State(unit))
 
 
 def unit_class(cls: type[nn.Module], base: type[UnitModule], **namespace: Any) -> type[nn.Module]:

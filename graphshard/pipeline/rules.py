@@ -196,6 +196,9 @@ def reduced_once(program: Program, phase_name: str) -> Iterator[Violation]:
                 yield Violation(f"{slot} is None, though its parameter takes part in the result")
             continue
         ways = _reductions_behind(value, len(axes), partial)
+        if not ways:  # all of it was reduced over shards in earlier microbatches
+            axes = axes[1:]
+            ways = _reductions_behind(value, len(axes), set())
         (way, *others) = ways
         found = [str(launch_of(wait).args[-1]) for wait, _ in reversed(way)]
         if others:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,7 +26,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import finish_downloads
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes, sizes_in
-from graphshard.ir.torch_internals import disable_autocast, engine_reaches, sharded_like
+from graphshard.ir.torch_internals import Fate, disable_autocast, fate_at, sharded_like
 from graphshard.lower.executor import Boxed, Executor
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
@@ -147,14 +147,14 @@ class Executable:
         return tuple(results), saved
 
     def backward(
-        self, saved: dict[Slot, Any], tangents: dict[str, torch.Tensor], unwanted: Collection[int] = ()
+        self, saved: dict[Slot, Any], tangents: dict[str, torch.Tensor], fates: Sequence[Fate] = ()
     ) -> list[torch.Tensor | None]:
         """Run the backward executor for the tangents at hand; `saved` is emptied.
 
         Args:
-            unwanted: indices of the gradients that autograd throws away, because it was asked for others only.
+            fates: what becomes of each gradient; by default it is accumulated.
         """
-        variant = frozenset(tangents), self._microbatches([self._grads[index] for index in unwanted])
+        variant = frozenset(tangents), self._microbatches(fates)
         strides = self._strides(tangents)
         phase = self._backwards.get((variant, strides))
         if phase is None:
@@ -177,8 +177,7 @@ class Executable:
         saved.clear()
         with disable_autocast(), self._step(phase):
             values = self._code(phase)(inputs)
-        self._unsharded.free(self._unsharded.by_hand)
-        self._unsharded.hide()
+        self._unsharded.end()
         if self.program.offloaded:
             finish_downloads(self.program.device)
         results = dict(zip(phase.outputs, values, strict=True))
@@ -200,17 +199,18 @@ class Executable:
         grads = zip(self._grads, self.backward(sizes, {}), strict=True)
         return [grad for slot, grad in grads if slot.of == "param"]
 
-    def _microbatches(self, unwanted: Sequence[Slot]) -> AccumulateGradients | None:
+    def _microbatches(self, fates: Sequence[Fate]) -> AccumulateGradients | None:
         """What is done about microbatches; nothing in a backward that is asked for no parameter's gradient."""
         step = self._accumulation.step(self._names)
-        names = {slot.name for slot in unwanted if slot.of == "param"}
-        if step is None or names >= {slot.name for slot in self._grads if slot.of == "param"}:
+        other = {slot: fate for slot, fate in zip(self._grads, fates) if slot.of == "param" and fate != "accumulated"}
+        if step is None or (len(other) == len(self.trained) and set(other.values()) == {"dropped"}):
             return None
-        lost = sorted(self._names[name] for name in names & step.concerned)
-        if lost:
+        lost = min((self._names[slot.name] for slot in other if slot.name in step.concerned), default=None)
+        if lost is not None:
             raise UnsupportedError(
-                f"inputs: backward is asked for the gradients of some parameters, and not for that of {lost[0]}, which "
-                "is added up over microbatches. Ask for the gradients of all parameters or of none."
+                f"inputs: the gradient of {lost} is added up over microbatches, and this backward is to return it, or "
+                "leave it out while others are computed (torch.autograd.grad, backward(inputs=...), zero-bubble "
+                "schedules of torch.distributed.pipelining). Ask for the gradients of all parameters, or of none."
             )
         return step
 
@@ -346,5 +346,5 @@ class Step(torch.autograd.Function):
         saved = {**dict(zip(ctx.slots, ctx.saved_tensors, strict=True)), **ctx.numbers}
         ctx.maybe_clear_saved_tensors()  # so that the executor can free them, unless the graph is retained
         tangents = {name: grad for name, grad in zip(ctx.executable.names, grads) if grad is not None}
-        unwanted = [index for index, (node, _) in enumerate(ctx.next_functions) if not engine_reaches(node)]
-        return (None, None, *ctx.executable.backward(saved, tangents, unwanted))
+        fates = [fate_at(node) for node, _ in ctx.next_functions]
+        return (None, None, *ctx.executable.backward(saved, tangents, fates))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,9 +11,10 @@ import torch
 from graphshard.ir.graph import c10d
 from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
+from graphshard.ir.plan import SMALL
 from graphshard.ir.transport import landing, prologue
 from graphshard.runtime.gloo import all_gather_coalesced
-from graphshard.runtime.shards import Alias, FullParameter, ParamRef, behind, padded_shard
+from graphshard.runtime.shards import Alias, FullParameter, ParamRef, behind, local_of, padded_shard
 
 
 @dataclass
@@ -22,10 +24,16 @@ class Unsharded:
     Attributes:
         full: gathered parameters, or what is on its way.
         kept: those that stay gathered after a backward. Modules show them when `unshard` is called, not by themselves.
+        calls: how often the model and entries, by name, were called with gradients since the last backward.
+        several: those for which that was more than once before the last backward.
+        left: those that were gathered for several calls, with the shard then, and how often that had been written to.
     """
 
     full: dict[str, _Gathering | torch.Tensor] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
+    calls: Counter[str] = field(default_factory=Counter)
+    several: set[str] = field(default_factory=set)
+    left: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     _shown: dict[str, list[tuple[torch.nn.Module, str]]] = field(default_factory=dict)
 
     @property
@@ -46,7 +54,32 @@ class Unsharded:
             if name in self.full:
                 self.read(name)
                 del self.full[name]
+                self.left.pop(name, None)
             self.hide([name])
+
+    def end(self) -> None:
+        """A backward has ended: free what is not kept for others."""
+        self.free(self.by_hand)
+        self.hide()
+        if self.calls and not self.kept:  # others of the same step are to come
+            self.several = {name for name, count in self.calls.items() if count > 1}
+            self.calls.clear()
+
+    def is_one_of_several(self, name: str) -> bool:
+        """Whether a call is one of several before a backward, as far as can be known."""
+        return name in self.several or name in self.calls
+
+    def leave(self, params: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """Watch parameters that were gathered for several calls: nobody has said that they do not change."""
+        shards = ((name, local_of(param)) for name, param in params if name in self.full and name not in self.left)
+        self.left.update((name, (shard, shard._version)) for name, shard in shards)
+
+    def written(self, params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
+        """Which of them have changed since."""
+        shards = ((name, local_of(param)) for name, param in params if name in self.left)
+        return [
+            name for name, shard in shards if self.left[name][0] is not shard or self.left[name][1] != shard._version
+        ]
 
     def show(self, refs: Iterable[ParamRef], aliases: Sequence[Alias]) -> None:
         """Let modules show the gathered parameters that have arrived, as FSDP2's do, until the next backward."""
@@ -70,16 +103,32 @@ class Unsharded:
 
 @dataclass(frozen=True)
 class _Gathering:
-    """An all-gather under way."""
+    """An all-gather under way, whose buffer small parameters share."""
 
-    buffer: torch.Tensor
+    buffer: torch.Tensor | _Packed
     row: ParamRow
 
     def wait(self) -> torch.Tensor:
-        full = c10d.wait_tensor(self.buffer)
+        full = self.buffer.wait() if isinstance(self.buffer, _Packed) else c10d.wait_tensor(self.buffer)
         for target, args, kwargs in landing(self.row):
             full = target(full, *args, **kwargs)
         return full
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Part of a buffer: of each rank's piece those elements that are one parameter's."""
+
+    buffer: torch.Tensor
+    sizes: Sequence[int]
+    index: int
+    shape: torch.Size
+
+    def wait(self) -> torch.Tensor:
+        """The parameter's shards, one behind another."""
+        ranks = c10d.wait_tensor(self.buffer).view(-1, sum(self.sizes))
+        part = ranks.split(list(self.sizes), 1)[self.index].contiguous()
+        return part.view(len(ranks) * self.shape[0], *self.shape[1:])
 
 
 @torch.no_grad()
@@ -99,11 +148,18 @@ def start_gathering(
         sent.setdefault(shard.dtype, []).append((row, shard))
     found: dict[str, _Gathering] = {}
     for members in sent.values():
-        shards = [shard.contiguous() for _, shard in members]
+        small = [(row, shard) for row, shard in members if shard.nbytes < SMALL]
+        large = [(row, shard) for row, shard in members if shard.nbytes >= SMALL]
+        shards = [shard.contiguous() for _, shard in large]
+        if small:
+            shards.append(torch.cat([shard.flatten() for _, shard in small]))
         on_cpu = shards[0].device.type == "cpu"
         gather = all_gather_coalesced if on_cpu else c10d.all_gather_into_tensor_coalesced
         buffers = gather(shards, axis.size, groups[axis.name])
-        found.update((row.name, _Gathering(buffer, row)) for (row, _), buffer in zip(members, buffers, strict=True))
+        found.update((row.name, _Gathering(buffer, row)) for (row, _), buffer in zip(large, buffers))
+        sizes = [shard.numel() for _, shard in small]
+        packed = [_Packed(buffers[-1], sizes, index, shard.shape) for index, (_, shard) in enumerate(small)]
+        found.update((row.name, _Gathering(part, row)) for (row, _), part in zip(small, packed, strict=True))
     return found
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from graphshard.cost.costs import Costs
 from graphshard.ir.errors import ArgumentError, InfeasibleError
 from graphshard.ir.layout import collectives
-from graphshard.ir.plan import EXCHANGE_RANKS, Bucket, Event, Plan, Prediction
+from graphshard.ir.plan import EXCHANGE_RANKS, SMALL, Bucket, Event, Plan, Prediction
 from graphshard.ir.program import Program
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.bounds import lower_bound
@@ -24,7 +24,6 @@ from graphshard.schedule.solve import Solution, Solver, one_ahead
 log = logging.getLogger(__name__)
 
 # Bytes of a shard below which NCCL's bandwidth falls off, so that a copy pays.
-SMALL = 64 * 1024
 
 
 @dataclass(frozen=True)

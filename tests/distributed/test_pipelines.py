@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +56,6 @@ SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {
     "GPipe": (ScheduleGPipe, 1),
     "1F1B": (Schedule1F1B, 1),
     "interleaved": (ScheduleInterleaved1F1B, 2),
-    "zero bubble": (ScheduleInterleavedZeroBubble, 2),
 }
 
 
@@ -66,7 +64,7 @@ class Pipeline:
 
     def __init__(self, shard: Callable[..., nn.Module], schedule: str, policy: MixedPrecisionPolicy) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-        make, stages = SCHEDULES[schedule]
+        make, stages = SCHEDULES.get(schedule, (ScheduleInterleavedZeroBubble, 2))
         rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
         torch.manual_seed(0)
         parts = [Stage(2) for _ in range(2 * stages)]
@@ -113,40 +111,65 @@ def _train(rank: int, world_size: int, schedule: str, policy: MixedPrecisionPoli
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_equal_fsdp2(ranks: Ranks, schedule: str, policy: MixedPrecisionPolicy) -> None:
     """Gradients are reduced once a step; parameters are gathered as often as with FSDP2, or less."""
-    for ours, theirs in ranks(4).run(_train, schedule, policy):
+    for ours, theirs in ranks(4).run(_train, schedule, policy, share=False):
         assert ours["scatter"] <= theirs["scatter"], (ours, theirs)
         assert ours["gather"] <= theirs["gather"], (ours, theirs)
         assert min(ours.values()) > 0
 
 
-def _finished(rank: int, world_size: int, all_reduce_only: bool) -> None:
-    """As torch's stages do it, after backwards that reduced nothing."""
+def _zero_bubble(rank: int, world_size: int) -> None:
+    pipeline = Pipeline(_ours, "zero bubble", FP32)
+    message = (
+        r"^inputs: the gradient of .* is added up over microbatches, .*zero-bubble schedules of torch\.distributed"
+    )
+    with pytest.raises(graphshard.UnsupportedError, match=message):
+        pipeline.step(torch.randn(8, 8), torch.randn(8, 8))
+
+
+def test_weights_have_no_backward_of_their_own(ranks: Ranks) -> None:
+    """A program's backward computes all its gradients."""
+    ranks(4).run(_zero_bubble, share=False)
+
+
+def _reduce(model: Any) -> None:
+    """As torch's stages do it."""
+    model.set_requires_gradient_sync(True)
+    state = fully_shard.state(model)  # type: ignore[attr-defined]
+    for one in state._state_ctx.all_states:
+        for group in one._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def _finished(rank: int, world_size: int, by_replicas: bool) -> None:
+    """Without sync. Without all-reduce FSDP2 cannot do it: it is told before its last backward."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    ours = Stage(3)
-    pair = ours, copy.deepcopy(ours)
+    ours, theirs = pair = Stage(3), Stage(3)
+    theirs.load_state_dict(ours.state_dict())
     graphshard.compile(ours, mesh, mp_policy=BF16, backend="eager")
-    fsdp2(pair[1], mesh, mp_policy=BF16)
+    fsdp2(theirs, mesh, mp_policy=BF16)
     for step in range(2):
         for model in pair:
             for microbatch in range(3):
-                if all_reduce_only:
-                    model.set_requires_all_reduce(False)
+                if by_replicas:
+                    model.set_requires_all_reduce(model is theirs and microbatch == 2)
                 else:
                     model.set_requires_gradient_sync(False)
                 x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + 10 * microbatch + rank))
                 model(x).square().sum().backward()
-            assert all(param.grad is None or step for param in model.parameters())
-            model.set_requires_all_reduce(True)
-            model.set_requires_gradient_sync(True)
-            state = fully_shard.state(model)  # type: ignore[attr-defined]
-            for one in state._state_ctx.all_states:
-                for group in one._fsdp_param_groups:
-                    group.post_backward()
-            state._root_post_backward_final_callback()
+        assert step or all(param.grad is None for param in ours.parameters())
+        if by_replicas:
+            ours.finalize_backward()  # too early: nothing is to be reduced yet
+            assert step or all(param.grad is None for param in ours.parameters())
+            ours.set_requires_all_reduce(True)
+            ours.finalize_backward()
+        else:
+            for model in pair:
+                _reduce(model)
         assert_same(*map(grads_of, pair), f"gradients of step {step}")
         assert all(param.grad is not None for param in ours.parameters())
 
 
-@pytest.mark.parametrize("all_reduce_only", [False, True])
-def test_what_was_added_up_is_reduced_without_a_backward(ranks: Ranks, all_reduce_only: bool) -> None:
-    ranks(4).run(_finished, all_reduce_only)
+@pytest.mark.parametrize("by_replicas", [False, True])
+def test_what_was_added_up_is_reduced_without_a_backward(ranks: Ranks, by_replicas: bool) -> None:
+    ranks(4).run(_finished, by_replicas)

@@ -102,7 +102,7 @@ def test_none_of_fsdp2s_own_methods_is_inherited() -> None:
 
 
 def _finalized_by_hand(rank: int, world_size: int) -> None:
-    """As torch 2.15's FSDP2 may be told to: here each backward finishes by itself, or cannot."""
+    """As torch 2.15's FSDP2 may be told to: here each backward finishes by itself, or is finished."""
     model, twin = twins(Net(), world_mesh())
     model.set_manual_backward_finalization(True)
     model(_batch(rank)).sum().backward()
@@ -113,14 +113,28 @@ def _finalized_by_hand(rank: int, world_size: int) -> None:
     handle.wait()
     assert_same(grads_of(model), grads_of(twin), "gradients")
 
+    before = {name: grad.clone() for name, grad in grads_of(model).items() if grad is not None}
     model.set_requires_gradient_sync(False)
     model(_batch(rank)).sum().backward()
     model.finalize_backward()  # nothing is to be reduced yet
+    assert_same(grads_of(model), before, "gradients meanwhile")
     model.set_requires_gradient_sync(True)
-    with pytest.raises(graphshard.UnsupportedError, match=r"'layers\.0\.weight' were added up .* before the last"):
-        model.finalize_backward()
+    hooks: list[torch.Tensor] = []
+    next(model.parameters()).register_post_accumulate_grad_hook(hooks.append)
+    model.finalize_backward()
+    assert_same(grads_of(model), {name: 2 * grad for name, grad in before.items()}, "gradients of two")
+    assert len(hooks) == 1
     with pytest.raises(graphshard.UnsupportedError, match=r"set_keep_unsharded_storage is not .* keeps it over micro"):
         model.set_keep_unsharded_storage(True)
+
+    model.set_requires_gradient_sync(False)
+    model(_batch(rank)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    twin = copy.deepcopy(model)  # which has what was added up, and no programs
+    with pytest.raises(
+        graphshard.UnsupportedError, match=r"^finalize_backward: the gradient of layers\.0\.weight was add"
+    ):
+        twin.finalize_backward()
 
 
 def test_backward_is_finalized_by_hand(ranks: Ranks) -> None:
@@ -223,8 +237,8 @@ ERRORS: dict[str, Callable[[Any], None]] = {
     r"^_pre_forward of FSDP2's state is asked for.* use graphshard\.register_forward_method": (
         lambda m: _registered(m.layers[0]).other(_batch(0))
     ),
-    r"^_state_ctx of FSDP2's state is asked for.*pipelining are not supported yet": (
-        lambda m: fully_shard.state(m)._state_ctx
+    r"^_comm_ctx of FSDP2's state is asked for, and a model that graphshard has compiled has none": (
+        lambda m: fully_shard.state(m)._comm_ctx
     ),
     r"a Linear is not compiled": lambda m: graphshard.programs(m.layers[0]),
     r"Linear is a part of a compiled model": lambda m: graphshard.compile(m.layers[0]),
