@@ -36,6 +36,8 @@ class AccumulateGradients(Pass):
         unreplicated: those whose gradients are reduced over shards only.
         accumulated: those of which there are full gradients of earlier microbatches.
         partial: those of which there are gradients that were reduced over shards.
+        deferred: those whose gradients are left to another call's part of the same backward.
+        pending: those of which other calls have left some.
     """
 
     name: ClassVar[str] = "accumulate-gradients"
@@ -43,11 +45,14 @@ class AccumulateGradients(Pass):
     unreplicated: frozenset[str] = frozenset()
     accumulated: frozenset[str] = frozenset()
     partial: frozenset[str] = frozenset()
+    deferred: frozenset[str] = frozenset()
+    pending: frozenset[str] = frozenset()
 
     @property
     def concerned(self) -> frozenset[str]:
         """The parameters of which not just this microbatch's gradient is reduced."""
-        return self.unsynced | self.unreplicated | self.accumulated | self.partial
+        left = self.accumulated | self.partial | self.pending
+        return self.unsynced | self.unreplicated | self.deferred | left
 
     def rewrite(self, program: Program) -> int:
         phase = program.phases["backward"]
@@ -70,6 +75,12 @@ class AccumulateGradients(Pass):
     def _apply(self, grad: _Gradient) -> bool:
         """Compute what backward returns for a parameter; False if this microbatch has nothing to do for it."""
         name = grad.row.name
+        if name in self.pending:
+            grad.add("pending", grad.row.shape)
+        if name in self.deferred:
+            if grad.value is not None:
+                grad.keep("pending")
+            return grad.value is not None
         if grad.value is None and (name in self.unsynced or not {name} & (self.accumulated | self.partial)):
             return False
         if name in self.accumulated:
@@ -102,26 +113,29 @@ class _Gradient:
 
     def add(self, kind: SlotKind, shape: tuple[int, ...]) -> None:
         """Add what earlier microbatches left."""
-        like = self._like(shape)
+        like = self._like(shape, self.dtype_of(kind))
         earlier = self.phase.add_input(f"{kind}_{self.row.name.replace('.', '_')}", Slot(kind, self.row.name), like)
         if self.value is None:
             self.value = earlier
         else:
             self._then(aten.add.Tensor, earlier)
 
-    def _like(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def dtype_of(self, kind: SlotKind) -> torch.dtype:
+        return self.row.compute_dtype if kind == "pending" else self.row.reduce_dtype
+
+    def _like(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self.value is not None:
-            return fake(self.value).to(self.row.reduce_dtype)
+            return fake(self.value).to(dtype)
         values = (node.meta["val"] for node in self.phase.placeholders)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         with fake_mode_of(tensors[0]) if tensors else new_fake_mode():
-            return torch.empty(shape, dtype=self.row.reduce_dtype, device=self.device)
+            return torch.empty(shape, dtype=dtype, device=self.device)
 
     def keep(self, kind: SlotKind) -> None:
         """Return it for later microbatches."""
         assert self.value is not None
-        if fake(self.value).dtype != self.row.reduce_dtype:
-            self._then(aten._to_copy.default, dtype=self.row.reduce_dtype)
+        if fake(self.value).dtype != self.dtype_of(kind):
+            self._then(aten._to_copy.default, dtype=self.dtype_of(kind))
         elif self.value.op == "placeholder":  # whose memory is somebody else's
             self._then(aten.clone.default)
         self.slot = Slot(kind, self.row.name)

@@ -34,7 +34,7 @@ from graphshard.ir.state import (
 from graphshard.ir.text import brief
 from graphshard.pipeline.rules import consistent_values, saved_is_returned, wrong_values
 
-_OF_PARAMETERS = ("param", "part", "gathered", "grad", "accumulated", "partial", "piece")
+_OF_PARAMETERS = ("param", "part", "gathered", "grad", "accumulated", "partial", "pending", "piece")
 
 
 def check_program(
@@ -156,7 +156,9 @@ def _faults_of_slots(
             yield f"{brief(str(slot))} is not there"
         if kind == "input" and not (slot.name.isdecimal() and int(slot.name) < given):
             yield f"{brief(str(slot))} is none of {given} inputs"
-        if slot.kind in ("mutation", "saved", "accumulated", "partial", "piece") and not isinstance(value, Node):
+        if slot.kind in ("mutation", "saved", "accumulated", "partial", "pending", "piece") and not isinstance(
+            value, Node
+        ):
             yield f"{brief(str(slot))} is {brief(value)} and no tensor"
         if slot.kind == "grad" and not (value is None or isinstance(value, Node)):
             yield f"{brief(str(slot))} is {brief(value)} and no gradient"

@@ -40,6 +40,7 @@ SlotKind = Literal[
     "grad",
     "accumulated",
     "partial",
+    "pending",
 ]
 
 
@@ -51,7 +52,7 @@ class Slot:
     forward value, for "size" that of a dynamic size. Of a parameter, "part" is one of the tensors that the shard of a
     tensor subclass holds, "gathered" what was gathered by hand, "piece" what forward keeps for backward to gather
     again; "late" is a buffer as backward finds it; "accumulated" and "partial" are what backward adds up over several
-    microbatches: its full gradient, or that of the shard before it is all-reduced.
+    microbatches: its full gradient, or that of the shard before it is all-reduced; "pending" over several calls.
     A "mutation" or "grad" carries the kind it belongs to in `of`, a "part" which of the tensors it is in `index`.
     """
 

@@ -24,7 +24,6 @@ from graphshard.ir.progress import progress
 from graphshard.ir.state import Place
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.torch_internals import forget_sources, without_dispatch_modes
-from graphshard.ir.units import modules_of
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.regions import lower
 from graphshard.module.agreement import Agreement
@@ -259,12 +258,8 @@ class Runner:
             self.change(freed, held=False)
 
     def _gather_for_several(self, called: Tracer) -> None:
-        """Gather once what FSDP2 leaves gathered from call to call until a backward.
-
-        That is what backward does not gather again, and a module that is called without the others of its unit.
-        """
-        rows = [self.tracer.spec.params[name] for name in called.model_names.values()]
-        chosen = {row.name for row in rows if not row.reshard or (called.name and len(modules_of(row.unit)) > 1)}
+        """Gather once what stays gathered from each of these calls to backward."""
+        chosen = {called.model_names[ref.row.name] for ref in called.params if not ref.row.reshard}
         new = chosen - self.unsharded.full.keys()
         self.unshard(new)
         self.unsharded.leave((ref.row.name, ref.param) for ref in self.tracer.params if ref.row.name in new)
@@ -341,7 +336,7 @@ class Runner:
     ) -> Installed:
         """Check that the other ranks made the same program, and bind it to the module and the mesh."""
         self.agreement.check(program)
-        partitioned, follows_strides = self._partitioned.get(signature), False
+        partitioned, follows_strides, defers = self._partitioned.get(signature), False, make_backward is None
         if make_backward is None and partitioned is not None:
             make_backward = functools.partial(self.rerun, program, partitioned)
             follows_strides = self.tracer.options.backend == "eager"
@@ -358,6 +353,7 @@ class Runner:
             self.agreement.peers,
             self.custom,
             follows_strides=follows_strides,
+            defers=defers,
         )
         installed = Installed(executable, Guard(program.state, module, self.tracer.spec.forward_class.__name__))
         self.executables.add(signature, installed)

@@ -26,7 +26,7 @@ from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Program
 from graphshard.ir.state import Place
 from graphshard.ir.subclasses import is_extended
-from graphshard.ir.units import units_within
+from graphshard.ir.units import modules_of, units_within
 from graphshard.lower.regions import RegionCall
 from graphshard.options.options import Options
 from graphshard.pipeline.observe import Observer
@@ -91,6 +91,9 @@ class Tracer:
     def entry(self, name: str, method: str, module: nn.Module) -> Tracer:
         """The tracer of a submodule, or of another method of the model (its name is ""), that is called on its own."""
         table = self.spec.params.within(name) if name else self.spec.params
+        if any(name in modules_of(unit) and unit != name for unit in self.spec.units):
+            # FSDP2 lets go of a unit when all of its modules have run.
+            table = ParamTable(tuple(replace(row, reshard=False) for row in table))
         spec = replace(
             self.spec,
             params=table,

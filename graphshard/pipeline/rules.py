@@ -74,7 +74,7 @@ def saved_is_returned(program: Program, phase_name: str) -> Iterator[Violation]:
     forward, backward = program.phases["forward"], program.phases["backward"]
     given = {*forward.outputs, *forward.inputs}
     for node, slot in backward.slot_of().items():
-        if slot.kind not in ("tangent", "late", "accumulated", "partial") and slot not in given:
+        if slot.kind not in ("tangent", "late", "accumulated", "partial", "pending") and slot not in given:
             yield Violation(f"backward reads {slot}, which forward does not return", node)
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import weakref
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from graphshard.ir.program import Phase, Slot
+from graphshard.ir.torch_internals import number_of_backward
 from graphshard.passes.accumulate_gradients import AccumulateGradients
 
 # What backwards leave to each other.
-LEFT = ("accumulated", "partial")
+LEFT = ("accumulated", "partial", "pending")
 
 
 @dataclass
@@ -24,23 +28,44 @@ class Accumulation:
         unsynced: parameters whose gradients are not reduced at all for now.
         unreplicated: those whose gradients are reduced over shards, but not over replicas.
         sums: what earlier backwards left, by slot.
+        calls: nodes of calls in graphs of autograd that are alive.
     """
 
     unsynced: set[str] = field(default_factory=set)
     unreplicated: set[str] = field(default_factory=set)
     sums: dict[Slot, torch.Tensor] = field(default_factory=dict)
+    calls: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
-    def step(self, names: Mapping[str, str]) -> AccumulateGradients | None:
-        """What the next backward does about these parameters; None reduces their gradients and nothing else."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accumulation:
+        """Of a copy of the model, which was not called yet."""
+        return Accumulation(set(self.unsynced), set(self.unreplicated), copy.deepcopy(self.sums, memo))
 
-        def those(chosen: set[str]) -> frozenset[str]:
+    def begin(self) -> None:
+        """A call outside of backward: what the last one left to a part of it that never came is forgotten."""
+        if number_of_backward() == -1:
+            for slot in [slot for slot in self.sums if slot.kind == "pending"]:
+                del self.sums[slot]
+
+    def step(self, names: Mapping[str, str], deferred: Collection[str] = ()) -> AccumulateGradients | None:
+        """What the next backward does about these parameters; None reduces their gradients and nothing else.
+
+        Args:
+            deferred: those, by their names in the model, that another call's part of this backward sees to.
+        """
+
+        def those(chosen: Collection[str]) -> frozenset[str]:
             return frozenset(own for own, name in names.items() if name in chosen)
 
-        if not (self.unsynced or self.unreplicated or self.sums):
+        if not (self.unsynced or self.unreplicated or self.sums or deferred):
             return None
         left = {kind: {slot.name for slot in self.sums if slot.kind == kind} for kind in LEFT}
         step = AccumulateGradients(
-            those(self.unsynced), those(self.unreplicated), those(left["accumulated"]), those(left["partial"])
+            those(self.unsynced),
+            those(self.unreplicated),
+            those(left["accumulated"]),
+            those(left["partial"]),
+            those(deferred),
+            those(left["pending"]),
         )
         return step if step != AccumulateGradients() else None
 

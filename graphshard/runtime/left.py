@@ -16,7 +16,7 @@ def reduce_left(executable: Executable) -> None:
     Autograd adds the gradients to those that are there, and runs the hooks that run then.
     """
     with torch.enable_grad():
-        _Left.apply(executable, *executable.trained.values()).backward()
+        _Left.apply(executable, *(ref.param for ref in executable.trained.values())).backward()
 
 
 class _Left(torch.autograd.Function):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,7 +26,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import finish_downloads
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes, sizes_in
-from graphshard.ir.torch_internals import Fate, disable_autocast, fate_at, sharded_like
+from graphshard.ir.torch_internals import Fate, disable_autocast, fate_at, number_of_backward, sharded_like
 from graphshard.lower.executor import Boxed, Executor
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
@@ -62,6 +62,7 @@ class Executable:
         peers: the other ranks; None where there are none.
         custom: collectives that the user runs.
         follows_strides: each layout of tangents has a backward of its own, as in eager mode; otherwise they are copied.
+        defers: gradients of several calls that one backward goes through are added up before they are reduced.
     """
 
     def __init__(
@@ -79,14 +80,17 @@ class Executable:
         custom: Custom | None = None,
         *,
         follows_strides: bool,
+        defers: bool = True,
     ) -> None:
         self.program = program
         self.mesh = mesh
+        # Not where backwards are in a file: it has none that leave gradients to each other.
+        self.defers = defers
         self._rank = shard_index(mesh)
         self._module = module
         self._params = {ref.row.name: ref for ref in params}
         self._make_backward = make_backward
-        self._accumulation = accumulation
+        self.accumulation = accumulation
         self._names = names
         self._unsharded = unsharded
         self._groups = groups
@@ -101,6 +105,8 @@ class Executable:
         # Names of the outputs that are tensors; the others are constants.
         self.names = [name for value, name in self._results if isinstance(value, Node)]
         self._grads: tuple[Slot, ...] = ()
+        # The parameters that backward computes gradients of, by their names in the model.
+        self.trained: dict[str, ParamRef] = {}
         self._ranged: dict[GraphModule, Boxed] = {}
         self._others: dict[GraphModule, Program] = {}
         self._follows_strides = follows_strides
@@ -108,6 +114,7 @@ class Executable:
         if "backward" in program.phases:
             phase = self._bind(program.phases["backward"])
             self._grads = tuple(slot for slot in phase.outputs if slot.kind == "grad")
+            self.trained.update((names[s.name], self._params[s.name]) for s in self._grads if s.of == "param")
             slots = phase.slot_of().items()
             expected = {slot.name: fake(node) for node, slot in slots if slot.kind == "tangent"}
             self._follows_strides &= all(type(s) is int for t in expected.values() for s in (*t.shape, *t.stride()))
@@ -116,6 +123,7 @@ class Executable:
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Run the program on the tensors it is given; return the leaves of the result, and what follows them."""
         if self._backwards:
+            self.accumulation.begin()
             wrt = [self._params[s.name].param if s.of == "param" else tensors[int(s.name)] for s in self._grads]
             results = iter(Step.apply(self, tensors, *wrt))
         else:
@@ -147,14 +155,19 @@ class Executable:
         return tuple(results), saved
 
     def backward(
-        self, saved: dict[Slot, Any], tangents: dict[str, torch.Tensor], fates: Sequence[Fate] = ()
+        self,
+        saved: dict[Slot, Any],
+        tangents: dict[str, torch.Tensor],
+        fates: Sequence[Fate] = (),
+        deferred: Collection[str] = (),
     ) -> list[torch.Tensor | None]:
         """Run the backward executor for the tangents at hand; `saved` is emptied.
 
         Args:
             fates: what becomes of each gradient; by default it is accumulated.
+            deferred: parameters, by their names in the model, whose gradients another call's backward returns.
         """
-        variant = frozenset(tangents), self._microbatches(fates)
+        variant = frozenset(tangents), self._microbatches(fates, deferred)
         strides = self._strides(tangents)
         phase = self._backwards.get((variant, strides))
         if phase is None:
@@ -170,7 +183,7 @@ class Executable:
                     return tangent
                 return restride(tangent, self._stride(node, tangent, saved))
             if slot.kind in LEFT:
-                return restride(self._accumulation.take(slot, self._names), fake(node).stride())
+                return restride(self.accumulation.take(slot, self._names), fake(node).stride())
             return self._buffer(slot.name) if slot.kind == "late" else saved[slot]
 
         inputs = [read(slot, node) for slot, node in zip(phase.inputs, phase.placeholders, strict=True)]
@@ -183,15 +196,10 @@ class Executable:
         results = dict(zip(phase.outputs, values, strict=True))
         for slot, value in results.items():
             if slot.kind in LEFT:
-                self._accumulation.put(slot, self._names, value)
+                self.accumulation.put(slot, self._names, value)
             elif slot.of == "late" and value is not None:
                 self._buffer(slot.name).copy_(value)
         return [self._as_gradient(results.get(slot), slot) for slot in self._grads]
-
-    @property
-    def trained(self) -> dict[str, torch.Tensor]:
-        """The parameters that backward computes gradients of, by their names in the model."""
-        return {self._names[s.name]: self._params[s.name].param for s in self._grads if s.of == "param"}
 
     def reduce_left(self) -> list[torch.Tensor | None]:
         """Gradients of `trained` as a backward returns them that has none of its own to add."""
@@ -199,13 +207,14 @@ class Executable:
         grads = zip(self._grads, self.backward(sizes, {}), strict=True)
         return [grad for slot, grad in grads if slot.of == "param"]
 
-    def _microbatches(self, fates: Sequence[Fate]) -> AccumulateGradients | None:
+    def _microbatches(self, fates: Sequence[Fate], deferred: Collection[str]) -> AccumulateGradients | None:
         """What is done about microbatches; nothing in a backward that is asked for no parameter's gradient."""
-        step = self._accumulation.step(self._names)
+        step = self.accumulation.step(self._names, deferred if self.defers else ())
         other = {slot: fate for slot, fate in zip(self._grads, fates) if slot.of == "param" and fate != "accumulated"}
         if step is None or (len(other) == len(self.trained) and set(other.values()) == {"dropped"}):
             return None
-        lost = min((self._names[slot.name] for slot in other if slot.name in step.concerned), default=None)
+        summed = step.unsynced | step.unreplicated | step.accumulated | step.partial
+        lost = min((self._names[slot.name] for slot in other if slot.name in summed), default=None)
         if lost is not None:
             raise UnsupportedError(
                 f"inputs: the gradient of {lost} is added up over microbatches, and this backward is to return it, or "
@@ -329,7 +338,8 @@ class Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, executable: Executable, tensors: Sequence[torch.Tensor], *wrt: torch.Tensor) -> Any:
         results, saved = executable.forward(tensors)
-        ctx.executable = executable
+        ctx.executable, ctx.ran = executable, -1
+        executable.accumulation.calls.add(ctx)
         ctx.set_materialize_grads(False)
         numbers = {slot: value for slot, value in saved.items() if not isinstance(value, torch.Tensor)}
         ctx.numbers = {**numbers, **executable.sizes(tensors)}
@@ -347,4 +357,14 @@ class Step(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()  # so that the executor can free them, unless the graph is retained
         tangents = {name: grad for name, grad in zip(ctx.executable.names, grads) if grad is not None}
         fates = [fate_at(node) for node, _ in ctx.next_functions]
-        return (None, None, *ctx.executable.backward(saved, tangents, fates))
+        ctx.ran = number_of_backward()
+        return (None, None, *ctx.executable.backward(saved, tangents, fates, _still_to_come(ctx)))
+
+
+def _still_to_come(ctx: Any) -> set[str]:
+    """Parameters, by their names in the model, that calls have a part in which this backward goes through later.
+
+    As autograd adds up what flows into a parameter before FSDP2 reduces it, the last of these calls does it here.
+    """
+    calls = [call for call in ctx.executable.accumulation.calls if call.ran != ctx.ran and fate_at(call) != "dropped"]
+    return {name for call in calls for name in call.executable.trained}
