@@ -246,11 +246,13 @@ class Runner:
         if self.event is not None:
             self.event.wait()
             self.event = None
+        several = torch.is_grad_enabled() and self.unsharded.is_one_of_several(called.name)
         if self.unsharded.left:
-            self.unsharded.free(self.unsharded.written((ref.row.name, ref.param) for ref in self.tracer.params))
+            params = ((ref.row.name, ref.param) for ref in self.tracer.params)
+            self.unsharded.free(self.unsharded.written(params) if several else list(self.unsharded.left))
         if self.unsharded.kept:
             self.unshard(self.unsharded.kept)
-        if torch.is_grad_enabled() and self.unsharded.is_one_of_several(called.name):
+        if several:
             self._gather_for_several(called)
         rows = [ref.row for ref in self.tracer.params]
         freed = [row.name for row in rows if row.held and row.name not in self.unsharded.full]

@@ -25,15 +25,16 @@ class Unsharded:
         full: gathered parameters, or what is on its way.
         kept: those that stay gathered after a backward. Modules show them when `unshard` is called, not by themselves.
         calls: how often the model and entries, by name, were called with gradients since the last backward.
-        several: those for which that was more than once before the last backward.
-        left: those that were gathered for several calls, with the shard then, and how often that had been written to.
+        several: how often that was before the last backward, where it was more than once.
+        left: what tells whether a parameter that was gathered for several calls was written to since, as far as torch
+            knows: `.data` and `_foreach` functions leave no trace, so it is kept for no more calls than there were.
     """
 
     full: dict[str, _Gathering | torch.Tensor] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
     calls: Counter[str] = field(default_factory=Counter)
-    several: set[str] = field(default_factory=set)
-    left: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    several: dict[str, int] = field(default_factory=dict)
+    left: dict[str, _Written] = field(default_factory=dict)
     _shown: dict[str, list[tuple[torch.nn.Module, str]]] = field(default_factory=dict)
 
     @property
@@ -62,24 +63,20 @@ class Unsharded:
         self.free(self.by_hand)
         self.hide()
         if self.calls and not self.kept:  # others of the same step are to come
-            self.several = {name for name, count in self.calls.items() if count > 1}
+            self.several = {name: count for name, count in self.calls.items() if count > 1}
             self.calls.clear()
 
     def is_one_of_several(self, name: str) -> bool:
-        """Whether a call is one of several before a backward, as far as can be known."""
-        return name in self.several or name in self.calls
+        """Whether a call is one of several before a backward, by the last one."""
+        return self.calls[name] < self.several.get(name, 0)
 
     def leave(self, params: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Watch parameters that were gathered for several calls: nobody has said that they do not change."""
-        shards = ((name, local_of(param)) for name, param in params if name in self.full and name not in self.left)
-        self.left.update((name, (shard, shard._version)) for name, shard in shards)
+        self.left.update((name, _written(param)) for name, param in params if name in self.full)
 
     def written(self, params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
         """Which of them have changed since."""
-        shards = ((name, local_of(param)) for name, param in params if name in self.left)
-        return [
-            name for name, shard in shards if self.left[name][0] is not shard or self.left[name][1] != shard._version
-        ]
+        return [name for name, param in params if name in self.left and self.left[name] != _written(param)]
 
     def show(self, refs: Iterable[ParamRef], aliases: Sequence[Alias]) -> None:
         """Let modules show the gathered parameters that have arrived, as FSDP2's do, until the next backward."""
@@ -99,6 +96,15 @@ class Unsharded:
             for owner, attribute in self._shown.pop(name, ()):
                 if attribute in owner._parameters:
                     owner._parameters[attribute] = behind(owner._parameters[attribute])
+
+
+# A shard, and how often it and the parameter were written to.
+_Written = tuple[int, int, int]
+
+
+def _written(param: torch.nn.Parameter) -> _Written:
+    local = local_of(param)
+    return id(local), local._version, param._version
 
 
 @dataclass(frozen=True)
