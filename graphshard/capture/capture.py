@@ -45,7 +45,7 @@ from graphshard.ir.errors import CaptureError, DivergenceError, PeerError
 from graphshard.ir.kernel_strides import new_tracing_mode
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, named_parameters
-from graphshard.ir.precision import Precision
+from graphshard.ir.precision import Precision, keeps_wider_gradients
 from graphshard.ir.program import Program, Slot
 from graphshard.ir.sizes import Size, find_sizes, lift_sizes
 from graphshard.ir.state import Place, number_as_tensor
@@ -273,7 +273,10 @@ def _fake_state(
             row = spec.params[slot.name]
             stride = row.stride_of(row.shape)
             full = torch.empty_strided(row.shape, stride, dtype=row.compute_dtype, device=spec.device)
-            return full.requires_grad_(row.trainable)
+            full.requires_grad_(row.trainable)
+            if row.trainable and keeps_wider_gradients(row.compute_dtype, row.reduce_dtype):
+                full.grad_dtype = None
+            return full
         tensor = originals[slot.name]
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=spec.device)
 

@@ -75,6 +75,15 @@ def reduced_in(policy: MixedPrecisionPolicy, own: torch.dtype, grad: torch.dtype
     return grad if policy.reduce_dtype in (None, policy.param_dtype) else policy.reduce_dtype
 
 
+def keeps_wider_gradients(compute: torch.dtype, reduced: torch.dtype) -> bool:
+    """Whether a gradient that autograd has in a wider dtype than the parameter's is not cast to that first.
+
+    As FSDP2 of torch 2.15 does it, where gradients are reduced in a wider dtype anyway.
+    """
+    floating = compute.is_floating_point and reduced.is_floating_point
+    return _IN_OWN_DTYPE and floating and reduced.itemsize > compute.itemsize
+
+
 def check_policy(policy: object, name: str) -> None:
     """Raise ArgumentError if the policy called `name` is none, UnsupportedError if it chooses by parameter."""
     if not isinstance(policy, MixedPrecisionPolicy):

@@ -322,6 +322,8 @@ def leaves_stay_leaves() -> Iterator[None]:
     def as_it_was(source: torch.Tensor, traced: torch.Tensor) -> None:
         if source.is_leaf and source.requires_grad:
             traced.requires_grad_()
+            if getattr(source, "grad_dtype", source.dtype) is None:
+                traced.grad_dtype = None
         else:
             mirror(source, traced)
 

@@ -16,7 +16,7 @@ from graphshard.pipeline.pipeline import run_pass
 from graphshard.pipeline.verify import verify
 from tests.helpers import Scale, Tied, calls, captured, full_gradients, result, step, through
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 BF16_REDUCED_IN_F32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
