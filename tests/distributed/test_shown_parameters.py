@@ -125,3 +125,36 @@ def test_modules_show_what_was_gathered_as_fsdp2s_do(ranks: Ranks) -> None:
 
 def test_state_copies_and_conversions_while_parameters_are_shown(ranks: Ranks) -> None:
     ranks(2).run(_while_shown)
+
+
+def _after_a_forward(rank: int, world_size: int) -> None:
+    """FSDP2 leaves the root's behind, and an optimizer is given these; here evaluation sees what is written, too."""
+    pair = ours, _ = twins(Tied(), world_mesh())
+    before = ours.embed.weight.full_tensor().detach().clone()
+    trained = []
+    for model in pair:
+        model(_tokens(rank))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(_tokens(rank)).square().sum().backward()
+        optim.step()
+        trained.append(not torch.equal(model.embed.weight.full_tensor(), before))
+    assert trained == [True, False]
+
+    outputs: list[list[Tensor]] = [[], []]
+    with torch.no_grad():
+        for model, seen in zip(pair, outputs):
+            for _ in range(2):
+                seen.append(model(_tokens(rank)))
+                for name, shard in model.state_dict().items():
+                    if name != "head.weight":
+                        shard.data.mul_(2)  # as averages of weights are put in and out
+    assert not torch.equal(*outputs[0])
+    plain = Tied()
+    plain.load_state_dict({name: value.full_tensor() / 4 for name, value in ours.state_dict().items()})
+    assert torch.equal(plain(_tokens(rank)), outputs[0][0])
+    plain.load_state_dict({name: value * 2 for name, value in plain.state_dict().items()})
+    assert torch.equal(plain(_tokens(rank)), outputs[0][1])
+
+
+def test_a_forward_leaves_no_full_parameters_behind(ranks: Ranks) -> None:
+    ranks(2).run(_after_a_forward)
