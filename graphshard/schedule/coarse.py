@@ -1,11 +1,14 @@
 """Fewer transfers for the dynamic program: where a latency is long, what lies together is joined before it looks.
 
-The transfers at either end of a phase stay apart: the first gather and the last reduction are exposed.
+The transfers at either end of a phase stay apart: the first gather and the last reduction are exposed. Or buckets may
+only be cut at given places: evenly spread ones, and then those around the cuts of what was found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -46,6 +49,28 @@ def coarsen(chain: Chain, link: Link, latencies: float) -> Coarse | None:
     if len(coarse.gathers) + len(coarse.reductions) == len(chain.gathers) + len(chain.reductions):
         return None
     return coarse
+
+
+def at_cuts(chain: Chain, gathers: Iterable[int], reductions: Iterable[int]) -> Coarse:
+    """Buckets are cut behind so many transfers of a kind, and nowhere else but where transfers must not be joined."""
+    return Coarse(chain, _between(chain.gathers, gathers), _between(chain.reductions, reductions))
+
+
+def even_cuts(transfers: Sequence[Transfer], num: int) -> list[int]:
+    """Where transfers are cut into so many parts of about the same bytes."""
+    came = list(itertools.accumulate((t.num_bytes for t in transfers), initial=0))
+    return sorted({bisect.bisect_left(came, came[-1] * part / num) for part in range(1, num + 1)}) if transfers else []
+
+
+def cuts_around(cuts: Iterable[int], num: int, step: int) -> set[int]:
+    """Cuts of `num` transfers, and those one or two steps before and behind them."""
+    return {cut + step * i for cut in cuts for i in range(-2, 3) if 0 < cut + step * i < num} | {*cuts, num} - {0}
+
+
+def _between(transfers: Sequence[Transfer], cuts: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    num = len(transfers)
+    must = (i for i in range(1, num) if _differ(transfers[i - 1], transfers[i]))
+    return tuple(itertools.pairwise(sorted({0, num, *must, *(cut for cut in cuts if cut <= num)})))
 
 
 def _ranges(chain: Chain, link: Link, kind: CollectiveKind, latencies: float) -> tuple[tuple[int, int], ...]:

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
 from graphshard.ir.plan import CollectiveKind
+from graphshard.schedule.budget import Budget
 from graphshard.schedule.coarse import coarsen
-from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link, Load, Transfer, load, modes, runs
-from graphshard.schedule.rates import rate_below
+from graphshard.schedule.deadlines import jobs
+from graphshard.schedule.problem import Bucketed, Chain, Link, Load, Together, load, runs
 
 
 @dataclass(frozen=True)
@@ -48,28 +49,40 @@ class Effort:
 
 _CHANNEL = itemgetter(0)
 
-EXACT = Effort(window=1 << 30, lag=1 << 30, labels=1 << 30)
+_EXACT = Effort(window=1 << 30, lag=1 << 30, labels=1 << 30)
 
+
+# Steps of a budget for the costs of a bucket.
+_BUCKET = 4
 
 # Two clocks, the channel's and compute's, the last bucket, and the label before it.
 _Label = tuple[float, float, "Bucketed | None", Any]
 
 
-def channel_order(chain: Chain, link: Link, effort: Effort, limit: float = math.inf) -> list[Bucketed] | None:
-    """The buckets of a chain in the order in which they are started; None if none is of interest."""
+def channel_order(
+    chain: Chain, link: Link, effort: Effort, budget: Budget, limit: float = math.inf
+) -> list[Bucketed] | None:
+    """The buckets of a chain in the order of their starts; None if none is of interest, or the budget ends."""
     if effort.coarse and (coarse := coarsen(chain, link, effort.coarse)) is not None:
-        found = channel_order(coarse.joined, link, replace(effort, coarse=0.0), limit)
+        found = channel_order(coarse.joined, link, replace(effort, coarse=0.0), budget, limit)
         return None if found is None else coarse.original(found)
     if link.separate and chain.gathers and chain.reductions:
         # Reductions on a channel of their own never delay a gather. Gathers delay reductions only by holding compute
         # up. So gathers come first, and what they cost compute is counted as items that take longer.
-        gathers = channel_order(replace(chain, reductions=()), link, effort, limit)
+        gathers = channel_order(replace(chain, reductions=()), link, effort, budget, limit)
         if gathers is None:
             return None
         seconds = _held_up(chain, link, gathers)
-        reductions = channel_order(replace(chain, seconds=seconds, gathers=()), link, effort, limit)
+        reductions = channel_order(replace(chain, seconds=seconds, gathers=()), link, effort, budget, limit)
         return None if reductions is None else gathers + reductions
-    return _Program(chain, link, effort, limit).run()
+    label = _Program(chain, link, effort, budget, limit).run()
+    return None if label is None else _path(label)
+
+
+def shortest_order(chain: Chain, link: Link, budget: Budget, below: float) -> tuple[float, list[Bucketed]] | None:
+    """The shortest schedule of a chain without copies on one channel, and its seconds; None as for `channel_order`."""
+    found = _Program(chain, link, replace(_EXACT, below=below), budget, math.inf).run()
+    return None if found is None else (max(found[:2]), _path(found))
 
 
 def _held_up(chain: Chain, link: Link, gathers: list[Bucketed]) -> tuple[float, ...]:
@@ -88,15 +101,13 @@ def _held_up(chain: Chain, link: Link, gathers: list[Bucketed]) -> tuple[float, 
 
 
 class _Program:
-    def __init__(self, chain: Chain, link: Link, effort: Effort, limit: float) -> None:
-        self.chain, self.link, self.effort = chain, link, effort
+    def __init__(self, chain: Chain, link: Link, effort: Effort, budget: Budget, limit: float) -> None:
+        self.chain, self.link, self.effort, self.budget = chain, link, effort, budget
         end = len(chain.seconds)
         self.use = [chain.elapsed[at] for at in (*(g.at for g in chain.gathers), end)]
         self.used_at = [*(g.at for g in chain.gathers), end]
         self.launch = [chain.elapsed[p] for p in earliest_launches(chain, limit, effort.reserve)]
-        # Seconds of the link, at the least, for what is left from each transfer on.
-        rates = {kind: rate_below(chain, link, kind).per_byte for kind in KINDS}
-        self.work = {kind: [rest * rates[kind] for rest in _rests(chain.transfers(kind))] for kind in KINDS}
+        self.latest = _Latest(chain, link, effort.below)
         self.options = {
             "gather": [list(self._buckets("gather", first)) for first in range(len(chain.gathers))],
             "reduce": [list(self._buckets("reduce", first)) for first in range(len(chain.reductions))],
@@ -105,19 +116,21 @@ class _Program:
     def _buckets(self, kind: CollectiveKind, first: int) -> Iterator[tuple[Bucketed, Load]]:
         """Every bucket that begins with a transfer, and its costs."""
         transfers = self.chain.transfers(kind)
+        together = Together()
         for end in runs(transfers, first):
-            members = transfers[first:end]
-            if end > first + 1 and (
-                end - first > self.effort.window or sum(m.num_bytes for m in members) > self.effort.most_bytes
-            ):
+            together.more(transfers[end - 1 : end])
+            many = end - first > self.effort.window or together.num_bytes > self.effort.most_bytes
+            if end > first + 1 and (many or (kind == "gather" and not self.latest.may_gather(first, end))):
                 return
-            costs = [(packed, load(self.link, kind, members, packed)) for packed in modes(members)]
+            costs = [(packed, together.load(self.link, kind, packed)) for packed in together.modes]
+            self.budget.spend(_BUCKET)
             for packed, cost in costs:
                 total = cost.seconds + cost.copy_in + cost.copy_out
                 if not any(c.seconds <= cost.seconds and total > c.seconds for p, c in costs if p != packed):
                     yield Bucketed(kind, first, end, packed), cost
 
-    def run(self) -> list[Bucketed] | None:
+    def run(self) -> _Label | None:
+        """The label with which everything has come first; None if none is of interest, or the budget ends."""
         chain = self.chain
         num_gathers, num_reductions = len(chain.gathers), len(chain.reductions)
         states: list[dict[int, list[_Label]]] = [{} for _ in range(num_gathers + 1)]
@@ -134,6 +147,8 @@ class _Program:
                 labels = here[reduced] = self._best(here[reduced], gathered, reduced)
                 if not labels:
                     continue
+                if self.budget.ended:
+                    return None
                 if reduced < ready:
                     self._reduce(labels, gathered, reduced, ready, here)
                 if gathered < num_gathers and ready - reduced <= self.effort.lag:
@@ -141,7 +156,7 @@ class _Program:
             if gathered < num_gathers:
                 states[gathered] = {}
         final = states[-1].get(num_reductions)
-        return _path(min(final, key=lambda label: max(label[:2]))) if final else None
+        return min(final, key=lambda label: max(label[:2])) if final else None
 
     def _gather(self, labels: list[_Label], gathered: int, reduced: int, states: list[dict[int, list[_Label]]]) -> None:
         use = self.use[gathered]
@@ -153,6 +168,7 @@ class _Program:
             ahead = self.use[bucket.end] - use + cost.copy_in + cost.copy_out
             new = states[bucket.end].setdefault(reduced, [])
             seconds = cost.seconds
+            self.budget.spend(len(labels))
             for label in labels:
                 before, compute, _, _ = label
                 # `compute` is the clock at the use, and `compute - back` that at the launch if nothing held compute up
@@ -172,6 +188,7 @@ class _Program:
             back = use - elapsed[reductions[bucket.end - 1].at]
             new = here.setdefault(bucket.end, [])
             seconds, copy_in = cost.seconds, cost.copy_in
+            self.budget.spend(len(labels))
             for label in labels:
                 before, compute, _, _ = label
                 # Ready `back` before the position at which this clock of compute is; the same argument as for gathers.
@@ -181,15 +198,14 @@ class _Program:
 
     def _best(self, labels: list[_Label], gathered: int, reduced: int) -> list[_Label]:
         """Those of interest whose clocks no other has both as early; evenly among them if they are too many."""
-        below = self.effort.below
-        rest, work = self.use[-1] - self.use[gathered], self.work["gather"][gathered] + self.work["reduce"][reduced]
+        channel, compute = self.latest(gathered, reduced)
         # No label before one in this order has a later channel. So it is beaten if any of them has compute as early,
         # and `earliest` is the earliest of theirs; it begins with what could still end below the best.
         labels.sort(key=_CHANNEL)
         found: list[_Label] = []
-        earliest = below - rest
+        earliest = compute
         for label in labels:
-            if label[1] < earliest and label[0] + work < below:
+            if label[1] < earliest and label[0] < channel:
                 found.append(label)
                 earliest = label[1]
         most = self.effort.labels
@@ -199,9 +215,30 @@ class _Program:
         return found
 
 
-def _rests(transfers: Sequence[Transfer]) -> list[int]:
-    """Bytes of the transfers from each on, and 0."""
-    return [*accumulate((t.num_bytes for t in reversed(transfers)), initial=0)][::-1]
+class _Latest:
+    """When the clocks must have come to a state if the step is to end before so many seconds."""
+
+    def __init__(self, chain: Chain, link: Link, below: float) -> None:
+        gathers, reductions = jobs(chain, link)
+        num = len(gathers.behind)
+        self.below = below
+        # Compute, at the use of the next gather; the link, if what is left of gathers comes next.
+        self.compute = [*(below - gathers.behind).tolist(), below]
+        self.together = gathers.together.tolist()
+        self.seconds = [gathers.between(first) for first in range(num)]
+        latest = [below - gathers.behind[first:] - self.seconds[first] for first in range(num)]
+        self.channel = [*(float(times.min()) for times in latest), math.inf]
+        self.gathering = [*(float(times[-1]) for times in self.seconds), 0.0]
+        self.reducing = reductions.work(below)[::-1].tolist()
+
+    def may_gather(self, first: int, end: int) -> bool:
+        """Whether a bucket of these gathers can end in time, if all gathers before travel as one."""
+        return bool(self.together[first] + self.seconds[first][end - first - 1] <= self.compute[first])
+
+    def __call__(self, gathered: int, reduced: int) -> tuple[float, float]:
+        """The latest clocks of the link and of compute."""
+        left = self.below - self.gathering[gathered] - self.reducing[reduced]
+        return min(left, self.channel[gathered]), self.compute[gathered]
 
 
 def _path(label: _Label) -> list[Bucketed]:

@@ -6,6 +6,10 @@ flight are no later, and no more is in flight. States only grow, so they are tak
 
 Waiting for a reduction that has ended costs nothing and frees its gradients, so it is done at once. Waiting for one
 that has not ended is only ever useful to free memory.
+
+The number of states grows exponentially, so there is a budget. It is counted in steps, not in seconds: all ranks, and
+all machines, must find the same schedule. Where it ends the search, what has been found stands, and the states that are
+left say what no schedule beats.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from graphshard.ir.plan import CollectiveKind
+from graphshard.schedule.budget import Budget
 from graphshard.schedule.problem import (
     KINDS,
     Bucketed,
@@ -25,13 +30,15 @@ from graphshard.schedule.problem import (
     Load,
     Occurrence,
     Placement,
-    Rate,
     load,
     modes,
+    rests,
     runs,
     startable,
 )
-from graphshard.schedule.rates import rate_below
+
+# Steps of a budget for a state, and one for each that it is compared with.
+_STATE = 10
 
 
 class _Flight(NamedTuple):
@@ -79,31 +86,47 @@ class _Path(NamedTuple):
     before: _Path | None
 
 
-def best_placement(
-    chain: Chain, link: Link, limit: float = math.inf, below: float = math.inf
-) -> tuple[float, Placement] | None:
-    """The shortest schedule of a chain that keeps its memory within `limit` bytes, and its seconds.
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
 
-    None if there is none that takes less than `below` seconds. The time grows exponentially with the number of
-    transfers; about a dozen are quick, the more so the closer `below` is to the optimum.
+    Attributes:
+        seconds, placement: the best schedule below what was asked for; None and infinity if there is none.
+        bound: seconds that no schedule beats.
     """
-    return _Search(chain, link, limit, below).run()
+
+    seconds: float
+    placement: Placement | None
+    bound: float
+
+
+def best_placement(chain: Chain, link: Link, budget: Budget, limit: float = math.inf, below: float = math.inf) -> Found:
+    """The shortest schedule of a chain that keeps its memory within `limit` bytes and takes less than `below` seconds.
+
+    The steps grow exponentially with the number of transfers; about a dozen are quick, the more so the closer `below`
+    is to the optimum. When the budget ends, it is the best one so far.
+    """
+    return _Search(chain, link, budget, limit, below).run()
 
 
 class _Search:
-    def __init__(self, chain: Chain, link: Link, limit: float, below: float) -> None:
-        self.chain, self.link, self.limit, self.below = chain, link, limit, below
+    def __init__(self, chain: Chain, link: Link, budget: Budget, limit: float, below: float) -> None:
+        self.chain, self.link, self.budget, self.limit, self.below = chain, link, budget, limit, below
         self.end = len(chain.seconds)
-        self.rates: dict[CollectiveKind, Rate] = {kind: rate_below(chain, link, kind) for kind in KINDS}
+        # Fewer buckets never take longer in all than more of them: what is left takes at least what it takes as one.
+        self.rest = {kind: list(_rests(chain, link, kind)) for kind in KINDS}
         self.kept: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
 
-    def run(self) -> tuple[float, Placement] | None:
+    def run(self) -> Found:
         frontier = deque([_State(0, 0.0, (0.0, 0.0), 0, 0, 0, (), (), 0, None)])
         best: _State | None = None
         # An item is run last, so all states of a position are there when its first successor is taken.
         while frontier:
             following: list[_State] = []
             while frontier:
+                if self.budget.ended:
+                    left = min(map(self._least, (*frontier, *following)))
+                    return self._found(best, min(left, self.below))
                 state = frontier.popleft()
                 if state.at == self.end:
                     # From here on every complete schedule found is what the rest must beat.
@@ -116,7 +139,10 @@ class _Search:
             # A state is compared with those of its own position alone, and that one is left for good.
             self.kept.clear()
             frontier = deque(state for state in following if self._is_new(state))
-        return None if best is None else (best.compute, _placement(best))
+        return self._found(best, self.below)
+
+    def _found(self, best: _State | None, bound: float) -> Found:
+        return Found(math.inf, None, bound) if best is None else Found(best.compute, _placement(best), bound)
 
     def _events(self, state: _State) -> Iterator[_State]:
         for kind in KINDS:
@@ -217,11 +243,15 @@ class _Search:
 
     def _is_new(self, state: _State) -> bool:
         """Whether it may become the best and no state that was seen is as good; what it is as good as is forgotten."""
+        self.budget.spend(_STATE)
         if self._least(state) >= self.below:
             return False
+        if self.budget.ended:
+            return True
         key = (state.at, state.gathered, state.reduced)
         clocks = self._clocks(state)
         others = self.kept.setdefault(key, [])
+        self.budget.spend(len(others))
         if any(all(a <= b for a, b in zip(other, clocks)) for other in others):
             return False
         others[:] = [other for other in others if not all(a <= b for a, b in zip(clocks, other))]
@@ -230,14 +260,10 @@ class _Search:
 
     def _least(self, state: _State) -> float:
         """Seconds that every schedule takes from here: the rest of the compute, or of the bytes."""
-        # What is left takes one latency of each kind, and its bytes at a rate that no bucket beats, if transfers that
-        # are needed at once travel together. Nothing begins before the clock of its channel, and no item before
-        # compute's.
+        # Nothing begins before the clock of its channel, and no item before compute's.
         left = [0.0, 0.0]
-        for kind, rate in self.rates.items():
-            rest = self.chain.transfers(kind)[state.gathered if kind == "gather" else state.reduced :]
-            if rest:
-                left[self.link.channel(kind)] += rate(sum(t.num_bytes for t in rest), 1)
+        left[0] += self.rest["gather"][state.gathered]
+        left[self.link.channel("reduce")] += self.rest["reduce"][state.reduced]
         compute = state.compute + self.chain.elapsed[-1] - self.chain.elapsed[state.at]
         return max(compute, state.channels[0] + left[0], state.channels[1] + left[1])
 
@@ -267,6 +293,12 @@ class _Search:
         ends = {i: f.done for f in state.reductions for i in range(f.first, f.end)}
         clocks += [ends.get(i, -math.inf) for i in range(state.reduced)]
         return tuple(clocks)
+
+
+def _rests(chain: Chain, link: Link, kind: CollectiveKind) -> Iterator[float]:
+    """Seconds of the link, at the least, for what is left from each transfer on."""
+    for left in rests(chain.transfers(kind)):
+        yield link.seconds(kind, left, 1) if left else 0.0
 
 
 def _placement(state: _State) -> Placement:

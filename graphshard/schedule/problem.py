@@ -20,8 +20,8 @@ wait, a reduction's at its start.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -222,24 +222,51 @@ class Load:
 
 def load(link: Link, kind: CollectiveKind, members: Sequence[Transfer], packed: bool) -> Load:
     """Costs of a bucket of these transfers."""
-    num_bytes = sum(m.num_bytes for m in members)
-    num_tensors = sum(m.num_tensors for m in members)
-    if not packed:
-        return Load(link.seconds(kind, num_bytes, num_tensors), 0.0, 0.0, 0)
-    num_small = sum(m.num_small for m in members)
-    small = sum(m.small_bytes for m in members)
-    seconds = link.seconds(kind, num_bytes, num_tensors - num_small + 1)
-    if kind == "gather":
-        return Load(seconds, link.copy(small // link.num_shards), link.copy(small), small)
-    return Load(seconds, link.copy(small), 0.0, small)
+    return Together().more(members).load(link, kind, packed)
+
+
+@dataclass
+class Together:
+    """What transfers of a kind have together, for the costs of buckets that grow."""
+
+    num_bytes: int = 0
+    num_tensors: int = 0
+    num_small: int = 0
+    small_bytes: int = 0
+    forced: set[bool] = field(default_factory=set)
+
+    def more(self, members: Iterable[Transfer]) -> Together:
+        """This, with more transfers."""
+        for member in members:
+            self.num_bytes += member.num_bytes
+            self.num_tensors += member.num_tensors
+            self.num_small += member.num_small
+            self.small_bytes += member.small_bytes
+            if member.packed is not None:
+                self.forced.add(member.packed)
+        return self
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Whether a bucket of them may be packed, must be, or must not be."""
+        if self.forced:
+            return tuple(self.forced) if len(self.forced) == 1 else ()
+        return (False, True) if self.num_small > 1 else (False,)
+
+    def load(self, link: Link, kind: CollectiveKind, packed: bool) -> Load:
+        """Costs of them as a bucket."""
+        if not packed:
+            return Load(link.seconds(kind, self.num_bytes, self.num_tensors), 0.0, 0.0, 0)
+        seconds = link.seconds(kind, self.num_bytes, self.num_tensors - self.num_small + 1)
+        copy = link.copy(self.small_bytes)
+        if kind == "gather":
+            return Load(seconds, link.copy(self.small_bytes // link.num_shards), copy, self.small_bytes)
+        return Load(seconds, copy, 0.0, self.small_bytes)
 
 
 def modes(members: Sequence[Transfer]) -> tuple[bool, ...]:
     """Whether a bucket of these may be packed, must be, or must not be."""
-    forced = {m.packed for m in members} - {None}
-    if forced:
-        return tuple(bool(f) for f in forced) if len(forced) == 1 else ()
-    return (False, True) if sum(m.num_small for m in members) > 1 else (False,)
+    return Together().more(members).modes
 
 
 def startable(members: Sequence[Transfer], kind: CollectiveKind, at: int) -> bool:
@@ -257,3 +284,8 @@ def runs(transfers: Sequence[Transfer], first: int) -> Iterator[int]:
         if member.group != transfers[first].group:
             return
         yield end
+
+
+def rests(transfers: Sequence[Transfer]) -> list[int]:
+    """Bytes of the transfers from each on, and 0."""
+    return [*itertools.accumulate((t.num_bytes for t in reversed(transfers)), initial=0)][::-1]

@@ -1,4 +1,4 @@
-"""A latency and a rate per byte that no bucket of a chain beats: what bounds reckon with."""
+"""Latencies and rates per byte that no bucket of a chain beats: what bounds reckon with."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from graphshard.schedule.problem import Chain, Link, Rate, Transfer
 
 # Sizes at which a cost is asked for a rate that is below it.
 _SAMPLES = 64
+# Slopes that differ by less, as a fraction, are one line.
+_SLOPES = 1e-9
+# Halvings of an interval in which a slope changes.
+_HALVINGS = 12
+# By so much, as a fraction, lines are lowered, as their rounding is not that of the cost.
+_ROUNDING = 1e-10
 
 
 def at_once(transfers: Sequence[Transfer]) -> list[tuple[int, int]]:
@@ -40,3 +46,48 @@ def _below(cost: Callable[[int, int], float], smallest: int, largest: int) -> Ra
     growth = (largest / max(smallest, 1)) ** (1 / _SAMPLES)
     sizes = {round(max(smallest, 1) * growth**i) for i in range(_SAMPLES)}
     return Rate(min(cost(size, 1) - size * per_byte for size in {smallest, *sizes}), per_byte)
+
+
+def lines_below(transfers: Sequence[Transfer], link: Link, kind: CollectiveKind) -> list[Rate]:
+    """Rates the least of which is no more than the cost of any bucket of these transfers, and close to it.
+
+    Costs of links are the least of several rates, or any other concave function: the latter lies above its chords, and
+    below their continuations.
+    """
+    cost = link.gather if kind == "gather" else link.reduce
+    sizes = [t.num_bytes for t in transfers] or [0]
+    single = _below(cost, min(sizes), sum(sizes))
+    if isinstance(cost, Rate) or sum(sizes) <= min(sizes):
+        return [single]
+    growth = (sum(sizes) / max(min(sizes), 1)) ** (1 / _SAMPLES)
+    samples = sorted({round(max(min(sizes), 1) * growth**i) for i in range(_SAMPLES + 1)} | {sum(sizes)})
+    for _ in range(_HALVINGS):
+        slopes = _slopes(cost, samples)
+        # Next to where a slope changes, by more than rounding, chords are cut in two.
+        bends = [i for i, (a, b) in enumerate(itertools.pairwise(slopes), 1) if a - b > _SLOPES * a]
+        samples = sorted({*samples, *((samples[i + j] + samples[i + j - 1]) // 2 for i in bends for j in (0, 1))})
+    slopes = _slopes(cost, samples)
+    if any(b - a > _SLOPES * a for a, b in itertools.pairwise(slopes)):  # not concave
+        return [single]
+    # A chord that continues the one before is the same line.
+    first = [0, *(i for i, (a, b) in enumerate(itertools.pairwise(slopes), 1) if a - b > _SLOPES * a)]
+    down = 1 - _ROUNDING
+    return [Rate((cost(samples[i], 1) - samples[i] * slopes[i]) * down, slopes[i] * down) for i in first]
+
+
+def tensor_below(transfers: Sequence[Transfer], link: Link, kind: CollectiveKind) -> float:
+    """Seconds that every tensor of a bucket beyond the first takes at the least, whatever else is in it."""
+    cost = link.gather if kind == "gather" else link.reduce
+    if isinstance(cost, Rate):
+        return cost.per_tensor
+    most = max(2, sum(t.num_tensors for t in transfers))
+    sizes = [t.num_bytes for t in transfers] or [0]
+    return min(
+        (cost(size, num) - cost(size, 1)) / (num - 1) * (1 - _ROUNDING)
+        for size in (min(sizes), max(sizes), sum(sizes))
+        for num in {2, min(8, most), most}
+    )
+
+
+def _slopes(cost: Callable[[int, int], float], sizes: Sequence[int]) -> list[float]:
+    return [(cost(b, 1) - cost(a, 1)) / (b - a) for a, b in itertools.pairwise(sizes)]

@@ -1,0 +1,192 @@
+"""The best schedule of one phase that a budget of steps finds, and what no schedule of it beats.
+
+    start     FSDP2's order, and every transfer by itself: there is always a plan, and none is longer
+    rough     buckets that may be cut at a few places only, and any of these together
+    refined   the same around the cuts of the best, until nothing gets shorter
+    fine      every transfer may be cut off, but buckets are no longer than a window
+    proof     every cut and every order, of what is shorter than the best: without a limit of memory nothing is left out
+
+It ends as soon as a schedule is as short as the bound. Of equally short ones that with the least memory counts. Where
+communication slows compute down, that is counted when schedules are compared, not in the search.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from graphshard.schedule.bounds import chain_bound
+from graphshard.schedule.budget import Budget
+from graphshard.schedule.coarse import Coarse, at_cuts, cuts_around, even_cuts
+from graphshard.schedule.deadlines import jobs
+from graphshard.schedule.deep import Effort, channel_order, shortest_order
+from graphshard.schedule.exact import best_placement
+from graphshard.schedule.place import delay, place
+from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link, Placement, Problem, Schedule, Transfer
+from graphshard.schedule.rates import rate_below
+from graphshard.schedule.simple import laziest, one_ahead, singles
+from graphshard.schedule.simulate import simulate
+
+# Two schedules whose times differ by less are equally short, as far as costs are known.
+_EQUAL = 1e-4
+# Latencies of all transfers beside the compute, from which very large buckets are worth a look.
+_LONG = 0.1
+# Places at which rough buckets of a kind may be cut.
+_PLACES = 24
+# Steps between the cuts that are tried around those of the best.
+_AROUND = (8, 4, 2, 1)
+# Longer than the bound by so much, the least work that keeps to it tells where rough buckets may be cut, too.
+_BEYOND = (1e-6, 0.003, 0.01)
+# What is shorter than the best by less is not looked for.
+_GAIN = 0.001
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule of a phase.
+
+    Attributes:
+        seconds, peak: as the simulator says.
+        bound: seconds that no schedule beats.
+        stopped: the budget ended the search.
+    """
+
+    seconds: float
+    peak: int
+    placement: Placement
+    bound: float
+    stopped: bool
+
+
+def best_of(
+    chain: Chain, link: Link, budget: Budget, *, limit: float = math.inf, margin: float = 1.0, exact_transfers: int = 12
+) -> Found:
+    """The shortest schedule found that keeps to `limit` bytes, which every schedule of `laziest` must do.
+
+    Args:
+        budget: of what is spent; the schedules at the start cost nothing of it.
+        margin: gathers end this many times their own length before they are needed, where that costs nothing.
+        exact_transfers: phases with at most so many transfers are searched exactly.
+    """
+    return _Phase(chain, link, budget, limit, margin).found(exact_transfers)
+
+
+class _Phase:
+    def __init__(self, chain: Chain, link: Link, budget: Budget, limit: float, margin: float) -> None:
+        self.chain, self.link, self.budget, self.limit, self.margin = chain, link, budget, limit, margin
+        self.bound = chain_bound(chain, link)
+        self.seconds, self.peak, self.placement = math.inf, 0, Placement()
+
+    def found(self, exact_transfers: int) -> Found:
+        """Everything, until the bound is met or the budget ends."""
+        self._start()
+        small = len(self.chain.gathers) + len(self.chain.reductions) <= exact_transfers
+        searches = [self._rough, self._fine, self._proof, *([self._exact] if small else [])]
+        stopped = False
+        for index, search in enumerate(searches):
+            if not self._met:
+                part = self.budget.part(len(searches) - index)
+                search(part)
+                stopped |= part.ended
+                self.budget.take(part)
+        return Found(self.seconds, self.peak, self.placement, min(self.bound, self.seconds), stopped and not self._met)
+
+    @property
+    def _met(self) -> bool:
+        return self.seconds <= self.bound * (1 + _EQUAL)
+
+    def _start(self) -> None:
+        self._consider(laziest(self.chain))
+        self._consider(one_ahead(self.chain))
+        self._order(singles(self.chain))
+
+    def _rough(self, budget: Budget) -> None:
+        gathers, reductions = jobs(self.chain, self.link)
+        cuts = [even_cuts(self.chain.transfers(kind), _PLACES) for kind in KINDS]
+        num = len(self.chain.reductions)
+        for beyond in _BEYOND:
+            cuts[0] += gathers.cuts(self.bound * (1 + beyond))
+            cuts[1] += [num - cut for cut in reductions.cuts(self.bound * (1 + beyond))]
+        self._search(at_cuts(self.chain, *cuts), Effort(window=1 << 30, lag=1 << 30), budget)
+        self._refine(budget)
+
+    def _refine(self, budget: Budget) -> None:
+        before = math.inf
+        while not self._met and not budget.ended and self.seconds < before * (1 - _GAIN):
+            before = self.seconds
+            for step in _AROUND:
+                buckets = self.placement.buckets
+                ends = ([b.end for b in buckets if b.kind == kind] for kind in KINDS)
+                cuts = (cuts_around(e, len(self.chain.transfers(kind)), step) for e, kind in zip(ends, KINDS))
+                self._search(at_cuts(self.chain, *cuts), Effort(window=16, lag=16), budget)
+
+    def _fine(self, budget: Budget) -> None:
+        sizes = sorted(t.num_bytes for t in (*self.chain.gathers, *self.chain.reductions))
+        typical = float(sizes[len(sizes) * 9 // 10])
+        tried = [(2 * typical, 0.0), (math.inf, 1.0)]
+        latencies = sum(
+            rate_below(self.chain, self.link, kind).latency * len(self.chain.transfers(kind)) for kind in KINDS
+        )
+        if latencies > _LONG * self.chain.elapsed[-1]:
+            tried.append((math.inf, 4.0))
+        for most, coarse in tried:
+            self._search(self.chain, Effort(most_bytes=most, coarse=coarse, labels=4), budget)
+        self._refine(budget)
+
+    def _search(self, chain: Chain | Coarse, effort: Effort, budget: Budget) -> None:
+        """Consider the best order of a chain, or of a coarse one, with and without room for gradients."""
+        sizes = sorted(t.num_bytes for t in (*self.chain.gathers, *self.chain.reductions))
+        for reserve in (0.0, float(sizes[len(sizes) * 9 // 10])) if self.limit < math.inf else (0.0,):
+            if self._met:
+                return
+            looking = replace(effort, below=self.seconds, reserve=reserve)
+            joined = chain.joined if isinstance(chain, Coarse) else chain
+            order = channel_order(joined, self.link, looking, budget, self.limit)
+            if order is not None:
+                self._order(chain.original(order) if isinstance(chain, Coarse) else order)
+
+    def _proof(self, budget: Budget) -> None:
+        """Every order that is shorter than the best, of transfers whose small tensors are packed for nothing."""
+        if self.link.separate and self.chain.gathers and self.chain.reductions:
+            return
+        below = self.seconds / (1 + _GAIN)
+        free = replace(
+            self.chain,
+            gathers=tuple(map(_without_copies, self.chain.gathers)),
+            reductions=tuple(map(_without_copies, self.chain.reductions)),
+        )
+        found = shortest_order(free, self.link, budget, below)
+        if found is not None:
+            seconds, order = found
+            self.bound = max(self.bound, seconds)
+            self._order(order)
+        elif not budget.ended:
+            self.bound = max(self.bound, below)
+
+    def _exact(self, budget: Budget) -> None:
+        found = best_placement(self.chain, self.link, budget, self.limit, self.seconds * (1 - 1e-12))
+        if found.placement is not None:
+            self._consider(delay(self.chain, self.link, found.placement, self.margin))
+        self.bound = max(self.bound, found.bound)
+
+    def _order(self, order: Sequence[Bucketed]) -> None:
+        for margin in (math.inf, self.margin):
+            placement = place(self.chain, self.link, order, self.limit, margin)
+            if placement is not None:
+                self._consider(delay(self.chain, self.link, placement, self.margin))
+
+    def _consider(self, placement: Placement) -> None:
+        timeline = simulate(Problem((self.chain,), self.link), Schedule((placement,)))
+        if timeline.peak > self.limit:
+            return
+        # Infinity is equal to nothing.
+        equal = abs(timeline.step_seconds - self.seconds) <= _EQUAL * min(timeline.step_seconds, self.seconds)
+        if timeline.peak < self.peak if equal else timeline.step_seconds < self.seconds:
+            self.seconds, self.peak, self.placement = timeline.step_seconds, timeline.peak, placement
+
+
+def _without_copies(transfer: Transfer) -> Transfer:
+    """What takes no longer than a transfer, packed or not: its small tensors travel in another's buffer, uncopied."""
+    large = transfer.num_tensors - transfer.num_small
+    return replace(transfer, num_tensors=large, num_small=0, small_bytes=0, packed=None)
