@@ -92,6 +92,7 @@ class Explanation:
         exposed_comm_s: compute waits for communication.
         lower_bound_s: no schedule of the same compute on the same link is faster.
         gap: step_time_s / lower_bound_s - 1.
+        search_stopped: the search for a plan ended at its budget of steps, before all shorter ones were ruled out.
         peak_memory_bytes: of values alive at once between regions, with gradients and optimizer state.
         memory: at the peak, by what it is.
         memory_capacity_bytes: of the device.
@@ -125,6 +126,7 @@ class Explanation:
     exposed_comm_s: float
     lower_bound_s: float
     gap: float
+    search_stopped: bool
     peak_memory_bytes: int
     memory: dict[str, int]
     memory_capacity_bytes: float
@@ -189,13 +191,16 @@ class Explanation:
             ("critical path", _path(self.critical_path)),
             ("slack", _slack(self.slack)),
             ("busy", ", ".join(f"{_LINKS.get(name, name)} {share:.1%}" for name, share in self.busy.items())),
-            ("lower bound", f"{format_seconds(self.lower_bound_s)}, gap {self.gap:.1%}"),
+            ("lower bound", f"{format_seconds(self.lower_bound_s)}, gap {self.gap:.1%}{self._stopped()}"),
             (
                 "memory",
                 f"{format_bytes(self.peak_memory_bytes)} of {format_bytes(self.memory_capacity_bytes)}: {memory}",
             ),
             ("limited by", self.limit),
         ]
+
+    def _stopped(self) -> str:
+        return ", as the search for a shorter plan ended at its budget" if self.search_stopped else ""
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report with timeline, memory curve, buckets and regions: one file that needs no network."""

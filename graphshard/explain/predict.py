@@ -65,6 +65,7 @@ def explained(
         tokens: of one rank.
         states: tensors like a parameter that the optimizer keeps.
     """
+    prediction = program.plan.prediction if program.plan else None
     timeline = estimate(program, costs)
     memory = memory_of(program, timeline)
     trained = sum(row.shard_bytes(row.dtype) for row in program.params if row.trainable)
@@ -98,6 +99,7 @@ def explained(
         exposed_comm_s=timeline.total("exposed"),
         lower_bound_s=least,
         gap=step / least - 1,
+        search_stopped=prediction is not None and prediction.stopped,
         peak_memory_bytes=peak,
         memory=held,
         memory_capacity_bytes=costs.profile.memory_capacity,

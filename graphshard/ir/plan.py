@@ -76,6 +76,7 @@ class Prediction:
         peak_bytes: most bytes alive at once.
         profile, profile_hash: the hardware profile whose numbers were used.
         network: which of the profile's models of the network.
+        stopped: the search for a shorter plan ended at its budget of steps, before all were ruled out.
     """
 
     step_seconds: float
@@ -84,6 +85,7 @@ class Prediction:
     profile: str
     profile_hash: str
     network: str
+    stopped: bool = False
 
     @property
     def gap(self) -> float:

@@ -14,8 +14,8 @@ import math
 from graphshard.schedule.deadlines import Jobs, jobs
 from graphshard.schedule.problem import Chain, Link, Problem
 
-# Transfers that halving may look at, together: some tenths of a second. What is not ruled out by then is left.
-_MOST_LOOKS = 20_000
+# Transfers that halving may look at, together: some tenths of a second. It is known to a few 1e-4 then, or better.
+_MOST_LOOKS = 6_000
 # Intervals that are smaller, as a fraction, are not halved.
 _NARROW = 1e-13
 

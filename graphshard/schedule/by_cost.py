@@ -19,7 +19,7 @@ from graphshard.schedule.buckets import to_buckets
 from graphshard.schedule.build import Built, Constraints, Settings, build
 from graphshard.schedule.by_unit import PlanByUnit, account, plan_scalars
 from graphshard.schedule.problem import Problem, Schedule
-from graphshard.schedule.solve import Solution, Solver, one_ahead
+from graphshard.schedule.solve import STEPS, Solution, Solver, one_ahead
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ class _Planned:
     def bound(self) -> float:
         return self.prediction.lower_bound
 
-    def above(self, bound: float) -> _Planned:
-        """With another lower bound."""
-        prediction = replace(self.prediction, lower_bound=bound)
+    def above(self, bound: float, stopped: bool) -> _Planned:
+        """With another lower bound, and whether a search ended at its budget."""
+        prediction = replace(self.prediction, lower_bound=bound, stopped=stopped)
         return _Planned(replace(self.plan, prediction=prediction), prediction)
 
 
@@ -67,6 +67,8 @@ class PlanByCost:
         worth, worth_seconds: share of the step, and seconds for each unit, that must be gained before the plan departs
             from FSDP2's order, one unit ahead, and again before it departs from its buckets; without a memory limit
             what that order takes is the limit then. 0 and 0 look for the shortest step only.
+        steps: what a search may take, about a microsecond each: equal on all machines, so that all find the same plan.
+            Where it ends a search, the best plan so far is taken, and its prediction says so (`stopped`).
     """
 
     costs: Costs
@@ -77,10 +79,13 @@ class PlanByCost:
     optimizer_states: int = 2
     worth: float = 0.0
     worth_seconds: float = 0.0
+    steps: int = STEPS
 
     def __post_init__(self) -> None:
         if self.memory_limit is not None and self.memory_limit <= 0:
             raise ArgumentError(f"memory_limit must be a positive number of bytes, got {self.memory_limit}.")
+        if self.steps < 0:
+            raise ArgumentError(f"steps must not be negative, got {self.steps}. 0 searches nothing.")
 
     def __call__(self, program: Program) -> Plan:
         """Plan a partitioned program.
@@ -93,7 +98,7 @@ class PlanByCost:
             return self._unplanned(program)
         settings = self._settings(program)
         if not (self.worth or self.worth_seconds):
-            return self._planned(program, settings, Solver(self._limit)).plan
+            return self._shortest(program, settings).plan
         return self._worthwhile(program, settings).plan
 
     def _unplanned(self, program: Program) -> Plan:
@@ -123,6 +128,20 @@ class PlanByCost:
         exchange = on_cpu and program.mesh.shard.size == EXCHANGE_RANKS and self.memory_limit is None
         return Settings(self.constraints, exact, exchange, pack_below, self.optimizer_states)
 
+    def _shortest(self, program: Program, settings: Settings) -> _Planned:
+        """The best plan of all, or of those in which units travel together: a search may be better at fewer buckets."""
+        together = replace(settings, constraints=replace(self.constraints, units=True))
+        best = self._planned(program, settings, Solver(self._limit, steps=self.steps))
+        if settings == together:
+            return best
+        try:
+            found = self._planned(program, together, Solver(self._limit, steps=self.steps))
+        except InfeasibleError:  # less fits if units travel together
+            return best
+        stopped = best.prediction.stopped or found.prediction.stopped
+        shorter = min(best, found, key=lambda planned: planned.seconds)
+        return shorter.above(min(best.bound, found.seconds), stopped)
+
     def _worthwhile(self, program: Program, settings: Settings) -> _Planned:
         """FSDP2's order, or the best of its buckets, or the best of all, if that beats what comes before by enough."""
         together = replace(settings, constraints=replace(self.constraints, units=True))
@@ -131,19 +150,23 @@ class PlanByCost:
         limit = self._limit if self.memory_limit is not None else best.prediction.peak_bytes
         bound = min(best.bound, lower_bound(build(program, self.costs, settings).problem, limit=limit))
         fits = best.prediction.peak_bytes <= limit
+        together_bound, stopped = best.bound, False
         change = self.worth_seconds * len(program.params.units)
         for attempt in dict.fromkeys((together, settings)):
             if fits and best.seconds <= max(bound * (1 + self.worth), bound + change):
                 break
             try:
-                found = self._planned(program, attempt, Solver(limit))
+                found = self._planned(program, attempt, Solver(limit, steps=self.steps))
             except InfeasibleError:
                 if not fits and attempt == settings:
                     raise
                 continue
+            stopped |= found.prediction.stopped
+            if attempt == settings:  # what is proven of all plans there, or by any of units
+                bound = max(bound, min(found.bound, together_bound))
             if not fits or best.seconds > max(found.seconds * (1 + self.worth), found.seconds + change):
                 best, fits = found, True
-        return best.above(min(bound, best.seconds))
+        return best.above(min(bound, best.seconds), stopped)
 
     @property
     def _limit(self) -> float:
@@ -166,7 +189,13 @@ class PlanByCost:
                 solution = solver(built.problem)
         profile = self.costs.profile
         prediction = Prediction(
-            solution.step_seconds, bound, solution.peak, profile.name, profile.hash, self.costs.network
+            solution.step_seconds,
+            bound,
+            solution.peak,
+            profile.name,
+            profile.hash,
+            self.costs.network,
+            solution.stopped,
         )
         plan = self._plan(program, built, solution.schedule, settings)
         return _Planned(replace(plan, kept=kept, prediction=prediction), prediction)

@@ -46,7 +46,7 @@ class Costs:
 
     def __call__(self, num_bytes: _Numbers, num_tensors: _Numbers) -> _Numbers:
         """Seconds of buckets."""
-        found = self.lines[0].latency + num_bytes * self.lines[0].per_byte
+        found = float(self.lines[0].latency) + num_bytes * float(self.lines[0].per_byte)
         for rate in self.lines[1:]:
             found = np.minimum(found, rate.latency + num_bytes * rate.per_byte)
         if self.per_tensor:

@@ -52,8 +52,8 @@ _CHANNEL = itemgetter(0)
 _EXACT = Effort(window=1 << 30, lag=1 << 30, labels=1 << 30)
 
 
-# Steps of a budget for the costs of a bucket.
-_BUCKET = 4
+# Steps of a budget for what is found out about each transfer, and for the costs of a bucket.
+_TRANSFER, _BUCKET = 40, 4
 
 # Two clocks, the channel's and compute's, the last bucket, and the label before it.
 _Label = tuple[float, float, "Bucketed | None", Any]
@@ -108,6 +108,7 @@ class _Program:
         self.used_at = [*(g.at for g in chain.gathers), end]
         self.launch = [chain.elapsed[p] for p in earliest_launches(chain, limit, effort.reserve)]
         self.latest = _Latest(chain, link, effort.below)
+        budget.spend(_TRANSFER * (len(chain.gathers) + len(chain.reductions)))
         self.options = {
             "gather": [list(self._buckets("gather", first)) for first in range(len(chain.gathers))],
             "reduce": [list(self._buckets("reduce", first)) for first in range(len(chain.reductions))],

@@ -23,7 +23,18 @@ from graphshard.schedule.deadlines import jobs
 from graphshard.schedule.deep import Effort, channel_order, shortest_order
 from graphshard.schedule.exact import best_placement
 from graphshard.schedule.place import delay, place
-from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link, Placement, Problem, Schedule, Transfer
+from graphshard.schedule.problem import (
+    KINDS,
+    Bucketed,
+    Chain,
+    Link,
+    Placement,
+    Problem,
+    Schedule,
+    Transfer,
+    load,
+    modes,
+)
 from graphshard.schedule.rates import rate_below
 from graphshard.schedule.simple import laziest, one_ahead, singles
 from graphshard.schedule.simulate import simulate
@@ -40,6 +51,10 @@ _AROUND = (8, 4, 2, 1)
 _BEYOND = (1e-6, 0.003, 0.01)
 # What is shorter than the best by less is not looked for.
 _GAIN = 0.001
+# Under a limit of memory, which the proof does not know, it is only tried for gaps that are smaller.
+_PROVABLE = 0.03
+# Steps of a budget for an item or a bucket that is placed and simulated.
+_PLACED = 10
 
 
 @dataclass(frozen=True)
@@ -81,8 +96,9 @@ class _Phase:
     def found(self, exact_transfers: int) -> Found:
         """Everything, until the bound is met or the budget ends."""
         self._start()
-        small = len(self.chain.gathers) + len(self.chain.reductions) <= exact_transfers
-        searches = [self._rough, self._fine, self._proof, *([self._exact] if small else [])]
+        searches = [self._rough, self._fine, self._proof]
+        if len(self.chain.gathers) + len(self.chain.reductions) <= exact_transfers:
+            searches.append(self._exact)
         stopped = False
         for index, search in enumerate(searches):
             if not self._met:
@@ -98,8 +114,9 @@ class _Phase:
 
     def _start(self) -> None:
         self._consider(laziest(self.chain))
-        self._consider(one_ahead(self.chain))
-        self._order(singles(self.chain))
+        if all(g.start is None for g in self.chain.gathers):
+            self._consider(one_ahead(self.chain))
+        self._order(Budget(0), singles(self.chain))
 
     def _rough(self, budget: Budget) -> None:
         gathers, reductions = jobs(self.chain, self.link)
@@ -144,11 +161,13 @@ class _Phase:
             joined = chain.joined if isinstance(chain, Coarse) else chain
             order = channel_order(joined, self.link, looking, budget, self.limit)
             if order is not None:
-                self._order(chain.original(order) if isinstance(chain, Coarse) else order)
+                self._order(budget, chain.original(order) if isinstance(chain, Coarse) else order)
 
     def _proof(self, budget: Budget) -> None:
         """Every order that is shorter than the best, of transfers whose small tensors are packed for nothing."""
         if self.link.separate and self.chain.gathers and self.chain.reductions:
+            return
+        if self.limit < math.inf and self.seconds > self.bound * (1 + _PROVABLE):
             return
         below = self.seconds / (1 + _GAIN)
         free = replace(
@@ -160,18 +179,28 @@ class _Phase:
         if found is not None:
             seconds, order = found
             self.bound = max(self.bound, seconds)
-            self._order(order)
+            self._order(budget, [self._with_copies(bucket) for bucket in order])
         elif not budget.ended:
             self.bound = max(self.bound, below)
 
+    def _with_copies(self, bucket: Bucketed) -> Bucketed:
+        """Packed or not, as it may be, and as takes less time in all."""
+        members = self.chain.transfers(bucket.kind)[bucket.first : bucket.end]
+        costs = {packed: load(self.link, bucket.kind, members, packed) for packed in modes(members)}
+        seconds = {packed: cost.seconds + cost.copy_in + cost.copy_out for packed, cost in costs.items()}
+        return replace(bucket, packed=min(seconds, key=lambda packed: seconds[packed]))
+
     def _exact(self, budget: Budget) -> None:
+        if self.seconds <= self.bound * (1 + _GAIN):
+            return
         found = best_placement(self.chain, self.link, budget, self.limit, self.seconds * (1 - 1e-12))
         if found.placement is not None:
             self._consider(delay(self.chain, self.link, found.placement, self.margin))
         self.bound = max(self.bound, found.bound)
 
-    def _order(self, order: Sequence[Bucketed]) -> None:
+    def _order(self, budget: Budget, order: Sequence[Bucketed]) -> None:
         for margin in (math.inf, self.margin):
+            budget.spend(_PLACED * (len(self.chain.seconds) + 2 * len(order)))
             placement = place(self.chain, self.link, order, self.limit, margin)
             if placement is not None:
                 self._consider(delay(self.chain, self.link, placement, self.margin))
@@ -189,4 +218,6 @@ class _Phase:
 def _without_copies(transfer: Transfer) -> Transfer:
     """What takes no longer than a transfer, packed or not: its small tensors travel in another's buffer, uncopied."""
     large = transfer.num_tensors - transfer.num_small
-    return replace(transfer, num_tensors=large, num_small=0, small_bytes=0, packed=None)
+    apart = "" if transfer.packed is None else f" {transfer.packed}"
+    group = f"{transfer.group}{apart}"  # those that must be packed and those that must not share no bucket
+    return replace(transfer, group=group, num_tensors=large, num_small=0, small_bytes=0, packed=None)

@@ -19,8 +19,8 @@ from graphshard.schedule.phase import Found, best_of
 from graphshard.schedule.problem import Chain, Link, Problem, Schedule
 from graphshard.schedule.simulate import simulate
 
-# Steps of a solver: about three seconds.
-STEPS = 4_000_000
+# Steps of a solver: some seconds.
+STEPS = 2_000_000
 
 
 @dataclass(frozen=True)

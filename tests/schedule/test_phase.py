@@ -1,0 +1,195 @@
+"""Searches end: with any budget there is a plan, the same everywhere, no longer than where it began, and a bound."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import load_profile
+from graphshard.ir.errors import InfeasibleError
+from graphshard.ir.mesh import Axis
+from graphshard.schedule import (
+    Chain,
+    Link,
+    Placement,
+    Problem,
+    Rate,
+    Schedule,
+    Solution,
+    Solver,
+    Transfer,
+    lower_bound,
+    simulate,
+)
+from graphshard.schedule.bounds import chain_bound
+from graphshard.schedule.budget import Budget
+from graphshard.schedule.build import make_link
+from graphshard.schedule.deadlines import jobs
+from graphshard.schedule.deep import shortest_order
+from graphshard.schedule.exact import best_placement
+from graphshard.schedule.phase import best_of
+from graphshard.schedule.problem import KINDS, modes, startable
+from graphshard.schedule.simple import one_ahead
+from graphshard.schedule.solve import STEPS
+from tests.schedule.oracles import chains, exhaustive, halves, links
+
+LIMITS = st.one_of(st.just(math.inf), st.integers(5, 60))
+
+
+def least_of(*rates: Rate) -> Callable[[int, int], float]:
+    """What the fastest of several protocols costs: concave in the bytes, as the costs of profiles are."""
+    return lambda num_bytes, num_tensors: min(rate(num_bytes, num_tensors) for rate in rates)
+
+
+@st.composite
+def protocols(draw: st.DrawFn) -> Link:
+    """Short messages have another protocol than long ones."""
+    gather, reduce = (
+        least_of(
+            Rate(draw(st.integers(1, 2)), draw(st.integers(2, 4)), 1),
+            Rate(draw(st.integers(3, 9)), draw(st.integers(0, 1)), 1),
+        )
+        for _ in KINDS
+    )
+    return Link(gather, reduce, halves, num_shards=2)
+
+
+def twelve() -> Problem:
+    """A forward of twelve matrices, four attentions and feed-forwards of MPT-7B's width, on 128 ranks."""
+    width = 4096
+    many = [8 * width, width**2, width**2, width, width**2, 4 * width**2]
+    many += [width, width**2, width, 3 * width**2, width**2, width**2]
+    gathers = tuple(
+        Transfer(f"w{i}", 2 * n, i, i, num_tensors=2, num_small=1, small_bytes=2 * width) for i, n in enumerate(many)
+    )
+    seconds = tuple(4 * n * 2048 / (0.65 * 989e12) + 1e-5 for n in many)
+    link = make_link(Costs(load_profile("h100")), Axis("shard", 128, "shard"))
+    return Problem((Chain("forward", seconds, (0,) * 12, gathers),), link)
+
+
+@functools.cache
+def planned() -> Solution:
+    """Twelve transfers with the whole budget."""
+    return Solver()(twelve())
+
+
+def check(problem: Problem, placements: tuple[Placement, ...]) -> None:
+    """Every transfer travels once, in order, with its group, packed as it must be, when it may."""
+    for chain, placement in zip(problem.chains, placements, strict=True):
+        for kind in KINDS:
+            buckets = [(i, b) for i, b in enumerate(placement.buckets) if b.kind == kind]
+            assert [i for _, b in buckets for i in range(b.first, b.end)] == [*range(len(chain.transfers(kind)))]
+            for index, bucket in buckets:
+                members = chain.transfers(kind)[bucket.first : bucket.end]
+                assert len({m.group for m in members}) == 1
+                assert bucket.packed in modes(members)
+                at = {event.action: event.at for event in placement.events if event.bucket == index}
+                assert startable(members, kind, at["start"])
+                assert at["wait"] <= members[0].at if kind == "gather" else at["wait"] >= at["start"]
+
+
+def test_a_phase_that_was_searched_without_end_is_planned_within_its_budget() -> None:
+    problem = twelve()
+    (chain,) = problem.chains
+    budget = Budget(STEPS)
+    found = best_of(chain, problem.link, budget)
+    assert budget.left > -0.05 * STEPS
+    assert found.seconds <= found.bound * 1.01
+    assert Solver()(problem) == planned()
+
+
+@pytest.mark.parametrize("steps", [0, 1000, 30_000])
+def test_a_search_that_is_stopped_says_so_and_bounds_what_it_left(steps: int) -> None:
+    (chain,), link = twelve().chains, twelve().link
+    budget = Budget(steps)
+    found = best_placement(chain, link, budget)
+    assert budget.ended
+    stopped = Solver(steps=steps)(twelve())
+    assert stopped.stopped
+    assert max(found.bound, stopped.lower_bound) <= planned().step_seconds <= stopped.step_seconds
+    few = replace(chain, gathers=chain.gathers[:4])
+    assert not Solver()(Problem((few,), link)).stopped
+
+
+@settings(max_examples=60, deadline=None)
+@given(chains(layers=6, reductions=True), st.one_of(links(), protocols()), LIMITS, st.integers(0, 4000))
+def test_any_budget_has_a_plan(chain: Chain, link: Link, limit: float, steps: int) -> None:
+    """It is valid, keeps to memory, is no longer than FSDP2's order where that fits, and is found again."""
+    problem = Problem((chain,), link)
+    try:
+        found = Solver(limit, steps=steps)(problem)
+    except InfeasibleError:
+        return
+    check(problem, found.schedule.placements)
+    start = simulate(problem, Schedule((one_ahead(chain),)))
+    assert found.peak <= limit
+    assert found.lower_bound <= found.step_seconds * (1 + 1e-9)
+    assert start.peak > limit or found.step_seconds <= start.step_seconds
+    again = Solver(limit, steps=steps)(replace(problem, chains=(replace(chain),)))
+    assert again == found
+
+
+@settings(max_examples=60, deadline=None)
+@given(chains(layers=3, reductions=True), protocols(), LIMITS, st.integers(0, 3000))
+def test_no_schedule_beats_the_bound_of_a_stopped_search(chain: Chain, link: Link, limit: float, steps: int) -> None:
+    best = exhaustive(chain, link, limit)
+    assume(best < math.inf)
+    found = best_placement(chain, link, Budget(steps), limit)
+    assert found.bound <= best * (1 + 1e-9)
+    assert chain_bound(chain, link) <= best * (1 + 1e-9)
+    assert Solver(limit, steps=steps)(Problem((chain,), link)).lower_bound <= best * (1 + 1e-9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(chains(layers=6, reductions=False, small=False), protocols())
+def test_the_bound_of_gathers_is_what_the_best_schedule_takes(chain: Chain, link: Link) -> None:
+    """With one rate for each message, and transfers of one group: what the oracle finds, not less."""
+    chain = replace(chain, gathers=tuple(replace(g, group="") for g in chain.gathers))
+    assert chain_bound(chain, link) == pytest.approx(exhaustive(chain, link), rel=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(chains(layers=4, reductions=True, small=False), protocols())
+def test_the_proof_is_exact_on_a_shared_link(chain: Chain, link: Link) -> None:
+    best = exhaustive(chain, link)
+    found = shortest_order(chain, link, Budget(math.inf), best * (1 + 1e-6) + 1e-6)
+    assert found is not None
+    assert found[0] == pytest.approx(best)
+    assert shortest_order(chain, link, Budget(math.inf), best * (1 - 1e-6)) is None
+
+
+def test_the_least_work_that_meets_deadlines() -> None:
+    """Two seconds for a bucket and one for a byte; the longer a step may take, the fewer buckets it needs."""
+    gathers = tuple(Transfer(f"w{i}", 2, i, i) for i in range(3))
+    link = Link(Rate(2, 1), Rate(2, 1), halves, 2)
+    gathering, _ = jobs(Chain("forward", (3.0, 3.0, 3.0), (0,) * 3, gathers), link)
+    assert [gathering.work(seconds)[-1] for seconds in (12, 15, 17)] == [math.inf, 10, 8]
+    assert [gathering.cuts(seconds) for seconds in (12, 15, 17)] == [[], [2, 3], [3]]
+
+
+@pytest.mark.parametrize("calls", [1, 20, 300])
+def test_planning_that_is_interrupted_leaves_nothing(calls: int) -> None:
+    """Ctrl-C while costs are asked for: it ends at once, and the next call plans as if nothing had been."""
+    problem = twelve()
+    left = calls
+
+    def gather(num_bytes: int, num_tensors: int) -> float:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        return problem.link.gather(num_bytes, num_tensors)
+
+    link = replace(problem.link, gather=gather)
+    with pytest.raises(KeyboardInterrupt):
+        Solver()(replace(problem, link=link))
+    assert left == 0
+    assert Solver()(replace(problem, link=link)) == planned()
+    assert lower_bound(replace(problem, link=link)) == lower_bound(problem)
