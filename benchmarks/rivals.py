@@ -56,6 +56,13 @@ def fsdp2(chain: Chain, *, packed: bool = True, whole: bool = True) -> tuple[Cha
     return _with(chain, buckets[:num_gathers], buckets[num_gathers:], [event for *_, event in events])
 
 
+def by_unit(chain: Chain) -> Chain:
+    """The chain in which a unit's tensors travel together."""
+    gathers = [replace(merged(unit), at=unit[0].at) for unit in _by_unit(chain.gathers)]
+    reductions = [replace(merged(unit), at=unit[-1].at) for unit in _by_unit(chain.reductions)]
+    return replace(chain, gathers=tuple(gathers), reductions=tuple(reductions))
+
+
 def _by_unit(transfers: tuple[Transfer, ...]) -> list[list[Transfer]]:
     groups: dict[str, list[Transfer]] = {}
     for transfer in transfers:

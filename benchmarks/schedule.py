@@ -1,18 +1,20 @@
 """Predicted step of our schedules, their proven gap, and what others do with the same compute on the same link.
 
-    python -m benchmarks.schedule [--ranks 8 64 1024] [--tokens 4096 16384] [--models 8B 70B 405B MoE]
+    python -m benchmarks.schedule [--ranks 8 64 1024] [--tokens 2048 4096 16384] [--models 8B 405B]
         [--inductor 8B MoE] [--json FILE] [--capture LAYERS]
 
-Times come from one simulator; a ratio is another schedule's step over ours. The bound is below every schedule.
+Times come from one simulator; a ratio is another schedule's step over ours. The bound is below every schedule in which
+what is needed, or ready, at one position travels together; "*" marks gaps that are left as the search was stopped.
 "FSDP2" packs each unit into a buffer and prefetches one ahead; "blocks" is the same without copies; "params" sends
 every parameter by itself. "Inductor" is torch's own schedule_overlap_bucketing, run on a graph of the chain with the
 simulator's times, allowed 8 GB more than the unscheduled graph; it takes a minute for 32 layers, so the deeper models
-are left out unless asked for. The last table is CPU CPU seconds of planning by depth.
+are left out unless asked for. The last table is CPU seconds of planning by depth.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -29,7 +31,7 @@ from benchmarks import rivals
 from benchmarks.shapes import LLAMA_8B, LLAMA_405B, SHAPES, Shape, joined, link_of, problem
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.schedule import Chain, Placement, Problem, Schedule, Solver, lower_bound, simulate
+from graphshard.schedule import Chain, Placement, Problem, Schedule, Solution, Solver, simulate
 from graphshard.schedule.build import Settings, build
 from tests.helpers import captured, through
 
@@ -40,8 +42,9 @@ COLUMNS = ("FSDP2", "blocks", "params", "Inductor")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 1024])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384], help="per rank")
-    parser.add_argument("--models", nargs="+", default=["8B", "70B", "405B", "MoE"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 16384], help="per rank")
+    parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES], help="or parts of their names")
+    parser.add_argument("--hardware", nargs="+", default=["h100"], help="profiles")
     parser.add_argument("--inductor", nargs="*", default=["8B", "MoE"], help="models to run Inductor's scheduler on")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
     parser.add_argument("--capture", type=int, default=0, help="only check shapes against a graph of so many layers")
@@ -50,21 +53,22 @@ def main() -> None:
         check_capture(args.capture)
         return
     rows = []
-    print(f"{'model':13} {'ranks':>5} {'network':12} {'tokens':>6} {'step ms':>9} {'bound':>9} {'gap':>6}", end="")
+    print(
+        f"{'model':13} {'on':4} {'ranks':>5} {'network':12} {'tokens':>6} {'step ms':>9} {'bound':>9} {'gap':>6}",
+        end="",
+    )
     print("".join(f" {name:>8}" for name in COLUMNS), f" {'peak GB':>8} {'plan s':>6}")
     for shape in (s for s in SHAPES if any(model in s.name for model in args.models)):
-        for ranks in args.ranks:
-            for network in ("isolated", "in-training"):
-                for tokens in args.tokens:
-                    with_inductor = any(model in shape.name for model in args.inductor)
-                    rows.append(compare(shape, ranks, network, tokens, with_inductor=with_inductor))
-                    print_row(rows[-1])
+        with_inductor = any(model in shape.name for model in args.inductor)
+        settings = itertools.product(args.hardware, args.ranks, ("isolated", "in-training"), args.tokens)
+        for hardware, ranks, network, tokens in settings:
+            rows.append(compare(shape, hardware, ranks, network, tokens, with_inductor=with_inductor))
+            print_row(rows[-1])
     print(f"\n{'layers':>6} {'plan s':>7}")
     depths = {}
     for layers in (8, 16, 32, 63, 126):
-        depths[layers] = compare(replace(LLAMA_405B, layers=layers), 64, "isolated", 4096, with_inductor=False)[
-            "plan_s"
-        ]
+        shape = replace(LLAMA_405B, layers=layers)
+        depths[layers] = compare(shape, "h100", 64, "isolated", 4096, with_inductor=False)["plan_s"]
         print(f"{layers:6} {depths[layers]:7.2f}", flush=True)
     worst = min((row[name] for row in rows for name in COLUMNS if row[name]), default=1.0)
     print(f"\nlargest gap {max(row['gap'] for row in rows):.2%}; least ratio of another schedule to ours {worst:.4f}")
@@ -75,23 +79,37 @@ def main() -> None:
 
 
 def print_row(row: dict) -> None:
-    print(f"{row['model']:13} {row['ranks']:5} {row['network']:12} {row['tokens']:6}", end="")
-    print(f" {1e3 * row['step_s']:9.2f} {1e3 * row['bound_s']:9.2f} {row['gap']:6.2%}", end="")
+    print(f"{row['model']:13} {row['hardware']:4} {row['ranks']:5} {row['network']:12} {row['tokens']:6}", end="")
+    print(
+        f" {1e3 * row['step_s']:9.2f} {1e3 * row['bound_s']:9.2f} {row['gap']:6.2%}{'*' if row['stopped'] else ' '}",
+        end="",
+    )
     print("".join(f" {row[name]:8.3f}" if row[name] else f" {'':8}" for name in COLUMNS), end="")
     print(f"  {row['peak'] / 1e9:8.1f} {row['plan_s']:6.2f}", flush=True)
 
 
-def compare(shape: Shape, ranks: int, network: str, tokens: int, *, with_inductor: bool) -> dict:
+def planned(fine: Problem) -> Solution:
+    """As `PlanByCost` plans: the best of all, or of those in which units travel together."""
+    best = Solver()(replace(fine, chains=tuple(map(joined, fine.chains))))
+    units = Solver()(replace(fine, chains=tuple(map(rivals.by_unit, fine.chains))))
+    return replace(
+        min(best, units, key=lambda found: found.step_seconds),
+        lower_bound=min(best.lower_bound, units.step_seconds),
+        stopped=best.stopped,
+    )
+
+
+def compare(shape: Shape, hardware: str, ranks: int, network: str, tokens: int, *, with_inductor: bool) -> dict:
     """One row: our step and bound in seconds, the others' steps over ours, CPU seconds of planning."""
-    costs = Costs(load_profile("h100"), network)
+    costs = Costs(load_profile(hardware), network)
     link = link_of(costs, ranks)
     fine = problem(shape, costs, ranks, tokens, min(SEQ, tokens), link)
     start = time.process_time()
-    found = Solver()(replace(fine, chains=tuple(map(joined, fine.chains))))
+    found = planned(fine)
     plan_s = time.process_time() - start
-    row = {"model": shape.name, "ranks": ranks, "network": network, "tokens": tokens, "plan_s": plan_s}
-    row |= {"step_s": found.step_seconds, "bound_s": lower_bound(fine), "peak": found.peak}
-    row["gap"] = row["step_s"] / row["bound_s"] - 1
+    row = {"model": shape.name, "hardware": hardware, "ranks": ranks, "network": network, "tokens": tokens}
+    row |= {"plan_s": plan_s, "step_s": found.step_seconds, "bound_s": found.lower_bound, "peak": found.peak}
+    row |= {"gap": found.gap, "stopped": found.stopped}
 
     def ratio(schedule: Callable[[Chain], tuple[Chain, Placement]]) -> float:
         return sum(_seconds(fine, *schedule(chain)) for chain in fine.chains) / row["step_s"]

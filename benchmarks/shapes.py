@@ -19,7 +19,14 @@ from graphshard.schedule.build import make_link
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder; with `experts`, every second layer has that many feed-forwards, of which a token uses `active`."""
+    """A decoder, or an encoder that is much like one.
+
+    Attributes:
+        experts: feed-forwards of every `expert_every`th layer, of which a token uses `active`.
+        head_dim: 0 is for dim / heads.
+        gated: feed-forwards have three matrices, not two.
+        tied: the head's matrix is the embedding's.
+    """
 
     name: str
     layers: int
@@ -30,16 +37,25 @@ class Shape:
     vocab: int = 128256
     experts: int = 0
     active: int = 2
+    expert_every: int = 2
+    head_dim: int = 0
+    gated: bool = True
+    tied: bool = False
 
     def is_expert(self, layer: int) -> bool:
-        return self.experts > 0 and layer % 2 == 1
+        return self.experts > 0 and layer % self.expert_every == self.expert_every - 1
 
 
 LLAMA_8B = Shape("Llama-3 8B", 32, 4096, 14336, 32, 8)
 LLAMA_70B = Shape("Llama-3 70B", 80, 8192, 28672, 64, 8)
 LLAMA_405B = Shape("Llama-3 405B", 126, 16384, 53248, 128, 8)
 MOE = Shape("MoE 32x16", 32, 4096, 14336, 32, 8, experts=16)
-SHAPES = (LLAMA_8B, LLAMA_70B, LLAMA_405B, MOE)
+LLAMA_1B = Shape("Llama-3.2 1B", 16, 2048, 8192, 32, 8, tied=True)
+QWEN = Shape("Qwen3-30B-A3B", 48, 2048, 768, 32, 4, 151936, experts=128, active=8, expert_every=1, head_dim=128)
+GEMMA = Shape("Gemma-2 9B", 42, 3584, 14336, 16, 8, 256000, head_dim=256, tied=True)
+VIT = Shape("ViT-22B", 48, 6144, 24576, 48, 48, 588, gated=False)  # patches of 14 x 14 in place of a vocabulary
+GPT = Shape("GPT-2 XL", 48, 1600, 6400, 25, 25, 50257, gated=False, tied=True)
+SHAPES = (LLAMA_8B, LLAMA_70B, LLAMA_405B, MOE, LLAMA_1B, QWEN, GEMMA, VIT, GPT)
 
 
 @dataclass(frozen=True)
@@ -55,19 +71,23 @@ class Item:
 
 def items(shape: Shape, seq: int) -> Iterator[Item]:
     """The forward pass in order."""
-    dim, kv = shape.dim, shape.dim * shape.kv_heads // shape.heads
+    dim, head_dim = shape.dim, shape.head_dim or shape.dim // shape.heads
+    query, kv = head_dim * shape.heads, head_dim * shape.kv_heads
     yield Item("", {"embed": shape.vocab * dim}, 0.0, saved=0)
     for layer in range(shape.layers):
         unit = f"layers.{layer}"
-        into = {"norm1": dim, "wq": dim * dim, "wk": dim * kv, "wv": dim * kv}
-        yield Item(unit, into, dim * dim + 2 * dim * kv, saved=2 * dim + 2 * (dim + 2 * kv))
-        yield Item(unit, {"wo": dim * dim}, dim * dim, attention=2 * seq * dim / 2, saved=4 * dim)
+        into = {"norm1": dim, "wq": dim * query, "wk": dim * kv, "wv": dim * kv}
+        yield Item(unit, into, dim * (query + 2 * kv), saved=2 * dim + 2 * (query + 2 * kv))
+        yield Item(unit, {"wo": query * dim}, query * dim, attention=2 * seq * query / 2, saved=4 * dim)
         copies = shape.experts if shape.is_expert(layer) else 1
         used = shape.active if shape.is_expert(layer) else 1
-        up = {"norm2": dim, "w1": copies * dim * shape.ffn, "w3": copies * dim * shape.ffn}
-        yield Item(unit, up, 2 * used * dim * shape.ffn, saved=2 * dim + 4 * used * shape.ffn)
+        names = ("w1", "w3") if shape.gated else ("w1",)
+        up = {"norm2": dim, **dict.fromkeys(names, copies * dim * shape.ffn)}
+        saved = 2 * dim + 2 * len(names) * used * shape.ffn
+        yield Item(unit, up, len(names) * used * dim * shape.ffn, saved=saved)
         yield Item(unit, {"w2": copies * dim * shape.ffn}, used * dim * shape.ffn, saved=2 * dim)
-    yield Item("", {"norm": dim, "head": shape.vocab * dim}, shape.vocab * dim, saved=2 * shape.vocab)
+    head = {} if shape.tied else {"head": shape.vocab * dim}
+    yield Item("", {"norm": dim, **head}, shape.vocab * dim, saved=2 * shape.vocab)
 
 
 def link_of(costs: Costs, ranks: int) -> Link:
