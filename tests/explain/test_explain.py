@@ -14,12 +14,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
+from graphshard.cost.costs import Costs
 from graphshard.explain.advice import advise, limit_of, parts_of
 from graphshard.explain.study import Study
 from graphshard.ir.text import format_seconds
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, Offload
 from graphshard.report.content import report_of
+from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
 from graphshard.schedule.clock import Call, Launch, Wait, run
 from graphshard.schedule.timeline import steps_of
@@ -94,6 +96,18 @@ def test_numbers_fit_together(found):
     assert found.compute_s == pytest.approx(sum(r.calls * r.seconds for r in found.regions))
     assert found.peak_memory_bytes == sum(found.memory.values())
     assert found.communication_s >= found.exposed_comm_s
+
+
+def test_a_search_that_ended_at_its_budget_is_said(found):
+    """Beside the gap that remains."""
+    planner = PlanByCost(Costs(graphshard.load_profile("h100")), steps=0)
+    passes = graphshard.Pipeline().replace("plan", MakePlan(planner))
+    stopped = graphshard.explain(meta_net(), {"shard": 64}, example_inputs=(TOKENS,), passes=passes)
+    assert stopped.search_stopped
+    assert f"gap {stopped.gap:.1%}, as the search for a shorter plan ended at its budget" in str(stopped)
+    assert stopped.to_dict()["search_stopped"]
+    assert not found.search_stopped
+    assert "ended at its budget" not in str(found)
 
 
 def test_flops_and_mfu(found):

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -158,6 +159,28 @@ def test_compile_takes_it(fake_world: FakeWorld) -> None:
     graphshard.compile(model, mesh, backend="eager", example_inputs=BATCH, memory_limit=10**6, hardware="a100")
     (program,) = graphshard.programs(model)
     assert program.plan.prediction.profile == "a100"
+    assert program.plan.prediction.peak_bytes <= 10**6
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_planning_can_be_interrupted(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """Ctrl-C while a plan is searched: compile leaves the model as it was, a call can be made again."""
+    fake_world(2)
+    mesh, model = init_device_mesh("cpu", (2,)), Blocks(2, 16)
+
+    def compile_and_call() -> None:
+        if ahead or type(model) is Blocks:
+            inputs = {"example_inputs": BATCH} if ahead else {}
+            graphshard.compile(model, mesh, backend="eager", memory_limit=10**6, hardware="a100", **inputs)
+        model(*BATCH)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("graphshard.schedule.solve.simulate", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            compile_and_call()
+    assert (type(model) is Blocks) == ahead
+    compile_and_call()
+    (program,) = graphshard.programs(model)
     assert program.plan.prediction.peak_bytes <= 10**6
 
 

@@ -194,6 +194,25 @@ def test_make_plan_takes_it() -> None:
     }
 
 
+def test_a_search_that_is_stopped_says_so(partitioned: Program) -> None:
+    """Without a step there is FSDP2's order at the least, and a bound; with some the plan is no longer."""
+    plans = [PlanByCost(COSTS, exact_reductions=False, steps=steps)(partitioned) for steps in (0, 2_000_000)]
+    stopped, whole = (plan.prediction for plan in plans)
+    assert stopped.stopped
+    assert not whole.stopped
+    assert whole.step_seconds <= stopped.step_seconds
+    assert stopped.lower_bound <= whole.step_seconds
+    assert Plan.from_json(plans[0].to_json()) == plans[0]
+    with pytest.raises(ArgumentError, match=r"steps must not be negative, got -1\. 0 searches nothing"):
+        PlanByCost(COSTS, steps=-1)
+
+
+def test_it_is_no_longer_than_any_plan_by_unit(partitioned: Program) -> None:
+    """The planner looks for the best of all and for the best with units together, and takes the shorter one."""
+    units = PlanByCost(COSTS, constraints=Constraints(units=True))(partitioned).prediction
+    assert PlanByCost(COSTS)(partitioned).prediction.step_seconds <= units.step_seconds
+
+
 def test_the_simulator_runs_a_program(partitioned: Program) -> None:
     """What the plan predicts can be looked at: spans, waits and what is alive."""
     problem = build(partitioned, COSTS, Settings()).problem
