@@ -66,8 +66,8 @@ How it is found:
   other protocols. What gathers and reductions take from each other is not in it: up to 6 % for small models on 1,024
   ranks. `deep` proves the rest, if its budget is enough: it looks for a schedule that is 2 %, 0.5 % and 0.1 % shorter,
   with copies for nothing, and leaves out only what cannot be that short.
-* **Rough first.** With at most 24 places where buckets may be cut, every bucket and every order is searched in tenths of
-  a second; around the cuts that were found it is repeated. A window of eight transfers, as before, missed buckets of
+* **Rough first.** With at most 24 places where buckets may be cut, every bucket and every order is searched in tenths
+  of a second; around the cuts that were found it is repeated. A window of eight transfers, as before, missed buckets of
   half a model, which are best where latencies are long: plans were up to 7 % longer.
 * **Searches end after a number of steps, never of seconds**: ranks and machines must find the same plan. What was found
   by then stands.
