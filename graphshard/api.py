@@ -148,7 +148,8 @@ def fully_shard(
     Args:
         module: a module with a forward, or a list of modules that are one unit.
         mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params: as for `compile`,
-            but for the parameters of this unit only. `mp_policy` is one policy.
+            but for the parameters of this unit only. `mp_policy` is one policy, and `ignored_params` may be one set
+            for all calls.
         dp_mesh_dims: None; parameters that are DTensors already are not supported yet.
         backend, activation, memory_limit, hardware, dynamic_shapes, max_captures, allow, passes, verify: as for
             `compile`. They are for the model as a whole: those of the outermost call count, and another may not differ.

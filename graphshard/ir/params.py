@@ -253,9 +253,17 @@ class ParamTable:
 def named_parameters(module: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
     """Distinct parameters in registration order, each with all its names."""
     names: dict[nn.Parameter, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
+    for name, param in places_of(module).items():
         names.setdefault(param, []).append(name)
     return {tuple(n): p for p, n in names.items()}
+
+
+def places_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Every name under which the module has a parameter, as `get_parameter` finds it.
+
+    A module's own `named_parameters` may tell others: that of torch's `checkpoint_wrapper` leaves itself out.
+    """
+    return dict(nn.Module.named_parameters(module, remove_duplicate=False))
 
 
 def chunk_range(size: int, chunks: int, index: int) -> tuple[int, int]:

@@ -342,6 +342,11 @@ def fate_at(node: torch.autograd.graph.Node) -> Fate:
         return "returned"
 
 
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's composable `replicate` was applied to the module itself."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
 def register_as(module: nn.Module, function: Any, state: Any) -> None:
     """Tell torch's composable functions, such as `replicate`, that one of them was applied to a module.
 

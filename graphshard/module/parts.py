@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import glob
 import itertools
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from torch import nn
@@ -231,6 +231,7 @@ def shard_unit(
         UnsupportedError: a unit inside is on another mesh or kept on another device.
     """
     model = modules[0] if len(modules) == 1 else Group(_outermost(modules))
+    options = replace(options, ignored_params=_ignored_in(model, options.ignored_params))
     parts = parts_of(model)
     tied = tie_again(model, mesh)
     axes = mesh_with(mesh, check_mesh(mesh), options, parts)
@@ -247,6 +248,14 @@ def shard_unit(
     shard(model, runner)
     take_over(runner, parts)
     _sharded_as.update(plain)
+
+
+def _ignored_in(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter] | None:
+    """Without the parameters of other modules: FSDP2's users give one set to all calls."""
+    if ignored is None:
+        return None
+    own = {id(param) for param in model.parameters()}
+    return [param for param in ignored if id(param) in own or not isinstance(param, nn.Parameter)]
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -20,6 +20,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import named_parameters
 from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
 from graphshard.ir.text import brief, visible
+from graphshard.ir.torch_internals import is_replicated
 
 # What gloo and NCCL add up.
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -108,6 +109,13 @@ def check_model(model: Any, *, in_parts: bool = False) -> None:
             which = f"its submodule {name!r} is" if name else "it is"
             raise ArgumentError(
                 f"{what}: {cls.__name__} cannot be compiled: {which} already compiled. Compile the root module, once."
+            )
+    for name, sub in model.named_modules():
+        if is_replicated(sub):
+            which = f"its submodule {name!r}" if name else "it"
+            raise ArgumentError(
+                f"{what}: {cls.__name__} cannot be compiled: torch's replicate was applied to {which}, whose gradients "
+                "it reduces in hooks. Apply replicate to a module around the compiled one, or leave it out."
             )
     if cls.forward is nn.Module.forward:
         raise ArgumentError(

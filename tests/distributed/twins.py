@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import sys
 from collections import Counter
@@ -48,6 +49,19 @@ def twins(model: nn.Module, mesh: DeviceMesh, **options: Any) -> tuple[nn.Module
     """The model compiled by graphshard, with operators run one by one, and a copy sharded by FSDP2."""
     twin = fsdp2(copy.deepcopy(model), mesh, **options)
     return graphshard.compile(model, mesh, backend="eager", **options), twin
+
+
+OURS = functools.partial(graphshard.fully_shard, backend="eager")
+
+
+def sharded_alike(
+    parallelize: Callable[[Callable[..., Any], Any], object], model: nn.Module
+) -> tuple[nn.Module, nn.Module]:
+    """The model, and a copy, parallelized by one function: with graphshard's `fully_shard`, and with FSDP2's."""
+    theirs = copy.deepcopy(model)
+    parallelize(OURS, model)
+    parallelize(fully_shard, theirs)
+    return model, theirs
 
 
 def world_mesh() -> DeviceMesh:
