@@ -77,10 +77,8 @@ def _orders(rank: int, world_size: int, reshard: bool | int | None, checkpointed
         ours, theirs = map(_order, pair)
         assert ours == theirs == (FORWARD, BACKWARDS[reshard])
         assert_same(*map(grads_of, pair), "gradients")
-    # Each forward has gathers and reductions of its own. FSDP2 keeps what it may, and reduces the sum once.
-    ours, theirs = (_order(model, calls=2) for model in pair)
-    assert ours == (FORWARD * 2, BACKWARDS[reshard] * 2)
-    assert [launch for launch in theirs[1] if "reduce" in launch] == REDUCTIONS
+    for model in pair:  # two forwards; what they send is counted in tests/distributed/test_counts.py
+        _order(model, calls=2)
     for name, grad in grads_of(pair[0]).items():
         torch.testing.assert_close(local(grad), local(pair[1].get_parameter(name).grad))
 
