@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree
 
@@ -33,6 +34,7 @@ from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
 from graphshard.capture.outside import no_outside_values
 from graphshard.capture.substitute import Substitute
+from graphshard.capture.tensor_axis import distributed
 from graphshard.capture.watch import Made, Watch, WatchHooks
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.params import ParamTable
@@ -75,6 +77,7 @@ class FlatForward(nn.Module):
         bare: Callable[[], contextlib.AbstractContextManager[None]],
         path: EagerPath,
         extensions: Extensions,
+        tensor: DeviceMesh | None,
         learned: Learned,
         allow: Collection[str],
     ) -> None:
@@ -84,6 +87,7 @@ class FlatForward(nn.Module):
         self.__dict__["_module"] = module  # which is not a part of this one
         self._owned = _owned_tensors(module, params)
         self._extensions = extensions
+        self._distributed = functools.partial(distributed, params=params, mesh=tensor)
         count = sum(isinstance(leaf, torch.Tensor) for leaf in call[0]) + len(learned.tensors) + len(learned.numbers)
         inputs = (Slot("input", str(i)) for i in range(count))
         self.slots = [*(owned.slot for owned in self._owned), *extensions.tensors, *inputs]
@@ -105,7 +109,7 @@ class FlatForward(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self._call[1])
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._bare())
-            used = self._extensions.used(given)
+            used = self._distributed(self._extensions.used(given))
             self._hold(used)
             stack.enter_context(self._boundaries())
             stack.enter_context(cached_casts())

@@ -1,0 +1,102 @@
+"""Parameters that are DTensors on the mesh's tensor axis, while a forward is traced, and what is communicated there.
+
+    a rank's piece, an input of the trace  ->  DTensor, which the model finds  ->  the model's own collectives
+
+DTensor's code runs while the forward is traced, so the graph has what it does on this rank: products of pieces, and
+functional collectives. These become operators that run at once and name the axis, not a process group:
+
+    %a = all_reduce(%y, sum, 7)                   %w = reduced(%y, sum, tp)
+    %w = wait_tensor(%a)
+
+To plans they are compute: what gathers and reduces parameters is moved around them, and they stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph, Node
+
+from graphshard.ir.errors import CaptureError
+from graphshard.ir.graph import WAIT, c10d, emit
+from graphshard.ir.mesh import Axis
+from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
+from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.program import Slot
+from graphshard.ir.torch_internals import dtensor_of
+
+_AT_ONCE = {
+    c10d.all_reduce.default: REDUCED,
+    c10d.all_gather_into_tensor.default: JOINED,
+    c10d.reduce_scatter_tensor.default: SCATTERED,
+    c10d.all_to_all_single.default: EXCHANGED,
+}
+
+
+def distributed(
+    used: Mapping[Slot, torch.Tensor], params: ParamTable, mesh: DeviceMesh | None
+) -> dict[Slot, torch.Tensor]:
+    """What a module finds in the place of its tensors: DTensors for parameters that are split over the tensor axis."""
+    found = dict(used)
+    for slot, tensor in used.items():
+        if slot.kind == "param" and mesh is not None and params[slot.name].split is not None:
+            found[slot] = Distributed.apply(tensor, params[slot.name], mesh)
+    return found
+
+
+class Distributed(torch.autograd.Function):
+    """A rank's piece of a parameter as a DTensor; the gradient of it is brought to the parameter's placement.
+
+    FSDP2 does the same when backward has summed a gradient up: what ranks have partial sums of is reduced.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, piece: torch.Tensor, row: ParamRow, mesh: DeviceMesh) -> DTensor:
+        assert row.split is not None
+        ctx.placements = (row.split.placement,)
+        shape = torch.Size(row.split.shape)
+        return dtensor_of(piece.detach(), mesh, ctx.placements, shape, row.stride_of(shape))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None]:
+        assert isinstance(grad, DTensor)
+        if grad.placements != ctx.placements:
+            grad = grad.redistribute(placements=ctx.placements)
+        return grad._local_tensor, None, None
+
+
+def settle_collectives(graph: Graph, axis: Axis, group: str, model: str) -> None:
+    """Let what the model communicates run at once, and name the tensor axis.
+
+    Args:
+        group: name of the process group of the axis.
+
+    Raises:
+        CaptureError: it communicates otherwise, or with other ranks.
+    """
+    for node in list(graph.nodes):
+        if getattr(node.target, "namespace", "") not in ("_c10d_functional", "_dtensor") or node.target is WAIT:
+            continue
+        at_once = _AT_ONCE.get(node.target)
+        if at_once is None or node.args[-1] != group:
+            raise CaptureError(
+                f"graphshard cannot capture {model}.forward, because it communicates by {node.target} over the process "
+                f"group {node.args[-1]!r}. Collectives of the model are all-reduces, all-gathers, reduce-scatters and "
+                f"all-to-alls over the mesh's tensor axis, {axis.name!r} (group {group!r})."
+            )
+        _run_at_once(node, at_once, axis)
+
+
+def _run_at_once(launch: Node, target: torch._ops.OpOverload, axis: Axis) -> None:
+    graph = launch.graph
+    with graph.inserting_before(launch):
+        value = emit(graph, target, *launch.args[:-1], axis.name, like=launch)
+    value.meta.update({key: launch.meta[key] for key in launch.meta if key != "val"})
+    for wait in list(launch.users):
+        wait.replace_all_uses_with(value)
+        graph.erase_node(wait)
+    graph.erase_node(launch)

@@ -1,0 +1,129 @@
+"""Parallelized models and their plans, and pairs of them: compiled by graphshard, and sharded by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import graphshard
+from tests.distributed.twins import assert_same, fsdp2, grads_of, local, params_of
+
+Make: TypeAlias = Callable[[DeviceMesh], nn.Module]
+Batch: TypeAlias = Callable[[], tuple[Any, ...]]
+
+
+class Mlp(nn.Module):
+    """Two products: the first is cut along its columns, the second along its rows."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Mlps(nn.Module):
+    """Blocks that are parallelized, and a head that is not."""
+
+    def __init__(self, depth: int = 2, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(width) for _ in range(depth))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x).square().mean()
+
+
+def mlps(tp: DeviceMesh, depth: int = 2) -> nn.Module:
+    """The same on all ranks, but for what each has of it on the tensor axis."""
+    torch.manual_seed(1)
+    model = Mlps(depth)
+    for layer in model.layers:
+        parallelize_module(layer, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def rows() -> tuple[Tensor]:
+    """Inputs of the MLPs."""
+    return (torch.randn(3, 8),)
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    """Of data axes and, inside of them, a tensor axis."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "dp", "tp")[-len(shape) :])
+
+
+def data_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The data axes."""
+    return mesh["dp"] if mesh.ndim == 2 else mesh["replicate", "dp"]
+
+
+def pair_of(make: Make, mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """The same model twice: compiled by graphshard, and sharded by FSDP2 by the same units."""
+    theirs = fsdp2(make(mesh["tp"]), data_of(mesh), **options)
+    return graphshard.compile(make(mesh["tp"]), mesh, backend="eager", **options), theirs
+
+
+def placed(model: nn.Module) -> dict[str, str]:
+    """How parameters and gradients lie on the mesh."""
+    named = [*model.state_dict().items(), *((f"{name}.grad", grad) for name, grad in grads_of(model).items())]
+    return {
+        name: f"{t.placements} {tuple(t.shape)} {t.stride()} {t.device_mesh.mesh_dim_names} {t.device_mesh.mesh}"
+        for name, t in named
+        if isinstance(t, DTensor)
+    }
+
+
+def train_alike(
+    pair: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    batch: Batch,
+    *,
+    steps: int = 3,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    clip: bool = True,
+) -> None:
+    """Steps with clipped gradients: equal bits, equal placements; ranks of the tensor axis see the same batch."""
+    optims = [optimizer(model.parameters(), lr=0.01) for model in pair]
+    place = data_of(mesh).get_coordinate()
+    assert place is not None
+    for step in range(steps):
+        seen = []
+        before = {name: local(param).detach().clone() for name, param in params_of(pair[0]).items()}
+        for model, optim in zip(pair, optims):
+            torch.manual_seed(100 * step + 10 * place[0] + place[-1])
+            loss = model(*batch())
+            loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+            loss.backward()
+            grads = {name: local(grad).clone() for name, grad in grads_of(model).items() if grad is not None}
+            lies = placed(model)
+            norms = _clip(model) if clip else {}
+            optim.step()
+            optim.zero_grad()
+            seen.append(({"loss": loss.detach(), **norms}, grads, lies))
+        (numbers, grads, lies), (their_numbers, their_grads, their_lies) = seen
+        assert_same(numbers, their_numbers, f"step {step}")
+        assert_same(grads, their_grads, f"gradients of step {step}")
+        assert lies == their_lies
+        assert_same(params_of(pair[0]), params_of(pair[1]), f"parameters after step {step}")
+        assert any(not torch.equal(local(p), before[name]) for name, p in params_of(pair[0]).items())
+    assert_same(pair[0].state_dict(), pair[1].state_dict(), "at the end")
+
+
+def _clip(model: nn.Module) -> dict[str, Tensor]:
+    """Clip gradients, those on each mesh by themselves, as torch's function adds up norms on one mesh only."""
+    norms = {}
+    for index, mesh in enumerate(dict.fromkeys(p.device_mesh for p in model.parameters())):
+        params = [p for p in model.parameters() if p.device_mesh == mesh]
+        norms[f"norm {index}"] = nn.utils.clip_grad_norm_(params, 0.1).full_tensor()
+    return norms
