@@ -39,7 +39,7 @@ from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.missing import MISSING
 from graphshard.capture.phase import erase_boundaries, erase_leaves, lift_constants, phase_of, read_numbers_again
 from graphshard.capture.rounding import capture_decompositions
-from graphshard.capture.tensor_axis import settle_collectives
+from graphshard.capture.tensor_axis import settle_collectives, take_off_last_sums
 from graphshard.capture.untraceable import Located, Untraceable
 from graphshard.capture.watch import check_nothing_kept
 from graphshard.capture.written_again import write_again
@@ -124,9 +124,11 @@ def capture(
     if spec.extended:
         settle_gathers(phase, spec.mesh.shard, spec.extended[0].mesh.get_group().group_name)
         erase_leaves(phase, {param.row.name for param in spec.extended})
+    params = spec.params
     if spec.tensor is not None and spec.mesh.tensor is not None:
         group = str(spec.tensor.get_group().group_name)
         settle_collectives(joint.graph, spec.mesh.tensor, group, spec.forward_class.__name__)
+        params = take_off_last_sums(phase, params)
     constants = lift_constants(phase)
     sizes = _sizes(inputs, spec.forward_class)
     if sizes and any(map(makes_size, joint.graph.nodes)):
@@ -140,7 +142,7 @@ def capture(
     assert flat.out_spec is not None
     return Program(
         {"joint" if tangents else "forward": phase},
-        spec.params,
+        params,
         spec.mesh,
         torch.device(spec.device.type),
         constants,

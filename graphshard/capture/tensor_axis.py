@@ -14,6 +14,7 @@ To plans they are compute: what gathers and reduces parameters is moved around t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from graphshard.ir.graph import WAIT, c10d, emit
 from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
 from graphshard.ir.params import ParamRow, ParamTable
-from graphshard.ir.program import Slot
+from graphshard.ir.program import Phase, Slot
 from graphshard.ir.torch_internals import dtensor_of
 
 _AT_ONCE = {
@@ -89,6 +90,28 @@ def settle_collectives(graph: Graph, axis: Axis, group: str, model: str) -> None
                 f"all-to-alls over the mesh's tensor axis, {axis.name!r} (group {group!r})."
             )
         _run_at_once(node, at_once, axis)
+
+
+def take_off_last_sums(phase: Phase, params: ParamTable) -> ParamTable:
+    """Leave to the reduction over data ranks what ranks of the tensor axis add up of parameters' gradients.
+
+    So it is done in the reduce dtype, and once for all microbatches. The rows say which gradients are such.
+    """
+    rows, results = {row.name: row for row in params}, phase.results
+    for index, slot in enumerate(phase.outputs):
+        value = results[index]
+        if slot.kind != "grad" or slot.of != "param" or not isinstance(value, Node) or value.target is not REDUCED:
+            continue
+        row = rows[slot.name]
+        if row.split is None or len(value.users) > 1:
+            continue
+        source, operation, _ = value.args
+        rows[slot.name] = replace(row, split=replace(row.split, partial=str(operation)))
+        results[index] = source
+    phase.set_results(results)
+    for node in [n for n in phase.module.graph.nodes if n.target is REDUCED and not n.users]:
+        phase.module.graph.erase_node(node)
+    return ParamTable(tuple(rows.values()))
 
 
 def _run_at_once(launch: Node, target: torch._ops.OpOverload, axis: Axis) -> None:

@@ -23,11 +23,13 @@ class Split:
         axis: name of the mesh axis.
         dim: what it is cut along, into equal pieces; None is not at all.
         shape: of the whole.
+        partial: "sum" if the ranks' gradients are yet to be added up, as a program's may be; "" if each has its own.
     """
 
     axis: str
     dim: int | None
     shape: tuple[int, ...]
+    partial: str = ""
 
     @property
     def placement(self) -> Placement:

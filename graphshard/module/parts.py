@@ -26,7 +26,6 @@ from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import is_int
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow
-from graphshard.ir.program import Slot
 from graphshard.ir.text import brief
 from graphshard.ir.units import MODULE_SEPARATOR, modules_of
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
@@ -228,7 +227,7 @@ def take_over(runner: Runner, parts: Sequence[Part]) -> None:
             (runner.reshard_chosen, old.reshard_chosen),
         ):
             ours.update(new[name] for name in theirs)
-        sums = {Slot(slot.kind, new[slot.name]): value for slot, value in old.accumulation.sums.items()}
+        sums = {replace(slot, name=new[slot.name]): value for slot, value in old.accumulation.sums.items()}
         runner.accumulation.sums.update(sums)
         runner.unsharded.full.update({new[name]: value for name, value in old.unsharded.full.items()})
         runner.methods += [f"{part.label}.{method}" for method in old.methods]

@@ -183,7 +183,7 @@ class Executable:
                     return tangent
                 return restride(tangent, self._stride(node, tangent, saved))
             if slot.kind in LEFT:
-                return restride(self.accumulation.take(slot, self._names), fake(node).stride())
+                return restride(self.accumulation.take(slot, self._names, self._summand(slot)), fake(node).stride())
             return self._buffer(slot.name) if slot.kind == "late" else saved[slot]
 
         inputs = [read(slot, node) for slot, node in zip(phase.inputs, phase.placeholders, strict=True)]
@@ -196,7 +196,7 @@ class Executable:
         results = dict(zip(phase.outputs, values, strict=True))
         for slot, value in results.items():
             if slot.kind in LEFT:
-                self.accumulation.put(slot, self._names, value)
+                self.accumulation.put(slot, self._names, value, self._summand(slot))
             elif slot.of == "late" and value is not None:
                 self._buffer(slot.name).copy_(value)
         return [self._as_gradient(results.get(slot), slot) for slot in self._grads]
@@ -222,6 +222,11 @@ class Executable:
                 "schedules of torch.distributed.pipelining). Ask for the gradients of all parameters, or of none."
             )
         return step
+
+    def _summand(self, slot: Slot) -> str:
+        """Whether ranks of the tensor axis are yet to add up what backwards leave of a gradient."""
+        split = self.program.params[slot.name].split
+        return split.partial if split and slot.kind in ("accumulated", "pending") else ""
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
         """The dynamic sizes of a call."""

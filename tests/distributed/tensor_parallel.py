@@ -8,11 +8,19 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import graphshard
-from tests.distributed.twins import assert_same, fsdp2, grads_of, local, params_of
+from tests.distributed.twins import assert_same, fsdp2, grads_of, load_example, local, params_of
+
+VOCAB = 96
 
 Make: TypeAlias = Callable[[DeviceMesh], nn.Module]
 Batch: TypeAlias = Callable[[], tuple[Any, ...]]
@@ -127,3 +135,37 @@ def _clip(model: nn.Module) -> dict[str, Tensor]:
         params = [p for p in model.parameters() if p.device_mesh == mesh]
         norms[f"norm {index}"] = nn.utils.clip_grad_norm_(params, 0.1).full_tensor()
     return norms
+
+
+def llama(tp: DeviceMesh, layers: int = 2) -> nn.Module:
+    """The model of examples/ with the plan that Llamas have: sequences are cut where nothing mixes their elements."""
+    torch.manual_seed(1)
+    config = load_example("llama").LlamaConfig(layers=layers, dim=16, heads=4, kv_heads=2, hidden=24, seq=8, vocab=VOCAB)
+    model = load_example("llama").Llama(config)
+    of_model = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, tp, of_model)
+    of_layer = {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "feed_forward_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "feed_forward.gate": ColwiseParallel(),
+        "feed_forward.up": ColwiseParallel(),
+        "feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    for layer in model.layers:
+        parallelize_module(layer, tp, of_layer)
+    return model
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the Llama."""
+    return torch.randint(0, VOCAB, (2, 8)), torch.randint(0, VOCAB, (2, 8))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.tensor_parallel import mesh_of, mlps, pair_of, rows, train_alike
+from tests.distributed.tensor_parallel import llama, mesh_of, mlps, pair_of, rows, tokens, train_alike
 from tests.ranks import Ranks
 
 OPTIMIZERS = {
@@ -25,3 +25,13 @@ def _train_mlps(rank: int, world_size: int, optimizer: str, options: dict[str, A
 def test_mlps_train_as_with_fsdp2(ranks: Ranks, optimizer: str) -> None:
     """Losses, gradients, norms, parameters, placements and the state dict, on 2 x 2 ranks."""
     ranks(4).run(_train_mlps, optimizer, {})
+
+
+def _train_llama(rank: int, world_size: int, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    mesh = mesh_of(*shape)
+    train_alike(pair_of(llama, mesh, **options), mesh, tokens)
+
+
+def test_a_llama_with_sequence_parallelism_trains_as_with_fsdp2(ranks: Ranks) -> None:
+    """The usual plan: norms on pieces of the sequence, whose gradients are partial sums on the tensor axis."""
+    ranks(4).run(_train_llama, (2, 2), {})
