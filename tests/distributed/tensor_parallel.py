@@ -100,6 +100,7 @@ def train_alike(
     steps: int = 3,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     clip: bool = True,
+    run: Callable[..., Tensor] = lambda model, *inputs: model(*inputs),
 ) -> None:
     """Steps with clipped gradients: equal bits, equal placements; ranks of the tensor axis see the same batch."""
     optims = [optimizer(model.parameters(), lr=0.01) for model in pair]
@@ -110,7 +111,7 @@ def train_alike(
         before = {name: local(param).detach().clone() for name, param in params_of(pair[0]).items()}
         for model, optim in zip(pair, optims):
             torch.manual_seed(100 * step + 10 * place[0] + place[-1])
-            loss = model(*batch())
+            loss = run(model, *batch())
             loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
             loss.backward()
             grads = {name: local(grad).clone() for name, grad in grads_of(model).items() if grad is not None}
@@ -137,15 +138,22 @@ def _clip(model: nn.Module) -> dict[str, Tensor]:
     return norms
 
 
-def llama(tp: DeviceMesh, layers: int = 2) -> nn.Module:
-    """The model of examples/ with the plan that Llamas have: sequences are cut where nothing mixes their elements."""
+def llama(tp: DeviceMesh, layers: int = 2, *, cut_logits: bool = False) -> nn.Module:
+    """The model of examples/ with the plan that Llamas have: sequences are cut where nothing mixes their elements.
+
+    With `cut_logits` they are DTensors, cut along the vocabulary, as `loss_parallel` takes them.
+    """
     torch.manual_seed(1)
     config = load_example("llama").LlamaConfig(layers=layers, dim=16, heads=4, kv_heads=2, hidden=24, seq=8, vocab=VOCAB)
     model = load_example("llama").Llama(config)
     of_model = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "head": ColwiseParallel(
+            input_layouts=Shard(1),
+            output_layouts=Shard(-1) if cut_logits else Replicate(),
+            use_local_output=not cut_logits,
+        ),
     }
     parallelize_module(model, tp, of_model)
     of_layer = {

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
+import graphshard
 from tests.distributed.tensor_parallel import llama, mesh_of, mlps, pair_of, rows, tokens, train_alike
+from tests.distributed.twins import BF16, assert_same, grads_of
 from tests.ranks import Ranks
 
 OPTIMIZERS = {
@@ -35,3 +51,209 @@ def _train_llama(rank: int, world_size: int, shape: tuple[int, ...], options: di
 def test_a_llama_with_sequence_parallelism_trains_as_with_fsdp2(ranks: Ranks) -> None:
     """The usual plan: norms on pieces of the sequence, whose gradients are partial sums on the tensor axis."""
     ranks(4).run(_train_llama, (2, 2), {})
+
+
+@pytest.mark.slow
+def test_replicas_of_tensor_parallel_ranks(ranks: Ranks) -> None:
+    """Three axes, 2 x 2 x 2: replicated, sharded, and cut by the model's plan."""
+    ranks(8).run(_train_llama, (2, 2, 2), {})
+
+
+def test_mlps_in_bfloat16_train_as_with_fsdp2(ranks: Ranks) -> None:
+    """Nothing is a partial sum here: FSDP2's bits, reduced in float32."""
+    ranks(4).run(_train_mlps, "SGD", {"mp_policy": BF16})
+
+
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = _Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(x).float().sum()
+
+
+def _scaled(tp: DeviceMesh) -> nn.Module:
+    return parallelize_module(_Scaled(), tp, {"scale": SequenceParallel()})
+
+
+def _sum_of_pieces(rank: int, world_size: int, shape: tuple[int, int], steps: int) -> tuple[list[float], list[float]]:
+    """A gradient whose terms on the tensor axis are 256 and 1, from microbatches of half of it each if steps are 2."""
+    mesh = mesh_of(*shape)
+    found = []
+    for model in pair_of(_scaled, mesh, mp_policy=BF16):
+        for step in range(steps):
+            model.set_requires_gradient_sync(step == steps - 1)
+            model(torch.full((1, 1, 4), (256.0, 1.0)[mesh.get_local_rank("tp")] / steps)).backward()
+        found.append(model.get_parameter("scale.weight").grad.full_tensor().tolist())
+    return tuple(found)
+
+
+@pytest.mark.parametrize(("shape", "steps"), [((2, 2), 1), ((1, 2), 1), ((2, 2), 2)], ids=str)
+def test_partial_sums_are_added_up_in_the_reduce_dtype(ranks: Ranks, shape: tuple[int, int], steps: int) -> None:
+    """257 has no bfloat16: FSDP2 adds ranks of the tensor axis up in the compute dtype, and loses the 1."""
+    for ours, theirs in ranks(math.prod(shape)).run(_sum_of_pieces, shape, steps):
+        assert ours == [257.0] * 4
+        assert theirs == ([256.0] * 4 if steps == 1 else ours)
+
+
+# --- results that are DTensors, and the loss of them -----------------------------------------------------------------
+
+
+def _loss_outside(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = model(tokens)
+    assert isinstance(logits, DTensor)
+    assert logits.placements == (Shard(2),)
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def _train_with_cut_logits(rank: int, world_size: int, inside: bool) -> None:
+    mesh = mesh_of(2, 2)
+    pair = pair_of(functools.partial(llama, layers=1, cut_logits=True), mesh)
+    with loss_parallel():
+        train_alike(pair, mesh, tokens, **({} if inside else {"run": _loss_outside}))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_a_loss_of_logits_that_are_cut_along_the_vocabulary(ranks: Ranks, inside: bool) -> None:
+    """The model returns a DTensor and the loss is computed of it, or the loss is computed in the model."""
+    ranks(4).run(_train_with_cut_logits, inside)
+
+
+# --- with everything else ---------------------------------------------------------------------------------------------
+
+
+def _accumulate(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    pair = pair_of(functools.partial(llama, layers=1), mesh)
+    for last in (False, False, True):
+        torch.manual_seed(10 * mesh.get_local_rank("dp") + last)
+        batch = tokens()
+        for model in pair:
+            model.set_requires_gradient_sync(last)
+            model(*batch).backward()
+        assert_same(grads_of(pair[0]), grads_of(pair[1]), "gradients")
+
+
+def test_microbatches(ranks: Ranks) -> None:
+    """What is added up over microbatches are partial sums on the tensor axis, too, which the last backward reduces."""
+    ranks(4).run(_accumulate)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "kept": {"reshard_after_forward": False},
+    "columns": {"shard_placement_fn": lambda param: Shard(param.ndim - 1)},
+}
+
+
+def _train_with(rank: int, world_size: int, name: str) -> None:
+    mesh = mesh_of(2, 2)
+    train_alike(pair_of(functools.partial(llama, layers=1), mesh, **OPTIONS[name]), mesh, tokens, steps=2)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(ranks: Ranks, name: str) -> None:
+    """FSDP2's options mean the same; where the plan and sharding cut different dims, nothing is strided."""
+    ranks(4).run(_train_with, name)
+
+
+class _Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).square().sum()
+
+
+def _odd(tp: DeviceMesh) -> nn.Module:
+    torch.manual_seed(1)
+    return parallelize_module(_Odd(), tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def _train_odd(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    train_alike(pair_of(_odd, mesh), mesh, lambda: (torch.randn(2, 3),), clip=False)
+
+
+def test_pieces_that_are_uneven_over_the_data_ranks(ranks: Ranks) -> None:
+    """Five rows on each rank of the tensor axis, over two data ranks."""
+    ranks(4).run(_train_odd)
+
+
+def _recompute(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    ours = graphshard.compile(llama(mesh["tp"], layers=1), mesh, backend="eager", activation="full")
+    _, theirs = pair_of(functools.partial(llama, layers=1), mesh)
+    train_alike((ours, theirs), mesh, tokens, steps=1)
+
+
+def test_layers_that_are_computed_again(ranks: Ranks) -> None:
+    """With what they communicate: results do not change."""
+    ranks(4).run(_recompute)
+
+
+def _by_parts(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    ours, (_, theirs) = llama(mesh["tp"]), pair_of(llama, mesh)
+    for layer in ours.layers:
+        graphshard.fully_shard(layer, mesh=mesh["dp"], backend="eager")
+    graphshard.fully_shard(ours, mesh=mesh["dp"], backend="eager")
+    train_alike((ours, theirs), mesh, tokens, steps=2)
+    blocks = mlps(mesh["tp"]), mlps(mesh["tp"])
+    for model, shard in zip(blocks, (functools.partial(graphshard.fully_shard, backend="eager"), fully_shard)):
+        for part in (*model.layers, model):  # the head, which is no DTensor, is the root's
+            shard(part, mesh=mesh["dp"])
+    train_alike(blocks, mesh, rows, steps=2)
+
+
+def test_fully_shard_on_the_data_axis(ranks: Ranks) -> None:
+    """As FSDP2 is called: the tensor axis is that of the parameters."""
+    ranks(4).run(_by_parts)
+
+
+def _initialise_meta(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    with torch.device("meta"):
+        pair = pair_of(functools.partial(llama, layers=1), mesh)
+    for model in pair:
+        model.to_empty(device="cpu")
+        torch.manual_seed(3)
+        model.init_weights()
+    assert_same(pair[0].state_dict(), pair[1].state_dict(), "at the beginning")
+    train_alike(pair, mesh, tokens, steps=2)
+
+
+def test_meta_init(ranks: Ranks) -> None:
+    """Made on the meta device, parallelized, sharded, then initialised as DTensors."""
+    ranks(4).run(_initialise_meta)
+
+
+def _inductor(rank: int, world_size: int) -> None:
+    for make, batch in ((mlps, rows), (functools.partial(llama, layers=1), tokens)):
+        mesh = mesh_of(2, 2)
+        ours, (_, theirs) = graphshard.compile(make(mesh["tp"]), mesh), pair_of(make, mesh)
+        for step in range(2):
+            torch.manual_seed(10 * step + mesh.get_local_rank("dp"))
+            inputs = batch()
+            losses = [model(*inputs) for model in (ours, theirs)]
+            for loss in losses:
+                loss.backward()
+            torch.testing.assert_close(*losses)
+            for name, param in theirs.named_parameters():
+                found = ours.get_parameter(name).grad
+                torch.testing.assert_close(found.to_local(), param.grad.to_local(), msg=name, atol=1e-5, rtol=1e-4)
+
+
+def test_inductor(ranks: Ranks) -> None:
+    """Regions lie between what the model communicates."""
+    ranks(4).run(_inductor)
