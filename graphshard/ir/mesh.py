@@ -41,6 +41,14 @@ MOST_RANKS = 1 << 20
 # after their roles.
 _OF_DEVICES: tuple[Role, ...] = ("replicate", "shard")
 
+# Names of axes of a DeviceMesh by what happens along them: data axes replicate and shard. What is to happen along those
+# of other kinds of parallelism is not known here.
+REPLICATING = ("replicate", "dp_replicate", "ddp")
+SHARDING = ("shard", "dp_shard", "fsdp")
+DATA = ("dp", "data", *REPLICATING, *SHARDING)
+TENSOR = ("tp", "tensor")
+OTHERS = ("pp", "pipeline", "ep", "expert", "cp", "context", "sp", "sequence")
+
 # Roles of the others: each is one of neighbours on the axis with this role.
 _NEIGHBOURS_ON: dict[Role, Role] = {"regather": "shard"}
 
@@ -121,6 +129,12 @@ class Mesh:
             raise ArgumentError(
                 "mesh must have one axis (to shard over) or two (to replicate and to shard over), got "
                 f"{len(sizes)}: {brief(shape)}."
+            )
+        foreign = [name for name in names or () if name in (*TENSOR, *OTHERS)]
+        if foreign and len(sizes) > 1:
+            raise ArgumentError(
+                f"mesh must have data axes only, got {tuple(names or ())}: {foreign[0]!r} is none. compile and fully_shard "
+                "take a mesh with a tensor axis; explain, export and load do not yet."
             )
         roles = _OF_DEVICES[-len(sizes) :]
         return cls(tuple(map(Axis, names or roles, sizes, roles)))

@@ -110,10 +110,10 @@ def print_communication(program: Program) -> list[str]:
     for name, phase in program.phases.items():
         planned = {collective.node: collective for collective in collectives(phase)}
         for node in phase.module.graph.nodes:
-            sent = ", ".join(describe(each.meta["val"]) for each in node.all_input_nodes)
-            if node.target in NAMING_GROUPS:
-                lines.append(f"{name}: {node.target._opname} over {node.args[-1]}, {sent}")
+            if node.target in NAMING_GROUPS:  # sizes may differ along the axis
+                lines.append(f"{name}: {node.target._opname} over {node.args[-1]}")
             elif node in planned:
+                sent = ", ".join(describe(each.meta["val"]) for each in node.all_input_nodes)
                 how = ", by all-to-all" if node.meta.get("exchanged") else ""
                 params = visible(", ".join(planned[node].params), lines=False)
                 lines.append(f"{name}: {planned[node].kind} {params} as {sent}{how}")

@@ -21,7 +21,7 @@ class Split:
 
     Attributes:
         axis: name of the mesh axis.
-        dim: what it is cut along, into equal pieces; None is not at all.
+        dim: what it is cut along; None is not at all.
         shape: of the whole.
         partial: "sum" if the ranks' gradients are yet to be added up, as a program's may be; "" if each has its own.
     """
@@ -30,6 +30,10 @@ class Split:
     dim: int | None
     shape: tuple[int, ...]
     partial: str = ""
+
+    def is_even(self, size: int) -> bool:
+        """Whether the pieces for so many ranks have one size."""
+        return self.dim is None or self.shape[self.dim] % size == 0
 
     @property
     def placement(self) -> Placement:

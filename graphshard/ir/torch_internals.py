@@ -60,6 +60,7 @@ __all__ = [
     "cached_casts",
     "condition",
     "cut_of_pieces",
+    "cuts_of",
     "disable_autocast",
     "dispatcher_operators",
     "draws_stay",
@@ -110,6 +111,15 @@ def dtensor_of(
 def cut_of_pieces(dim: int, num_pieces: int) -> Placement:
     """How pieces along a dim, each cut along it again, lie on the mesh axis that they are cut over."""
     return _StridedShard(dim, split_factor=num_pieces) if num_pieces > 1 else Shard(dim)
+
+
+def cuts_of(placements: Sequence[Placement]) -> list[tuple[int, int]]:
+    """Along which mesh axes a tensor is cut, and along which of its dims, in the order of the cuts.
+
+    Axes from the outside in; but what is strided cuts pieces that others have made.
+    """
+    cuts = [(place, p.dim) for place, p in enumerate(placements) if isinstance(p, (Shard, _StridedShard))]
+    return sorted(cuts, key=lambda cut: isinstance(placements[cut[0]], _StridedShard))
 
 
 def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:

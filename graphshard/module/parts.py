@@ -258,7 +258,7 @@ def shard_unit(
     tied = tie_again(model, mesh)
     axes = mesh_with(mesh, check_mesh(mesh), options, parts)
     known = {**tied, **{param: row for part in parts for param, row in part.rows().items()}}
-    tensor = tensor_of_parts(tensor_axis(model, mesh, tensor, known), parts)
+    tensor = tensor_of_parts(tensor_axis(model, mesh, tensor, known, whole_model=False), parts)
     whole = options_with(options, parts, model)
     # What needs units is found out when a program is made: those of other calls may be still to come.
     fitting = whole if whole.units else replace(whole, activation=None)

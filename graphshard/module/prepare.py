@@ -81,13 +81,16 @@ def make_runner(
         mesh: the data axes.
         recorder: what records a program, by its name.
     """
-    whole = whole_mesh(mesh, tracer.spec.tensor)
-    groups = make_groups(tracer.spec.mesh, whole)
+    spec = tracer.spec
+    whole = whole_mesh(mesh, spec.tensor)
+    groups = make_groups(spec.mesh, whole)
+    # Pieces of different sizes on the tensor axis make programs of different sizes: those of data ranks are compared.
+    alike = spec.tensor is None or all(row.split is None or row.split.is_even(spec.tensor.size()) for row in spec.params)
     return Runner(
         replace(tracer, mesh=mesh),
         mesh,
         groups=groups,
-        agreement=Agreement(peers_of(whole, groups.values())),
+        agreement=Agreement(peers_of(whole if alike else mesh, groups.values())),
         recorder=recorder,
         aliases=tuple(aliases(model, tracer.params)),
     )

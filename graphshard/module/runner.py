@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.entry import install_entries
 from graphshard.capture.signature import Signature
-from graphshard.ir.errors import CaptureLimitError
+from graphshard.ir.errors import CaptureLimitError, UnsupportedError
 from graphshard.ir.program import Program
 from graphshard.ir.progress import progress
 from graphshard.ir.state import Place
@@ -221,6 +221,12 @@ class Runner:
         """
         chosen = [ref for ref in self.tracer.params if ref.row.name in names and ref.row.num_shards > 1]
         chosen = [ref for ref in chosen if not is_extended(ref.param)]
+        for ref in chosen:
+            if ref.row.split is not None:
+                raise UnsupportedError(
+                    f"unshard: parameter {ref.row.name} is distributed over the tensor axis, and is gathered by programs "
+                    "only, as yet. Leave unshard() out; param.full_tensor() has its value."
+                )
         missing = [ref for ref in chosen if ref.row.name not in self.unsharded.full]
         if missing:
             current = {row.name: row for row in self.tracer.current_spec().params}

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.ir.mesh import DATA, OTHERS, REPLICATING, SHARDING, TENSOR
 from graphshard.ir.params import named_parameters
 from graphshard.ir.subclasses import is_subclass
 from graphshard.ir.text import brief
@@ -27,13 +28,6 @@ try:
     from torch.distributed.fsdp import DataParallelMeshDims
 except ImportError:  # torch 2.11 has none
     DataParallelMeshDims = Any  # type: ignore[assignment, misc]
-
-TENSOR = ("tp", "tensor")
-REPLICATING = ("replicate", "dp_replicate", "ddp")
-SHARDING = ("shard", "dp_shard", "fsdp")
-DATA = ("dp", "data", *REPLICATING, *SHARDING)
-# Axes of other kinds of parallelism: what is to happen along them is not known here.
-OTHERS = ("pp", "pipeline", "ep", "expert", "cp", "context", "sp", "sequence")
 
 
 def data_and_tensor(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -125,6 +119,8 @@ def tensor_axis(
     data: DeviceMesh,
     given: DeviceMesh | None = None,
     known: Container[nn.Parameter] = (),
+    *,
+    whole_model: bool = True,
 ) -> DeviceMesh | None:
     """The mesh of the tensor axis: the one that the model's DTensors are on; None if it has none.
 
@@ -132,6 +128,7 @@ def tensor_axis(
         data: the data axes.
         given: the tensor axis of the mesh that the model is to be compiled for.
         known: parameters that are sharded already.
+        whole_model: False for a part of one, which need not have DTensors.
 
     Raises:
         ArgumentError: DTensors are on another mesh, or there are none and there is a tensor axis.
@@ -158,7 +155,7 @@ def tensor_axis(
             )
         _check_placement(name, param)
         found, of = mesh, of or name
-    if found is not None and not of and given is not None and not known:
+    if found is not None and not of and whole_model:
         raise ArgumentError(
             f"mesh has a tensor axis, {axis_name(found)!r}, and no parameter of {type(model).__name__} is distributed "
             "over it. Call torch.distributed.tensor.parallel.parallelize_module first, or pass the data axes alone, "
@@ -178,17 +175,11 @@ def _check_joins(name: str, data: DeviceMesh, tensor: DeviceMesh) -> None:
 
 
 def _check_placement(name: str, param: DTensor) -> None:
-    (placement,), size = param.placements, param.device_mesh.size()
+    (placement,) = param.placements
     if type(placement) not in (Shard, Replicate):
         raise UnsupportedError(
             f"parameter {name} is placed as {placement} on the tensor axis. Use Shard or Replicate, as ColwiseParallel, "
             "RowwiseParallel and SequenceParallel do."
-        )
-    if isinstance(placement, Shard) and param.shape[placement.dim] % size:
-        raise UnsupportedError(
-            f"parameter {name} of shape {list(param.shape)} is cut along dim {placement.dim} into {size} pieces of "
-            f"different sizes, so that the ranks of the tensor axis would run different programs. Choose a size that "
-            f"{size} divides."
         )
     if is_subclass(param._local_tensor):
         raise UnsupportedError(

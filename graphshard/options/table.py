@@ -47,11 +47,11 @@ def capture_spec(
     units = find_units(model, options.units)
     precision = precision_of(options.mp_policy, units)
     mesh = _with_regather(mesh, options.reshard_after_forward)
+    if tensor is not None:
+        mesh = mesh.with_tensor(axis_name(tensor), tensor.size())
     check_fit(options, model, units, mesh)
     ignored = check_ignored(model, options.ignored_params)
     check_params(model, device.type, ignored, known, distributed=tensor is not None)
-    if tensor is not None:
-        mesh = mesh.with_tensor(axis_name(tensor), tensor.size())
     table = build_table(
         model,
         mesh=mesh,
@@ -99,8 +99,9 @@ def check_fit(options: Options, model: nn.Module, units: Sequence[str], mesh: Me
     check_activation(options, type(model).__name__, units)
     if options.memory_limit is not None and len(mesh.axes) > 1:
         raise ArgumentError(
-            f"memory_limit={options.memory_limit} cannot be kept with replicas or a smaller group to gather again in: "
-            "such programs are planned unit by unit, without costs. Shard over one axis, or leave it out."
+            f"memory_limit={options.memory_limit} cannot be kept with replicas, a tensor axis or a smaller group to "
+            "gather again in: such programs are planned unit by unit, without costs. Shard over one axis, or leave it "
+            "out."
         )
 
 

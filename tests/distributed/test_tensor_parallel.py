@@ -257,3 +257,47 @@ def _inductor(rank: int, world_size: int) -> None:
 def test_inductor(ranks: Ranks) -> None:
     """Regions lie between what the model communicates."""
     ranks(4).run(_inductor)
+
+
+def _draw_whole(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    with torch.device("meta"):
+        model = mlps(mesh["tp"])
+    graphshard.compile(model, mesh, backend="eager").to_empty(device="cpu")
+    torch.manual_seed(3)
+    with graphshard.unsharded_init(), torch.no_grad():
+        for param in model.parameters():
+            param.normal_()
+    torch.manual_seed(3)
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), torch.empty(param.shape).normal_()), name
+
+
+def test_values_of_the_whole_model(ranks: Ranks) -> None:
+    """`unsharded_init` cuts what it draws as parameters are cut, twice along one dim."""
+    ranks(4).run(_draw_whole)
+
+
+class _Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).square().sum()
+
+
+def _uneven(tp: DeviceMesh) -> nn.Module:
+    torch.manual_seed(1)
+    plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+    return parallelize_module(_Uneven(), tp, plan)
+
+
+def _train_uneven(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    train_alike(pair_of(_uneven, mesh), mesh, lambda: (torch.randn(2, 3),), clip=False)
+
+
+def test_pieces_that_are_uneven_on_the_tensor_axis(ranks: Ranks) -> None:
+    """Seven columns: each rank of the tensor axis has a program of its own sizes."""
+    ranks(4).run(_train_uneven)
