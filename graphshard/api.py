@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from graphshard.artifact.load import artifact_path, library_for
 from graphshard.debug.dump import dump_directory, recorder
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.ir.errors import ArgumentError
 from graphshard.ir.program import Program
 from graphshard.ir.text import brief
 from graphshard.module.parts import shard_unit

@@ -133,8 +133,8 @@ class Mesh:
         foreign = [name for name in names or () if name in (*TENSOR, *OTHERS)]
         if foreign and len(sizes) > 1:
             raise ArgumentError(
-                f"mesh must have data axes only, got {tuple(names or ())}: {foreign[0]!r} is none. compile and fully_shard "
-                "take a mesh with a tensor axis; explain, export and load do not yet."
+                f"mesh must have data axes only, got {tuple(names or ())}: {foreign[0]!r} is none. compile and "
+                "fully_shard take a mesh with a tensor axis; explain, export and load do not yet."
             )
         roles = _OF_DEVICES[-len(sizes) :]
         return cls(tuple(map(Axis, names or roles, sizes, roles)))

@@ -85,7 +85,9 @@ def make_runner(
     whole = whole_mesh(mesh, spec.tensor)
     groups = make_groups(spec.mesh, whole)
     # Pieces of different sizes on the tensor axis make programs of different sizes: those of data ranks are compared.
-    alike = spec.tensor is None or all(row.split is None or row.split.is_even(spec.tensor.size()) for row in spec.params)
+    alike = spec.tensor is None or all(
+        row.split is None or row.split.is_even(spec.tensor.size()) for row in spec.params
+    )
     return Runner(
         replace(tracer, mesh=mesh),
         mesh,

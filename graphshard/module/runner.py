@@ -224,8 +224,8 @@ class Runner:
         for ref in chosen:
             if ref.row.split is not None:
                 raise UnsupportedError(
-                    f"unshard: parameter {ref.row.name} is distributed over the tensor axis, and is gathered by programs "
-                    "only, as yet. Leave unshard() out; param.full_tensor() has its value."
+                    f"unshard: parameter {ref.row.name} is distributed over the tensor axis, and is gathered by "
+                    "programs only, as yet. Leave unshard() out; param.full_tensor() has its value."
                 )
         missing = [ref for ref in chosen if ref.row.name not in self.unsharded.full]
         if missing:

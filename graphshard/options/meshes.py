@@ -139,7 +139,7 @@ def tensor_axis(
         if not isinstance(param, DTensor) or param in known:
             continue
         mesh = param.device_mesh
-        if mesh.ndim != 1 or mesh == data or found is None and mesh.mesh_dim_names is None:
+        if mesh.ndim != 1 or mesh == data or (found is None and mesh.mesh_dim_names is None):
             raise ArgumentError(
                 f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied), on {mesh}. "
                 "Compile the plain module, or one with DTensors on another axis of the mesh than the data axes: "
@@ -178,8 +178,8 @@ def _check_placement(name: str, param: DTensor) -> None:
     (placement,) = param.placements
     if type(placement) not in (Shard, Replicate):
         raise UnsupportedError(
-            f"parameter {name} is placed as {placement} on the tensor axis. Use Shard or Replicate, as ColwiseParallel, "
-            "RowwiseParallel and SequenceParallel do."
+            f"parameter {name} is placed as {placement} on the tensor axis. Use Shard or Replicate, as "
+            "ColwiseParallel, RowwiseParallel and SequenceParallel do."
         )
     if is_subclass(param._local_tensor):
         raise UnsupportedError(

@@ -82,8 +82,8 @@ class Accumulation:
         left = Slot(slot.kind, names[slot.name], index=len(summand))
         if left not in self.sums:
             raise UnsupportedError(
-                f"gradients of {left.name} are partial sums over the tensor axis in some calls and whole in others, and "
-                "cannot be added up over microbatches. Give all microbatches one shape, or reduce each "
+                f"gradients of {left.name} are partial sums over the tensor axis in some calls and whole in others, "
+                "and cannot be added up over microbatches. Give all microbatches one shape, or reduce each "
                 "(set_requires_gradient_sync(True))."
             )
         return self.sums.pop(left)

@@ -144,7 +144,9 @@ def llama(tp: DeviceMesh, layers: int = 2, *, cut_logits: bool = False) -> nn.Mo
     With `cut_logits` they are DTensors, cut along the vocabulary, as `loss_parallel` takes them.
     """
     torch.manual_seed(1)
-    config = load_example("llama").LlamaConfig(layers=layers, dim=16, heads=4, kv_heads=2, hidden=24, seq=8, vocab=VOCAB)
+    config = load_example("llama").LlamaConfig(
+        layers=layers, dim=16, heads=4, kv_heads=2, hidden=24, seq=8, vocab=VOCAB
+    )
     model = load_example("llama").Llama(config)
     of_model = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
