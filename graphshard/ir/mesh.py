@@ -45,8 +45,8 @@ _OF_DEVICES: tuple[Role, ...] = ("replicate", "shard")
 # of other kinds of parallelism is not known here.
 REPLICATING = ("replicate", "dp_replicate", "ddp")
 SHARDING = ("shard", "dp_shard", "fsdp")
-DATA = ("dp", "data", *REPLICATING, *SHARDING)
-TENSOR = ("tp", "tensor")
+DATA = ("dp", "data", "data_parallel", *REPLICATING, *SHARDING)
+TENSOR = ("tp", "tensor", "tensor_parallel")
 OTHERS = ("pp", "pipeline", "ep", "expert", "cp", "context", "sp", "sequence")
 
 # Roles of the others: each is one of neighbours on the axis with this role.

@@ -26,8 +26,8 @@ from graphshard.ir.torch_internals import joined_mesh
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims
-except ImportError:  # torch 2.11 has none
-    DataParallelMeshDims = Any  # type: ignore[assignment, misc]
+except ImportError:  # torch 2.11 has none, so that axes go by their names
+    DataParallelMeshDims = None  # type: ignore[assignment, misc]
 
 
 def data_and_tensor(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -59,15 +59,13 @@ def data_and_tensor(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> tuple[DeviceM
 
 def _named_axes(names: Sequence[str], dims: Any) -> list[str]:
     """The data axes that `dp_mesh_dims` names, outermost first."""
+    if DataParallelMeshDims is None or not isinstance(dims, DataParallelMeshDims):
+        raise ArgumentError(
+            "dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims such as "
+            f"DataParallelMeshDims(shard='dp'), got {brief(dims)}."
+        )
     found: list[str] = []
-    for role in ("replicate", "shard"):
-        given = getattr(dims, role, dims)
-        chosen = (given,) if isinstance(given, str) else () if given is None else given
-        if not (isinstance(chosen, tuple) and all(isinstance(name, str) for name in chosen)):
-            raise ArgumentError(
-                "dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims such as "
-                f"DataParallelMeshDims(shard='dp'), got {brief(dims)}."
-            )
+    for role, chosen in (("replicate", dims.replicate_names), ("shard", dims.shard_names)):
         for name in chosen:
             if name not in names:
                 raise ArgumentError(f"dp_mesh_dims: mesh has no axis {name!r}. It has {_listed(names) or 'no names'}.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -29,10 +28,6 @@ from tests.ranks import FakeWorld
 def _mesh(*names: str) -> DeviceMesh:
     sizes = {1: (4,), 2: (2, 2), 3: (2, 2, 1), 4: (2, 2, 1, 1)}[len(names)]
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
-
-
-def _dims(**names: Any) -> Any:
-    return SimpleNamespace(**{"shard": None, "replicate": None, **names})
 
 
 # --- what axes are for --------------------------------------------------------------------------------------------
@@ -58,7 +53,7 @@ def _dims(**names: Any) -> Any:
 def test_roles(fake_world: FakeWorld, names: Any, dims: Any, data: tuple[str, ...], tensor: str | None) -> None:
     """By name, or as told; two axes whose names say nothing are data axes, as FSDP2 takes them."""
     fake_world(4)
-    found, other = data_and_tensor(_mesh(*names), dims and _dims(**dims))
+    found, other = data_and_tensor(_mesh(*names), dims and DataParallelMeshDims(**dims))
     assert found.mesh_dim_names == data
     assert (other.mesh_dim_names if other is not None else None) == ((tensor,) if tensor else None)
 
@@ -76,7 +71,7 @@ WRONG_MESHES: dict[str, tuple[tuple[str, ...], Any, str]] = {
         ("x", "tp"),
         None,
         r"^mesh \('x', 'tp'\): the name of the axis 'x' does not say what it is for\. Data axes are 'dp', 'data', .*, "
-        r"tensor axes 'tp', 'tensor'\. Rename it, pass the data axes alone, .* dp_mesh_dims=DataParallelMeshDims\(",
+        r"tensor axes 'tp', 'tensor', 'tensor_parallel'\. Rename it, pass the data axes alone, .* dp_mesh_dims=Data",
     ),
     "other kinds": (("dp", "pp"), None, r"the name of the axis 'pp' does not say what it is for"),
     "no data axis": (("tp",), None, r"^mesh \('tp',\) must have one data axis .* or two .*, and has none\.$"),
@@ -88,10 +83,26 @@ WRONG_MESHES: dict[str, tuple[tuple[str, ...], Any, str]] = {
         None,
         r"no axis to shard over, as 'replicate' replicates\. Add one; of size",
     ),
-    "axis missing": (("x", "y"), _dims(shard="z"), r"^dp_mesh_dims: mesh has no axis 'z'\. It has 'x', 'y'\.$"),
-    "used twice": (("x", "y"), _dims(shard="x", replicate="x"), r"^dp_mesh_dims: the axis 'x' is used twice\. Give "),
-    "none to shard": (("x", "y"), _dims(replicate="x"), r"^dp_mesh_dims: no axis to shard over\. To replicate only, "),
-    "several as one": (("x", "y"), _dims(shard=("x", "y")), r"^dp_mesh_dims: shard=\('x', 'y'\)\. Several axes as one"),
+    "axis missing": (
+        ("x", "y"),
+        DataParallelMeshDims(shard="z"),
+        r"^dp_mesh_dims: mesh has no axis 'z'\. It has 'x', 'y'\.$",
+    ),
+    "used twice": (
+        ("x", "y"),
+        DataParallelMeshDims(shard="x", replicate="x"),
+        r"^dp_mesh_dims: the axis 'x' is used twice\. Give ",
+    ),
+    "none to shard": (
+        ("x", "y"),
+        DataParallelMeshDims(replicate="x"),
+        r"^dp_mesh_dims: no axis to shard over\. To replicate only, ",
+    ),
+    "several as one": (
+        ("x", "y"),
+        DataParallelMeshDims(shard=("x", "y")),
+        r"^dp_mesh_dims: shard=\('x', 'y'\)\. Several axes as one",
+    ),
     "no dims": (
         ("x", "y"),
         3,

@@ -135,13 +135,13 @@ UPSTREAM: Mapping[str, Counterparts] = {
             f"{_HERE}test_state_dict.py::test_parts_of_a_state_are_loaded_into_an_offloaded_model",
         ),
         f"{_STATES}test_2d_state_dict_correctness": (
-            f"{_HERE}test_state_dict.py::test_tensor_parallel_models_are_refused",
+            f"{_HERE}test_state_dict.py::test_states_of_tensor_parallel_models",
         ),
         f"{_STATES}test_dp_tp_state_dict_save_load": (
-            f"{_HERE}test_state_dict.py::test_tensor_parallel_models_are_refused",
+            f"{_HERE}test_state_dict.py::test_states_of_tensor_parallel_models",
         ),
         f"{_STATES}test_hsdp_tp_state_dict_save_load": (
-            f"{_HERE}test_state_dict.py::test_tensor_parallel_models_are_refused",
+            f"{_HERE}test_state_dict.py::test_states_of_tensor_parallel_models",
         ),
         "TestFullyShardStateDictMultiThread.test_rank0_offload_full_state_dict": (
             f"{_HERE}test_state_dict.py::test_full_values_on_one_rank",
@@ -154,9 +154,6 @@ UPSTREAM: Mapping[str, Counterparts] = {
 REFUSED = frozenset(
     {
         "TestFullyShardMixedPrecisionJVP.test_no_warmup_jvp_reshard_after_forward_false",
-        f"{_STATES}test_2d_state_dict_correctness",
-        f"{_STATES}test_dp_tp_state_dict_save_load",
-        f"{_STATES}test_hsdp_tp_state_dict_save_load",
     }
 )
 
