@@ -126,8 +126,7 @@ def capture(
         erase_leaves(phase, {param.row.name for param in spec.extended})
     params = spec.params
     if spec.tensor is not None and spec.mesh.tensor is not None:
-        group = str(spec.tensor.get_group().group_name)
-        settle_collectives(joint.graph, spec.mesh.tensor, group, spec.forward_class.__name__)
+        settle_collectives(joint.graph, spec.mesh.tensor, spec.tensor, spec.forward_class.__name__)
         params = take_off_last_sums(phase, params)
     constants = lift_constants(phase)
     sizes = _sizes(inputs, spec.forward_class)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
@@ -28,7 +29,7 @@ from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Phase, Slot
-from graphshard.ir.torch_internals import dtensor_of
+from graphshard.ir.torch_internals import dtensor_of, process_group
 
 _AT_ONCE = {
     c10d.all_reduce.default: REDUCED,
@@ -70,24 +71,28 @@ class Distributed(torch.autograd.Function):
         return grad._local_tensor, None, None
 
 
-def settle_collectives(graph: Graph, axis: Axis, group: str, model: str) -> None:
+def settle_collectives(graph: Graph, axis: Axis, mesh: DeviceMesh, model: str) -> None:
     """Let what the model communicates run at once, and name the tensor axis.
 
+    A process group is known by its ranks: DTensor keeps plans for meshes that are equal, of whichever was there first.
+
     Args:
-        group: name of the process group of the axis.
+        mesh: that of the axis.
 
     Raises:
         CaptureError: it communicates otherwise, or with other ranks.
     """
+    ranks = dist.get_process_group_ranks(mesh.get_group())
     for node in list(graph.nodes):
         if getattr(node.target, "namespace", "") not in ("_c10d_functional", "_dtensor") or node.target is WAIT:
             continue
         at_once = _AT_ONCE.get(node.target)
-        if at_once is None or node.args[-1] != group:
+        others = dist.get_process_group_ranks(process_group(str(node.args[-1])))
+        if at_once is None or others != ranks:
             raise CaptureError(
-                f"graphshard cannot capture {model}.forward, because it communicates by {node.target} over the process "
-                f"group {node.args[-1]!r}. Collectives of the model are all-reduces, all-gathers, reduce-scatters and "
-                f"all-to-alls over the mesh's tensor axis, {axis.name!r} (group {group!r})."
+                f"graphshard cannot capture {model}.forward, because it communicates by {node.target} with ranks "
+                f"{others}. Collectives of the model are all-reduces, all-gathers, reduce-scatters and all-to-alls over "
+                f"the mesh's tensor axis, {axis.name!r}, here ranks {ranks}."
             )
         _run_at_once(node, at_once, axis)
 

@@ -139,9 +139,9 @@ def tensor_axis(
         mesh = param.device_mesh
         if mesh.ndim != 1 or mesh == data or (found is None and mesh.mesh_dim_names is None):
             raise ArgumentError(
-                f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied), on {mesh}. "
-                "Compile the plain module, or one with DTensors on another axis of the mesh than the data axes: "
-                "parallelize_module(model, mesh['tp'], plan)."
+                f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). "
+                "Compile the plain module, or one with DTensors on another axis of the mesh than the data axes, by "
+                f"parallelize_module(model, mesh['tp'], plan); they are on {mesh}."
             )
         if found is None:
             _check_joins(name, data, mesh)

@@ -26,6 +26,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import finish_downloads
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes, sizes_in
+from graphshard.ir.subclasses import shard_in
 from graphshard.ir.torch_internals import Fate, disable_autocast, fate_at, number_of_backward, sharded_like
 from graphshard.lower.executor import Boxed, Executor
 from graphshard.passes import AccumulateGradients
@@ -270,7 +271,7 @@ class Executable:
     def _read(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
         if slot.kind == "param":
             ref = self._params[slot.name]
-            return ref.param.detach() if ref.row.ignored else padded_shard(ref.param, ref.row)
+            return shard_in(ref.param.detach()) if ref.row.ignored else padded_shard(ref.param, ref.row)
         if slot.kind == "part":
             ref = self._params[slot.name]
             return shard_parts(ref.param, ref.row)[slot.index]
@@ -290,8 +291,10 @@ class Executable:
         if value is None or slot.of != "param":
             return value
         param, row = self._params[slot.name].param, self._params[slot.name].row
-        if row.ignored or not isinstance(param, DTensor):
+        if not isinstance(param, DTensor):
             return value
+        if row.ignored:
+            return sharded_like(value, param)
         local = row.without_padding(value, self._rank)
         if row.memory_dim > 0 and local.shape != value.shape:
             local = dense(local, row, local.device)

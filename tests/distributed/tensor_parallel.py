@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from tests.distributed.twins import assert_same, fsdp2, grads_of, load_example, local, params_of
@@ -174,6 +175,40 @@ def llama(tp: DeviceMesh, layers: int = 2, *, cut_logits: bool = False) -> nn.Mo
     for layer in model.layers:
         parallelize_module(layer, tp, of_layer)
     return model
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too, and layers that are computed again in backward; one weight is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList([Mlp(), Mlp()])
+        self.head = nn.Linear(8, 12, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return self.head(x).logsumexp(-1).mean()
+
+
+def tied(tp: DeviceMesh) -> nn.Module:
+    """Both ends are cut along the vocabulary."""
+    torch.manual_seed(1)
+    model = Tied()
+    ends = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, tp, ends)
+    model.head.weight = model.embed.weight
+    for layer in model.layers:
+        parallelize_module(layer, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model.layers[0].down.weight.requires_grad_(False)
+    return model
+
+
+def words() -> tuple[Tensor]:
+    """Inputs of the tied model."""
+    return (torch.randint(0, 12, (2, 4)),)
 
 
 def tokens() -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -20,9 +20,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.export import Dim
 
 import graphshard
-from tests.distributed.tensor_parallel import llama, mesh_of, mlps, pair_of, rows, tokens, train_alike
+from tests.distributed.tensor_parallel import llama, mesh_of, mlps, pair_of, rows, tied, tokens, train_alike, words
 from tests.distributed.twins import BF16, assert_same, grads_of
 from tests.ranks import Ranks
 
@@ -202,6 +203,113 @@ def test_layers_that_are_computed_again(ranks: Ranks) -> None:
     ranks(4).run(_recompute)
 
 
+def _tied(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    train_alike(pair_of(tied, mesh), mesh, words, steps=2, clip=False)
+
+
+def test_tied_and_frozen_parameters_and_checkpoints(ranks: Ranks) -> None:
+    """What a checkpointed layer communicates is communicated again."""
+    ranks(4).run(_tied)
+
+
+def _offload_and_call_parts(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    pair = pair_of(mlps, mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    train_alike(pair, mesh, rows, steps=2)
+    (x,) = rows()
+    parts = [model.layers[0](x) for model in pair]
+    assert torch.equal(*parts)
+    with torch.no_grad():
+        results = [model(x) for model in pair]
+    assert torch.equal(*results)
+    pair = pair_of(mlps, mesh)
+    for model in pair:
+        model.double()
+    train_alike(pair, mesh, lambda: (torch.randn(3, 8).double(),), steps=1)
+
+
+def test_offloading_parts_inference_and_conversion(ranks: Ranks) -> None:
+    ranks(4).run(_offload_and_call_parts)
+
+
+def _ignore(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    pair = mlps(mesh["tp"]), mlps(mesh["tp"])
+    left = [model.layers[0].up.weight for model in pair]
+    graphshard.compile(pair[0], mesh, backend="eager", ignored_params=left[:1])
+    for part in (*pair[1].layers, pair[1]):
+        fully_shard(part, mesh=mesh["dp"], ignored_params=set(left[1:]))
+    (x,) = rows()
+    for model in pair:
+        model(x).backward()
+    assert_same(grads_of(pair[0]), grads_of(pair[1]), "gradients")
+    assert left[0].placements == left[0].grad.placements == (Shard(0),)
+
+
+def test_ignored_parameters_stay_on_the_tensor_axis(ranks: Ranks) -> None:
+    ranks(4).run(_ignore)
+
+
+class _Dropouts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(8), nn.Dropout(0.5)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(torch.relu(self.up(self.drop(self.norm(x)))), 0.3, self.training)
+        return self.down(x).square().mean()
+
+
+def _dropouts(tp: DeviceMesh) -> nn.Module:
+    torch.manual_seed(1)
+    plan = {
+        "norm": SequenceParallel(),
+        "drop": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    return parallelize_module(_Dropouts(), tp, plan)
+
+
+def _drop(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    train_alike(pair_of(_dropouts, mesh), mesh, lambda: (torch.randn(2, 2, 8),), steps=2)
+
+
+def test_dropout_of_tensors_and_of_dtensors(ranks: Ranks) -> None:
+    """On a CPU both draw from torch's generator."""
+    ranks(4).run(_drop)
+
+
+def _dynamic(rank: int, world_size: int) -> int:
+    mesh = mesh_of(2, 2)
+    ours = graphshard.compile(mlps(mesh["tp"]), mesh, backend="eager", dynamic_shapes=({0: Dim("batch")},))
+    theirs = pair_of(mlps, mesh)[1]
+    for size in (3, 5, 2):
+        batch = functools.partial(torch.randn, size, 8)
+        train_alike((ours, theirs), mesh, lambda batch=batch: (batch(),), steps=1)
+    return len(graphshard.programs(ours))
+
+
+def test_dynamic_sizes(ranks: Ranks) -> None:
+    """One program for all batches."""
+    assert ranks(4).run(_dynamic) == [1] * 4
+
+
+def _regather(rank: int, world_size: int) -> None:
+    mesh = mesh_of(4, 2)
+    ours = graphshard.compile(mlps(mesh["tp"]), mesh, backend="eager", reshard_after_forward=2)
+    train_alike((ours, pair_of(mlps, mesh)[1]), mesh, rows, steps=2)
+
+
+@pytest.mark.slow
+def test_regathering_among_neighbours(ranks: Ranks) -> None:
+    """Which FSDP2 does not do for parameters that are DTensors."""
+    ranks(8).run(_regather)
+
+
 def _by_parts(rank: int, world_size: int) -> None:
     mesh = mesh_of(2, 2)
     ours, (_, theirs) = llama(mesh["tp"]), pair_of(llama, mesh)
@@ -238,25 +346,29 @@ def test_meta_init(ranks: Ranks) -> None:
     ranks(4).run(_initialise_meta)
 
 
-def _inductor(rank: int, world_size: int) -> None:
-    for make, batch in ((mlps, rows), (functools.partial(llama, layers=1), tokens)):
-        mesh = mesh_of(2, 2)
-        ours, (_, theirs) = graphshard.compile(make(mesh["tp"]), mesh), pair_of(make, mesh)
-        for step in range(2):
-            torch.manual_seed(10 * step + mesh.get_local_rank("dp"))
-            inputs = batch()
-            losses = [model(*inputs) for model in (ours, theirs)]
-            for loss in losses:
-                loss.backward()
-            torch.testing.assert_close(*losses)
-            for name, param in theirs.named_parameters():
-                found = ours.get_parameter(name).grad
-                torch.testing.assert_close(found.to_local(), param.grad.to_local(), msg=name, atol=1e-5, rtol=1e-4)
+INDUCTOR = {"mlps": (mlps, rows), "llama": (functools.partial(llama, layers=1), tokens)}
 
 
-def test_inductor(ranks: Ranks) -> None:
-    """Regions lie between what the model communicates."""
-    ranks(4).run(_inductor)
+def _inductor(rank: int, world_size: int, name: str) -> None:
+    make, batch = INDUCTOR[name]
+    mesh = mesh_of(2, 2)
+    ours, (_, theirs) = graphshard.compile(make(mesh["tp"]), mesh), pair_of(make, mesh)
+    for step in range(2):
+        torch.manual_seed(10 * step + mesh.get_local_rank("dp"))
+        inputs = batch()
+        losses = [model(*inputs) for model in (ours, theirs)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+        for name, param in theirs.named_parameters():
+            found = ours.get_parameter(name).grad
+            torch.testing.assert_close(found.to_local(), param.grad.to_local(), msg=name, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mlps", pytest.param("llama", marks=pytest.mark.slow)])
+def test_inductor(ranks: Ranks, name: str) -> None:
+    """Regions lie between what the model communicates; to rounding."""
+    ranks(4).run(_inductor, name)
 
 
 def _draw_whole(rank: int, world_size: int) -> None:
