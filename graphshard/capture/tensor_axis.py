@@ -22,7 +22,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
+from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import WAIT, c10d, emit
 from graphshard.ir.mesh import Axis
@@ -48,6 +51,31 @@ def distributed(
         if slot.kind == "param" and mesh is not None and params[slot.name].split is not None:
             found[slot] = Distributed.apply(tensor, params[slot.name], mesh)
     return found
+
+
+class OneCast(TorchFunctionMode):
+    """Raises Untraceable where autocast would cast a distributed parameter again.
+
+    Eager mode casts a parameter once for all its uses in a block of autocast, and their gradients are added up in the
+    low precision. A distributed parameter is made of a piece here, and autocast keeps casts of leaves only.
+    """
+
+    def __init__(self, used: Mapping[Slot, torch.Tensor], device: str) -> None:
+        super().__init__()
+        self._names = {id(tensor): slot.name for slot, tensor in used.items() if isinstance(tensor, DTensor)}
+        self._device, self._cast = device, set[str]()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if torch.is_autocast_enabled(self._device) and isinstance(result, torch.Tensor) and result.requires_grad:
+            for leaf in pytree.arg_tree_leaves(*args, **kwargs):
+                name = self._names.get(id(leaf))
+                if name in self._cast:
+                    raise Untraceable("cast again", f"parameter {name}, {getattr(func, '__name__', func)}")
+                if name is not None:
+                    self._cast.add(name)
+        return result
 
 
 class Distributed(torch.autograd.Function):
@@ -91,8 +119,8 @@ def settle_collectives(graph: Graph, axis: Axis, mesh: DeviceMesh, model: str) -
         if at_once is None or others != ranks:
             raise CaptureError(
                 f"graphshard cannot capture {model}.forward, because it communicates by {node.target} with ranks "
-                f"{others}. Collectives of the model are all-reduces, all-gathers, reduce-scatters and all-to-alls over "
-                f"the mesh's tensor axis, {axis.name!r}, here ranks {ranks}."
+                f"{others}. Collectives of the model are all-reduces, all-gathers, reduce-scatters and all-to-alls "
+                f"over the mesh's tensor axis, {axis.name!r}, here ranks {ranks}."
             )
         _run_at_once(node, at_once, axis)
 

@@ -90,9 +90,9 @@ def profile_step(
         for _ in range(warmup):
             step.run()
         record.runs.clear()
-        mine = _measure(step, record, runner.mesh)
+        mine = _measure(step, record, runner.whole_mesh)
         runs = list(record.runs)
-    return profile_of(users_class(model).__name__, _gathered(mine, runner.mesh), runs, costs)
+    return profile_of(users_class(model).__name__, _gathered(mine, runner.whole_mesh), runs, costs)
 
 
 def _check_state(model: ShardedModule) -> None:

@@ -37,7 +37,7 @@ from graphshard.options.checks import check_mesh
 from graphshard.options.meshes import tensor_axis
 from graphshard.options.options import Options
 from graphshard.pipeline.observe import Recorder
-from graphshard.runtime.shards import ParamRef, is_sharded
+from graphshard.runtime.shards import ParamRef, data_axes, is_sharded
 
 # Options that FSDP2's fully_shard has: each call is for its own unit. The others are for the whole model.
 OF_UNITS = {"reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params", "units"}
@@ -111,7 +111,7 @@ def tie_again(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, ParamRow
     for module in model.modules():
         for name, param in module._parameters.items():
             ref = None if param is None else _sharded_as.get(param)
-            if ref is not None and isinstance(ref.param, DTensor) and ref.param.device_mesh == mesh:
+            if ref is not None and isinstance(ref.param, DTensor) and data_axes(ref.param, ref.row) == mesh:
                 module._parameters[name] = ref.param
                 known[ref.param] = ref.row
     return known

@@ -38,6 +38,7 @@ from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.runtime.accumulation import Accumulation
 from graphshard.runtime.custom import Custom
+from graphshard.runtime.groups import whole_mesh
 from graphshard.runtime.shards import Alias, aliases
 from graphshard.runtime.step import BackwardFactory, Executable, Strides, Variant
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
@@ -66,7 +67,7 @@ class Runner:
 
     Attributes:
         tracer: makes programs.
-        mesh: what they run on.
+        mesh: the data axes that they run on.
         groups: names of the process groups by those of mesh axes.
         agreement: with the other ranks.
         recorder: what records a program, by its name; None for what is not recorded.
@@ -332,6 +333,11 @@ class Runner:
                 place,
                 self.executables.changes[-1],
             )
+
+    @property
+    def whole_mesh(self) -> DeviceMesh:
+        """All axes that lay out the ranks: those of data, and the tensor axis."""
+        return whole_mesh(self.mesh, self.tracer.spec.tensor)
 
     @property
     def passes(self) -> Pipeline:

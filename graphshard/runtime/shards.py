@@ -77,6 +77,12 @@ def is_sharded(param: torch.Tensor, row: ParamRow) -> bool:
     return isinstance(param, DTensor) and (row.split is None or param.device_mesh.ndim > 1)
 
 
+def data_axes(param: DTensor, row: ParamRow) -> DeviceMesh:
+    """The mesh of the data axes that a shard is on: it may be on the tensor axis, too."""
+    mesh = param.device_mesh
+    return mesh if row.split is None else mesh[tuple(mesh.mesh_dim_names or ())[:-1]]
+
+
 @torch.no_grad()
 def _shard(
     param: nn.Parameter, row: ParamRow, mesh: DeviceMesh, tensor: DeviceMesh | None, storage: Storage

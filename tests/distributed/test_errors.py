@@ -146,8 +146,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = 
     "three named axes": (
         _hooked,
         lambda: {"mesh": init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pipeline", "replicate", "shard"))},
-        r"mesh \('pipeline', 'replicate', 'shard'\): the name of the axis 'pipeline' does not say what it is for\. Data "
-        r"axes are 'dp', 'data', .*Rename it, pass the data axes alone, such as mesh\['dp'\]",
+        r"mesh \('pipeline', 'replicate', 'shard'\): the name of the axis 'pipeline' does not say what it is for\. "
+        r"Data axes are 'dp', 'data', .*Rename it, pass the data axes alone, such as mesh\['dp'\]",
     ),
     "mesh of meta devices": (
         _hooked,

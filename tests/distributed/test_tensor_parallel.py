@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.export import Dim
 
 import graphshard
-from tests.distributed.tensor_parallel import llama, mesh_of, mlps, pair_of, rows, tied, tokens, train_alike, words
+from tests.distributed.tensor_parallel import Mlp, llama, mesh_of, mlps, pair_of, rows, tied, tokens, train_alike, words
 from tests.distributed.twins import BF16, assert_same, grads_of
 from tests.ranks import Ranks
 
@@ -211,6 +211,84 @@ def _tied(rank: int, world_size: int) -> None:
 def test_tied_and_frozen_parameters_and_checkpoints(ranks: Ranks) -> None:
     """What a checkpointed layer communicates is communicated again."""
     ranks(4).run(_tied)
+
+
+def _tied_parts(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    model = tied(mesh["tp"])
+    for part in (model.embed, *model.layers, model.head, model):
+        graphshard.fully_shard(part, mesh=mesh["dp"], backend="eager")
+    assert model.embed.weight is model.head.weight
+    train_alike((model, pair_of(tied, mesh)[1]), mesh, words, steps=2, clip=False)
+    assert model.embed.weight is model.head.weight
+
+
+def test_parameters_that_are_tied_across_calls_of_fully_shard(ranks: Ranks) -> None:
+    """What was tied to a parameter that another call has sharded means its shard."""
+    ranks(4).run(_tied_parts)
+
+
+class _Autocast(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.mlp, self.times = Mlp(), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = sum(self.mlp(x * time) for time in range(self.times))
+        return y.float().square().mean()
+
+
+def _autocasting(tp: DeviceMesh, times: int) -> nn.Module:
+    torch.manual_seed(1)
+    model = _Autocast(times)
+    parallelize_module(model.mlp, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def _autocast(rank: int, world_size: int) -> str:
+    mesh = mesh_of(2, 2)
+    train_alike(pair_of(functools.partial(_autocasting, times=1), mesh), mesh, rows, steps=2)
+    model = graphshard.compile(_autocasting(mesh["tp"], times=2), mesh, backend="eager")
+    with pytest.raises(graphshard.CaptureError) as error:
+        model(*rows())
+    return str(error.value)
+
+
+def test_autocast(ranks: Ranks) -> None:
+    """A parameter that it would cast twice, where eager mode keeps the first cast, is an error that names it."""
+    for message in ranks(4).run(_autocast, share=False):
+        assert "Autocast casts a parameter that is a DTensor once for all its uses" in message
+        assert "(parameter mlp.up.weight, linear)" in message
+
+
+def _differing(rank: int, world_size: int) -> str:
+    mesh = mesh_of(2, 2)
+    model = mlps(mesh["tp"])
+    if mesh.get_local_rank("tp"):
+        model.head.bias = None
+    graphshard.compile(model, mesh, backend="eager")
+    with pytest.raises(graphshard.GraphshardError) as error:
+        model(*rows())
+    return str(error.value)
+
+
+def test_ranks_of_the_tensor_axis_that_differ(ranks: Ranks) -> None:
+    """Models with other parameters there: found before anything runs."""
+    for message in ranks(4).run(_differing, share=False):
+        assert "made a different program than rank" in message
+        assert "parameter head.bias" in message
+
+
+def _profile(rank: int, world_size: int) -> str:
+    mesh = mesh_of(2, 2)
+    model = graphshard.compile(mlps(mesh["tp"]), mesh, backend="eager")
+    return str(graphshard.profile_step(model, rows()))
+
+
+def test_profile(ranks: Ranks) -> None:
+    """Of all ranks."""
+    assert all("Mlps on 4 ranks" in text for text in ranks(4).run(_profile))
 
 
 def _offload_and_call_parts(rank: int, world_size: int) -> None:

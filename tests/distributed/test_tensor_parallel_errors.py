@@ -269,6 +269,8 @@ def test_what_does_not_know_a_tensor_axis(fake_world: FakeWorld, tmp_path: Any) 
         UnsupportedError, match=r"^unshard: parameter layers\.0\.up\.weight is distributed over the tens"
     ):
         model.layers[0].unshard()
+    with pytest.raises(UnsupportedError, match=r"^bisect compares programs of plain parameters.*Bisect the model b"):
+        graphshard.bisect(model, (x,))
     message = re.escape("cannot be kept with replicas, a tensor axis or a smaller group")
     with pytest.raises(ArgumentError, match=message):
         graphshard.compile(mlps(mesh["tp"]), mesh, memory_limit=1 << 30)
