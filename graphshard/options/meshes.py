@@ -137,6 +137,11 @@ def tensor_axis(
         if not isinstance(param, DTensor) or param in known:
             continue
         mesh = param.device_mesh
+        if _is_on_data_axes(param, data):
+            raise UnsupportedError(
+                f"parameter {name} is a DTensor on the data axes, too, of {mesh}: FSDP2's full SPMD mesh is not "
+                "supported yet. Distribute it over the tensor axis alone: parallelize_module(model, mesh['tp'], plan)."
+            )
         if mesh.ndim != 1 or mesh == data or (found is None and mesh.mesh_dim_names is None):
             raise ArgumentError(
                 f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). "
@@ -160,6 +165,13 @@ def tensor_axis(
             "such as mesh['dp']."
         )
     return found
+
+
+def _is_on_data_axes(param: DTensor, data: DeviceMesh) -> bool:
+    """Whether a DTensor is on more axes than the data axes, and not sharded over those."""
+    names = param.device_mesh.mesh_dim_names or ()
+    of_data = [p for name, p in zip(names, param.placements) if name in (data.mesh_dim_names or ())]
+    return len(names) > len(of_data) > 0 and all(isinstance(placement, Replicate) for placement in of_data)
 
 
 def _check_joins(name: str, data: DeviceMesh, tensor: DeviceMesh) -> None:

@@ -54,6 +54,20 @@ def test_a_llama_with_sequence_parallelism_trains_as_with_fsdp2(ranks: Ranks) ->
     ranks(4).run(_train_llama, (2, 2), {})
 
 
+def _one_data_rank(rank: int, world_size: int) -> list[str]:
+    mesh = mesh_of(1, 2)
+    pair = pair_of(mlps, mesh)
+    train_alike(pair, mesh, rows, steps=2)
+    return graphshard.programs(pair[0])[0].communication
+
+
+def test_a_data_axis_of_one_rank(ranks: Ranks) -> None:
+    """Nothing is gathered or reduced but by the model."""
+    for lines in ranks(2).run(_one_data_rank):
+        assert lines
+        assert all(line.endswith("reduced over tp") for line in lines)
+
+
 @pytest.mark.slow
 def test_replicas_of_tensor_parallel_ranks(ranks: Ranks) -> None:
     """Three axes, 2 x 2 x 2: replicated, sharded, and cut by the model's plan."""
@@ -161,6 +175,7 @@ def _train_with(rank: int, world_size: int, name: str) -> None:
     train_alike(pair_of(functools.partial(llama, layers=1), mesh, **OPTIONS[name]), mesh, tokens, steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(ranks: Ranks, name: str) -> None:
     """FSDP2's options mean the same; where the plan and sharding cut different dims, nothing is strided."""
@@ -198,6 +213,7 @@ def _recompute(rank: int, world_size: int) -> None:
     train_alike((ours, theirs), mesh, tokens, steps=1)
 
 
+@pytest.mark.slow
 def test_layers_that_are_computed_again(ranks: Ranks) -> None:
     """With what they communicate: results do not change."""
     ranks(4).run(_recompute)
@@ -396,9 +412,9 @@ def _by_parts(rank: int, world_size: int) -> None:
     graphshard.fully_shard(ours, mesh=mesh["dp"], backend="eager")
     train_alike((ours, theirs), mesh, tokens, steps=2)
     blocks = mlps(mesh["tp"]), mlps(mesh["tp"])
-    for model, shard in zip(blocks, (functools.partial(graphshard.fully_shard, backend="eager"), fully_shard)):
-        for part in (*model.layers, model):  # the head, which is no DTensor, is the root's
-            shard(part, mesh=mesh["dp"])
+    for ours, theirs in zip(*((*model.layers, model.head, model) for model in blocks)):  # the head is no DTensor
+        graphshard.fully_shard(ours, mesh=mesh, backend="eager")  # which also takes the whole mesh
+        fully_shard(theirs, mesh=mesh["dp"])
     train_alike(blocks, mesh, rows, steps=2)
 
 

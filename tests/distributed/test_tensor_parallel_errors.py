@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphshard
@@ -20,7 +20,9 @@ from graphshard.capture.untraceable import Untraceable
 from graphshard.capture.watch import Watch
 from graphshard.ir.errors import ArgumentError, CaptureError, UnsupportedError
 from graphshard.ir.mesh import Axis, Mesh
+from graphshard.ir.program import Slot
 from graphshard.options.meshes import data_and_tensor
+from graphshard.runtime.accumulation import Accumulation
 from tests.distributed.tensor_parallel import Mlps, mlps
 from tests.ranks import FakeWorld
 
@@ -155,6 +157,26 @@ def _strided() -> nn.Module:
     return model
 
 
+class _Own(torch.Tensor):
+    """Its operators may do something else."""
+
+    __torch_dispatch__ = torch._C._disabled_torch_dispatch_impl
+
+
+def _of_a_subclass() -> nn.Module:
+    model, mesh = Mlps(), _mesh("dp", "tp")["tp"]
+    model.head.weight = nn.Parameter(distribute_tensor(torch.ones(5, 8), mesh, [Replicate()]))
+    model.head.weight._local_tensor = torch.ones(5, 8).as_subclass(_Own)
+    return model
+
+
+def _on_the_whole_mesh() -> nn.Module:
+    mesh = _mesh("dp", "tp")
+    model = Mlps()
+    model.head.weight = nn.Parameter(distribute_tensor(torch.ones(4, 8), mesh, [Replicate(), Shard(0)]))
+    return model
+
+
 def _sharded() -> nn.Module:
     return fully_shard(Mlps(), mesh=_mesh("dp", "tp")["dp"])
 
@@ -174,6 +196,14 @@ WRONG_MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"^parameter head\.weight is distributed over .*, and parameter layers\.0\.up\.weig",
     ),
     "partial sums": (_partial, r"^parameter head\.bias is placed as P.*\(sum\) on the tensor axis\. Use Shard or"),
+    "a subclass": (
+        _of_a_subclass,
+        r"^parameter head\.weight is a DTensor of a _Own, a tensor subclass\. Distribute",
+    ),
+    "the whole mesh": (
+        _on_the_whole_mesh,
+        r"^parameter head\.weight is a DTensor on the data axes, too, of Device",
+    ),
     "strides": (_strided, r"^parameter head\.weight has pieces that are not contiguous on the tensor axis\. Make it"),
     "sharded": (_sharded, r"^parameter layers\.0\.up\.weight is a DTensor already \(fully_shard or parallelize_module"),
 }
@@ -246,6 +276,15 @@ def test_random_numbers_for_a_dtensor_on_a_gpu(fake_world: FakeWorld, monkeypatc
     monkeypatch.setattr(DeviceMesh, "device_type", "cuda")
     with Watch({}), pytest.raises(Untraceable, match=r"aten\.(native_dropout|bernoulli)"):
         torch.nn.functional.dropout(value)
+
+
+def test_gradients_that_are_partial_sums_in_some_calls() -> None:
+    """What one program left to be added up on the tensor axis, another takes for whole."""
+    sums, slot, names = Accumulation(), Slot("accumulated", "w"), {"w": "layer.w"}
+    sums.put(slot, names, torch.ones(2), "sum")
+    with pytest.raises(UnsupportedError, match=r"^gradients of layer\.w are partial sums over the tensor axis in some"):
+        sums.take(slot, names)
+    assert torch.equal(sums.take(slot, names, "sum"), torch.ones(2))
 
 
 def test_what_does_not_know_a_tensor_axis(fake_world: FakeWorld, tmp_path: Any) -> None:
