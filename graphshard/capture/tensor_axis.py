@@ -123,6 +123,9 @@ def settle_collectives(graph: Graph, axis: Axis, mesh: DeviceMesh, model: str) -
                 f"over the mesh's tensor axis, {axis.name!r}, here ranks {ranks}."
             )
         _run_at_once(node, at_once, axis)
+    for wait in graph.find_nodes(op="call_function", target=WAIT):  # of what was waited for before
+        wait.replace_all_uses_with(wait.all_input_nodes[0])
+        graph.erase_node(wait)
 
 
 def take_off_last_sums(phase: Phase, params: ParamTable) -> ParamTable:
@@ -135,10 +138,9 @@ def take_off_last_sums(phase: Phase, params: ParamTable) -> ParamTable:
         value = results[index]
         if slot.kind != "grad" or slot.of != "param" or not isinstance(value, Node) or value.target is not REDUCED:
             continue
-        row = rows[slot.name]
-        if row.split is None or len(value.users) > 1:
+        row, (source, operation, _) = rows[slot.name], value.args
+        if row.split is None or len(value.users) > 1 or operation not in ("sum", "avg"):
             continue
-        source, operation, _ = value.args
         rows[slot.name] = replace(row, split=replace(row.split, partial=str(operation)))
         results[index] = source
     phase.set_results(results)
