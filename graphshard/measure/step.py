@@ -89,9 +89,9 @@ def profile_step(
         for _ in range(warmup):
             step.run()
         record.runs.clear()
-        mine = _measure(step, record, runner.mesh, device)
+        mine = _measure(step, record, runner.whole_mesh, device)
         runs = list(record.runs)
-    return profile_of(users_class(model).__name__, _gathered(mine, runner.mesh), runs, costs)
+    return profile_of(users_class(model).__name__, _gathered(mine, runner.whole_mesh), runs, costs)
 
 
 def _check_state(model: ShardedModule) -> None:

@@ -146,23 +146,31 @@ def check_ignored(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> f
 
 
 def check_params(
-    model: nn.Module, device_type: str, ignored: frozenset[nn.Parameter], known: Container[nn.Parameter] = ()
+    model: nn.Module,
+    device_type: str,
+    ignored: frozenset[nn.Parameter],
+    known: Container[nn.Parameter] = (),
+    *,
+    distributed: bool = False,
 ) -> None:
     """Raise ArgumentError for the first parameter that cannot be sharded over a mesh of devices of a type.
 
     UnsupportedError for one whose gradients are to be of another dtype.
 
-    Those that are `known` are sharded over it already.
+    Those that are `known` are sharded over it already; DTensors may be `distributed` over a tensor axis, and were
+    looked at.
     """
     for (name, *_), param in named_parameters(model).items():
         if param in known:
             continue
-        if isinstance(param, DTensor):
+        if isinstance(param, DTensor) and not distributed:
             raise ArgumentError(
                 f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). Compile "
-                "the plain module."
+                "the plain module; with tensor parallelism graphshard.compile and fully_shard work, explain, export "
+                "and load do not yet."
             )
-        _check_class(name, param, ignored=param in ignored)
+        if not isinstance(param, DTensor):
+            _check_class(name, param, ignored=param in ignored)
         if getattr(param, "grad_dtype", param.dtype) != param.dtype:  # torch 2.11 may have none
             raise UnsupportedError(
                 f"parameter {name} is of {param.dtype} and wants gradients of another dtype (grad_dtype="

@@ -278,7 +278,9 @@ ERRORS: dict[str, Callable[[Any], Any]] = {
     r"^module is an empty list": lambda model: OURS([]),
     r"^module: ModuleList has no forward, so there is nothing to compile": lambda model: OURS(model.blocks),
     r"^mp_policy: fully_shard takes one policy": lambda model: OURS(model, mp_policy={"": BF16}),
-    r"^dp_mesh_dims=1: meshes with other axes": lambda model: OURS(model, dp_mesh_dims=1),
+    r"^dp_mesh_dims must be a torch\.distributed\.fsdp\.DataParallelMeshDims .*, got 1\.": lambda model: OURS(
+        model, dp_mesh_dims=1
+    ),
     r"^fully_shard\(\) got an unexpected keyword argument 'units'": lambda model: OURS(model, units=["blocks.*"]),
     r"Did you mean 'reshard_after_forward'": lambda model: OURS(model, reshard=True),
 }

@@ -96,12 +96,17 @@ def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 def example_llama(layers: int = 2) -> tuple[nn.Module, Batch]:
     """The model of examples/, with grouped-query attention, and its batches."""
+    llama = load_example("llama")
+    config = llama.LlamaConfig(layers=layers, dim=16, heads=4, kv_heads=2, hidden=24, seq=8, vocab=VOCAB)
+    return llama.Llama(config), lambda: {"tokens": tokens(), "targets": tokens()}
+
+
+def load_example(name: str) -> Any:
+    """A module of examples/."""
     folder = str(Path(__file__).parents[2] / "examples")
     if folder not in sys.path:
         sys.path.append(folder)
-    llama = importlib.import_module("llama")
-    config = llama.LlamaConfig(layers=layers, dim=16, heads=4, kv_heads=2, hidden=24, seq=8, vocab=VOCAB)
-    return llama.Llama(config), lambda: {"tokens": tokens(), "targets": tokens()}
+    return importlib.import_module(name)
 
 
 def tokens(length: int = 8) -> Tensor:

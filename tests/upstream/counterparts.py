@@ -19,9 +19,6 @@ REFUSED = frozenset(
     {
         "TestFullyShardManagedModulesAndStates.test_managed_modules_nested_fully_shard_and_replicate",
         "TestFullyShardMixedPrecisionJVP.test_no_warmup_jvp_reshard_after_forward_false",
-        "TestFullyShardStateDictMultiProcess.test_2d_state_dict_correctness",
-        "TestFullyShardStateDictMultiProcess.test_dp_tp_state_dict_save_load",
-        "TestFullyShardStateDictMultiProcess.test_hsdp_tp_state_dict_save_load",
         "TestFullyShardAllocFromPG.test_exception_when_used_together_with_comm_hooks",
         "TestFullyShardShareCommContext.test_share_comm_context",
     }

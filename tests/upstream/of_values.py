@@ -15,7 +15,7 @@ _TRAINING, _CASTS = "TestFullyShardMixedPrecisionTraining.", "TestFullyShardMixe
 _STATES = "TestFullyShardStateDictMultiProcess."
 
 GPU = "needs GPUs: it measures kernels on streams or reads NCCL's log"
-TENSOR_PARALLEL = "tensor parallel parameters, which are not supported yet"
+TENSOR_PARALLEL = "tensor parallelism, whose tests are in `tests/distributed/test_tensor_parallel.py`"
 _LAYOUTS = "newer than torch 2.13: `AllGatherInput`, and FSDP2's own functions for it"
 IDENTITY = "FSDP2's own state objects, which a compiled module does not have"
 
@@ -133,13 +133,13 @@ OF_VALUES: Mapping[str, Counterparts] = {
             f"{_HERE}test_state_dict.py::test_parts_of_a_state_are_loaded_into_an_offloaded_model",
         ),
         f"{_STATES}test_2d_state_dict_correctness": (
-            f"{_HERE}test_state_dict.py::test_tensor_parallel_models_are_refused",
+            f"{_HERE}test_state_dict.py::test_states_of_tensor_parallel_models",
         ),
         f"{_STATES}test_dp_tp_state_dict_save_load": (
-            f"{_HERE}test_state_dict.py::test_tensor_parallel_models_are_refused",
+            f"{_HERE}test_state_dict.py::test_states_of_tensor_parallel_models",
         ),
         f"{_STATES}test_hsdp_tp_state_dict_save_load": (
-            f"{_HERE}test_state_dict.py::test_tensor_parallel_models_are_refused",
+            f"{_HERE}test_state_dict.py::test_states_of_tensor_parallel_models",
         ),
         "TestFullyShardStateDictMultiThread.test_rank0_offload_full_state_dict": (
             f"{_HERE}test_state_dict.py::test_full_values_on_one_rank",
