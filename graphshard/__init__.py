@@ -164,6 +164,10 @@ class _Package(ModuleType):
         if not (name in _HOME and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name, as cloudpickle does plain modules: Ray sends functions that use the package to other processes."""
+        return importlib.import_module, (__name__,)
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_HOME, "__version__"})
 

@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from graphshard.artifact.load import artifact_path, library_for
 from graphshard.debug.dump import dump_directory, recorder
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.ir.errors import ArgumentError
 from graphshard.ir.program import Program
 from graphshard.ir.text import brief
 from graphshard.module.parts import shard_unit
@@ -25,6 +25,7 @@ from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.sharded_module import compiled_module, install_method
 from graphshard.options.arguments import check_names, options_given, takes_options
 from graphshard.options.checks import check_examples, check_mesh, check_model, default_mesh
+from graphshard.options.meshes import DataParallelMeshDims, data_and_tensor, tensor_axis
 from graphshard.options.options import CompileArguments, ModelArguments, Options, PlacementFn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -36,6 +37,7 @@ def compile(
     model: ModuleT,
     mesh: DeviceMesh | None = None,
     *,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     dump: str | os.PathLike[str] | None = None,
@@ -50,7 +52,11 @@ def compile(
     Args:
         model: any module; on the CPU, on the mesh's device, or on the meta device.
         mesh: mesh of "cpu" or "cuda" devices; None is all ranks, on CUDA where there is any. Of two axes the first
-            replicates and the second shards (HSDP); size 1 of the second is plain data parallelism (DDP).
+            replicates and the second shards (HSDP); size 1 of the second is plain data parallelism (DDP). An axis
+            "tp" is one that parameters are distributed over already, by
+            `torch.distributed.tensor.parallel.parallelize_module(model, mesh["tp"], plan)`.
+        dp_mesh_dims: FSDP2's `DataParallelMeshDims`, the axes of the mesh to shard and to replicate over; None goes
+            by the names of the axes.
         reshard_after_forward: True gathers parameters again in backward, False keeps them gathered, None keeps
             those of the root and gathers those of the units again, as FSDP2 does. A number of ranks that divides that
             of the shards gathers again among so many neighbours, such as those of a node, and keeps what they need.
@@ -103,10 +109,11 @@ def compile(
     chosen = options_given(compile, options)
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
-    axes = check_mesh(mesh)
+    mesh, given = data_and_tensor(mesh, dp_mesh_dims)
+    axes, tensor = check_mesh(mesh), tensor_axis(model, mesh, given)
     check_examples(model, example_inputs, example_kwargs)
     file = None if artifact is None else artifact_path("artifact", artifact)
-    tracer = prepare(model, chosen, axes, device_of(mesh))
+    tracer = prepare(model, chosen, axes, device_of(mesh), tensor=tensor)
     runner = make_runner(model, tracer, mesh, recorder(dump_directory(dump, dist.get_rank())))
     library = None if file is None else library_for(file, model, runner)
     prepared = None
@@ -136,7 +143,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: object = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     **options: Unpack[ModelArguments],
 ) -> ModuleOrListT:
     """Shard a module's parameters as one unit, in place: FSDP2's `fully_shard`, for code that calls it.
@@ -147,9 +154,10 @@ def fully_shard(
 
     Args:
         module: a module with a forward, or a list of modules that are one unit.
-        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params: as for `compile`,
-            but for the parameters of this unit only. `mp_policy` is one policy.
-        dp_mesh_dims: None; parameters that are DTensors already are not supported yet.
+        mesh, dp_mesh_dims, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params: as
+            for `compile`, but for the parameters of this unit only. `mp_policy` is one policy, and `ignored_params` may
+            be one set for all calls. Parameters may be DTensors on another axis, such as mesh["tp"], of the mesh that
+            `mesh` is a part of.
         backend, activation, memory_limit, hardware, dynamic_shapes, max_captures, allow, passes, verify: as for
             `compile`. They are for the model as a whole: those of the outermost call count, and another may not differ.
 
@@ -160,10 +168,6 @@ def fully_shard(
         ArgumentError: an argument is wrong, or the module is sharded already, or in a model that is.
         UnsupportedError: units are to be sharded over different meshes, or to be kept on different devices.
     """
-    if dp_mesh_dims is not None:
-        raise UnsupportedError(
-            f"dp_mesh_dims={brief(dp_mesh_dims)}: meshes with other axes than FSDP's own are not supported yet."
-        )
     if isinstance(mp_policy, Mapping):
         raise ArgumentError(
             f"mp_policy: fully_shard takes one policy for its unit, got {brief(mp_policy)}. Policies by unit are for "
@@ -183,8 +187,8 @@ def fully_shard(
         raise ArgumentError("module is an empty list. Give the modules that are one unit.")
     for one in modules:
         check_model(one, in_parts=True)
-    mesh = mesh if mesh is not None else default_mesh()
-    shard_unit(modules, mesh, chosen, recorder(dump_directory(None, dist.get_rank())))
+    mesh, tensor = data_and_tensor(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
+    shard_unit(modules, mesh, tensor, chosen, recorder(dump_directory(None, dist.get_rank())))
     return module
 
 

@@ -22,6 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.ir.graph import WAIT, aten, c10d, emit, erase_dead, fake, is_view
+from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
 from graphshard.ir.params import memory_order
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SizeBuilder, expression, size_inputs, symbols_of
@@ -45,6 +46,10 @@ _ZERO_IF_ANY = frozenset(
         c10d.all_reduce.default,
         c10d.reduce_scatter_tensor.default,
         WAIT,
+        REDUCED,
+        JOINED,
+        SCATTERED,
+        EXCHANGED,
     }
 )
 # What is added to places of the first argument: nothing, where it is zero.

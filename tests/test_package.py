@@ -2,8 +2,10 @@
 
 import ast
 import builtins
+import copy
 import inspect
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -131,3 +133,9 @@ def test_errors_that_are_documented_can_be_caught():
 def test_all_errors_are_public():
     defined = [name for name, value in vars(errors).items() if inspect.isclass(value)]
     assert set(defined) <= set(graphshard.__all__)
+
+
+def test_the_package_is_pickled_by_name() -> None:
+    """As Ray does with a function of a script that uses it."""
+    assert pickle.loads(pickle.dumps(graphshard)) is graphshard
+    assert copy.deepcopy({"package": graphshard})["package"] is graphshard

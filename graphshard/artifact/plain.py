@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from graphshard.artifact.exporter import in_mode
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import replacing
+from graphshard.ir.params import places_of
 from graphshard.ir.program import Phase, Program
 from graphshard.module.tracer import Tracer
 from graphshard.pipeline.observe import Observer
@@ -64,7 +65,7 @@ class _Plain(nn.Module):
         super().__init__()
         program.phases["forward"].module.recompile()  # after what passes did to the graph
         self._program: list[Program] = [program]  # in a list, so that it is no submodule
-        for name, param in model.named_parameters(remove_duplicate=False):
+        for name, param in places_of(model).items():
             self._owner(name).register_parameter(name.rpartition(".")[2], param)
         for name, buffer in model.named_buffers(remove_duplicate=False):
             self._owner(name).register_buffer(name.rpartition(".")[2], buffer)

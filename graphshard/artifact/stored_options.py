@@ -22,7 +22,7 @@ from graphshard.artifact.facts import Policy
 from graphshard.artifact.fingerprint import differences, refuse, table_differences
 from graphshard.codec.passes import encode_pass
 from graphshard.codec.values import Decoder, encode
-from graphshard.ir.params import ParamTable
+from graphshard.ir.params import ParamTable, places_of
 from graphshard.ir.units import modules_of
 from graphshard.module.tracer import Tracer
 from graphshard.passes import MakePlan, Offload, Pass
@@ -96,7 +96,7 @@ def check_same_options(
 def restored_options(stored: Mapping[str, Any], model: nn.Module, rows: ParamTable) -> dict[str, Any]:
     """The options of the export as arguments of `Options`, but for those that have done their work."""
     value = Decoder().value
-    named = dict(model.named_parameters())
+    named = places_of(model)
     dims = {id(named[row.name]): row.dim for row in rows}
 
     def policy(of: Mapping[str, Any]) -> MixedPrecisionPolicy:

@@ -56,12 +56,22 @@ say which calls a captured program serves. `diagnose.py` turns a failure into a 
   signature (`variables.py`), since they run before anything of forward is recorded. Ranks with shorter shards show the
   methods a padded one, so that the graph has no rank in it; operators that would tell the padding apart are errors
   (`shard_operators.py`).
+* **A parameter that is a DTensor is its local tensor** (`tensor_axis.py`). The function that is traced takes the piece
+  and makes a DTensor of it, by an autograd function that brings the gradient to the parameter's placement, as FSDP2
+  does after backward. AOTAutograd's own way with subclasses would return gradients in whatever placement they have.
+  DTensor's code runs in the trace, so the graph is that of one place on the tensor axis: offsets of a vocabulary, and
+  which pieces of a sequence are its own, are constants. Collectives become operators that run at once, so that passes
+  and plans, which know collectives by the parameters they carry, take them for compute.
+* **The last sum of a gradient over the tensor axis is left to the reduction** (`take_off_last_sums`): there it is in
+  the reduce dtype, and runs once for all microbatches.
 * **A program with dynamic sizes is chosen for a call by `fit.misfit`**: equal sizes, fixed sizes, strides, ranges, and
   the guards that capture and Inductor left in the shape environment. Other programs do not share its regions of dynamic
   sizes: what was found of a size while one was compiled is taken for granted in those that come after it.
 
 Pitfalls:
 
+* DTensor keeps its plans by meshes that are equal, so a trace may name the process group of another mesh of the same
+  ranks: groups are compared by ranks.
 * `aten.native_dropout`, which tracing puts in the place of CPU dropout, rounds differently in bfloat16: `rounding.py`.
 * The joint graph of a CUDA model cannot be captured on a machine without CUDA: autograd of fake CUDA tensors needs the
   device's stream API.

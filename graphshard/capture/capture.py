@@ -20,6 +20,7 @@ from torch._export.non_strict_utils import make_fake_inputs, produce_guards_and_
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
@@ -38,6 +39,7 @@ from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.missing import MISSING
 from graphshard.capture.phase import erase_boundaries, erase_leaves, lift_constants, phase_of, read_numbers_again
 from graphshard.capture.rounding import capture_decompositions
+from graphshard.capture.tensor_axis import settle_collectives, take_off_last_sums
 from graphshard.capture.untraceable import Located, Untraceable
 from graphshard.capture.watch import check_nothing_kept
 from graphshard.capture.written_again import write_again
@@ -60,7 +62,7 @@ class CaptureSpec:
 
     `method` is what is captured, in the place of `forward`; `extended` are the parameters that decide themselves what
     is gathered of them; `allow` names what is not torch's and may be kept; `followed` are places of numbers that change
-    from call to call.
+    from call to call; `tensor` is the mesh of the tensor axis, on which the program is that of this rank's place.
     """
 
     params: ParamTable
@@ -74,6 +76,7 @@ class CaptureSpec:
     extended: tuple[Extended, ...] = ()
     allow: tuple[str, ...] = ()
     followed: tuple[Place, ...] = ()
+    tensor: DeviceMesh | None = None
 
 
 def capture(
@@ -121,6 +124,10 @@ def capture(
     if spec.extended:
         settle_gathers(phase, spec.mesh.shard, spec.extended[0].mesh.get_group().group_name)
         erase_leaves(phase, {param.row.name for param in spec.extended})
+    params = spec.params
+    if spec.tensor is not None and spec.mesh.tensor is not None:
+        settle_collectives(joint.graph, spec.mesh.tensor, spec.tensor, spec.forward_class.__name__)
+        params = take_off_last_sums(phase, params)
     constants = lift_constants(phase)
     sizes = _sizes(inputs, spec.forward_class)
     if sizes and any(map(makes_size, joint.graph.nodes)):
@@ -134,7 +141,7 @@ def capture(
     assert flat.out_spec is not None
     return Program(
         {"joint" if tangents else "forward": phase},
-        spec.params,
+        params,
         spec.mesh,
         torch.device(spec.device.type),
         constants,
@@ -195,6 +202,7 @@ def _trace(
         bare=as_written,
         path=path,
         extensions=extensions,
+        tensor=spec.tensor,
         learned=learned,
         allow=spec.allow,
     )

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree
 
@@ -33,6 +34,7 @@ from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
 from graphshard.capture.outside import no_outside_values
 from graphshard.capture.substitute import Substitute
+from graphshard.capture.tensor_axis import OneCast, distributed
 from graphshard.capture.watch import Made, Watch, WatchHooks
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.params import ParamTable
@@ -75,6 +77,7 @@ class FlatForward(nn.Module):
         bare: Callable[[], contextlib.AbstractContextManager[None]],
         path: EagerPath,
         extensions: Extensions,
+        tensor: DeviceMesh | None,
         learned: Learned,
         allow: Collection[str],
     ) -> None:
@@ -84,6 +87,8 @@ class FlatForward(nn.Module):
         self.__dict__["_module"] = module  # which is not a part of this one
         self._owned = _owned_tensors(module, params)
         self._extensions = extensions
+        self._distributed = functools.partial(distributed, params=params, mesh=tensor)
+        self._one_cast = functools.partial(OneCast, device=tensor.device_type) if tensor is not None else None
         count = sum(isinstance(leaf, torch.Tensor) for leaf in call[0]) + len(learned.tensors) + len(learned.numbers)
         inputs = (Slot("input", str(i)) for i in range(count))
         self.slots = [*(owned.slot for owned in self._owned), *extensions.tensors, *inputs]
@@ -105,7 +110,7 @@ class FlatForward(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self._call[1])
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._bare())
-            used = self._extensions.used(given)
+            used = self._distributed(self._extensions.used(given))
             self._hold(used)
             stack.enter_context(self._boundaries())
             stack.enter_context(cached_casts())
@@ -118,6 +123,8 @@ class FlatForward(nn.Module):
             stack.enter_context(idle_conversions())
             own = {id(o.tensor): used[o.slot] for o in self._owned}
             stack.enter_context(Substitute(own))
+            if self._one_cast is not None:
+                stack.enter_context(self._one_cast(used))
             self.regions = stack.enter_context(trace_checkpoints(module))
             stack.enter_context(no_outside_values(module, self._allow))
             recorder = Recorder(module, self._learned, own, self._allow)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.dynamic_shapes import marks_of
@@ -49,6 +50,8 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
 def _remedy(leaf: Any) -> str:
     if hasattr(leaf, "get_seq_length"):  # a cache of transformers, which forward would write to
         return "Pass use_cache=False: model.generate(..., use_cache=False) runs compiled programs."
+    if isinstance(leaf, dist.Work):
+        return "Wait for it before the call, and pass what it made."
     return (
         "Pass its tensors, or register the class with torch.utils._pytree.register_dataclass or "
         "torch.export.register_dataclass."

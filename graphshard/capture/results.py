@@ -2,14 +2,21 @@
 
 traced      result -> parts, which are outputs of the program; gradients of the parts make that of the result
 called      parts -> result, as the node of a pytree; a gradient of the result makes those of the parts
+
+A DTensor, as a model with tensor parallelism returns for logits, say, is its local tensor. Its gradient is placed as it
+is, and whole where it is a partial sum: the program is made for that, and another gradient is redistributed.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.errors import CaptureError
@@ -17,7 +24,7 @@ from graphshard.ir.subclasses import is_subclass, parts_of, rebuilt
 from graphshard.ir.torch_internals import without_dispatch_modes
 
 
-def in_parts(leaf: torch.Tensor) -> torch.Tensor | SubclassResult:
+def in_parts(leaf: torch.Tensor) -> torch.Tensor | SubclassResult | DTensorResult:
     """A result; if it is a tensor subclass, taken apart.
 
     Raises:
@@ -31,6 +38,10 @@ def in_parts(leaf: torch.Tensor) -> torch.Tensor | SubclassResult:
             "leave dynamic_shapes out."
         )
     _register()
+    if isinstance(leaf, DTensor):
+        of_gradient = [Replicate() if placement.is_partial() else placement for placement in leaf.placements]
+        local = leaf.to_local(grad_placements=of_gradient)
+        return DTensorResult(local, Layout(leaf.device_mesh, leaf.placements, leaf.shape, leaf.stride()))
     parts = _Parts.apply(leaf)
     with without_dispatch_modes():
         held = [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in parts]
@@ -45,8 +56,35 @@ class SubclassResult:
         self.parts, self.like = parts, like
 
 
+@dataclass(frozen=True)
+class Layout:
+    """All of a DTensor but its local tensor."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class DTensorResult:
+    """The local tensor of a result that is a DTensor."""
+
+    def __init__(self, local: Any, layout: Layout) -> None:
+        self.local, self.layout = local, layout
+
+
+def _as_dtensor(local: Any, layout: Layout) -> Any:
+    (local,) = local
+    if not isinstance(local, torch.Tensor):
+        return DTensorResult(local, layout)
+    return DTensor.from_local(
+        local, layout.mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride
+    )
+
+
 @functools.cache
 def _register() -> None:
+    pytree.register_pytree_node(DTensorResult, lambda result: ([result.local], result.layout), _as_dtensor)
     pytree.register_pytree_node(SubclassResult, lambda result: (list(result.parts), result.like), _put_together)
 
 

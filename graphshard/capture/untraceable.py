@@ -48,6 +48,14 @@ _ADVICE = {
         "Forward writes to a parameter. The full parameter exists during the call only, and FSDP2 loses what is "
         "written to it. Write to it between calls, under torch.no_grad(), or hold the value in a buffer."
     ),
+    "cast again": (
+        "Autocast casts a parameter that is a DTensor once for all its uses, which a program cannot yet. Use it once "
+        "in the block, cast it yourself, or use param_dtype of mp_policy in the place of autocast."
+    ),
+    "distributed draw": (
+        "Random numbers are drawn for a DTensor, which on this device sets the generator's state around it; a program "
+        "would not. Draw for local tensors: leave nn.Dropout out of the plan, or call to_local() first."
+    ),
     "reentrant": (
         "A checkpoint with use_reentrant=True runs this twice: without gradients in forward, with them in backward. A "
         "program has one answer. Use use_reentrant=False, or ask outside of the checkpoint."

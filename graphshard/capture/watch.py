@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +23,7 @@ from graphshard.capture.lines import user_place
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.program import Slot
+from graphshard.ir.subclasses import shard_in
 from graphshard.ir.tracing_internals import arguments_of, keep_strides, memory_of, written_by
 from graphshard.ir.wanted import still_wanted
 
@@ -85,6 +87,10 @@ class Watch(TorchDispatchMode):
         if func is torch.ops.aten._linalg_check_errors.default:
             self.checks.append((Check(args[1], kwargs["is_matrix"]), args[0]))
             return None
+        if isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags:
+            given = pytree.arg_tree_leaves(*args, **kwargs)
+            if any(isinstance(arg, DTensor) and arg.device_mesh.device_type != "cpu" for arg in given):
+                raise Untraceable("distributed draw", f"operator {func}")
         if self._branch is not None and torch.Tag.nondeterministic_seeded in func.tags:
             raise Untraceable("branch", f"operator {func}")
         written: list[tuple[torch.Tensor, tuple[int, ...]]] = []
@@ -92,7 +98,7 @@ class Watch(TorchDispatchMode):
             written = [(tensor, tensor.stride()) for tensor in written_by(func, args, kwargs)]
             if self._branch is not None:
                 self._check_own(func, args, kwargs)
-            for slot in (self._given.get(memory_of(tensor)) for tensor, _ in written):
+            for slot in (self._given.get(memory_of(shard_in(tensor))) for tensor, _ in written):
                 if slot is not None and slot.kind == "param":
                     raise Untraceable("write", f"parameter {slot.name}, operator {func}")
         result = func(*args, **kwargs)

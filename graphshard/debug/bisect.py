@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import ArgumentError
+from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import check_number
 from graphshard.ir.graph import fake
 from graphshard.ir.program import Phase, Program, Slot
@@ -120,12 +120,18 @@ def bisect(
 
     Raises:
         ArgumentError: the module was not compiled.
+        UnsupportedError: its parameters are distributed over a tensor axis.
     """
     model = compiled_module(model)
     check_examples(model, args, {} if kwargs is None else kwargs, ("args", "kwargs"))
     if tolerance is not None:
         check_number("tolerance", tolerance)
     runner = model._graphshard
+    if runner.tracer.spec.tensor is not None:
+        raise UnsupportedError(
+            "bisect compares programs of plain parameters, and this model has DTensors on a tensor axis. Bisect the "
+            "model before parallelize_module is applied."
+        )
     if runner.sealed:
         raise ArgumentError(
             f"{users_class(model).__name__} was loaded from a file, which has no stages to compare. Compile it in "

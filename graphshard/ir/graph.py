@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from graphshard.ir.operators import ARRIVED, DOWNLOAD, OWN_CHUNK, REDUCED, UPLOAD
+from graphshard.ir.operators import ARRIVED, DOWNLOAD, NAMING_GROUPS, UPLOAD
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase
 from graphshard.ir.torch_internals import run_and_save_rng_state
@@ -24,7 +24,7 @@ REDUCES = frozenset({c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_ten
 ALL_REDUCES = frozenset({c10d.all_reduce.default, c10d.all_reduce_coalesced.default})
 WAIT = c10d.wait_tensor.default
 # Operators of our own, which stay outside of regions.
-OWN = frozenset({UPLOAD, ARRIVED, DOWNLOAD, OWN_CHUNK, REDUCED})
+OWN = frozenset({UPLOAD, ARRIVED, DOWNLOAD}) | NAMING_GROUPS
 
 
 def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any) -> Node:

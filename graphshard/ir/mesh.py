@@ -5,6 +5,7 @@
     Axis("nodes", 2, "replicate")       parameters are equal along it: gradients are reduced over it, too
     Axis("gpus", 8, "shard")            parameters are cut along it: gathered before use, gradients reduce-scattered
     Axis("gpus/4", 4, "regather")       neighbours on the sharding axis, among which backward gathers again
+    Axis("tp", 2, "tensor")             the model itself communicates along it: parameters are DTensors there
 
 A mesh is plain data without ranks and process groups. Whoever decides what is communicated asks it by role; graphs and
 plans name axes, and `runtime/groups.py` puts process groups in the place of the names when a program is installed.
@@ -24,9 +25,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import is_int
+from graphshard.ir.split import Split
 from graphshard.ir.text import brief
+from graphshard.ir.torch_internals import cut_of_pieces
 
-Role = Literal["replicate", "shard", "regather"]
+Role = Literal["replicate", "shard", "regather", "tensor"]
 
 # A DeviceMesh, or the shape of one that need not exist: 8, (8,), (2, 4), {"replicate": 2, "shard": 4}.
 MeshLike = DeviceMesh | int | Sequence[int] | Mapping[str, int]
@@ -37,6 +40,14 @@ MOST_RANKS = 1 << 20
 # Roles of the axes of a DeviceMesh, outermost first; one with fewer axes lacks the first. Axes without names are called
 # after their roles.
 _OF_DEVICES: tuple[Role, ...] = ("replicate", "shard")
+
+# Names of axes of a DeviceMesh by what happens along them: data axes replicate and shard. What is to happen along those
+# of other kinds of parallelism is not known here.
+REPLICATING = ("replicate", "dp_replicate", "ddp")
+SHARDING = ("shard", "dp_shard", "fsdp")
+DATA = ("dp", "data", "data_parallel", *REPLICATING, *SHARDING)
+TENSOR = ("tp", "tensor", "tensor_parallel")
+OTHERS = ("pp", "pipeline", "ep", "expert", "cp", "context", "sp", "sequence")
 
 # Roles of the others: each is one of neighbours on the axis with this role.
 _NEIGHBOURS_ON: dict[Role, Role] = {"regather": "shard"}
@@ -119,12 +130,22 @@ class Mesh:
                 "mesh must have one axis (to shard over) or two (to replicate and to shard over), got "
                 f"{len(sizes)}: {brief(shape)}."
             )
+        foreign = [name for name in names or () if name in (*TENSOR, *OTHERS)]
+        if foreign and len(sizes) > 1:
+            raise ArgumentError(
+                f"mesh must have data axes only, got {tuple(names or ())}: {foreign[0]!r} is none. compile and "
+                "fully_shard take a mesh with a tensor axis; explain, export and load do not yet."
+            )
         roles = _OF_DEVICES[-len(sizes) :]
         return cls(tuple(map(Axis, names or roles, sizes, roles)))
 
     def with_regather(self, size: int) -> Mesh:
         """With an axis of `size` neighbours on the sharding one, which it divides, to gather again in backward."""
         return replace(self, axes=(*self.axes, Axis(f"{self.shard.name}/{size}", size, "regather")))
+
+    def with_tensor(self, name: str, size: int) -> Mesh:
+        """With a tensor axis inside of all others, as FSDP2 lays them out."""
+        return replace(self, axes=(*self.grid, Axis(name, size, "tensor"), *self.axes[len(self.grid) :]))
 
     def resized(self, role: Role, size: Any) -> Mesh:
         """With another size of the axis with a role; it may be a symbol."""
@@ -146,6 +167,11 @@ class Mesh:
     def regather(self) -> Axis | None:
         """Neighbours on the sharding axis, among which backward gathers again; None is the whole axis."""
         return self._of("regather")
+
+    @property
+    def tensor(self) -> Axis | None:
+        """The axis along which the model itself communicates, and parameters are DTensors before they are sharded."""
+        return self._of("tensor")
 
     def _of(self, role: Role) -> Axis | None:
         return next((axis for axis in self.axes if axis.role == role), None)
@@ -178,10 +204,16 @@ class Mesh:
         """How many ranks lie between neighbours along an axis: those of the axes behind it, and they are 1 apart."""
         return math.prod(other.size for other in self.grid[self.place(axis) + 1 :])
 
-    def placements(self, dim: int | None) -> tuple[Placement, ...]:
-        """Of a parameter that is sharded along a dim, on the DeviceMesh, as FSDP2 places it; None is a scalar."""
-        cut = Replicate() if dim is None else Shard(dim)
-        return tuple(cut if axis.role == "shard" else Replicate() for axis in self.grid)
+    def placements(self, dim: int | None, split: Split | None = None) -> tuple[Placement, ...]:
+        """Of a parameter that is sharded along a dim, as FSDP2 places it; None is a scalar.
+
+        On the data axes; and if it is split over the tensor axis, there, too. Its pieces there are what is cut.
+        """
+        cut: Placement = Replicate() if dim is None else Shard(dim)
+        if split is not None and dim is not None and split.dim == dim and self.tensor is not None:
+            cut = cut_of_pieces(dim, self.tensor.size)
+        of_data = (cut if axis.role == "shard" else Replicate() for axis in self.grid if axis.role != "tensor")
+        return (*of_data, *((split.placement,) if split else ()))
 
     def __str__(self) -> str:
         """ "replicate 2, shard 4"."""

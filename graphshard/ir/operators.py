@@ -3,12 +3,16 @@
     own_chunk(whole, num_ranks, axis)   this rank's chunk of a tensor that all ranks have
     join(pieces, num_ranks, param)      of each tensor, what the ranks' pieces make one behind another; a captured graph
                                         has it where `insert-collectives` puts the gather of a parameter
-    reduced(value, op, axis)            a small tensor reduced over the ranks at once, on the way to a gather
+    reduced(value, op, axis)            a tensor reduced over the ranks at once: a small one on the way to a gather, or
+                                        what a tensor-parallel model sums up
+    joined(value, num_ranks, axis)      the ranks' tensors one behind another along dim 0, at once
+    scattered(value, op, num_ranks, axis)   this rank's piece along dim 0 of the sum over ranks, at once
+    exchanged(value, out, in, axis)     pieces along dim 0 of those sizes are sent to each rank, and received, at once
     upload(shard, device)               start a copy of a shard that lives on the host; in flight until `arrived`
     arrived(copy)                       what is computed from here on sees the copy
     download(gradient)                  start a copy to the host; complete after `finish_downloads`
 
-With `own_chunk` and `reduced` the graph stays the same on every rank: they name the mesh axis, as a collective does. On
+With these that communicate the graph stays the same on every rank: they name the mesh axis, as a collective does. On
 CUDA copies run beside the compute on a stream of their own, to and from pinned memory; on a CPU they are plain copies.
 """
 
@@ -21,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphshard.ir.torch_internals import rank_in_group
+from graphshard.ir.torch_internals import all_gather_into, rank_in_group
 
 _LIBRARY = torch.library.Library("graphshard", "FRAGMENT")
 
@@ -42,6 +46,22 @@ def _joined_shapes(pieces: list[Tensor], num_ranks: int, param: str) -> list[Ten
 def _reduced(value: Tensor, op: str, group: str) -> Tensor:
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.all_reduce(value, op, group))
+
+
+def _joined(value: Tensor, num_ranks: int, group: str) -> Tensor:
+    whole = value.new_empty([num_ranks * value.shape[0], *value.shape[1:]])
+    all_gather_into(whole, value.contiguous(), group)  # the functional one corrupts gloo's heap, see runtime/gloo.py
+    return torch.ops._c10d_functional.wait_tensor(whole)
+
+
+def _scattered(value: Tensor, op: str, num_ranks: int, group: str) -> Tensor:
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.reduce_scatter_tensor(value, op, num_ranks, group))
+
+
+def _exchanged(value: Tensor, out_sizes: list[int], in_sizes: list[int], group: str) -> Tensor:
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_to_all_single(value, out_sizes, in_sizes, group))
 
 
 @functools.cache
@@ -99,6 +119,23 @@ JOIN = _define("join(Tensor[] pieces, int num_ranks, str param) -> Tensor[]", _j
 REDUCED = _define(
     "reduced(Tensor value, str op, str group) -> Tensor", _reduced, lambda value, op, group: torch.empty_like(value)
 )
+JOINED = _define(
+    "joined(Tensor value, int num_ranks, str group) -> Tensor",
+    _joined,
+    lambda value, num_ranks, group: value.new_empty([num_ranks * value.shape[0], *value.shape[1:]]),
+)
+SCATTERED = _define(
+    "scattered(Tensor value, str op, int num_ranks, str group) -> Tensor",
+    _scattered,
+    lambda value, op, num_ranks, group: value.new_empty([value.shape[0] // num_ranks, *value.shape[1:]]),
+)
+EXCHANGED = _define(
+    "exchanged(Tensor value, SymInt[] out_sizes, SymInt[] in_sizes, str group) -> Tensor",
+    _exchanged,
+    lambda value, out_sizes, in_sizes, group: value.new_empty([sum(out_sizes), *value.shape[1:]]),
+)
+# They name a mesh axis by their last argument; its process group takes the place when a program is installed.
+NAMING_GROUPS = frozenset({OWN_CHUNK, REDUCED, JOINED, SCATTERED, EXCHANGED})
 UPLOAD = _define(
     "upload(Tensor shard, str device) -> Tensor",
     _upload,

@@ -19,12 +19,14 @@ from types import MappingProxyType
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.extension import Extension
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.precision import Precision, reduced_in
+from graphshard.ir.split import Split
 from graphshard.ir.text import brief
 from graphshard.ir.units import unit_of, units_within
 
@@ -34,11 +36,11 @@ Settings = tuple[bool, float | None, bool, bool]
 
 @dataclass(frozen=True)
 class ParamRow:
-    """One distinct parameter. Sizes are in elements; `shape` is the global (unsharded) shape.
+    """One distinct parameter. Sizes are in elements; `shape` is that of what is sharded over the data ranks.
 
     Attributes:
         names: every name of the parameter in registration order; tied weights have several.
-        shape: global shape.
+        shape: global shape; of a parameter that is split over a tensor axis, that of a rank's piece.
         dtype: dtype of the stored shard, which the optimizer sees.
         compute_dtype: dtype the parameter is gathered and used in.
         reduce_dtype: dtype its gradient is reduced in.
@@ -54,6 +56,7 @@ class ParamRow:
         held: gathered by hand; it is an input of the program.
         extension: what is gathered of it, if that is not the shard itself; `compute_dtype` is then that of what is
             made of it.
+        split: how it is distributed over the mesh's tensor axis; None is a plain tensor there.
     """
 
     names: tuple[str, ...]
@@ -72,6 +75,7 @@ class ParamRow:
     force_sum: bool = False
     held: bool = False
     extension: Extension | None = None
+    split: Split | None = None
 
     def as_now(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> ParamRow:
         """The row of the parameter as it is now: it may have been frozen or converted since."""
@@ -94,6 +98,11 @@ class ParamRow:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the parameter that a user sees, on all ranks together."""
+        return self.split.shape if self.split else self.shape
 
     @property
     def shard_len(self) -> int:
@@ -253,9 +262,17 @@ class ParamTable:
 def named_parameters(module: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
     """Distinct parameters in registration order, each with all its names."""
     names: dict[nn.Parameter, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
+    for name, param in places_of(module).items():
         names.setdefault(param, []).append(name)
     return {tuple(n): p for p, n in names.items()}
+
+
+def places_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Every name under which the module has a parameter, as `get_parameter` finds it.
+
+    A module's own `named_parameters` may tell others: that of torch's `checkpoint_wrapper` leaves itself out.
+    """
+    return dict(nn.Module.named_parameters(module, remove_duplicate=False))
 
 
 def chunk_range(size: int, chunks: int, index: int) -> tuple[int, int]:
@@ -293,7 +310,7 @@ def build_table(
     ignored: Collection[nn.Parameter] = (),
     known: Mapping[nn.Parameter, ParamRow] = MappingProxyType({}),
 ) -> ParamTable:
-    """Make the table of a module whose parameters have global shapes (plain tensors or DTensors).
+    """Make the table of a module whose parameters are plain tensors, or DTensors on the mesh's tensor axis.
 
     Precision follows FSDP2: only floating parameters are cast, and `reduced_in` says what a `reduce_dtype` of None
     means. `reshard_after_forward=None` keeps the root unit's
@@ -308,9 +325,10 @@ def build_table(
         if param in known:
             rows.append(dataclasses.replace(known[param], names=names, unit=unit))
             continue
+        piece, split = _on_tensor_axis(param, mesh)
         row = ParamRow(
             names=names,
-            shape=tuple(param.shape),
+            shape=tuple(piece.shape),
             dtype=param.dtype,
             compute_dtype=param.dtype,
             reduce_dtype=param.dtype,
@@ -319,8 +337,18 @@ def build_table(
             unit=unit,
             reshard=unit != "" if reshard_after_forward is None else reshard_after_forward,
             dim=dims.get(names[0], 0),
-            order=memory_order(param),
+            order=memory_order(piece),
             ignored=param in leave,
+            split=split,
         )
         rows.append(row.as_now(param, precision.of(unit)))
     return ParamTable(tuple(rows))
+
+
+def _on_tensor_axis(param: nn.Parameter, mesh: Mesh) -> tuple[torch.Tensor, Split | None]:
+    """What a rank of the tensor axis has of a parameter, and how it is split there."""
+    if mesh.tensor is None or not isinstance(param, DTensor):
+        return param, None
+    (placement,) = param.placements
+    dim = placement.dim if isinstance(placement, Shard) else None
+    return param._local_tensor, Split(mesh.tensor.name, dim, tuple(param.shape))

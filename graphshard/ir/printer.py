@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 
 from graphshard.ir.graph import is_collective, module_of
 from graphshard.ir.layout import collectives
+from graphshard.ir.operators import NAMING_GROUPS
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SymNumber, expression, is_size, rename
 from graphshard.ir.text import visible
@@ -104,14 +105,18 @@ def print_nodes_around(phase: Phase, node: Node, margin: int = 3) -> str:
 
 
 def print_communication(program: Program) -> list[str]:
-    """One line per collective, in order: what must be the same on every rank."""
+    """One line per collective, in order, those of the model's own among them: what must be the same on every rank."""
     lines = []
     for name, phase in program.phases.items():
-        for collective in collectives(phase):
-            sent = ", ".join(describe(node.meta["val"]) for node in collective.node.all_input_nodes)
-            how = ", by all-to-all" if collective.node.meta.get("exchanged") else ""
-            params = visible(", ".join(collective.params), lines=False)
-            lines.append(f"{name}: {collective.kind} {params} as {sent}{how}")
+        planned = {collective.node: collective for collective in collectives(phase)}
+        for node in phase.module.graph.nodes:
+            if node.target in NAMING_GROUPS:  # sizes may differ along the axis
+                lines.append(f"{name}: {node.target._opname} over {node.args[-1]}")
+            elif node in planned:
+                sent = ", ".join(describe(each.meta["val"]) for each in node.all_input_nodes)
+                how = ", by all-to-all" if node.meta.get("exchanged") else ""
+                params = visible(", ".join(planned[node].params), lines=False)
+                lines.append(f"{name}: {planned[node].kind} {params} as {sent}{how}")
     return lines
 
 

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 from torch.fx import Graph, GraphModule, graph_module
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -59,6 +59,8 @@ __all__ = [
     "all_gather_into",
     "cached_casts",
     "condition",
+    "cut_of_pieces",
+    "cuts_of",
     "disable_autocast",
     "dispatcher_operators",
     "draws_stay",
@@ -70,6 +72,7 @@ __all__ = [
     "hint",
     "hooks_of_all_modules",
     "inductor_cache",
+    "joined_mesh",
     "load_package",
     "min_cut_partition",
     "new_fake_mode",
@@ -103,6 +106,30 @@ def dtensor_of(
     """A DTensor with a local tensor as it is, whatever its class."""
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
+
+
+def cut_of_pieces(dim: int, num_pieces: int) -> Placement:
+    """How pieces along a dim, each cut along it again, lie on the mesh axis that they are cut over."""
+    return _StridedShard(dim, split_factor=num_pieces) if num_pieces > 1 else Shard(dim)
+
+
+def cuts_of(placements: Sequence[Placement]) -> list[tuple[int, int]]:
+    """Along which mesh axes a tensor is cut, and along which of its dims, in the order of the cuts.
+
+    Axes from the outside in; but what is strided cuts pieces that others have made.
+    """
+    cuts = [(place, p.dim) for place, p in enumerate(placements) if isinstance(p, (Shard, _StridedShard))]
+    return sorted(cuts, key=lambda cut: isinstance(placements[cut[0]], _StridedShard))
+
+
+def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """The mesh of all axes of two others, which are parts of one.
+
+    Raises:
+        RuntimeError: they are not, or share an axis.
+    """
+    joined: DeviceMesh = DeviceMesh._concatenate([first, second])
+    return joined
 
 
 def min_cut_partition(joint: GraphModule, num_outputs: int) -> tuple[GraphModule, GraphModule]:
@@ -340,6 +367,11 @@ def fate_at(node: torch.autograd.graph.Node) -> Fate:
         return "accumulated" if torch._C._will_engine_execute_node(node) else "dropped"
     except RuntimeError:  # of a leaf that it was asked for by `torch.autograd.grad`
         return "returned"
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's composable `replicate` was applied to the module itself."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
 
 
 def register_as(module: nn.Module, function: Any, state: Any) -> None:

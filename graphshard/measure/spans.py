@@ -57,7 +57,8 @@ def _of_run(recording: Recording, run: PhaseRun, since: Stamp) -> Iterator[Timed
     kinds = {bucket.name: bucket.kind for bucket in plan.buckets} if plan else {}
     started: dict[str, TimedSpan] = {}
     for number, began, ended in run.times:
-        line, start, end = run.executor.lines[number], recording.seconds(since, began), recording.seconds(since, ended)
+        start, end = (recording.clock.seconds(since, stamp) for stamp in (began, ended))
+        line = run.executor.lines[number]
         if isinstance(line, Call):
             yield TimedSpan(Key(run.program.title, run.name, "compute", line.region), line.where, start, end)
         elif isinstance(line, Start):

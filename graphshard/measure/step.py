@@ -26,12 +26,11 @@ from graphshard.ir.given import answer_of, check_count, check_function
 from graphshard.ir.text import brief
 from graphshard.measure.spans import measured_spans
 from graphshard.measure.step_profile import RankStep, StepProfile, profile_of
-from graphshard.measure.timing import synchronize
 from graphshard.module.runner import Runner
 from graphshard.module.sharded_module import ShardedModule, compiled_module
 from graphshard.options.checks import check_examples
 from graphshard.options.passes import profile_here
-from graphshard.runtime.recording import Recording, recording
+from graphshard.runtime.recording import Recording, clock_of, recording
 
 # What is predicted for where no profile is known, as in the report of a dump.
 _ANY_HARDWARE = "h100"
@@ -86,13 +85,13 @@ def profile_step(
     _check_state(model)
     costs = Costs(profile, mesh=runner.tracer.spec.mesh, fused=options.backend != "eager")
     step = _Step(model, tuple(args), dict(kwargs or {}), loss)
-    with _restored(model, step.tensors), recording(device.type) as record:
+    with _restored(model, step.tensors), recording(clock_of(device)) as record:
         for _ in range(warmup):
             step.run()
         record.runs.clear()
-        mine = _measure(step, record, runner.mesh)
+        mine = _measure(step, record, runner.whole_mesh, device)
         runs = list(record.runs)
-    return profile_of(users_class(model).__name__, _gathered(mine, runner.mesh), runs, costs)
+    return profile_of(users_class(model).__name__, _gathered(mine, runner.whole_mesh), runs, costs)
 
 
 def _check_state(model: ShardedModule) -> None:
@@ -178,21 +177,21 @@ def _restored(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[None
                         tensor.copy_(value)
 
 
-def _measure(step: _Step, record: Recording, mesh: DeviceMesh) -> RankStep:
+def _measure(step: _Step, record: Recording, mesh: DeviceMesh, device: torch.device) -> RankStep:
     """The step on this rank; all begin it together."""
-    device = mesh.device_type
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    clock, on_cuda = record.clock, device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
     for group in mesh.get_all_groups():
-        dist.barrier(group)
-    synchronize(device)
-    began = record.stamp()
+        dist.barrier(group, device_ids=[device.index] if on_cuda and device.index is not None else None)
+    clock.finish()
+    began = clock.stamp()
     step.run()
-    ended = record.stamp()
-    synchronize(device)
-    spans, seconds = tuple(measured_spans(record, began)), record.seconds(began, ended)
+    ended = clock.stamp()
+    clock.finish()
+    spans, seconds = tuple(measured_spans(record, began)), clock.seconds(began, ended)
     runs = list(record.runs)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else _peak_on_host(step)
+    peak = torch.cuda.max_memory_allocated(device) if on_cuda else _peak_on_host(step)
     record.runs[:] = runs  # without those of the step for its memory
     return RankStep(dist.get_rank(), seconds, spans, peak)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import MaterializationError, ParameterError, UnsupportedError
-from graphshard.ir.params import ParamTable
+from graphshard.ir.params import ParamTable, places_of
 from graphshard.ir.torch_internals import transform_of
 from graphshard.runtime.shards import ParamRef
 
@@ -17,7 +17,7 @@ from graphshard.runtime.shards import ParamRef
 def check_no_new_parameters(module: nn.Module, table: ParamTable) -> None:
     """Raise ParameterError if the module has a parameter that was not there when it was compiled."""
     known = {name for row in table for name in row.names}
-    for name, _ in module.named_parameters(remove_duplicate=False):
+    for name in places_of(module):
         if name not in known:
             raise ParameterError(
                 f"parameter {name} was added after graphshard.compile, which would leave it out of sharding and "

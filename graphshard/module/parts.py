@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import glob
 import itertools
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from torch import nn
@@ -26,7 +26,6 @@ from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import is_int
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow
-from graphshard.ir.program import Slot
 from graphshard.ir.text import brief
 from graphshard.ir.units import MODULE_SEPARATOR, modules_of
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
@@ -35,9 +34,10 @@ from graphshard.module.runner import Runner
 from graphshard.module.tracer import Tracer
 from graphshard.module.unit_module import UnitModule
 from graphshard.options.checks import check_mesh
+from graphshard.options.meshes import tensor_axis
 from graphshard.options.options import Options
 from graphshard.pipeline.observe import Recorder
-from graphshard.runtime.shards import ParamRef
+from graphshard.runtime.shards import ParamRef, data_axes, is_sharded
 
 # Options that FSDP2's fully_shard has: each call is for its own unit. The others are for the whole model.
 OF_UNITS = {"reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params", "units"}
@@ -111,7 +111,7 @@ def tie_again(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, ParamRow
     for module in model.modules():
         for name, param in module._parameters.items():
             ref = None if param is None else _sharded_as.get(param)
-            if ref is not None and isinstance(ref.param, DTensor) and ref.param.device_mesh == mesh:
+            if ref is not None and isinstance(ref.param, DTensor) and data_axes(ref.param, ref.row) == mesh:
                 module._parameters[name] = ref.param
                 known[ref.param] = ref.row
     return known
@@ -176,6 +176,23 @@ def mesh_with(mesh: DeviceMesh, axes: Mesh, options: Options, parts: Sequence[Pa
     return axes if own else axes.with_regather(max(chosen))
 
 
+def tensor_of_parts(own: DeviceMesh | None, parts: Sequence[Part]) -> DeviceMesh | None:
+    """The tensor axis of a model with parts: that of its own parameters, or of the parts'.
+
+    Raises:
+        UnsupportedError: parts are on different ones.
+    """
+    for part in parts:
+        theirs = part.runner.tracer.spec.tensor
+        if own is not None and theirs is not None and theirs != own:
+            raise UnsupportedError(
+                f"mesh: parameters of {part.label} are distributed over {theirs}, others over {own}. Distribute all "
+                "over one axis."
+            )
+        own = own or theirs
+    return own
+
+
 def check_storage(tracer: Tracer, parts: Sequence[Part]) -> None:
     """Raise UnsupportedError for a part whose shards are kept elsewhere."""
     for part in parts:
@@ -210,7 +227,7 @@ def take_over(runner: Runner, parts: Sequence[Part]) -> None:
             (runner.reshard_chosen, old.reshard_chosen),
         ):
             ours.update(new[name] for name in theirs)
-        sums = {Slot(slot.kind, new[slot.name]): value for slot, value in old.accumulation.sums.items()}
+        sums = {replace(slot, name=new[slot.name]): value for slot, value in old.accumulation.sums.items()}
         runner.accumulation.sums.update(sums)
         runner.unsharded.full.update({new[name]: value for name, value in old.unsharded.full.items()})
         runner.methods += [f"{part.label}.{method}" for method in old.methods]
@@ -219,11 +236,17 @@ def take_over(runner: Runner, parts: Sequence[Part]) -> None:
 
 
 def shard_unit(
-    modules: Sequence[nn.Module], mesh: DeviceMesh, options: Options, recorder: Callable[[str], Recorder | None]
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    tensor: DeviceMesh | None,
+    options: Options,
+    recorder: Callable[[str], Recorder | None],
 ) -> None:
     """Shard modules as one unit, and let what was sharded inside be units of theirs.
 
     Args:
+        mesh: the data axes.
+        tensor: the tensor axis, if it was given; if not, parameters say it.
         recorder: what records a program, by its name.
 
     Raises:
@@ -231,22 +254,32 @@ def shard_unit(
         UnsupportedError: a unit inside is on another mesh or kept on another device.
     """
     model = modules[0] if len(modules) == 1 else Group(_outermost(modules))
+    options = replace(options, ignored_params=_ignored_in(model, options.ignored_params))
     parts = parts_of(model)
     tied = tie_again(model, mesh)
     axes = mesh_with(mesh, check_mesh(mesh), options, parts)
     known = {**tied, **{param: row for part in parts for param, row in part.rows().items()}}
+    tensor = tensor_of_parts(tensor_axis(model, mesh, tensor, known, whole_model=False), parts)
     whole = options_with(options, parts, model)
     # What needs units is found out when a program is made: those of other calls may be still to come.
     fitting = whole if whole.units else replace(whole, activation=None)
-    tracer = prepare(model, fitting, axes, device_of(mesh), known)
+    tracer = prepare(model, fitting, axes, device_of(mesh), known, tensor)
     tracer.options = whole
     check_storage(tracer, parts)
     runner = make_runner(model, tracer, mesh, recorder)
-    plain = [(ref.param, ref) for ref in tracer.params if not (ref.row.ignored or isinstance(ref.param, DTensor))]
+    plain = [(ref.param, ref) for ref in tracer.params if not (ref.row.ignored or is_sharded(ref.param, ref.row))]
     release(model)
     shard(model, runner)
     take_over(runner, parts)
     _sharded_as.update(plain)
+
+
+def _ignored_in(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter] | None:
+    """Without the parameters of other modules: FSDP2's users give one set to all calls."""
+    if ignored is None:
+        return None
+    own = {id(param) for param in model.parameters()}
+    return [param for param in ignored if id(param) in own or not isinstance(param, nn.Parameter)]
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -25,7 +25,7 @@ from graphshard.options.options import Options
 from graphshard.options.passes import pipeline_of, profile_here
 from graphshard.options.table import capture_spec
 from graphshard.pipeline.observe import Recorder
-from graphshard.runtime.groups import make_groups
+from graphshard.runtime.groups import make_groups, whole_mesh
 from graphshard.runtime.peers import peers_of
 from graphshard.runtime.shards import Storage, aliases, param_refs, shard_module
 from graphshard.state.load_hook import shard_values
@@ -37,18 +37,20 @@ def prepare(
     mesh: Mesh,
     device: torch.device,
     known: Mapping[nn.Parameter, ParamRow] = MappingProxyType({}),
+    tensor: DeviceMesh | None = None,
 ) -> Tracer:
     """Make the tracer of a module; nothing is changed.
 
     Args:
-        mesh: the axes to shard and to replicate over.
+        mesh: the data axes, to shard and to replicate over.
         device: this rank's; where it is not here, what the program is for.
         known: parameters of parts of the module that are sharded already.
+        tensor: the tensor axis, if there is one.
 
     Raises:
         ArgumentError: an option does not fit the model or the mesh.
     """
-    spec = capture_spec(model, options, mesh, device, known)
+    spec = capture_spec(model, options, mesh, device, known, tensor)
     profile = profile_here(device, options.hardware)
     costs = Costs(profile, mesh=spec.mesh) if profile is not None and len(spec.mesh.axes) == 1 else None
     return Tracer(
@@ -76,14 +78,21 @@ def make_runner(
     """The runner of a module on a mesh; all ranks must call this together.
 
     Args:
+        mesh: the data axes.
         recorder: what records a program, by its name.
     """
-    groups = make_groups(tracer.spec.mesh, mesh)
+    spec = tracer.spec
+    whole = whole_mesh(mesh, spec.tensor)
+    groups = make_groups(spec.mesh, whole)
+    # Pieces of different sizes on the tensor axis make programs of different sizes: those of data ranks are compared.
+    alike = spec.tensor is None or all(
+        row.split is None or row.split.is_even(spec.tensor.size()) for row in spec.params
+    )
     return Runner(
         replace(tracer, mesh=mesh),
         mesh,
         groups=groups,
-        agreement=Agreement(peers_of(mesh, groups.values())),
+        agreement=Agreement(peers_of(whole if alike else mesh, groups.values())),
         recorder=recorder,
         aliases=tuple(aliases(model, tracer.params)),
     )
@@ -92,7 +101,7 @@ def make_runner(
 def shard(model: nn.Module, runner: Runner) -> None:
     """Shard a module over the runner's mesh and let the runner run it, in place."""
     spec = runner.tracer.spec
-    shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage)
+    shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage, spec.tensor)
     object.__setattr__(model, "__class__", sharded_class(type(model)))
     model.register_load_state_dict_pre_hook(shard_values)
     attach(model, runner)

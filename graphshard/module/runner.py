@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.entry import install_entries
 from graphshard.capture.signature import Signature
-from graphshard.ir.errors import CaptureLimitError
+from graphshard.ir.errors import CaptureLimitError, UnsupportedError
 from graphshard.ir.program import Program
 from graphshard.ir.progress import progress
 from graphshard.ir.state import Place
@@ -38,6 +38,7 @@ from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.runtime.accumulation import Accumulation
 from graphshard.runtime.custom import Custom
+from graphshard.runtime.groups import whole_mesh
 from graphshard.runtime.shards import Alias, aliases
 from graphshard.runtime.step import BackwardFactory, Executable, Strides, Variant
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
@@ -66,7 +67,7 @@ class Runner:
 
     Attributes:
         tracer: makes programs.
-        mesh: what they run on.
+        mesh: the data axes that they run on.
         groups: names of the process groups by those of mesh axes.
         agreement: with the other ranks.
         recorder: what records a program, by its name; None for what is not recorded.
@@ -221,6 +222,12 @@ class Runner:
         """
         chosen = [ref for ref in self.tracer.params if ref.row.name in names and ref.row.num_shards > 1]
         chosen = [ref for ref in chosen if not is_extended(ref.param)]
+        for ref in chosen:
+            if ref.row.split is not None:
+                raise UnsupportedError(
+                    f"unshard: parameter {ref.row.name} is distributed over the tensor axis, and is gathered by "
+                    "programs only, as yet. Leave unshard() out; param.full_tensor() has its value."
+                )
         missing = [ref for ref in chosen if ref.row.name not in self.unsharded.full]
         if missing:
             current = {row.name: row for row in self.tracer.current_spec().params}
@@ -326,6 +333,11 @@ class Runner:
                 place,
                 self.executables.changes[-1],
             )
+
+    @property
+    def whole_mesh(self) -> DeviceMesh:
+        """All axes that lay out the ranks: those of data, and the tensor axis."""
+        return whole_mesh(self.mesh, self.tracer.spec.tensor)
 
     @property
     def passes(self) -> Pipeline:

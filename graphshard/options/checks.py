@@ -20,6 +20,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import named_parameters
 from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
 from graphshard.ir.text import brief, visible
+from graphshard.ir.torch_internals import is_replicated
 
 # What gloo and NCCL add up.
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -109,6 +110,13 @@ def check_model(model: Any, *, in_parts: bool = False) -> None:
             raise ArgumentError(
                 f"{what}: {cls.__name__} cannot be compiled: {which} already compiled. Compile the root module, once."
             )
+    for name, sub in model.named_modules():
+        if is_replicated(sub):
+            which = f"its submodule {name!r}" if name else "it"
+            raise ArgumentError(
+                f"{what}: {cls.__name__} cannot be compiled: torch's replicate was applied to {which}, whose gradients "
+                "it reduces in hooks. Apply replicate to a module around the compiled one, or leave it out."
+            )
     if cls.forward is nn.Module.forward:
         raise ArgumentError(
             f"{what}: {cls.__name__} has no forward, so there is nothing to compile. Compile the module that calls it, "
@@ -138,23 +146,31 @@ def check_ignored(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> f
 
 
 def check_params(
-    model: nn.Module, device_type: str, ignored: frozenset[nn.Parameter], known: Container[nn.Parameter] = ()
+    model: nn.Module,
+    device_type: str,
+    ignored: frozenset[nn.Parameter],
+    known: Container[nn.Parameter] = (),
+    *,
+    distributed: bool = False,
 ) -> None:
     """Raise ArgumentError for the first parameter that cannot be sharded over a mesh of devices of a type.
 
     UnsupportedError for one whose gradients are to be of another dtype.
 
-    Those that are `known` are sharded over it already.
+    Those that are `known` are sharded over it already; DTensors may be `distributed` over a tensor axis, and were
+    looked at.
     """
     for (name, *_), param in named_parameters(model).items():
         if param in known:
             continue
-        if isinstance(param, DTensor):
+        if isinstance(param, DTensor) and not distributed:
             raise ArgumentError(
                 f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). Compile "
-                "the plain module."
+                "the plain module; with tensor parallelism graphshard.compile and fully_shard work, explain, export "
+                "and load do not yet."
             )
-        _check_class(name, param, ignored=param in ignored)
+        if not isinstance(param, DTensor):
+            _check_class(name, param, ignored=param in ignored)
         if getattr(param, "grad_dtype", param.dtype) != param.dtype:  # torch 2.11 may have none
             raise UnsupportedError(
                 f"parameter {name} is of {param.dtype} and wants gradients of another dtype (grad_dtype="

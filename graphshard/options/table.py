@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.capture.capture import CaptureSpec
 from graphshard.ir.errors import ArgumentError
@@ -20,6 +21,7 @@ from graphshard.ir.precision import precision_of
 from graphshard.ir.text import brief
 from graphshard.ir.units import find_units
 from graphshard.options.checks import check_ignored, check_params, check_placements
+from graphshard.options.meshes import axis_name
 from graphshard.options.options import Options
 
 
@@ -29,6 +31,7 @@ def capture_spec(
     mesh: Mesh,
     device: torch.device,
     known: Mapping[nn.Parameter, ParamRow] = MappingProxyType({}),
+    tensor: DeviceMesh | None = None,
 ) -> CaptureSpec:
     """What a capture of a model that is to be sharded depends on.
 
@@ -36,6 +39,7 @@ def capture_spec(
         mesh: the axes to shard and to replicate over.
         device: what programs are captured for.
         known: parameters of parts of the model that are sharded already.
+        tensor: the tensor axis, inside of those of `mesh`, if there is one.
 
     Raises:
         ArgumentError: an option does not fit the model or the mesh, or a parameter cannot be sharded.
@@ -43,9 +47,11 @@ def capture_spec(
     units = find_units(model, options.units)
     precision = precision_of(options.mp_policy, units)
     mesh = _with_regather(mesh, options.reshard_after_forward)
+    if tensor is not None:
+        mesh = mesh.with_tensor(axis_name(tensor), tensor.size())
     check_fit(options, model, units, mesh)
     ignored = check_ignored(model, options.ignored_params)
-    check_params(model, device.type, ignored, known)
+    check_params(model, device.type, ignored, known, distributed=tensor is not None)
     table = build_table(
         model,
         mesh=mesh,
@@ -57,7 +63,15 @@ def capture_spec(
         known=known,
     )
     return CaptureSpec(
-        table, units, mesh, device, precision, type(model), options.dynamic_shapes, allow=tuple(options.allow)
+        table,
+        units,
+        mesh,
+        device,
+        precision,
+        type(model),
+        options.dynamic_shapes,
+        allow=tuple(options.allow),
+        tensor=tensor,
     )
 
 
@@ -85,8 +99,9 @@ def check_fit(options: Options, model: nn.Module, units: Sequence[str], mesh: Me
     check_activation(options, type(model).__name__, units)
     if options.memory_limit is not None and len(mesh.axes) > 1:
         raise ArgumentError(
-            f"memory_limit={options.memory_limit} cannot be kept with replicas or a smaller group to gather again in: "
-            "such programs are planned unit by unit, without costs. Shard over one axis, or leave it out."
+            f"memory_limit={options.memory_limit} cannot be kept with replicas, a tensor axis or a smaller group to "
+            "gather again in: such programs are planned unit by unit, without costs. Shard over one axis, or leave it "
+            "out."
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.program import Phase, Slot
 from graphshard.ir.torch_internals import number_of_backward
 from graphshard.passes.accumulate_gradients import AccumulateGradients
@@ -69,13 +70,27 @@ class Accumulation:
         )
         return step if step != AccumulateGradients() else None
 
-    def take(self, slot: Slot, names: Mapping[str, str]) -> torch.Tensor:
-        """What earlier backwards left; it is forgotten here."""
-        return self.sums.pop(Slot(slot.kind, names[slot.name]))
+    def take(self, slot: Slot, names: Mapping[str, str], summand: str = "") -> torch.Tensor:
+        """What earlier backwards left; it is forgotten here.
 
-    def put(self, slot: Slot, names: Mapping[str, str], value: torch.Tensor) -> None:
+        Args:
+            summand: "sum" if ranks of the tensor axis are yet to add theirs up.
+
+        Raises:
+            UnsupportedError: for what earlier backwards left it is otherwise.
+        """
+        left = Slot(slot.kind, names[slot.name], index=len(summand))
+        if left not in self.sums:
+            raise UnsupportedError(
+                f"gradients of {left.name} are partial sums over the tensor axis in some calls and whole in others, "
+                "and cannot be added up over microbatches. Give all microbatches one shape, or reduce each "
+                "(set_requires_gradient_sync(True))."
+            )
+        return self.sums.pop(left)
+
+    def put(self, slot: Slot, names: Mapping[str, str], value: torch.Tensor, summand: str = "") -> None:
         """Leave something for later backwards."""
-        self.sums[Slot(slot.kind, names[slot.name])] = value
+        self.sums[Slot(slot.kind, names[slot.name], index=len(summand))] = value
 
     def follow(self, phase: Phase, names: Mapping[str, str]) -> None:
         """Take and leave what a backward would, without values."""

@@ -10,7 +10,8 @@ from torch.fx import Graph
 
 from graphshard.ir.graph import is_collective
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.operators import OWN_CHUNK, REDUCED
+from graphshard.ir.operators import NAMING_GROUPS
+from graphshard.ir.torch_internals import joined_mesh
 
 
 def shard_index(mesh: DeviceMesh) -> int:
@@ -20,7 +21,11 @@ def shard_index(mesh: DeviceMesh) -> int:
 
 
 def make_groups(mesh: Mesh, device_mesh: DeviceMesh) -> dict[str, str]:
-    """Names of the process groups by the names of the axes; all ranks must call this together."""
+    """Names of the process groups by the names of the axes; all ranks must call this together.
+
+    Args:
+        device_mesh: of all axes that lay out the ranks.
+    """
     groups = {}
     for axis in mesh.axes:
         place, of = mesh.place(axis), device_mesh
@@ -35,10 +40,15 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else mesh[Mesh.of(mesh).shard.name]
 
 
+def whole_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None) -> DeviceMesh:
+    """The data axes and, inside of them, the tensor axis if there is one."""
+    return mesh if tensor is None else joined_mesh(mesh, tensor)
+
+
 def bind_groups(graph: Graph, groups: Mapping[str, str]) -> None:
     """Put the names of the process groups in the place of the names of the axes."""
     for node in graph.nodes:
-        if is_collective(node) or node.target in (OWN_CHUNK, REDUCED):
+        if is_collective(node) or node.target in NAMING_GROUPS:
             node.args = (*node.args[:-1], groups[node.args[-1]])
 
 

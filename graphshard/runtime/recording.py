@@ -10,15 +10,73 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from graphshard.ir.program import Phase, Program
 from graphshard.lower.executor import Boxed, Executor
 
-# A point in time: seconds of the host's clock, or on CUDA an event that the device reaches behind what came before.
+# A point in time, as a clock has it.
 Stamp = Any
+
+
+class Clock(Protocol):
+    """What tells when lines run."""
+
+    def stamp(self) -> Stamp:
+        """Now."""
+
+    def seconds(self, since: Stamp, until: Stamp) -> float:
+        """Between two stamps, once the clock has finished."""
+
+    def finish(self) -> None:
+        """Wait until all stamps have a time, and everything that was launched is done."""
+
+
+class HostClock:
+    """Where what returns is done."""
+
+    def stamp(self) -> Stamp:
+        return time.perf_counter()
+
+    def seconds(self, since: Stamp, until: Stamp) -> float:
+        return float(until - since)
+
+    def finish(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class DeviceClock:
+    """Where launches return at once: stamps are events in the stream of the compute, on the device of the model.
+
+    The device reaches an event when it is done with what that stream was told before. So a region is as long as its
+    kernels, and what the device waits for the host between them; a wait is as long as the stream stands still for it,
+    whatever the host does meanwhile. Backward's threads have the stream of forward.
+
+    Attributes:
+        cuda: `torch.cuda`, or what stands for it.
+    """
+
+    device: torch.device
+    cuda: Any = torch.cuda
+
+    def stamp(self) -> Stamp:
+        event = self.cuda.Event(enable_timing=True)
+        event.record(self.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, since: Stamp, until: Stamp) -> float:
+        return float(since.elapsed_time(until) * 1e-3)
+
+    def finish(self) -> None:
+        self.cuda.synchronize(self.device)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of what runs on a device."""
+    return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
 @dataclass
@@ -46,28 +104,12 @@ class PhaseRun:
 
 
 class Recording:
-    """What runs from now on, in order.
+    """What runs from now on, in order, by a clock."""
 
-    Args:
-        device: "cpu" or "cuda".
-    """
-
-    def __init__(self, device: str) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.runs: list[PhaseRun] = []
-        self._cuda = device == "cuda"
+        self.clock = clock
         self._codes: dict[Executor, Boxed] = {}
-
-    def stamp(self) -> Stamp:
-        """Now; on CUDA when the current stream has done what it has been told so far."""
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, since: Stamp, until: Stamp) -> float:
-        """Between two stamps; on CUDA the device must have reached both."""
-        return float(since.elapsed_time(until) * 1e-3 if self._cuda else until - since)
 
     def code(self, executor: Executor, program: Program, phase: Phase) -> Boxed:
         """What a phase runs, which is recorded."""
@@ -76,10 +118,10 @@ class Recording:
         run = self._codes[executor]
 
         def recorded(inputs: list[Any]) -> Any:
-            found = PhaseRun(program, phase, executor, self.stamp())
+            found = PhaseRun(program, phase, executor, self.clock.stamp())
             self.runs.append(found)
             values = run(inputs)
-            found.ended = self.stamp()
+            found.ended = self.clock.stamp()
             return values
 
         return recorded
@@ -94,10 +136,10 @@ class _Line:
     began: Stamp = None
 
     def __enter__(self) -> None:
-        self.began = self.recording.stamp()
+        self.began = self.recording.clock.stamp()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.recording.runs[-1].times.append((self.number, self.began, self.recording.stamp()))
+        self.recording.runs[-1].times.append((self.number, self.began, self.recording.clock.stamp()))
 
 
 _now: Recording | None = None
@@ -109,10 +151,10 @@ def current_recording() -> Recording | None:
 
 
 @contextlib.contextmanager
-def recording(device: str) -> Iterator[Recording]:
+def recording(clock: Clock) -> Iterator[Recording]:
     """Record all phases that run inside the block, of whatever model; backward may run on another thread."""
     global _now
-    before, _now = _now, Recording(device)
+    before, _now = _now, Recording(clock)
     try:
         yield _now
     finally:

@@ -28,7 +28,7 @@ from graphshard.ir.subclasses import (
     rebuilt,
     shard_in,
 )
-from graphshard.ir.torch_internals import dtensor_of, sharded_like
+from graphshard.ir.torch_internals import dtensor_of, joined_mesh, sharded_like
 from graphshard.runtime.groups import shard_index
 
 
@@ -41,18 +41,27 @@ class Storage:
 
 
 def shard_module(
-    module: nn.Module, table: ParamTable, mesh: DeviceMesh, device: torch.device, storage: Storage
+    module: nn.Module,
+    table: ParamTable,
+    mesh: DeviceMesh,
+    device: torch.device,
+    storage: Storage,
+    tensor: DeviceMesh | None = None,
 ) -> None:
     """Replace every parameter by its shard, and move the buffers to the device, in place.
 
     All shards are made before the first parameter is replaced. Meta tensors stay on the meta device, and shards as they
     are.
+
+    Args:
+        mesh: the data axes.
+        tensor: the tensor axis, if there is one.
     """
-    rank, shards = shard_index(mesh), {}
+    shards = {}
     for row in table:
         param = module.get_parameter(row.name)
-        if not (row.ignored or isinstance(param, DTensor)):
-            shards[row.name] = _shard(param, row, mesh, rank, storage)
+        if not (row.ignored or is_sharded(param, row)):
+            shards[row.name] = _shard(param, row, mesh, tensor, storage)
     for prefix, owner in module.named_modules():
         dot = f"{prefix}." if prefix else ""
         for name, param in owner._parameters.items():
@@ -63,17 +72,31 @@ def shard_module(
                 owner._buffers[name] = buffer.to(device)
 
 
+def is_sharded(param: torch.Tensor, row: ParamRow) -> bool:
+    """Whether a parameter is a shard already; one that is split over the tensor axis was a DTensor before."""
+    return isinstance(param, DTensor) and (row.split is None or param.device_mesh.ndim > 1)
+
+
+def data_axes(param: DTensor, row: ParamRow) -> DeviceMesh:
+    """The mesh of the data axes that a shard is on: it may be on the tensor axis, too."""
+    mesh = param.device_mesh
+    return mesh if row.split is None else mesh[tuple(mesh.mesh_dim_names or ())[:-1]]
+
+
 @torch.no_grad()
-def _shard(param: nn.Parameter, row: ParamRow, mesh: DeviceMesh, rank: int, storage: Storage) -> nn.Parameter:
-    if is_subclass(param):
-        local = piece_of(param.detach(), row.dim, row.num_shards, rank)
+def _shard(
+    param: nn.Parameter, row: ParamRow, mesh: DeviceMesh, tensor: DeviceMesh | None, storage: Storage
+) -> nn.Parameter:
+    rank, whole = shard_index(mesh), shard_in(param.detach())
+    if is_subclass(whole):
+        local = piece_of(whole, row.dim, row.num_shards, rank)
         local = local if param.is_meta else local.to(storage.device)
     elif param.is_meta:
         shape = row.local_shape(rank)
         local = torch.empty_strided(shape, row.stride_of(shape), dtype=row.dtype, device="meta")
     else:
-        local = _stored(row.piece(param.detach(), rank), row, storage)
-    return nn.Parameter(as_dtensor(local, row, mesh), requires_grad=param.requires_grad)
+        local = _stored(row.piece(whole, rank), row, storage)
+    return nn.Parameter(as_dtensor(local, row, mesh, tensor), requires_grad=param.requires_grad)
 
 
 def _stored(piece: torch.Tensor, row: ParamRow, storage: Storage) -> torch.Tensor:
@@ -98,10 +121,13 @@ def dense(piece: torch.Tensor, row: ParamRow, device: torch.device) -> torch.Ten
     return torch.empty_strided(piece.shape, strides, dtype=piece.dtype, device=device).copy_(piece)
 
 
-def as_dtensor(local: torch.Tensor, row: ParamRow, mesh: DeviceMesh) -> DTensor:
-    """A shard (of a parameter or its gradient) as the DTensor that FSDP2 would make."""
-    shape, stride = torch.Size(row.shape), row.stride_of(row.shape)
-    placements = Mesh.of(mesh).placements(row.dim if row.shape else None)
+def as_dtensor(local: torch.Tensor, row: ParamRow, mesh: DeviceMesh, tensor: DeviceMesh | None) -> DTensor:
+    """A shard of a parameter as the DTensor that FSDP2 would make: on the tensor axis, too, if it is split there."""
+    shape, stride = torch.Size(row.whole_shape), row.stride_of(row.whole_shape)
+    axes = Mesh.of(mesh)
+    if row.split is not None and tensor is not None:
+        axes, mesh = axes.with_tensor(row.split.axis, tensor.size()), joined_mesh(mesh, tensor)
+    placements = axes.placements(row.dim if row.shape else None, row.split)
     if is_subclass(local):  # which need not have the views that `from_local` takes of it
         return dtensor_of(local, mesh, placements, shape, stride)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -208,9 +234,9 @@ class ParamRef:
                 f"parameter {self.row.name} was removed, or registered under another name, after graphshard.compile. "
                 "Change the model's parameters first (parametrizations, adapters, tied weights), then compile it."
             )
-        if tuple(param.shape) != self.row.shape:
+        if tuple(param.shape) != self.row.whole_shape:
             raise ParameterError(
-                f"parameter {self.row.name} has shape {list(param.shape)}, it had {list(self.row.shape)} when "
+                f"parameter {self.row.name} has shape {list(param.shape)}, it had {list(self.row.whole_shape)} when "
                 "graphshard.compile was called. Resize it first, then compile."
             )
         if not isinstance(param, DTensor) and not self.row.ignored:

@@ -26,6 +26,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import finish_downloads
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes, sizes_in
+from graphshard.ir.subclasses import shard_in
 from graphshard.ir.torch_internals import Fate, disable_autocast, fate_at, number_of_backward, sharded_like
 from graphshard.lower.executor import Boxed, Executor
 from graphshard.passes import AccumulateGradients
@@ -183,7 +184,7 @@ class Executable:
                     return tangent
                 return restride(tangent, self._stride(node, tangent, saved))
             if slot.kind in LEFT:
-                return restride(self.accumulation.take(slot, self._names), fake(node).stride())
+                return restride(self.accumulation.take(slot, self._names, self._summand(slot)), fake(node).stride())
             return self._buffer(slot.name) if slot.kind == "late" else saved[slot]
 
         inputs = [read(slot, node) for slot, node in zip(phase.inputs, phase.placeholders, strict=True)]
@@ -196,7 +197,7 @@ class Executable:
         results = dict(zip(phase.outputs, values, strict=True))
         for slot, value in results.items():
             if slot.kind in LEFT:
-                self.accumulation.put(slot, self._names, value)
+                self.accumulation.put(slot, self._names, value, self._summand(slot))
             elif slot.of == "late" and value is not None:
                 self._buffer(slot.name).copy_(value)
         return [self._as_gradient(results.get(slot), slot) for slot in self._grads]
@@ -222,6 +223,11 @@ class Executable:
                 "schedules of torch.distributed.pipelining). Ask for the gradients of all parameters, or of none."
             )
         return step
+
+    def _summand(self, slot: Slot) -> str:
+        """Whether ranks of the tensor axis are yet to add up what backwards leave of a gradient."""
+        split = self.program.params[slot.name].split
+        return split.partial if split and slot.kind in ("accumulated", "pending") else ""
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
         """The dynamic sizes of a call."""
@@ -265,7 +271,7 @@ class Executable:
     def _read(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
         if slot.kind == "param":
             ref = self._params[slot.name]
-            return ref.param.detach() if ref.row.ignored else padded_shard(ref.param, ref.row)
+            return shard_in(ref.param.detach()) if ref.row.ignored else padded_shard(ref.param, ref.row)
         if slot.kind == "part":
             ref = self._params[slot.name]
             return shard_parts(ref.param, ref.row)[slot.index]
@@ -285,8 +291,10 @@ class Executable:
         if value is None or slot.of != "param":
             return value
         param, row = self._params[slot.name].param, self._params[slot.name].row
-        if row.ignored or not isinstance(param, DTensor):
+        if not isinstance(param, DTensor):
             return value
+        if row.ignored:
+            return sharded_like(value, param)
         local = row.without_padding(value, self._rank)
         if row.memory_dim > 0 and local.shape != value.shape:
             local = dense(local, row, local.device)

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphshard.ir.params import chunk_range
+from graphshard.ir.torch_internals import cuts_of
 
 
 @contextlib.contextmanager
@@ -39,7 +40,7 @@ class _DrawWhole(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         fills = torch.Tag.nondeterministic_seeded in func.tags and func._schema.name.endswith(("_", "_like"))
-        if fills and isinstance(args[0], DTensor) and any(isinstance(p, Shard) for p in args[0].placements):
+        if fills and isinstance(args[0], DTensor) and cuts_of(args[0].placements):
             return _draw(func, args[0], args[1:], kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -49,8 +50,9 @@ def _draw(func: torch._ops.OpOverload, like: DTensor, args: tuple[Any, ...], kwa
     local, mesh = like.to_local(), like.device_mesh
     whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=local.device)
     drawn = func(whole, *args, **kwargs)
-    ((place, dim),) = ((index, p.dim) for index, p in enumerate(like.placements) if isinstance(p, Shard))
-    piece = drawn.narrow(dim, *chunk_range(like.shape[dim], mesh.size(place), mesh.get_local_rank(place)))
+    piece = drawn
+    for place, dim in cuts_of(like.placements):
+        piece = piece.narrow(dim, *chunk_range(piece.shape[dim], mesh.size(place), mesh.get_local_rank(place)))
     if func._schema.name.endswith("_"):
         local.copy_(piece)
         return like

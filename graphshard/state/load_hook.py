@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.params import places_of
 
 
 @torch.no_grad()
@@ -25,7 +26,7 @@ def shard_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
     Raises:
         ArgumentError: a DTensor is on another mesh than the parameter; nothing was loaded.
     """
-    for name, param in module.named_parameters(remove_duplicate=False):
+    for name, param in places_of(module).items():
         key, value = f"{prefix}{name}", state_dict.get(f"{prefix}{name}")
         if not (isinstance(param, DTensor) and isinstance(value, torch.Tensor) and value.shape == param.shape):
             continue

@@ -45,6 +45,7 @@ def _compile(mesh: DeviceMesh, folder: Path) -> Iterator[Row]:
     yield Row(graphshard.compile, "mesh", (*bad.NO_MESHES, (2,), 2), {"model": MODEL})
     for option, values in bad.OPTIONS.items():
         yield Row(graphshard.compile, option, values, {"model": MODEL, "mesh": mesh})
+    yield Row(graphshard.compile, "dp_mesh_dims", (3, "fsdp", {}, Hostile()), {"model": MODEL, "mesh": mesh})
     yield Row(graphshard.compile, "dynamic_shapes", bad.DYNAMIC, call, INPUT)
     yield Row(graphshard.compile, "example_inputs", bad.NO_INPUTS, good, INPUT)
     yield Row(graphshard.compile, "example_kwargs", bad.NO_KWARGS, good, KEYWORDS)

@@ -109,10 +109,10 @@ def test_activation(text, value):
 
 def test_command_with_two_axes(factory, tmp_path):
     """Without names they replicate and shard; names are the user's."""
-    options = ["--mesh", "2,4", "dp=2,tp=4", "--batch", "2,8"]
+    options = ["--mesh", "2,4", "dp=2,fsdp=4", "--batch", "2,8"]
     assert main(["explain", f"{factory}:Small", *options, "--json", str(tmp_path / "x.json")]) == 0
     rows = json.loads((tmp_path / "x.json").read_text())
-    assert [row["mesh"] for row in rows] == [{"replicate": 2, "shard": 4}, {"dp": 2, "tp": 4}]
+    assert [row["mesh"] for row in rows] == [{"replicate": 2, "shard": 4}, {"dp": 2, "fsdp": 4}]
 
 
 @pytest.mark.parametrize(

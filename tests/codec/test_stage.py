@@ -156,7 +156,7 @@ def test_what_stands_beside_the_graphs_comes_back():
     assert (loaded.title, loaded.reason, loaded.next_number) == (program.title, program.reason, program.next_number)
 
 
-@pytest.mark.parametrize("mesh", [Mesh.of_shape({"dp": 2, "tp": 4}), Mesh.of_shape(4).with_regather(2)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh.of_shape({"dp": 2, "fsdp": 4}), Mesh.of_shape(4).with_regather(2)], ids=str)
 def test_every_axis_of_the_mesh_comes_back(mesh: Mesh):
     """Behind every pass the rules hold, which know the axes that something may be communicated over."""
     program = replace(captured(Blocks(2), (torch.randn(2, 4),), world_size=4), mesh=mesh)

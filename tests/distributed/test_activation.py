@@ -136,6 +136,29 @@ def test_user_checkpoints_equal_fsdp2(ranks: Ranks, call: str) -> None:
     assert blocks.count("addmm 1") == 3 * (call == "selective"), table
 
 
+def _wrapped_root(rank: int, world_size: int) -> None:
+    """torch's wrapper tells the names of parameters without itself, and has its own way of loading."""
+    model = checkpoint_wrapper(_Net(depth=2))
+    pair = twins(model, world_mesh())
+    _train(pair, rank)
+    ours, theirs = pair
+    assert_same(ours.state_dict(), theirs.state_dict(), "states")
+    assert set(ours.state_dict()) == set(_Net(depth=2).state_dict())
+    ours.load_state_dict({name: value.full_tensor() * 2 for name, value in ours.state_dict().items()})
+    theirs.load_state_dict({name: value * 2 for name, value in theirs.state_dict().items()})
+    _train((ours, theirs), rank, steps=1)
+    blocks = _Net(depth=2)
+    for index, block in enumerate(blocks.layers):
+        blocks.layers[index] = graphshard.fully_shard(checkpoint_wrapper(block), backend="eager")
+    graphshard.fully_shard(blocks, backend="eager")
+    blocks(_batch(rank, 0)).sum().backward()
+    assert all(grad is not None for grad in grads_of(blocks).values())
+
+
+def test_the_wrapper_may_be_what_is_compiled(ranks: Ranks) -> None:
+    ranks(2).run(_wrapped_root)
+
+
 @pytest.mark.parametrize("reshard", [True, False])
 def test_checkpoints_with_parameters_resharded_or_kept(ranks: Ranks, reshard: bool) -> None:
     """Recomputation reads kept parameters, and does not gather them again."""

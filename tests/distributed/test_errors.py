@@ -146,8 +146,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = 
     "three named axes": (
         _hooked,
         lambda: {"mesh": init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pipeline", "replicate", "shard"))},
-        r"mesh must have one axis \(to shard over\) or two \(to replicate and to shard over\), got 3 \(\('pipeline', "
-        r"'replicate', 'shard'\)\)\. Pass those axes of it, such as mesh\['replicate', 'shard'\]\.",
+        r"mesh \('pipeline', 'replicate', 'shard'\): the name of the axis 'pipeline' does not say what it is for\. "
+        r"Data axes are 'dp', 'data', .*Rename it, pass the data axes alone, such as mesh\['dp'\]",
     ),
     "mesh of meta devices": (
         _hooked,

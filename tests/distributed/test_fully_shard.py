@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,17 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import graphshard
 from tests.distributed.nets import Net, Tied, largest_dim, rows
-from tests.distributed.twins import BF16, assert_same, grads_of, params_of, world_mesh
+from tests.distributed.twins import BF16, OURS, assert_same, grads_of, params_of, sharded_alike, world_mesh
 from tests.ranks import Ranks
 
 Shard = Callable[..., Any]
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-OURS = functools.partial(graphshard.fully_shard, backend="eager")
 
 
 def _blocks_and_root(shard: Shard, model: Any) -> None:
@@ -66,6 +64,13 @@ def _ignored(shard: Shard, model: Any) -> None:
     shard(model, ignored_params={model.head.bias})
 
 
+def _ignored_alike(shard: Shard, model: Any) -> None:
+    """One set for all calls, with parameters of other modules."""
+    ignored = {model.blocks[0].up.bias, model.blocks[1].down.weight, model.head.bias}
+    for module in (*model.blocks, model):
+        shard(module, ignored_params=ignored)
+
+
 def _offloaded(shard: Shard, model: Any) -> None:
     for module in (*model.blocks, model):
         shard(module, offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -96,21 +101,14 @@ def _in_replicas(shard: Shard, model: Any) -> None:
 
 
 PARALLELIZE = [
-    *(_blocks_and_root, _blocks_only, _root_only, _nested, _groups, _policies, _ignored, _offloaded),
+    *(_blocks_and_root, _blocks_only, _root_only, _nested, _groups, _policies, _ignored, _ignored_alike, _offloaded),
     *(_settings_before, _in_replicas),
 ]
 
 
-def _pair(parallelize: Callable[[Shard, Any], None], model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    theirs = copy.deepcopy(model)
-    parallelize(OURS, model)
-    parallelize(fully_shard, theirs)
-    return model, theirs
-
-
 def _trains(rank: int, world_size: int, parallelize: Callable[[Shard, Any], None]) -> None:
     torch.manual_seed(0)
-    ours, theirs = _pair(parallelize, Net())
+    ours, theirs = sharded_alike(parallelize, Net())
     for mine, other in zip(ours.modules(), theirs.modules(), strict=True):
         assert isinstance(mine, FSDPModule) == isinstance(other, FSDPModule), type(other).__name__
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, theirs)]
@@ -280,7 +278,9 @@ ERRORS: dict[str, Callable[[Any], Any]] = {
     r"^module is an empty list": lambda model: OURS([]),
     r"^module: ModuleList has no forward, so there is nothing to compile": lambda model: OURS(model.blocks),
     r"^mp_policy: fully_shard takes one policy": lambda model: OURS(model, mp_policy={"": BF16}),
-    r"^dp_mesh_dims=1: meshes with other axes": lambda model: OURS(model, dp_mesh_dims=1),
+    r"^dp_mesh_dims must be a torch\.distributed\.fsdp\.DataParallelMeshDims .*, got 1\.": lambda model: OURS(
+        model, dp_mesh_dims=1
+    ),
     r"^fully_shard\(\) got an unexpected keyword argument 'units'": lambda model: OURS(model, units=["blocks.*"]),
     r"Did you mean 'reshard_after_forward'": lambda model: OURS(model, reshard=True),
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graphshard
 from graphshard import ArgumentError, StepProfile
-from graphshard.runtime.recording import current_recording, recording
+from graphshard.runtime.recording import HostClock, current_recording, recording
 from tests.distributed.twins import assert_same, grads_of, params_of, world_mesh
 from tests.ranks import Ranks
 
@@ -189,7 +189,7 @@ def test_nothing_is_left_behind(ranks: Ranks) -> None:
 def _recorded(rank: int, world_size: int, backend: str) -> None:
     model, twin = (_compiled(backend=backend) for _ in range(2))
     _step(twin, _batch())
-    with recording("cpu") as record:
+    with recording(HostClock()) as record:
         _step(model, _batch())
     assert [run.name for run in record.runs] == ["forward", "backward"]
     assert_same(grads_of(model), grads_of(twin), "recorded")

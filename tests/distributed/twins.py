@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import sys
 from collections import Counter
@@ -50,6 +51,19 @@ def twins(model: nn.Module, mesh: DeviceMesh, **options: Any) -> tuple[nn.Module
     return graphshard.compile(model, mesh, backend="eager", **options), twin
 
 
+OURS = functools.partial(graphshard.fully_shard, backend="eager")
+
+
+def sharded_alike(
+    parallelize: Callable[[Callable[..., Any], Any], object], model: nn.Module
+) -> tuple[nn.Module, nn.Module]:
+    """The model, and a copy, parallelized by one function: with graphshard's `fully_shard`, and with FSDP2's."""
+    theirs = copy.deepcopy(model)
+    parallelize(OURS, model)
+    parallelize(fully_shard, theirs)
+    return model, theirs
+
+
 def world_mesh() -> DeviceMesh:
     """All ranks on one axis."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
@@ -82,12 +96,17 @@ def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 def example_llama(layers: int = 2) -> tuple[nn.Module, Batch]:
     """The model of examples/, with grouped-query attention, and its batches."""
+    llama = load_example("llama")
+    config = llama.LlamaConfig(layers=layers, dim=16, heads=4, kv_heads=2, hidden=24, seq=8, vocab=VOCAB)
+    return llama.Llama(config), lambda: {"tokens": tokens(), "targets": tokens()}
+
+
+def load_example(name: str) -> Any:
+    """A module of examples/."""
     folder = str(Path(__file__).parents[2] / "examples")
     if folder not in sys.path:
         sys.path.append(folder)
-    llama = importlib.import_module("llama")
-    config = llama.LlamaConfig(layers=layers, dim=16, heads=4, kv_heads=2, hidden=24, seq=8, vocab=VOCAB)
-    return llama.Llama(config), lambda: {"tokens": tokens(), "targets": tokens()}
+    return importlib.import_module(name)
 
 
 def tokens(length: int = 8) -> Tensor:

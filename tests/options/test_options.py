@@ -143,8 +143,12 @@ def test_every_option_is_checked() -> None:
         ({"units": ["blocks.*"]}, None, r"units: the pattern 'blocks\.\*' matches no submodule with parameters"),
         ({"reshard_after_forward": 3}, None, r"reshard_after_forward=3 must divide .* 4\. Give one of 1, 2, 4; 1 is"),
         ({"activation": "full", "units": []}, None, r"activation='full' is about the units of Blocks, and none were"),
-        ({"memory_limit": 9}, (2, 4), "memory_limit=9 cannot be kept with replicas or a smaller group"),
-        ({"memory_limit": 9, "reshard_after_forward": 2}, None, "memory_limit=9 cannot be kept with replicas or"),
+        ({"memory_limit": 9}, (2, 4), "memory_limit=9 cannot be kept with replicas, a tensor axis or a smaller group"),
+        (
+            {"memory_limit": 9, "reshard_after_forward": 2},
+            None,
+            "memory_limit=9 cannot be kept with replicas, a tensor axis or",
+        ),
         (
             {"ignored_params": [nn.Parameter(torch.ones(3))]},
             None,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.nets import Block
 from tests.distributed.twins import assert_same, grads_of, local, params_of
@@ -78,3 +81,59 @@ class _Reductions(TorchDispatchMode):
         if "reduce" in name or "all_to_all" in name:  # what a reduce-scatter is run as on two gloo ranks
             self.dtypes |= {leaf.dtype for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)}
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def launches(model: nn.Module, parts: Mapping[int, str] | None = None) -> Iterator[list[str]]:
+    """What is launched within the block, as "gather layers.0": units are told by how many elements travel for them.
+
+    `parts` names those of which backward gathers so many only.
+    """
+    with _Launches({size: name for name, size in _sizes(model).items()} | dict(parts or {})) as mode:
+        yield mode.launched
+
+
+def _sizes(model: nn.Module) -> dict[str, int]:
+    """Of the parameters of each unit, which are sharded evenly; inner units count for themselves."""
+    sizes: dict[str, int] = {}
+    taken: set[int] = set()
+    units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    for name, module in reversed(units):  # named_modules begins outside
+        own = [param for param in module.parameters() if id(param) not in taken]
+        taken |= {id(param) for param in own}
+        sizes[name or "root"] = sum(param.numel() for param in own)
+    assert len(set(sizes.values())) == len(sizes), f"units of one size: {sizes}"
+    return sizes
+
+
+class _Launches(TorchDispatchMode):
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.launched: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
+            kind = "gather" if "gather" in func._opname else "reduce"
+            most = max(leaf.numel() for leaf in pytree.tree_leaves((args, result)) if isinstance(leaf, Tensor))
+            self.launched.append(f"{kind} {self.names.get(most, most)}")
+        return result
+
+
+class Layer(nn.Module):
+    """A layer that is told from others by its width; `checkpointed` is "", "call" or "composable"."""
+
+    def __init__(self, hidden: int, checkpointed: str = "") -> None:
+        super().__init__()
+        self.up = nn.Linear(8, hidden, bias=False)
+        self.down = nn.Linear(hidden, 8, bias=False)
+        self.checkpointed = checkpointed
+        if checkpointed == "composable":
+            composable_checkpoint(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed == "call" else self.inner(x)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())

@@ -151,18 +151,24 @@ STYLES = {"up": ColwiseParallel, "down": RowwiseParallel}
 def _tensor_parallel(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
     names = ("replicate", "shard", "tensor")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for model in (_cut(mesh["tensor"]), fsdp2(_cut(mesh["tensor"]), mesh[names[:-1]])):
-        with pytest.raises(graphshard.ArgumentError, match=r"parameter 0\.up\.weight is a DTensor already"):
-            graphshard.compile(model, mesh[names[:-1]])
+    theirs = fsdp2(_cut(mesh["tensor"]), mesh[names[:-1]])
+    with pytest.raises(graphshard.ArgumentError, match=r"parameter 0\.up\.weight is a DTensor already"):
+        graphshard.compile(theirs, mesh)
+    pair = graphshard.compile(_cut(mesh["tensor"]), mesh, backend="eager"), theirs
+    plain = stack().state_dict()
+    for model in pair:
+        assert_same({name: value.full_tensor() for name, value in model.state_dict().items()}, plain, "whole")
+    assert_same(*(dict(model.state_dict()) for model in pair), "shards")
+    _filled(pair, 2.0)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (1, 1, 2)], ids=str)
-def test_tensor_parallel_models_are_refused(ranks: Ranks, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=str)
+def test_states_of_tensor_parallel_models(ranks: Ranks, shape: tuple[int, ...]) -> None:
     """`TestFullyShardStateDictMultiProcess.test_2d_state_dict_correctness`,
     `TestFullyShardStateDictMultiProcess.test_dp_tp_state_dict_save_load` and
     `TestFullyShardStateDictMultiProcess.test_hsdp_tp_state_dict_save_load`.
     """
-    ranks(2).run(_tensor_parallel, shape)
+    ranks(4).run(_tensor_parallel, shape)
 
 
 def _full_on_rank_0(rank: int, world_size: int) -> dict[str, Tensor]:

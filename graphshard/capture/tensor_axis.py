@@ -1,0 +1,160 @@
+"""Parameters that are DTensors on the mesh's tensor axis, while a forward is traced, and what is communicated there.
+
+    a rank's piece, an input of the trace  ->  DTensor, which the model finds  ->  the model's own collectives
+
+DTensor's code runs while the forward is traced, so the graph has what it does on this rank: products of pieces, and
+functional collectives. These become operators that run at once and name the axis, not a process group:
+
+    %a = all_reduce(%y, sum, 7)                   %w = reduced(%y, sum, tp)
+    %w = wait_tensor(%a)
+
+To plans they are compute: what gathers and reduces parameters is moved around them, and they stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from graphshard.capture.untraceable import Untraceable
+from graphshard.ir.errors import CaptureError
+from graphshard.ir.graph import WAIT, c10d, emit
+from graphshard.ir.mesh import Axis
+from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
+from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.program import Phase, Slot
+from graphshard.ir.torch_internals import dtensor_of, process_group
+
+_AT_ONCE = {
+    c10d.all_reduce.default: REDUCED,
+    c10d.all_gather_into_tensor.default: JOINED,
+    c10d.reduce_scatter_tensor.default: SCATTERED,
+    c10d.all_to_all_single.default: EXCHANGED,
+}
+
+
+def distributed(
+    used: Mapping[Slot, torch.Tensor], params: ParamTable, mesh: DeviceMesh | None
+) -> dict[Slot, torch.Tensor]:
+    """What a module finds in the place of its tensors: DTensors for parameters that are split over the tensor axis."""
+    found = dict(used)
+    for slot, tensor in used.items():
+        if slot.kind == "param" and mesh is not None and params[slot.name].split is not None:
+            found[slot] = Distributed.apply(tensor, params[slot.name], mesh)
+    return found
+
+
+class OneCast(TorchFunctionMode):
+    """Raises Untraceable where autocast would cast a distributed parameter again.
+
+    Eager mode casts a parameter once for all its uses in a block of autocast, and their gradients are added up in the
+    low precision. A distributed parameter is made of a piece here, and autocast keeps casts of leaves only.
+    """
+
+    def __init__(self, used: Mapping[Slot, torch.Tensor], device: str) -> None:
+        super().__init__()
+        self._names = {id(tensor): slot.name for slot, tensor in used.items() if isinstance(tensor, DTensor)}
+        self._device, self._cast = device, set[str]()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if torch.is_autocast_enabled(self._device) and isinstance(result, torch.Tensor) and result.requires_grad:
+            for leaf in pytree.arg_tree_leaves(*args, **kwargs):
+                name = self._names.get(id(leaf))
+                if name in self._cast:
+                    raise Untraceable("cast again", f"parameter {name}, {getattr(func, '__name__', func)}")
+                if name is not None:
+                    self._cast.add(name)
+        return result
+
+
+class Distributed(torch.autograd.Function):
+    """A rank's piece of a parameter as a DTensor; the gradient of it is brought to the parameter's placement.
+
+    FSDP2 does the same when backward has summed a gradient up: what ranks have partial sums of is reduced.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, piece: torch.Tensor, row: ParamRow, mesh: DeviceMesh) -> DTensor:
+        assert row.split is not None
+        ctx.placements = (row.split.placement,)
+        shape = torch.Size(row.split.shape)
+        return dtensor_of(piece.detach(), mesh, ctx.placements, shape, row.stride_of(shape))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None]:
+        assert isinstance(grad, DTensor)
+        if grad.placements != ctx.placements:
+            grad = grad.redistribute(placements=ctx.placements)
+        return grad._local_tensor, None, None
+
+
+def settle_collectives(graph: Graph, axis: Axis, mesh: DeviceMesh, model: str) -> None:
+    """Let what the model communicates run at once, and name the tensor axis.
+
+    A process group is known by its ranks: DTensor keeps plans for meshes that are equal, of whichever was there first.
+
+    Args:
+        mesh: that of the axis.
+
+    Raises:
+        CaptureError: it communicates otherwise, or with other ranks.
+    """
+    ranks = dist.get_process_group_ranks(mesh.get_group())
+    for node in list(graph.nodes):
+        if getattr(node.target, "namespace", "") not in ("_c10d_functional", "_dtensor") or node.target is WAIT:
+            continue
+        at_once = _AT_ONCE.get(node.target)
+        others = dist.get_process_group_ranks(process_group(str(node.args[-1])))
+        if at_once is None or others != ranks:
+            raise CaptureError(
+                f"graphshard cannot capture {model}.forward, because it communicates by {node.target} with ranks "
+                f"{others}. Collectives of the model are all-reduces, all-gathers, reduce-scatters and all-to-alls "
+                f"over the mesh's tensor axis, {axis.name!r}, here ranks {ranks}."
+            )
+        _run_at_once(node, at_once, axis)
+    for wait in graph.find_nodes(op="call_function", target=WAIT):  # of what was waited for before
+        wait.replace_all_uses_with(wait.all_input_nodes[0])
+        graph.erase_node(wait)
+
+
+def take_off_last_sums(phase: Phase, params: ParamTable) -> ParamTable:
+    """Leave to the reduction over data ranks what ranks of the tensor axis add up of parameters' gradients.
+
+    So it is done in the reduce dtype, and once for all microbatches. The rows say which gradients are such.
+    """
+    rows, results = {row.name: row for row in params}, phase.results
+    for index, slot in enumerate(phase.outputs):
+        value = results[index]
+        if slot.kind != "grad" or slot.of != "param" or not isinstance(value, Node) or value.target is not REDUCED:
+            continue
+        row, (source, operation, _) = rows[slot.name], value.args
+        if row.split is None or len(value.users) > 1 or operation not in ("sum", "avg"):
+            continue
+        rows[slot.name] = replace(row, split=replace(row.split, partial=str(operation)))
+        results[index] = source
+    phase.set_results(results)
+    for node in [n for n in phase.module.graph.nodes if n.target is REDUCED and not n.users]:
+        phase.module.graph.erase_node(node)
+    return ParamTable(tuple(rows.values()))
+
+
+def _run_at_once(launch: Node, target: torch._ops.OpOverload, axis: Axis) -> None:
+    graph = launch.graph
+    with graph.inserting_before(launch):
+        value = emit(graph, target, *launch.args[:-1], axis.name, like=launch)
+    value.meta.update({key: launch.meta[key] for key in launch.meta if key != "val"})
+    for wait in list(launch.users):
+        wait.replace_all_uses_with(value)
+        graph.erase_node(wait)
+    graph.erase_node(launch)

@@ -1,0 +1,213 @@
+"""Which axes of a mesh are data axes, and which is the tensor axis, along which the model itself communicates.
+
+    init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))         by their names
+    compile(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="x"))    as told; the other axis is the tensor axis
+    fully_shard(block, mesh=mesh["dp"])                                   by the DTensors among the parameters
+
+An axis whose name says nothing is an error where it matters. That two data axes replicate and shard is decided by their
+order, as FSDP2 does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.ir.mesh import DATA, OTHERS, REPLICATING, SHARDING, TENSOR
+from graphshard.ir.params import named_parameters
+from graphshard.ir.subclasses import is_subclass
+from graphshard.ir.text import brief
+from graphshard.ir.torch_internals import joined_mesh
+
+try:
+    from torch.distributed.fsdp import DataParallelMeshDims
+except ImportError:  # torch 2.11 has none, so that axes go by their names
+    DataParallelMeshDims = None  # type: ignore[assignment, misc]
+
+
+def data_and_tensor(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The data axes of a mesh, and its tensor axis if it has one.
+
+    Args:
+        dp_mesh_dims: FSDP2's `DataParallelMeshDims`, which names the data axes; None goes by the names of the axes.
+
+    Raises:
+        ArgumentError: it cannot be told what an axis is for, or there is none to shard over.
+        UnsupportedError: there are two tensor axes, or several data axes are to be one.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        return mesh, None  # which check_mesh refuses
+    names = tuple(mesh.mesh_dim_names or ())
+    if dp_mesh_dims is not None:
+        return _parts(mesh, names, _named_axes(names, dp_mesh_dims))
+    if not set(names).intersection((*TENSOR, *OTHERS)):
+        return mesh, None  # one axis, or two of which the first replicates
+    for name in names:
+        if name not in (*DATA, *TENSOR):
+            raise ArgumentError(
+                f"mesh {names}: the name of the axis {name!r} does not say what it is for. Data axes are "
+                f"{_listed(DATA)}, tensor axes {_listed(TENSOR)}. Rename it, pass the data axes alone, such as "
+                f"mesh['dp'], or name them: dp_mesh_dims=DataParallelMeshDims(shard='dp')."
+            )
+    return _parts(mesh, names, [name for name in names if name not in TENSOR])
+
+
+def _named_axes(names: Sequence[str], dims: Any) -> list[str]:
+    """The data axes that `dp_mesh_dims` names, outermost first."""
+    if DataParallelMeshDims is None or not isinstance(dims, DataParallelMeshDims):
+        raise ArgumentError(
+            "dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims such as "
+            f"DataParallelMeshDims(shard='dp'), got {brief(dims)}."
+        )
+    found: list[str] = []
+    for role, chosen in (("replicate", dims.replicate_names), ("shard", dims.shard_names)):
+        for name in chosen:
+            if name not in names:
+                raise ArgumentError(f"dp_mesh_dims: mesh has no axis {name!r}. It has {_listed(names) or 'no names'}.")
+            if name in found:
+                raise ArgumentError(f"dp_mesh_dims: the axis {name!r} is used twice. Give each axis one role.")
+        if len(chosen) > 1:
+            raise UnsupportedError(
+                f"dp_mesh_dims: {role}={chosen}. Several axes as one are not supported yet. Make a mesh in which they "
+                "are one axis."
+            )
+        if role == "shard" and not chosen:
+            raise ArgumentError(
+                "dp_mesh_dims: no axis to shard over. To replicate only, add an axis of size 1 to the mesh, and name "
+                "it with shard=."
+            )
+        found += chosen
+    return found
+
+
+def _parts(mesh: DeviceMesh, names: Sequence[str], data: list[str]) -> tuple[DeviceMesh, DeviceMesh | None]:
+    others = [name for name in names if name not in data]
+    if not data or len(data) > 2:
+        raise ArgumentError(
+            f"mesh {tuple(names)} must have one data axis (to shard over) or two (to replicate and to shard over), and "
+            f"has {_listed(data) or 'none'}."
+        )
+    if len(others) > 1:
+        raise UnsupportedError(
+            f"mesh {tuple(names)} has {len(others)} axes besides those of data: {_listed(others)}. One tensor axis is "
+            "supported."
+        )
+    if data != [name for name in names if name in data] or (
+        len(data) == 2 and (data[0] in SHARDING or data[1] in REPLICATING)
+    ):
+        raise ArgumentError(
+            f"mesh {tuple(names)}: of two data axes the outer one replicates and the inner one shards. Exchange "
+            f"{_listed(data)}."
+        )
+    if data[-1] in REPLICATING:
+        raise ArgumentError(
+            f"mesh {tuple(names)} has no axis to shard over, as {data[-1]!r} replicates. Add one; of size 1 it cuts "
+            "nothing."
+        )
+    return mesh[data[0]] if len(data) == 1 else mesh[tuple(data)], mesh[others[0]] if others else None
+
+
+def tensor_axis(
+    model: nn.Module,
+    data: DeviceMesh,
+    given: DeviceMesh | None = None,
+    known: Container[nn.Parameter] = (),
+    *,
+    whole_model: bool = True,
+) -> DeviceMesh | None:
+    """The mesh of the tensor axis: the one that the model's DTensors are on; None if it has none.
+
+    Args:
+        data: the data axes.
+        given: the tensor axis of the mesh that the model is to be compiled for.
+        known: parameters that are sharded already.
+        whole_model: False for a part of one, which need not have DTensors.
+
+    Raises:
+        ArgumentError: DTensors are on another mesh, or there are none and there is a tensor axis.
+        UnsupportedError: a DTensor is placed in a way that cannot be sharded yet.
+    """
+    found, of = given, ""
+    for (name, *_), param in named_parameters(model).items():
+        if not isinstance(param, DTensor) or param in known:
+            continue
+        mesh = param.device_mesh
+        if _is_on_data_axes(param, data):
+            raise UnsupportedError(
+                f"parameter {name} is a DTensor on the data axes, too, of {mesh}: FSDP2's full SPMD mesh is not "
+                "supported yet. Distribute it over the tensor axis alone: parallelize_module(model, mesh['tp'], plan)."
+            )
+        if mesh.ndim != 1 or mesh == data or (found is None and mesh.mesh_dim_names is None):
+            raise ArgumentError(
+                f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). "
+                "Compile the plain module, or one with DTensors on another axis of the mesh than the data axes, by "
+                f"parallelize_module(model, mesh['tp'], plan); they are on {mesh}."
+            )
+        if found is None:
+            _check_joins(name, data, mesh)
+        elif mesh != found:
+            others = f"parameter {of} is" if of else "the tensor axis is"
+            raise ArgumentError(
+                f"parameter {name} is distributed over {mesh}, and {others} on {found}. Distribute all parameters over "
+                "one axis of the mesh that the model is compiled for."
+            )
+        _check_placement(name, param)
+        found, of = mesh, of or name
+    if found is not None and not of and whole_model:
+        raise ArgumentError(
+            f"mesh has a tensor axis, {axis_name(found)!r}, and no parameter of {type(model).__name__} is distributed "
+            "over it. Call torch.distributed.tensor.parallel.parallelize_module first, or pass the data axes alone, "
+            "such as mesh['dp']."
+        )
+    return found
+
+
+def _is_on_data_axes(param: DTensor, data: DeviceMesh) -> bool:
+    """Whether a DTensor is on more axes than the data axes, and not sharded over those."""
+    names = param.device_mesh.mesh_dim_names or ()
+    of_data = [p for name, p in zip(names, param.placements) if name in (data.mesh_dim_names or ())]
+    return len(names) > len(of_data) > 0 and all(isinstance(placement, Replicate) for placement in of_data)
+
+
+def _check_joins(name: str, data: DeviceMesh, tensor: DeviceMesh) -> None:
+    try:
+        joined_mesh(data, tensor)
+    except (RuntimeError, AssertionError) as error:
+        raise ArgumentError(
+            f"parameter {name} is distributed over {tensor}, which is no other axis of the mesh that {data} is of "
+            f"({error}). Take both from one mesh: mesh['dp'] and mesh['tp']."
+        ) from error
+
+
+def _check_placement(name: str, param: DTensor) -> None:
+    (placement,) = param.placements
+    if type(placement) not in (Shard, Replicate):
+        raise UnsupportedError(
+            f"parameter {name} is placed as {placement} on the tensor axis. Use Shard or Replicate, as "
+            "ColwiseParallel, RowwiseParallel and SequenceParallel do."
+        )
+    if is_subclass(param._local_tensor):
+        raise UnsupportedError(
+            f"parameter {name} is a DTensor of a {type(param._local_tensor).__name__}, a tensor subclass. Distribute "
+            "plain tensors."
+        )
+    if not param._local_tensor.is_contiguous():
+        raise UnsupportedError(
+            f"parameter {name} has pieces that are not contiguous on the tensor axis. Make it contiguous before it is "
+            "distributed."
+        )
+
+
+def axis_name(mesh: DeviceMesh) -> str:
+    """The name of the axis of a mesh of one axis."""
+    (name,) = mesh.mesh_dim_names or ("tensor",)
+    return name
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))

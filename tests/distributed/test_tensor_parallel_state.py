@@ -1,0 +1,90 @@
+"""State of tensor-parallel models: checkpoints that are resumed on meshes of other shapes, state dicts, copies."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import graphshard
+from tests.distributed.tensor_parallel import Mlps, mesh_of, mlps, pair_of, rows, train_alike
+from tests.distributed.twins import assert_same
+from tests.ranks import Ranks
+
+
+def _whole(values: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in values.items()}
+
+
+def _moments(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return _whole({name: optim.state[param]["exp_avg"] for name, param in model.named_parameters()})
+
+
+def _steps(model: nn.Module, optim: torch.optim.Optimizer, mesh: DeviceMesh, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(10 * step + mesh.get_local_rank("dp"))
+        model(*rows()).backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _compiled(shape: tuple[int, int]) -> nn.Module:
+    mesh = mesh_of(*shape)
+    return graphshard.compile(mlps(mesh["tp"]), mesh, backend="eager")
+
+
+def _resume(rank: int, world_size: int, folder: Path) -> None:
+    mesh = mesh_of(2, 2)
+    saved, theirs = pair_of(mlps, mesh)
+    optim = _adam(saved)
+    _steps(saved, optim, mesh, range(2))
+    graphshard.save_checkpoint(folder / "2", saved, optim)
+    params, moments = _whole(saved.state_dict()), _moments(saved, optim)
+    plain = graphshard.compile(Mlps(), init_device_mesh("cpu", (4,)), backend="eager")
+    models = {"2 x 2": _compiled((2, 2)), "1 x 4": _compiled((1, 4)), "4 x 1": _compiled((4, 1)), "FSDP2": theirs}
+    for name, model in {**models, "data parallel": plain}.items():
+        theirs_optim = _adam(model)
+        graphshard.load_checkpoint(folder / "2", model, theirs_optim)
+        assert_same(_whole(model.state_dict()), params, name)
+        assert_same(_moments(model, theirs_optim), moments, name)
+        if name in ("2 x 2", "FSDP2"):
+            _steps(model, theirs_optim, mesh, range(2, 4))
+    _steps(saved, optim, mesh, range(2, 4))
+    for name in ("2 x 2", "FSDP2"):
+        assert_same(models[name].state_dict(), saved.state_dict(), f"{name}, two steps later")
+
+
+def test_resume_on_meshes_of_other_shapes(ranks: Ranks, tmp_path: Path) -> None:
+    """On the same mesh it goes on bit for bit; on others, with and without a tensor axis, it has the same values."""
+    ranks(4).run(_resume, tmp_path)
+
+
+def _load(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    ours, theirs = pair_of(mlps, mesh)
+    torch.manual_seed(5)
+    whole = {name: torch.randn(p.shape) for name, p in ours.named_parameters()}
+    ours.load_state_dict(whole)
+    assert_same(_whole(ours.state_dict()), whole, "of whole tensors")
+    theirs.load_state_dict(ours.state_dict())
+    assert_same(theirs.state_dict(), ours.state_dict(), "of shards")
+    ours.load_state_dict({name: p.clone() for name, p in theirs.state_dict().items()}, assign=True)
+    twin = copy.deepcopy(ours)
+    train_alike((ours, theirs), mesh, rows, steps=2)
+    ours.load_state_dict(twin.state_dict())
+    theirs.load_state_dict(twin.state_dict())
+    train_alike((twin, theirs), mesh, rows, steps=1)
+
+
+def test_state_dicts_and_copies(ranks: Ranks) -> None:
+    """Whole tensors and shards are loaded, also in the place of parameters; a copy trains as the original."""
+    ranks(4).run(_load)

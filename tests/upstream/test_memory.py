@@ -1,0 +1,35 @@
+"""test_fully_shard_memory.py of PyTorch: what is freed."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.distributed.twins import OURS, local
+from tests.ranks import Ranks
+from tests.upstream.alike import own_rows, squares, stack
+
+
+def _deleted(rank: int, world_size: int) -> None:
+    """Shards, gradients and states of an optimizer are freed with the model."""
+    model = stack(2)
+    for module in (*model, model):
+        OURS(module)
+    optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for step in range(2):
+        optim.zero_grad()
+        squares(model(own_rows(step))).backward()
+        optim.step()
+    tensors = [tensor for param in model.parameters() for tensor in (param, param.grad, *optim.state[param].values())]
+    held = [StorageWeakRef(local(tensor).untyped_storage()) for tensor in tensors]
+    assert not any(ref.expired() for ref in held)
+    del model, module, optim, tensors
+    gc.collect()
+    assert all(ref.expired() for ref in held)
+
+
+def test_a_model_that_is_deleted_leaves_nothing(ranks: Ranks) -> None:
+    """`TestFullyShardMemory.test_fully_shard_del_memory`."""
+    ranks(2).run(_deleted)
