@@ -72,13 +72,23 @@ def _python(arguments: list[str]) -> None:
     path: list[str] = []
     if arguments[0] == "-m":
         arguments = arguments[1:]
-        run = functools.partial(runpy.run_module, arguments[0], run_name="__main__")
+        run = functools.partial(_module, arguments[0])
     else:
         script = str(ROOT / arguments[0])
         run = functools.partial(runpy.run_path, script, run_name="__main__")
         path = [os.path.dirname(script)]  # as Python does: scripts import their neighbours
     with mock.patch.object(sys, "argv", arguments), mock.patch.object(sys, "path", [*path, *sys.path]):
         _parsed(run)
+
+
+def _module(name: str) -> None:
+    """Run a module as a program; runpy warns of one that a test has imported."""
+    imported = sys.modules.pop(name, None)
+    try:
+        runpy.run_module(name, run_name="__main__")
+    finally:
+        if imported is not None:
+            sys.modules[name] = imported
 
 
 class _Parsed(Exception):
