@@ -140,6 +140,8 @@ class _Step:
 
     def run(self) -> None:
         """Forward and backward; where gradients are off, forward."""
+        accumulation = self._runner.accumulation
+        accumulation.measured = True
         try:
             output = self.model(*self.args, **self.kwargs)
             if torch.is_grad_enabled():
@@ -147,9 +149,9 @@ class _Step:
                 wanted = [tensor for tensor in given if tensor.requires_grad]
                 torch.autograd.grad(self._scalar(output), wanted, allow_unused=True)
         finally:
-            sums = self._runner.accumulation.sums
-            sums.clear()
-            sums.update(self._sums)
+            accumulation.measured = False
+            accumulation.sums.clear()
+            accumulation.sums.update(self._sums)
 
     def _scalar(self, output: Any) -> torch.Tensor:
         value = output if self.loss is None else answer_of("loss", self.loss, output)

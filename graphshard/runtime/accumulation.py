@@ -30,12 +30,14 @@ class Accumulation:
         unreplicated: those whose gradients are reduced over shards, but not over replicas.
         sums: what earlier backwards left, by slot.
         calls: nodes of calls in graphs of autograd that are alive.
+        measured: backwards are measured now, which return gradients that stand for those that would be accumulated.
     """
 
     unsynced: set[str] = field(default_factory=set)
     unreplicated: set[str] = field(default_factory=set)
     sums: dict[Slot, torch.Tensor] = field(default_factory=dict)
     calls: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    measured: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accumulation:
         """Of a copy of the model, which was not called yet."""

@@ -364,7 +364,8 @@ class Step(torch.autograd.Function):
         saved = {**dict(zip(ctx.slots, ctx.saved_tensors, strict=True)), **ctx.numbers}
         ctx.maybe_clear_saved_tensors()  # so that the executor can free them, unless the graph is retained
         tangents = {name: grad for name, grad in zip(ctx.executable.names, grads) if grad is not None}
-        fates = [fate_at(node) for node, _ in ctx.next_functions]
+        measured = ctx.executable.accumulation.measured
+        fates = [] if measured else [fate_at(node) for node, _ in ctx.next_functions]
         ctx.ran = number_of_backward()
         return (None, None, *ctx.executable.backward(saved, tangents, fates, _still_to_come(ctx)))
 
