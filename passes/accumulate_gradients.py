@@ -48,18 +48,14 @@ class AccumulateGradients(Pass):
     deferred: frozenset[str] = frozenset()
     pending: frozenset[str] = frozenset()
 
-    @property
-    def concerned(self) -> frozenset[str]:
-        """The parameters of which not just this microbatch's gradient is reduced."""
-        left = self.accumulated | self.partial | self.pending
-        return self.unsynced | self.unreplicated | self.deferred | left
-
     def rewrite(self, program: Program) -> int:
         phase = program.phases["backward"]
+        left = self.accumulated | self.partial | self.pending
+        concerned = self.unsynced | self.unreplicated | self.deferred | left
         outputs, results = list(phase.outputs), phase.results
         count = 0
         for index, slot in enumerate(outputs):
-            if slot.kind == "grad" and slot.of == "param" and slot.name in self.concerned:
+            if slot.kind == "grad" and slot.of == "param" and slot.name in concerned:
                 row = program.params[slot.name]
                 full = _full_gradient(results[index])
                 grad = _Gradient(phase, row, reduced_over(row, program), full, program.device)

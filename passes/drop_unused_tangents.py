@@ -80,12 +80,12 @@ class DropUnusedTangents(Pass):
         tangents = {node: slot.name for node, slot in phase.slot_of().items() if slot.kind == "tangent"}
         used = likely_used(tangents) if self.used is None else self.used
         unused = {node for node, name in tangents.items() if name not in used}
-        if unused and not used:  # of whatever operators: a backward that only reduces what was added up before
-            phase.set_results([None] * len(phase.outputs))
-        elif unused:
-            _write_no_more(phase, {name for name, through in program.rewritten.items() if used.isdisjoint(through)})
-            _propagate(phase, set(unused))
         if unused:
+            if used:
+                _write_no_more(phase, {name for name, through in program.rewritten.items() if used.isdisjoint(through)})
+                _propagate(phase, set(unused))
+            else:  # a backward that only reduces what was added up before, whatever operators there are
+                phase.set_results([None] * len(phase.outputs))
             _erase(phase, unused)
             program.differentiated = phase.differentiated
         return len(unused)

@@ -151,11 +151,6 @@ def shard_parts(param: nn.Parameter, row: ParamRow) -> list[torch.Tensor]:
     return parts_of(padded_to(shard_in(param), row.padded_shape, row.dim))
 
 
-def local_of(param: nn.Parameter) -> torch.Tensor:
-    """What this rank holds of a parameter."""
-    return param._local_tensor if isinstance(param, DTensor) else param
-
-
 def padded_shard(param: nn.Parameter, row: ParamRow) -> torch.Tensor:
     """The padded shard that the graph reads, sharing memory with the parameter where its padding lies behind it.
 

@@ -12,9 +12,10 @@ from graphshard.ir.graph import c10d
 from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import SMALL
+from graphshard.ir.subclasses import shard_in
 from graphshard.ir.transport import landing, prologue
 from graphshard.runtime.gloo import all_gather_coalesced
-from graphshard.runtime.shards import Alias, FullParameter, ParamRef, behind, local_of, padded_shard
+from graphshard.runtime.shards import Alias, FullParameter, ParamRef, behind, padded_shard
 
 
 @dataclass
@@ -103,7 +104,7 @@ _Written = tuple[int, int, int]
 
 
 def _written(param: torch.nn.Parameter) -> _Written:
-    local = local_of(param)
+    local = shard_in(param)
     return id(local), local._version, param._version
 
 
