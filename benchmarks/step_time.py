@@ -30,7 +30,10 @@ import graphshard
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import llama
 
-VARIANTS = ("graphshard inductor", "graphshard eager", "FSDP2", "FSDP2 compiled blocks", "DDP")
+VARIANTS = (
+    *("graphshard inductor", "graphshard inductor compile_step", "graphshard eager", "graphshard eager compile_step"),
+    *("FSDP2", "FSDP2 compiled blocks", "DDP"),
+)
 BASE = "FSDP2"
 
 
@@ -60,7 +63,8 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
     steps: dict[str, Callable[[torch.Tensor], float]] = {}
     for name in args.variants:
         ready = variant(name, copy.deepcopy(model))
-        steps[name] = stepper(ready, torch.optim.AdamW(ready.parameters(), lr=1e-3))
+        optimizer = torch.optim.AdamW(ready.parameters(), lr=1e-3)
+        steps[name] = (whole_stepper if "compile_step" in name else stepper)(ready, optimizer)
     found: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(args.warmup + args.steps):
         for name, step in steps.items():
@@ -89,13 +93,19 @@ def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[tor
     return step
 
 
+def whole_stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
+    """The same by `compile_step`."""
+    step = graphshard.compile_step(model, optimizer)
+    return lambda batch: step(batch[0], batch[1]).item()
+
+
 def show(found: dict[str, list[float]]) -> None:
     """The table."""
     base = statistics.median(found.get(BASE) or next(iter(found.values())))
-    print(f"{'':24}{'median ms':>10}{'quartiles':>18}{'to ' + BASE:>10}")
+    print(f"{'':33}{'median ms':>10}{'quartiles':>18}{'to ' + BASE:>10}")
     for name, seconds in found.items():
         low, middle, high = statistics.quantiles(seconds, n=4)
-        print(f"{name:24}{middle * 1e3:10.1f}{low * 1e3:9.1f}{high * 1e3:9.1f}{middle / base:10.2f}")
+        print(f"{name:33}{middle * 1e3:10.1f}{low * 1e3:9.1f}{high * 1e3:9.1f}{middle / base:10.2f}")
 
 
 def main() -> None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from graphshard.debug.bisect import Bisection, bisect
     from graphshard.explain.explain import explain, explain_grid
     from graphshard.explain.explanation import Explanation, Grid
+    from graphshard.foreign.groups import Group
+    from graphshard.foreign.report import ScheduledGraph
+    from graphshard.foreign.schedule import schedule_graph
     from graphshard.ir.errors import (
         ArgumentError,
         ArtifactError,
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from graphshard.measure.regions import load_measured, measure_regions, save_measured
     from graphshard.measure.step import profile_step
     from graphshard.measure.step_profile import StepProfile
+    from graphshard.module.compile_step import CompiledStep, compile_step
     from graphshard.passes import Pass
     from graphshard.pipeline.pipeline import Pipeline
     from graphshard.schedule.by_unit import PlanByUnit
@@ -61,10 +65,12 @@ __all__ = [
     "CaptureError",
     "CaptureLimitError",
     "CheckpointError",
+    "CompiledStep",
     "DivergenceError",
     "Explanation",
     "GraphshardError",
     "Grid",
+    "Group",
     "InfeasibleError",
     "InputError",
     "MaterializationError",
@@ -77,11 +83,13 @@ __all__ = [
     "PlanByUnit",
     "Profile",
     "Program",
+    "ScheduledGraph",
     "StepProfile",
     "UnsupportedError",
     "async_save_checkpoint",
     "bisect",
     "compile",
+    "compile_step",
     "explain",
     "explain_grid",
     "export",
@@ -97,6 +105,7 @@ __all__ = [
     "register_forward_method",
     "save_checkpoint",
     "save_measured",
+    "schedule_graph",
     "unsharded_init",
 ]
 
@@ -109,6 +118,9 @@ _HOMES = {
     "debug.bisect": ("Bisection", "bisect"),
     "explain.explain": ("explain", "explain_grid"),
     "explain.explanation": ("Explanation", "Grid"),
+    "foreign.groups": ("Group",),
+    "foreign.report": ("ScheduledGraph",),
+    "foreign.schedule": ("schedule_graph",),
     "ir.errors": (
         "ArgumentError",
         "ArtifactError",
@@ -130,6 +142,7 @@ _HOMES = {
     "measure.regions": ("load_measured", "measure_regions", "save_measured"),
     "measure.step": ("profile_step",),
     "measure.step_profile": ("StepProfile",),
+    "module.compile_step": ("CompiledStep", "compile_step"),
     "passes": ("Pass",),
     "pipeline.pipeline": ("Pipeline",),
     "schedule.by_unit": ("PlanByUnit",),

@@ -15,9 +15,11 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from graphshard.artifact.load import artifact_path, library_for
+from graphshard.cache.kept import cache_at
 from graphshard.debug.dump import dump_directory, recorder
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import path_of
 from graphshard.ir.program import Program
 from graphshard.ir.text import brief
 from graphshard.module.parts import shard_unit
@@ -42,6 +44,7 @@ def compile(
     example_kwargs: Mapping[str, Any] | None = None,
     dump: str | os.PathLike[str] | None = None,
     artifact: str | os.PathLike[str] | None = None,
+    cache: bool | str | os.PathLike[str] | None = None,
     **options: Unpack[CompileArguments],
 ) -> ModuleT:
     """Shard a module's parameters over a mesh and compile its training step, in place.
@@ -54,7 +57,8 @@ def compile(
         mesh: mesh of "cpu" or "cuda" devices; None is all ranks, on CUDA where there is any. Of two axes the first
             replicates and the second shards (HSDP); size 1 of the second is plain data parallelism (DDP). An axis
             "tp" is one that parameters are distributed over already, by
-            `torch.distributed.tensor.parallel.parallelize_module(model, mesh["tp"], plan)`.
+            `torch.distributed.tensor.parallel.parallelize_module(model, mesh["tp"], plan)`. Over an axis "cp" inside
+            of the one that shards parameters are sharded, too, and the model communicates.
         dp_mesh_dims: FSDP2's `DataParallelMeshDims`, the axes of the mesh to shard and to replicate over; None goes
             by the names of the axes.
         reshard_after_forward: True gathers parameters again in backward, False keeps them gathered, None keeps
@@ -96,6 +100,9 @@ def compile(
         artifact: a file of `graphshard.export`. If it fits this model, mesh, machine and these arguments, its programs
             run and nothing is compiled for the calls that it was exported for. Otherwise the module is compiled, and
             the log says why.
+        cache: where programs are kept, so that the next launch of the job neither traces nor compiles: a directory,
+            True for `~/.cache/graphshard`, or False for nowhere. None takes GRAPHSHARD_CACHE, which is a directory,
+            "on" or "off", or False. What is kept is used if all that it was made of is the same.
 
     Returns:
         The same object.
@@ -113,8 +120,11 @@ def compile(
     axes, tensor = check_mesh(mesh), tensor_axis(model, mesh, given)
     check_examples(model, example_inputs, example_kwargs)
     file = None if artifact is None else artifact_path("artifact", artifact)
+    if cache is not None and not isinstance(cache, bool):
+        cache = path_of("cache", cache, "a directory, True or False")
+    kept = cache_at(cache)
     tracer = prepare(model, chosen, axes, device_of(mesh), tensor=tensor)
-    runner = make_runner(model, tracer, mesh, recorder(dump_directory(dump, dist.get_rank())))
+    runner = make_runner(model, tracer, mesh, recorder(dump_directory(dump, dist.get_rank())), kept)
     library = None if file is None else library_for(file, model, runner)
     prepared = None
     if example_inputs is not None or example_kwargs is not None:
@@ -188,7 +198,8 @@ def fully_shard(
     for one in modules:
         check_model(one, in_parts=True)
     mesh, tensor = data_and_tensor(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
-    shard_unit(modules, mesh, tensor, chosen, recorder(dump_directory(None, dist.get_rank())))
+    records = recorder(dump_directory(None, dist.get_rank()))
+    shard_unit(modules, mesh, tensor, chosen, records, cache_at(None))
     return module
 
 

@@ -16,14 +16,18 @@ from typing import ClassVar
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
-from graphshard.ir.graph import aten, behind, emit, erase_dead, fake
+from graphshard.ir.graph import aten, behind, emit, erase_dead, fake, is_backward
 from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Phase, Program, Slot, SlotKind
 from graphshard.ir.torch_internals import fake_mode_of, new_fake_mode
 from graphshard.ir.transport import OF_A_REDUCTION, over_replicas, over_shards, reduced_over
 from graphshard.passes.base import Pass
+
+# Mark of the operators that add up what uses of a parameter pass back.
+_OF_USES = "of_uses"
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,11 @@ class AccumulateGradients(Pass):
         for index, slot in enumerate(outputs):
             if slot.kind == "grad" and slot.of == "param" and slot.name in concerned:
                 row = program.params[slot.name]
-                full = _full_gradient(results[index])
-                grad = _Gradient(phase, row, reduced_over(row, program), full, program.device)
+                full = full_gradient(results[index])
+                wide = row.grad_dtype is None and slot.name in self.unsynced - self.accumulated
+                grad = _Gradient(phase, row, reduced_over(row, program), full, program.device, wide)
+                if wide:
+                    grad.widen()
                 if grad.axes and self._apply(grad):
                     results[index], outputs[index] = grad.value, grad.slot
                     count += 1
@@ -96,13 +103,19 @@ class AccumulateGradients(Pass):
 
 @dataclass
 class _Gradient:
-    """A gradient on its way from the operator that makes it to what backward returns."""
+    """A gradient on its way from the operator that makes it to what backward returns.
+
+    Attributes:
+        wide: what several uses of the parameter pass back is added up in the reduce dtype. FSDP2 of torch 2.15 does so
+            in the first of several microbatches; in others autograd adds it up in the dtype that it has.
+    """
 
     phase: Phase
     row: ParamRow
     axes: tuple[Axis, ...]
     value: Node | None
     device: torch.device
+    wide: bool
 
     def __post_init__(self) -> None:
         self.slot = Slot("grad", self.row.name, "param")
@@ -113,11 +126,35 @@ class _Gradient:
         earlier = self.phase.add_input(f"{kind}_{self.row.name.replace('.', '_')}", Slot(kind, self.row.name), like)
         if self.value is None:
             self.value = earlier
+        elif kind == "pending" and (sums := _sums(self.value)):
+            first = sums[-1].all_input_nodes[0]
+            with behind(first):
+                begun = emit(first.graph, aten.add.Tensor, earlier, first, like=first)
+            sums[-1].update_arg(0, begun)
         else:
             self._then(aten.add.Tensor, earlier)
 
+    def widen(self) -> None:
+        """Add up in the reduce dtype what several uses of the parameter pass back."""
+        if self.value is None:
+            return
+        for each in reversed(_sums(self.value)):
+            before, passed_back = map(self._in_reduce_dtype, each.args[:2])  # type: ignore[arg-type]
+            with behind(each):
+                self.value = emit(each.graph, aten.add.Tensor, before, passed_back, like=each)
+            self.value.meta[_OF_USES] = True
+            each.replace_all_uses_with(self.value)
+
+    def _in_reduce_dtype(self, value: Node) -> Node:
+        if fake(value).dtype == self.row.reduce_dtype:
+            return value
+        with behind(value):
+            return emit(value.graph, aten._to_copy.default, value, like=value, dtype=self.row.reduce_dtype)
+
     def dtype_of(self, kind: SlotKind) -> torch.dtype:
-        return self.row.compute_dtype if kind == "pending" else self.row.reduce_dtype
+        if kind == "pending" and not self.wide:
+            return self.row.grad_dtype or self.row.compute_dtype
+        return self.row.reduce_dtype
 
     def _like(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self.value is not None:
@@ -153,7 +190,29 @@ class _Gradient:
             self.value = emit(self.value.graph, target, self.value, *args, like=self.value, **kwargs)
 
 
-def _full_gradient(value: Node | None) -> Node | None:
+def mark_sums(full: Node, grad: Node | None) -> None:
+    """Mark in a joint graph what autograd adds up where a parameter is: what each use of it in forward passes back.
+
+    Where several calls come before one backward, FSDP2 has all that they pass back added up one after the other.
+    """
+    users = (user for user in full.users if not is_backward(user))
+    uses = sum(leaf is full for user in users for leaf in pytree.tree_leaves((user.args, user.kwargs)))
+    grad = full_gradient(grad)
+    while uses > 1 and grad is not None and grad.target is aten.add.Tensor and not grad.kwargs:
+        grad.meta[_OF_USES] = True
+        uses, grad = uses - 1, grad.all_input_nodes[0]
+
+
+def _sums(grad: Node) -> list[Node]:
+    """The marked ones, the last one first."""
+    found = []
+    while grad.meta.get(_OF_USES):
+        found.append(grad)
+        grad = grad.all_input_nodes[0]
+    return found
+
+
+def full_gradient(value: Node | None) -> Node | None:
     """Where the way begins that ends at a reduced gradient: the casts at its end, then the reduction itself."""
     while isinstance(value, Node) and OF_A_REDUCTION not in value.meta:
         value = value.all_input_nodes[0] if value.all_input_nodes else None

@@ -22,7 +22,7 @@ from torch._ops import OpOverloadPacket
 from torch.fx import Graph, Node
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import WAIT, aten, base_of, c10d, emit, erase_dead, fake
+from graphshard.ir.graph import WAIT, aten, base_of, c10d, emit, erase_dead, fake, start_together
 from graphshard.ir.layout import COMPUTE, Collective, Layout, collectives
 from graphshard.ir.params import ParamTable
 from graphshard.ir.plan import Bucket
@@ -195,12 +195,7 @@ def _unpack_reduced(graph: Graph, buffer: Node, grads: list[Node], size: int) ->
 
 def _launch(graph: Graph, packet: OpOverloadPacket, tensors: list[Node], *args: object, like: Node) -> list[Node]:
     """Start one collective for all tensors and wait for each."""
-    if len(tensors) == 1:
-        starts = [emit(graph, packet.default, *tensors, *args, like=like)]
-    else:
-        coalesced = getattr(c10d, f"{packet.__name__}_coalesced")
-        group = emit(graph, coalesced.default, tensors, *args, like=like)
-        starts = [emit(graph, operator.getitem, group, i, like=like) for i in range(len(tensors))]
+    starts = start_together(graph, packet, tensors, *args, like=like)
     return [emit(graph, WAIT, start, like=like) for start in starts]
 
 

@@ -51,7 +51,7 @@ def keep_gathered(program: Program, names: Collection[str]) -> int:
     forward, backward = program.phases["forward"], program.phases["backward"]
     ours, theirs = (_gathered(phase, kept) for phase in (forward, backward))
     for name, again in theirs.items():
-        _hand_over(forward, backward, ours[name], again)
+        _hand_over(forward, backward, Slot("saved", name, of="gathered"), ours[name], again)
     erase_dead(backward.module.graph)
     return len(theirs)
 
@@ -69,8 +69,7 @@ def _gathered(phase: Phase, rows: list[ParamRow]) -> dict[str, Node]:
     return found
 
 
-def _hand_over(forward: Phase, backward: Phase, full: Node, again: Node) -> None:
-    slot = Slot("saved", full.name)
+def _hand_over(forward: Phase, backward: Phase, slot: Slot, full: Node, again: Node) -> None:
     forward.set_results([*forward.results, full])
     forward.outputs = (*forward.outputs, slot)
     given = backward.add_input(full.name, slot, fake(again))

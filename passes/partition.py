@@ -20,7 +20,10 @@ from graphshard.ir.recomputed import RANDOM_STATE
 from graphshard.ir.sizes import lift_sizes
 from graphshard.ir.strides import laid_out
 from graphshard.ir.torch_internals import hint, min_cut_partition, run_and_save_rng_state, run_with_rng_state
+from graphshard.ir.transport import landing
+from graphshard.passes.accumulate_gradients import mark_sums
 from graphshard.passes.base import Pass
+from graphshard.passes.reshard_after_forward import until_landed
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,12 @@ class Partition(Pass):
             return 0
         num_outputs = sum(not slot.is_of_backward for slot in joint.outputs)
         slots = {node.name: slot for node, slot in joint.slot_of().items()}
+        grads = {slot.name: grad for grad, slot in zip(joint.results, joint.outputs) if slot.of == "param"}
+        for node, slot in joint.slot_of().items():
+            if slot.kind in ("param", "gathered"):
+                chain = until_landed(node, program.params[slot.name]) if slot.kind == "param" else []
+                slots.update(_saved_gathered(chain, program.params[slot.name]))
+                mark_sums(chain[-1] if chain else node, grads.get(slot.name))
         for node in filter(is_idle_draw, joint.module.graph.nodes):
             node.meta.pop("recompute", None)  # for nobody, which needs no state of a generator
         forward, backward = min_cut_partition(joint.module, num_outputs)
@@ -98,6 +107,12 @@ def _is_random_state(node: Node) -> bool:
 def _saved_slot(node: Node, slots: dict[str, Slot]) -> Slot:
     """An input of the step keeps its slot when it is saved; anything else is a saved value."""
     return slots.get(node.name) or Slot("saved", node.name)
+
+
+def _saved_gathered(chain: list[Node], row: ParamRow) -> dict[str, Slot]:
+    """Slots of a parameter that was gathered, and of what lands as it, by node names, if they are saved."""
+    landed = chain[len(chain) - len(landing(row)) - 1 :] if chain else []
+    return {n.name: Slot("saved", row.name, "gathered", left) for left, n in enumerate(reversed(landed))}
 
 
 def _mark_recomputed(forward: GraphModule, backward: GraphModule) -> None:

@@ -1,7 +1,8 @@
 """Decide what backward finds of a gathered parameter: nothing (gather again), or the full tensor (keep).
 
 A row with `reshard` has its cast, gather, wait and cut-off marked to be recomputed, so that the partitioner saves
-only the shard and repeats the gather in backward; a row without it has the full parameter marked to be saved.
+only the shard and repeats the gather in backward. A row without it has the full parameter marked to be saved. Views of
+a parameter are made again: what forward leaves of it is the parameter itself or nothing, and `reshard()` may free that.
 Of a parameter that decides itself what is gathered (`ir/joins.py`), what it does before and after its gather is
 repeated, too. The marks are torch's own: `meta["recompute"]` with a `CheckpointPolicy`.
 """
@@ -15,7 +16,7 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import WAIT
+from graphshard.ir.graph import WAIT, is_backward, is_view
 from graphshard.ir.joins import around_gathers
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
@@ -39,13 +40,15 @@ class ReshardAfterForward(Pass):
         count = 0
         joint = program.phases.get("joint")
         for node, slot in joint.slot_of().items() if joint else ():
-            if slot.kind != "param":
+            if slot.kind not in ("param", "gathered"):
                 continue
-            chain = _gathered(node, program.params[slot.name])
+            chain = until_landed(node, program.params[slot.name]) if slot.kind == "param" else []
             if chain and not program.params[slot.name].reshard:
                 count += _mark(chain[-1:], CheckpointPolicy.MUST_SAVE)
             else:
                 count += _mark(chain, CheckpointPolicy.MUST_RECOMPUTE)
+            full = [node] if slot.kind == "gathered" else chain[-1:]
+            count += _mark(_views(full), CheckpointPolicy.MUST_RECOMPUTE)
         for name, (before, wait, after) in around_gathers(joint).items() if joint else ():
             if program.params[name].reshard:
                 count += _mark([*before, wait, *after], CheckpointPolicy.MUST_RECOMPUTE)
@@ -61,7 +64,13 @@ def _mark(nodes: Sequence[Node], policy: CheckpointPolicy) -> int:
     return count
 
 
-def _gathered(shard: Node, row: ParamRow) -> list[Node]:
+def _views(values: Sequence[Node]) -> list[Node]:
+    """Views of values, and views of these."""
+    found = [user for value in values for user in value.users if is_view(user) and not is_backward(user)]
+    return [*found, *_views(found)] if found else []
+
+
+def until_landed(shard: Node, row: ParamRow) -> list[Node]:
     """The chain that graphshard put between a shard and the model's use of the full parameter."""
     if row.num_shards == 1 or not shard.users:
         return []

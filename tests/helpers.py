@@ -120,8 +120,9 @@ def captured(
     grad: bool = True,
     dynamic_shapes: Any = None,
     allow: tuple[str, ...] = (),
+    device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Program:
-    """What `graphshard.compile(model, mesh, ...)` captures for `model(*args, **kwargs)` on the CPU."""
+    """What `graphshard.compile(model, mesh, ...)` captures for `model(*args, **kwargs)`."""
     names = find_units(model, units)
     precision = precision_of(mp_policy, names)
     mesh = Mesh.of_shape(world_size)
@@ -132,7 +133,6 @@ def captured(
         precision=precision,
         reshard_after_forward=reshard_after_forward,
     )
-    device = torch.device("cpu")
     spec = CaptureSpec(table, names, mesh, device, precision, type(model), dynamic_shapes, allow=allow)
     return capture(model, tuple(args), dict(kwargs or {}), spec, grad=grad)
 

@@ -21,10 +21,11 @@ FLOORS = (
     ("capture", "cost", "lower", "state"),
     ("passes",),
     ("schedule", "runtime"),
-    ("pipeline", "report"),
+    ("pipeline", "report", "foreign"),
     ("options", "codec"),
     ("module", "explain"),
     ("artifact", "debug", "measure"),
+    ("cache",),
     ("api", "cli"),
     ("__init__", "__main__", "integrations"),
 )
@@ -33,7 +34,9 @@ FLOORS = (
 TORCH_INTERNALS = (
     "graphshard.capture.capture",
     "graphshard.capture.phase",
+    "graphshard.lower.cross_internals",
     "graphshard.lower.inductor",
+    "graphshard.ir.driver_internals",
     "graphshard.ir.torch_internals",
     "graphshard.ir.tracing_internals",
 )

@@ -78,9 +78,13 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec
 
 
 def _in_full(program: Program) -> bool:
-    """Whether JSON holds all of it: values of constants, conditions on sizes and classes of outputs are not in it."""
+    """Whether JSON holds all of it.
+
+    Values of constants, conditions on sizes, classes of outputs and groups of the model's own are not in it.
+    """
     kinds = {spec.type for spec in _specs(program.out_spec)}
-    return not program.constants and not program.sizes and kinds <= PLAIN
+    own = any(axis.role == "inner" for axis in program.mesh.axes)
+    return not (program.constants or program.sizes or own) and kinds <= PLAIN
 
 
 def _specs(spec: pytree.TreeSpec) -> Iterator[pytree.TreeSpec]:

@@ -6,6 +6,7 @@ would; regions are compiled once for all of them. What comes out is one file for
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
-from graphshard.artifact.exporter import Exporter, in_mode, operators_only, with_threads
+from graphshard.artifact.compilers import capabilities_given, compiler_for_file, without_gpu
+from graphshard.artifact.exporter import Exporter, in_mode, with_threads
 from graphshard.artifact.fingerprint import environment, model_facts
 from graphshard.artifact.members import Captured, MeshPrograms, StoredRegion, write_artifact
 from graphshard.artifact.signing import signer_of
@@ -30,13 +32,11 @@ from graphshard.ir.given import check_bool, check_choice, check_count, is_int, p
 from graphshard.ir.mesh import Mesh, MeshLike
 from graphshard.ir.progress import progress
 from graphshard.ir.text import brief
-from graphshard.lower.regions import Compiler, RegionCall
+from graphshard.lower.regions import RegionCall
 from graphshard.module.prepare import prepare
 from graphshard.options.arguments import options_given, takes_options
 from graphshard.options.checks import check_containers, check_examples, check_model
 from graphshard.options.options import CompileArguments, Options
-from graphshard.passes import ToDevice
-from graphshard.pipeline.pipeline import Pipeline
 
 Mode = Literal["training", "inference", "both"]
 
@@ -94,6 +94,7 @@ def export(
     calls: Sequence[Call] = (),
     accumulate: bool = False,
     device: Literal["cpu", "cuda"] | None = None,
+    capability: Sequence[int] | Sequence[Sequence[int]] | None = None,
     threads: int | None = None,
     compile_regions: bool | None = None,
     sign: Any = None,
@@ -103,9 +104,9 @@ def export(
 
     Nothing of the module is changed or allocated; it may be on the meta device. There need be no process group.
 
-    For GPUs on a machine without one the file holds programs, plans and graphs; their regions are compiled on the
-    target, at the first load or by `graphshard finish FILE`. Operators that only the CPU has, such as its attention,
-    cannot be moved: that is an error that names them.
+    For GPUs on a machine without one, say by `capability` which: regions are compiled to cubins then. Without it the
+    file holds programs, plans and graphs, and regions are compiled on the target, at the first load or by
+    `graphshard finish FILE`. Both take the packages of `graphshard[cross]`. Neither was ever run on a GPU.
 
     Arguments that are not described here are those of `graphshard.compile`: mp_policy, units, passes and so on.
     `hardware` is also the machine that the summary's prediction is for; None predicts for an H100, or for CPUs.
@@ -126,6 +127,8 @@ def export(
             axes, for `set_requires_all_reduce(False)`. They are up to 3 and 6 further backwards for each set of
             outputs that there is a backward for.
         device: what kind of device it is for; None is that of a DeviceMesh, or CUDA where there is a GPU here.
+        capability: compute capability of the GPUs that it is for, (8, 0), (9, 0) or (10, 0), or a list of several,
+            where no GPU is here; None leaves regions to the target.
         threads: threads of each rank that CPU code is compiled for; None is torch.get_num_threads() here.
         compile_regions: False leaves regions to the first load, or to `graphshard finish FILE` on the target machine;
             None compiles them if there is such a device here. With backend="eager" there is nothing to compile.
@@ -150,6 +153,7 @@ def export(
     meshes = [Mesh.of_shape(item) for item in _meshes(mesh)]
     wanted = _calls(example_inputs, example_kwargs, mode, calls)
     kind = _device(device, mesh)
+    targets = capabilities_given(capability, kind)
     check_bool("accumulate", accumulate)
     if threads is not None:
         check_count("threads", threads, most=MOST_THREADS)
@@ -158,19 +162,19 @@ def export(
     machine = load_profile(chosen.hardware or ("h100" if kind.type == "cuda" else "cpu-gloo"))
     if target.suffix == ".pt2":
         return _plain(model, meshes, wanted, kind, target, chosen)
+    compiler, later = compiler_for_file(chosen.backend, kind, compile_regions, targets)
     regions: dict[str, StoredRegion] = {}
     compiled: dict[str, RegionCall] = {}
     found = []
-    with progress(f"graphshard: export {type(model).__name__}") as show, with_threads(threads):
-        moved = kind.type == "cuda" and not torch.cuda.is_available()
-        compiler, later = _compiler(chosen.backend, kind, compile_regions)
+    with contextlib.ExitStack() as stack:
+        show = stack.enter_context(progress(f"graphshard: export {type(model).__name__}"))
+        stack.enter_context(with_threads(threads))
+        for block in without_gpu(kind, targets):
+            stack.enter_context(block)
         for item in meshes:
-            device_here = torch.device("cpu") if moved else kind
-            tracer = prepare(model, chosen, item, device_here)
+            tracer = prepare(model, chosen, item, kind)
             described = describe_options(tracer)
             tracer.compiled = compiled
-            if moved:
-                tracer.pipeline = Pipeline((ToDevice(kind.type), *tracer.pipeline))
             costs = Costs(machine, mesh=item, fused=chosen.backend != "eager")
             exporter = Exporter(tracer, model, compiler, costs, later, accumulate, regions, _prefixed(show, item))
             programs = tuple(_captured(exporter, call) for call in wanted)
@@ -260,21 +264,6 @@ def _device(device: Any, mesh: Any) -> torch.device:
         device = mesh.device_type
     here = torch.cuda.is_available()
     kind = device or ("cuda" if here else "cpu")
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" and here else torch.device(kind)
-
-
-def _compiler(backend: str, device: torch.device, compile_regions: bool | None) -> tuple[Compiler, bool]:
-    """What regions are compiled with, and whether those without code are to be compiled on the target."""
-    here = device.type == "cpu" or torch.cuda.is_available()
-    if compile_regions and not here:
-        raise ArgumentError(
-            "compile_regions=True needs a GPU to compile for, and there is none here. Without it the file holds "
-            "programs, plans and graphs; `graphshard finish FILE` on the target machine adds the code."
-        )
-    if backend == "eager":
-        return operators_only, False
-    if compile_regions is False or not here:
-        return operators_only, True
-    from graphshard.lower import inductor  # takes seconds to import
-
-    return inductor.package_all, False
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device() if here else 0)

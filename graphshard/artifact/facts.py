@@ -101,12 +101,27 @@ class MeshFacts:
 
 
 @dataclass(frozen=True)
+class KernelFacts:
+    """A Triton kernel, see `lower/kernels.py`; `cubin` is its code's name in the file, `count` how often it runs."""
+
+    name: str
+    cubin: str
+    count: int
+    warps: int
+    registers: int
+    spills: int
+    shared: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class RegionFacts:
-    """What there is of a region, see `members.CODES`."""
+    """What there is of a region, see `members.CODES`; for GPUs by capability, such as "9.0"."""
 
     code: str
     why: str
     bytes: int
+    gpus: dict[str, list[KernelFacts]]
 
 
 @dataclass(frozen=True)

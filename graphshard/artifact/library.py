@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from graphshard.artifact.cubins import read_gpu_code
 from graphshard.artifact.members import Artifact, backward_file, partitioned_file
 from graphshard.artifact.whole import check_program, check_region
 from graphshard.capture.signature import Signature
@@ -20,6 +22,7 @@ from graphshard.codec.partitioned import decode_partitioned
 from graphshard.codec.passes import decode_pass
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.program import Program, Region
+from graphshard.lower.kernels import GpuRegion
 from graphshard.lower.operators import compile_eager, compile_operators
 from graphshard.lower.packages import PackagedRegion
 from graphshard.lower.regions import Boxed, RegionCall
@@ -177,12 +180,15 @@ def _variant(row: Mapping[str, Any], data: Mapping[str, Any]) -> Variant:
 
 
 def _region(artifact: Artifact, key: str, runner: Runner) -> tuple[RegionCall, Region | None]:
-    """What calls a region, and its operators unless it is native code."""
+    """What calls a region, and its operators unless it is compiled."""
     code, device = artifact.facts["regions"][key]["code"], runner.tracer.spec.device
     conditional = "-" in key  # on dynamic sizes, which were recorded with the program that it was compiled for
     within = _CONDITIONAL if conditional else None
     if code == "native":
         return RegionCall(PackagedRegion(key, artifact.package_of(key), device), within), None
+    if code == "gpu":
+        capability = torch.cuda.get_device_capability(device)
+        return RegionCall(GpuRegion(read_gpu_code(artifact.archive, key, capability, device), device), within), None
     region = decode_region(key, artifact.archive.json(f"regions/{key}.json"), device)
     check_region(region)
     if code == "operators":

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
+from graphshard.artifact.cubins import capabilities_of, check_capability
 from graphshard.artifact.fingerprint import (
     MODEL_FIELDS,
     Difference,
@@ -155,6 +156,8 @@ def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh) -> int:
     if exported["device"] != device.type:  # the machine's other facts are those of the other kind of device
         refuse(artifact.path, differences({"device": exported["device"]}, {"device": device.type}))
     refuse(artifact.path, differences(exported, environment(device, native=artifact.native)))
+    if device.type == "cuda":
+        check_capability(torch.cuda.get_device_capability(device), capabilities_of(artifact.facts), artifact.path)
     meshes = [read(row["mesh"], Mesh) for row in artifact.meshes]
     fits = [other.grid == mesh.grid for other in meshes]  # what is regathered over is an option, compared later
     if not any(fits):

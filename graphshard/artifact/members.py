@@ -8,6 +8,8 @@ programs/0.partitioned.json         where another backward of it begins
 programs/0.backward-1.json          its backward for gradients through output 1
 programs/0.backward-0-no-sync-first.json   its backward for the first of several microbatches
 regions/9f3c....json  9f3c....pt2   a region's operators, and its AOTInductor package if it was compiled
+regions/9f3c....sm_90.json          its code for GPUs of compute capability 9.0, see `codec/gpu_code.py`
+cubins/1b2c....cubin                a kernel of such code, by the hash of its content; regions share them
 
 `artifact/archive.py` reads and writes the file, `artifact/fingerprint.py` compares, `artifact/export.py` fills
 it and `artifact/load.py` uses it.
@@ -22,20 +24,23 @@ from pathlib import Path
 from typing import Any
 
 from graphshard.artifact.archive import Archive, read_archive, write_archive
+from graphshard.artifact.cubins import cubin_file, gpu_file, kernel_facts
 from graphshard.artifact.facts import Facts
 from graphshard.artifact.signing import Signer
 from graphshard.artifact.summary import summarize
 from graphshard.capture.signature import Signature
 from graphshard.codec.converter import read, write
+from graphshard.codec.gpu_code import cubin_name, encode_gpu_code
 from graphshard.codec.lowered import encode_region
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Region
+from graphshard.lower.kernels import dotted
 from graphshard.lower.packages import Package, check_package
 
-# What there is of a region: a package, its operators, which run as they are, or its operators, to be compiled.
-CODES = ("native", "operators", "later")
+# What there is of a region: a package, code for GPUs, its operators, which run as they are, or operators to compile.
+CODES = ("native", "gpu", "operators", "later")
 
 
 @dataclass(frozen=True)
@@ -188,6 +193,9 @@ def _members(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"regions/{key}.json"
         if region["code"] == "native":
             yield f"regions/{key}.pt2"
+        for capability, kernels in region["gpus"].items():
+            yield gpu_file(key, capability)
+            yield from (cubin_file(kernel["cubin"]) for kernel in kernels)
 
 
 def partitioned_file(program: Mapping[str, Any]) -> list[str]:
@@ -237,6 +245,9 @@ def write_artifact(
         members[f"regions/{key}.json"] = _json(stored.region)
         if stored.code == "native":
             members[f"regions/{key}.pt2"] = stored.package.content
+        for code in stored.package.codes:
+            members[gpu_file(key, dotted(code.capability))] = _json(encode_gpu_code(code))
+            members.update({cubin_file(cubin_name(k.cubin)): k.cubin for k in code.kernels.values()})
     facts = {key: region_facts(stored.code, stored.package) for key, stored in regions.items()}
     write_facts(path, {**fingerprint, "meshes": listed, "regions": facts}, members, sign)
 
@@ -248,7 +259,9 @@ def write_facts(path: Path, facts: Mapping[str, Any], members: Mapping[str, byte
 
 def region_facts(code: str, package: Package) -> dict[str, Any]:
     """What the manifest says of a region."""
-    return {"code": code, "why": package.problem, "bytes": len(package.content)}
+    gpus = {dotted(code.capability): kernel_facts(code) for code in package.codes}
+    size = len(package.content) + sum(kernel["bytes"] for kernels in gpus.values() for kernel in kernels)
+    return {"code": code, "why": package.problem, "bytes": size, "gpus": gpus}
 
 
 def _add_program(file: str, captured: Captured, members: dict[str, bytes]) -> dict[str, Any]:
@@ -274,7 +287,8 @@ def _add_program(file: str, captured: Captured, members: dict[str, bytes]) -> di
 
 def stored_region(region: Region, package: Package, *, later: bool) -> StoredRegion:
     """A region for a file: its package if there is one, otherwise its operators."""
-    code = "native" if package.content else "later" if later else "operators"
+    compiled = "native" if package.content else "gpu" if package.codes else ""
+    code = compiled or ("later" if later else "operators")
     return StoredRegion(encode_region(region), code, package)
 
 

@@ -12,6 +12,7 @@ from graphshard.ir.text import format_bytes
 
 _CODES = {
     "native": "compiled",
+    "gpu": "compiled without a GPU",
     "operators": "that run as ATen operators",
     "later": "to be compiled on the target, by `graphshard finish` or when they are loaded",
 }
@@ -20,23 +21,26 @@ _CODES = {
 def summarize(facts: Mapping[str, Any]) -> str:
     """A few lines on the model, the machine, each mesh and its programs, and the regions."""
     environment, model, meshes = facts["environment"], facts["model"], facts["meshes"]
+    regions = facts["regions"]
     backend = meshes[0]["options"]["backend"]
     orders = dict.fromkeys(mesh["options"]["passes"]["(order)"] for mesh in meshes)
     lines = [
         f"model      {model['model']}, code {model['code'][:12]}",
         f"made with  graphshard {environment['graphshard']}, torch {environment['torch']}, {backend}",
-        f"device     {_device(environment)}",
+        f"device     {_device(environment, regions)}",
         *(f"passes     {order}" for order in orders),
     ]
     for mesh in meshes:
         lines += _mesh(mesh)
-    regions = facts["regions"]
     codes = Counter(region["code"] for region in regions.values())
     counts = ", ".join(f"{codes[code]} {text}" for code, text in _CODES.items() if codes[code])
     size = format_bytes(sum(region["bytes"] for region in regions.values()))
     lines.append(f"regions    {len(regions)} distinct: {counts or 'none'}; {size} of code")
     # Most that run as operators are of one operator; the others are worth a line.
-    lines += [f"  {key}: {region['why']}" for key, region in regions.items() if region["why"].startswith("AOTInductor")]
+    tellers = ("AOTInductor", "Inductor")
+    lines += [f"  {key}: {region['why']}" for key, region in regions.items() if region["why"].startswith(tellers)]
+    for key, region in regions.items():
+        lines += _kernels(key, region["gpus"])
     return "\n".join(lines) + "\n"
 
 
@@ -55,6 +59,20 @@ def _mesh(mesh: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"    {line.strip()}" for line in program["prediction"].splitlines())
 
 
+def _kernels(key: str, gpus: Mapping[str, Any]) -> Iterator[str]:
+    """The kernels of a region, for each capability that it is compiled for."""
+    for capability, kernels in gpus.items():
+        count = f"{len(kernels) or 'no'} kernel{'' if len(kernels) == 1 else 's'}"
+        yield f"  {key}, compute capability {capability}: {count}"
+        for kernel in kernels:
+            times = f" x{kernel['count']}" if kernel["count"] > 1 else ""
+            spilled = f"{kernel['spills']} bytes spilled" if kernel["spills"] else "no spills"
+            yield (
+                f"    {kernel['name']}{times}: {kernel['registers']} registers, {spilled}, {kernel['shared']} bytes of "
+                f"shared memory, {kernel['warps']} warps"
+            )
+
+
 def _microbatches(program: Mapping[str, Any]) -> Iterator[str]:
     """Which backwards there are for steps of several microbatches, a line for each set of outputs."""
     found: dict[str, list[str]] = {}
@@ -65,7 +83,10 @@ def _microbatches(program: Mapping[str, Any]) -> Iterator[str]:
         yield f"    microbatches, gradients of outputs {outputs}: {', '.join(names)}"
 
 
-def _device(environment: Mapping[str, Any]) -> str:
+def _device(environment: Mapping[str, Any], regions: Mapping[str, Any]) -> str:
+    compiled = dict.fromkeys(capability for region in regions.values() for capability in region["gpus"])
+    if compiled:
+        return f"{environment['device']}, compute capability {' and '.join(compiled)}; compiled without a GPU"
     if environment["capability"]:
         return f"{environment['device']}, compute capability {'.'.join(map(str, environment['capability']))}"
     if environment["cpu"]:

@@ -73,8 +73,8 @@ Pitfalls:
 * DTensor keeps its plans by meshes that are equal, so a trace may name the process group of another mesh of the same
   ranks: groups are compared by ranks.
 * `aten.native_dropout`, which tracing puts in the place of CPU dropout, rounds differently in bfloat16: `rounding.py`.
-* The joint graph of a CUDA model cannot be captured on a machine without CUDA: autograd of fake CUDA tensors needs the
-  device's stream API.
+* Autograd asks for the streams of fake CUDA tensors. Where there is no GPU `ir/driver_internals.py` answers; torch's
+  choice among attention kernels, which its builds for CPUs lack, is made in `cuda_attention.py`.
 * Each attempt to trace a path has a fake mode and a shape environment of its own: a failed one leaves symbols in both.
 * AOTAutograd calls the flat function twice, first without a graph. What a mode needs to know it keeps itself.
 * AOTAutograd traces leaves as results of something else, and autocast keeps casts of leaves only: `leaves_stay_leaves`.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,8 @@ from torch.utils import _pytree as pytree
 from graphshard.capture.backward_effects import no_effects_of_backward
 from graphshard.capture.bare import bare
 from graphshard.capture.checkpoints import mark_checkpoints
+from graphshard.capture.collectives import settle_collectives
+from graphshard.capture.cuda_operators import check_for_cuda
 from graphshard.capture.diagnose import explain_failure
 from graphshard.capture.dynamic_shapes import dynamic_dims
 from graphshard.capture.eager_kernels import eager_kernels
@@ -39,20 +41,22 @@ from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.missing import MISSING
 from graphshard.capture.phase import erase_boundaries, erase_leaves, lift_constants, phase_of, read_numbers_again
 from graphshard.capture.rounding import capture_decompositions
-from graphshard.capture.tensor_axis import settle_collectives, take_off_last_sums
+from graphshard.capture.tensor_axis import take_off_last_sums
 from graphshard.capture.untraceable import Located, Untraceable
 from graphshard.capture.watch import check_nothing_kept
 from graphshard.capture.written_again import write_again
+from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.errors import CaptureError, DivergenceError, PeerError
 from graphshard.ir.kernel_strides import new_tracing_mode
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, named_parameters
-from graphshard.ir.precision import Precision, keeps_wider_gradients
+from graphshard.ir.precision import Precision
 from graphshard.ir.program import Program, Slot
 from graphshard.ir.sizes import Size, find_sizes, lift_sizes
 from graphshard.ir.state import Place, number_as_tensor
+from graphshard.ir.strides import strides_without_gaps
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
-from graphshard.ir.torch_internals import draws_stay
+from graphshard.ir.torch_internals import draws_stay, fake_tensor
 from graphshard.ir.tracing_internals import fake_kernels, leaves_stay_leaves, makes_size, quiet_tracing
 
 
@@ -62,7 +66,9 @@ class CaptureSpec:
 
     `method` is what is captured, in the place of `forward`; `extended` are the parameters that decide themselves what
     is gathered of them; `allow` names what is not torch's and may be kept; `followed` are places of numbers that change
-    from call to call; `tensor` is the mesh of the tensor axis, on which the program is that of this rank's place.
+    from call to call; `tensor` is the mesh of the tensor axis, on which the program is that of this rank's place;
+    `groups` are names of this rank's process groups by axis, to which capture adds those of the model's own that it
+    finds.
     """
 
     params: ParamTable
@@ -77,6 +83,7 @@ class CaptureSpec:
     allow: tuple[str, ...] = ()
     followed: tuple[Place, ...] = ()
     tensor: DeviceMesh | None = None
+    groups: dict[str, str] = field(default_factory=dict)
 
 
 def capture(
@@ -116,6 +123,8 @@ def capture(
             if _says_nested(error) or not path.concede():  # the other path has other values, not other bits
                 raise reason from reason.__cause__
     joint, flat, inputs = traced
+    if stands_in():
+        check_for_cuda(joint.graph.nodes, spec.forward_class.__name__)
     erase_boundaries(joint.graph)
     mark_checkpoints(joint, flat.regions)
     phase = phase_of(joint, flat)
@@ -124,10 +133,8 @@ def capture(
     if spec.extended:
         settle_gathers(phase, spec.mesh.shard, spec.extended[0].mesh.get_group().group_name)
         erase_leaves(phase, {param.row.name for param in spec.extended})
-    params = spec.params
-    if spec.tensor is not None and spec.mesh.tensor is not None:
-        settle_collectives(joint.graph, spec.mesh.tensor, spec.tensor, spec.forward_class.__name__)
-        params = take_off_last_sums(phase, params)
+    mesh = settle_collectives(joint.graph, spec.mesh, spec.groups, spec.forward_class.__name__)
+    params = take_off_last_sums(phase, spec.params)
     constants = lift_constants(phase)
     sizes = _sizes(inputs, spec.forward_class)
     if sizes and any(map(makes_size, joint.graph.nodes)):
@@ -142,7 +149,7 @@ def capture(
     return Program(
         {"joint" if tangents else "forward": phase},
         params,
-        spec.mesh,
+        mesh,
         torch.device(spec.device.type),
         constants,
         flat.out_spec,
@@ -253,7 +260,9 @@ def _fake_inputs(
     # Each leaf gets a fake of its own: a tensor passed twice must not tie two inputs of the graph.
     examples = FakeTensorMode()
     fakes = [
-        examples.from_tensor(leaf.detach(), static_shapes=True).clone() if isinstance(leaf, torch.Tensor) else leaf
+        _relabelled(_alike(leaf, examples, gaps=dynamic is None), spec, examples)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
         for leaf in leaves
     ]
     with tracing(TracingContext(fake_mode)):
@@ -272,6 +281,19 @@ def _fake_inputs(
     return inputs, check_sizes
 
 
+def _alike(tensor: torch.Tensor, fake_mode: FakeTensorMode, *, gaps: bool) -> torch.Tensor:
+    """A fake tensor with memory of its own, in the strides of a tensor, or in those without the gaps of a slice."""
+    strides = tensor.stride() if gaps else strides_without_gaps(tensor)
+    return fake_tensor(fake_mode, list(tensor.shape), list(strides), tensor.dtype, tensor.device)
+
+
+def _relabelled(fake: torch.Tensor, spec: CaptureSpec, fake_mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor where the program will run, if that is a GPU that is not here."""
+    if not stands_in():
+        return fake
+    return fake_tensor(fake_mode, list(fake.shape), list(fake.stride()), fake.dtype, spec.device)
+
+
 def _fake_state(
     slot: Slot, originals: dict[str, torch.Tensor], spec: CaptureSpec, fake_mode: FakeTensorMode
 ) -> torch.Tensor:
@@ -282,8 +304,8 @@ def _fake_state(
             stride = row.stride_of(row.shape)
             full = torch.empty_strided(row.shape, stride, dtype=row.compute_dtype, device=spec.device)
             full.requires_grad_(row.trainable)
-            if row.trainable and keeps_wider_gradients(row.compute_dtype, row.reduce_dtype):
-                full.grad_dtype = None
+            if row.trainable and row.grad_dtype != row.compute_dtype:
+                full.grad_dtype = row.grad_dtype
             return full
         tensor = originals[slot.name]
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=spec.device)
@@ -291,7 +313,7 @@ def _fake_state(
 
 def _fake_attribute(tensor: torch.Tensor, spec: CaptureSpec, fake_mode: FakeTensorMode) -> torch.Tensor:
     """A tensor that a module holds as a plain attribute."""
-    device = spec.device if tensor.is_meta else tensor.device
+    device = spec.device if tensor.is_meta or stands_in() else tensor.device
     with fake_mode:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return made.requires_grad_(tensor.requires_grad)

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from graphshard.ir.classes import users_class
+from graphshard.ir.codes import codes_of
 
 # Where pip and Debian put packages; their files are compared as bytes.
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
@@ -153,11 +154,3 @@ def _layers(function: Any) -> list[types.FunctionType]:
         found.append(function)
         function = getattr(function, "__wrapped__", None)
     return found
-
-
-def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code and that of the functions within it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from codes_of(constant)

@@ -8,6 +8,7 @@ import torch
 
 from graphshard.ir.program import Program
 from graphshard.ir.sizes import evaluate, expression, rename, renamed
+from graphshard.ir.strides import strides_without_gaps
 
 
 def misfit(program: Program, tensors: Sequence[torch.Tensor]) -> str:
@@ -29,7 +30,8 @@ def misfit(program: Program, tensors: Sequence[torch.Tensor]) -> str:
         if not known.lower <= value <= known.upper:
             return f"{names[symbol]} is {value}, outside of {known.lower} to {known.upper}"
     for index, (tensor, (shape, stride)) in enumerate(zip(tensors, program.shapes, strict=True)):
-        for what, wanted, found in (("shape", shape, tensor.shape), ("strides", stride, tensor.stride())):
+        strides = strides_without_gaps(tensor)
+        for what, wanted, found in (("shape", shape, tensor.shape), ("strides", stride, strides)):
             if tuple(evaluate(expression(size), env) for size in wanted) != tuple(found):
                 text = ", ".join(rename(size, names) for size in wanted)
                 return f"input {index} has {what} {tuple(found)}, the program was captured for ({text})"

@@ -26,8 +26,10 @@ from torch.utils import _pytree as pytree
 from graphshard.capture.attributes import Recorder
 from graphshard.capture.boundaries import unit_boundaries
 from graphshard.capture.checkpoints import CheckpointRegions, trace_checkpoints
+from graphshard.capture.collectives import functional_collectives_only
 from graphshard.capture.conditionals import Conditionals
 from graphshard.capture.conversions import idle_conversions
+from graphshard.capture.cuda_attention import CudaAttention
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extensions
 from graphshard.capture.learned import Learned
@@ -37,6 +39,7 @@ from graphshard.capture.substitute import Substitute
 from graphshard.capture.tensor_axis import OneCast, distributed
 from graphshard.capture.watch import Made, Watch, WatchHooks
 from graphshard.ir.checks import Check, Condition
+from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Slot
@@ -115,6 +118,8 @@ class FlatForward(nn.Module):
             stack.enter_context(self._boundaries())
             stack.enter_context(cached_casts())
             stack.enter_context(run_compiled_functions_eagerly())
+            if stands_in():
+                stack.enter_context(CudaAttention())
             stack.enter_context(preserve_node_meta())
             stack.enter_context(_module_stack(module))
             watch = Watch(given)
@@ -127,6 +132,7 @@ class FlatForward(nn.Module):
                 stack.enter_context(self._one_cast(used))
             self.regions = stack.enter_context(trace_checkpoints(module))
             stack.enter_context(no_outside_values(module, self._allow))
+            stack.enter_context(functional_collectives_only(module))
             recorder = Recorder(module, self._learned, own, self._allow)
             self.regions.enter_region, self.regions.buffers = recorder.enter_region, self._held_buffers
             stack.enter_context(recorder.recording(list(inputs)))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.dynamic_shapes import marks_of
+from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.errors import InputError
 from graphshard.ir.subclasses import overrides_operators
 
@@ -29,7 +30,7 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
                 f"input {_path(structure, index)} is a {type(leaf).__name__}, a tensor subclass with operators of its "
                 "own. Pass the plain tensors that it is made of."
             )
-        if isinstance(leaf, torch.Tensor) and leaf.device != device:
+        if isinstance(leaf, torch.Tensor) and leaf.device != device and not stands_in():
             if leaf.device.type != "cpu":
                 raise InputError(
                     f"input {_path(structure, index)} is on {leaf.device}, the model's mesh is on {device}. "

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.capture.code import codes_of
 from graphshard.capture.untraceable import is_users
 from graphshard.capture.witness import PLAIN, is_container
+from graphshard.ir.codes import codes_of
 from graphshard.ir.state import MISSING, StepKind
 
 # Larger ones are taken for tables, which do not change.
@@ -52,7 +52,7 @@ def reached(owner: Any) -> Found:
         value = getter(owner, "cell", name)(name, MISSING)
         if value is not MISSING:
             yield "cell", name, value
-    for (kind, name), chains in _named(owner.__code__).items():
+    for (kind, name), chains in named_in(owner.__code__).items():
         value = owner.__globals__.get(name, MISSING) if kind == "global" and not name.startswith("__") else MISSING
         if value is not MISSING and (_may_change(value) or (is_namespace(value) and any(reached_in(value, chains)))):
             yield "global", name, value
@@ -73,7 +73,7 @@ def reached_in(namespace: Any, chains: Collection[tuple[str, ...]]) -> Found:
 
 def chains_of(function: types.FunctionType, kind: StepKind, name: str) -> Collection[tuple[str, ...]]:
     """The attributes that a function names of a variable: ("model", "SCALE") of `config.model.SCALE`."""
-    return _named(function.__code__).get((kind, name), ())
+    return named_in(function.__code__).get((kind, name), ())
 
 
 def imported(function: types.FunctionType) -> Iterator[tuple[types.ModuleType, Collection[tuple[str, ...]]]]:
@@ -174,7 +174,7 @@ def _default(function: types.FunctionType, name: str, default: Any) -> Any:
 
 
 @functools.cache
-def _named(code: types.CodeType) -> dict[tuple[str, str], tuple[tuple[str, ...], ...]]:
+def named_in(code: types.CodeType) -> dict[tuple[str, str], tuple[tuple[str, ...], ...]]:
     """The variables that a function names, by kind and name, with the attributes that it names of them."""
     found: dict[tuple[str, str], dict[tuple[str, ...], None]] = {}
     for part in codes_of(code):

@@ -3,12 +3,7 @@
     a rank's piece, an input of the trace  ->  DTensor, which the model finds  ->  the model's own collectives
 
 DTensor's code runs while the forward is traced, so the graph has what it does on this rank: products of pieces, and
-functional collectives. These become operators that run at once and name the axis, not a process group:
-
-    %a = all_reduce(%y, sum, 7)                   %w = reduced(%y, sum, tp)
-    %w = wait_tensor(%a)
-
-To plans they are compute: what gathers and reduces parameters is moved around them, and they stay where they are.
+collectives (`collectives.py`).
 """
 
 from __future__ import annotations
@@ -18,28 +13,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.untraceable import Untraceable
-from graphshard.ir.errors import CaptureError
-from graphshard.ir.graph import WAIT, c10d, emit
-from graphshard.ir.mesh import Axis
-from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
+from graphshard.ir.operators import REDUCED
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Phase, Slot
-from graphshard.ir.torch_internals import dtensor_of, process_group
-
-_AT_ONCE = {
-    c10d.all_reduce.default: REDUCED,
-    c10d.all_gather_into_tensor.default: JOINED,
-    c10d.reduce_scatter_tensor.default: SCATTERED,
-    c10d.all_to_all_single.default: EXCHANGED,
-}
+from graphshard.ir.torch_internals import dtensor_of
 
 
 def distributed(
@@ -99,35 +83,6 @@ class Distributed(torch.autograd.Function):
         return grad._local_tensor, None, None
 
 
-def settle_collectives(graph: Graph, axis: Axis, mesh: DeviceMesh, model: str) -> None:
-    """Let what the model communicates run at once, and name the tensor axis.
-
-    A process group is known by its ranks: DTensor keeps plans for meshes that are equal, of whichever was there first.
-
-    Args:
-        mesh: that of the axis.
-
-    Raises:
-        CaptureError: it communicates otherwise, or with other ranks.
-    """
-    ranks = dist.get_process_group_ranks(mesh.get_group())
-    for node in list(graph.nodes):
-        if getattr(node.target, "namespace", "") not in ("_c10d_functional", "_dtensor") or node.target is WAIT:
-            continue
-        at_once = _AT_ONCE.get(node.target)
-        others = dist.get_process_group_ranks(process_group(str(node.args[-1])))
-        if at_once is None or others != ranks:
-            raise CaptureError(
-                f"graphshard cannot capture {model}.forward, because it communicates by {node.target} with ranks "
-                f"{others}. Collectives of the model are all-reduces, all-gathers, reduce-scatters and all-to-alls "
-                f"over the mesh's tensor axis, {axis.name!r}, here ranks {ranks}."
-            )
-        _run_at_once(node, at_once, axis)
-    for wait in graph.find_nodes(op="call_function", target=WAIT):  # of what was waited for before
-        wait.replace_all_uses_with(wait.all_input_nodes[0])
-        graph.erase_node(wait)
-
-
 def take_off_last_sums(phase: Phase, params: ParamTable) -> ParamTable:
     """Leave to the reduction over data ranks what ranks of the tensor axis add up of parameters' gradients.
 
@@ -147,14 +102,3 @@ def take_off_last_sums(phase: Phase, params: ParamTable) -> ParamTable:
     for node in [n for n in phase.module.graph.nodes if n.target is REDUCED and not n.users]:
         phase.module.graph.erase_node(node)
     return ParamTable(tuple(rows.values()))
-
-
-def _run_at_once(launch: Node, target: torch._ops.OpOverload, axis: Axis) -> None:
-    graph = launch.graph
-    with graph.inserting_before(launch):
-        value = emit(graph, target, *launch.args[:-1], axis.name, like=launch)
-    value.meta.update({key: launch.meta[key] for key in launch.meta if key != "val"})
-    for wait in list(launch.users):
-        wait.replace_all_uses_with(value)
-        graph.erase_node(wait)
-    graph.erase_node(launch)

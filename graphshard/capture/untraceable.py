@@ -85,6 +85,11 @@ _ADVICE = {
         "What forward returns has a value that no program can make. Return tensors, numbers, strings, and objects or "
         "collections that hold them."
     ),
+    "collective": (
+        "This collective writes to what it is given, or sends without a result, which no program has. Use those of "
+        "torch.distributed._functional_collectives, which return tensors, such as all_reduce(x, 'sum', group), or "
+        "communicate outside of the call."
+    ),
     "outside": (
         "It is not torch's, so each call would see the value of the capture. Draw with torch's generator (torch.rand, "
         "torch.randint), or pass the value into the call as a tensor."

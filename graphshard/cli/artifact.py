@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from graphshard.artifact.cubins import capabilities_of, read_gpu_code
 from graphshard.artifact.export import MOST_THREADS
 from graphshard.artifact.exporter import with_threads
 from graphshard.artifact.fingerprint import differences, environment, refuse
@@ -70,7 +71,8 @@ def verify(args: argparse.Namespace) -> int:
     except ArtifactError as error:
         say(f"{args.file}: {error}")
         return 1
-    code = "native code: trust it as you would a program" if artifact.native else "no native code"
+    compiled = artifact.native or capabilities_of(artifact.facts)
+    code = "native code: trust it as you would a program" if compiled else "no native code"
     say(f"{args.file}: whole. {', '.join(checked)}; {code}")
     return 0
 
@@ -87,6 +89,9 @@ def _check(artifact: Artifact) -> Iterator[str]:
         region = decode_region(key, artifact.archive.json(f"regions/{key}.json"), device)
         if hashlib.sha256(region.text.encode()).hexdigest()[:16] != key.partition("-")[0]:
             raise ArtifactError(f"region {key} is another than its key says.")
+        for capability in capabilities_of(artifact.facts):
+            if regions[key]["gpus"]:
+                read_gpu_code(artifact.archive, key, capability, device)
     compiled = {key: RegionCall(Package()) for key in regions}
     count = 0
     for index, mesh in enumerate(artifact.meshes):

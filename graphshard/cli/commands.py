@@ -237,8 +237,26 @@ def _add_artifact(parser: Parser) -> None:
     parser.add_argument("--trust", metavar="KEY", help="PEM of the public key that must have signed it")
 
 
+def _add_cache(commands: Commands[Parser]) -> None:
+    parser = commands.add_parser(
+        "cache",
+        help="list or remove what earlier launches have compiled",
+        description="List the programs that graphshard.compile has kept for the next launch, or remove all of them. "
+        "They are kept in ~/.cache/graphshard, or where GRAPHSHARD_CACHE says.",
+    )
+    parser.add_argument("action", choices=("list", "clear"), metavar="ACTION", help="list or clear")
+    parser.add_argument("--dir", metavar="DIRECTORY", help="instead of the usual place")
+    parser.set_defaults(run=_cache)
+
+
+def _cache(args: argparse.Namespace) -> int:
+    from graphshard.cli import cache
+
+    return cache.run(args)
+
+
 COMMANDS: tuple[Callable[[Commands[Parser]], None], ...] = (
     *(_add_show, _add_diff, _add_repro),
     *(_add_explain, _add_calibrate),
-    *(_add_verify, _add_finish),
+    *(_add_verify, _add_finish, _add_cache),
 )

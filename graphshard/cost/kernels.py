@@ -56,10 +56,15 @@ def num_bytes(node: Node) -> Scalar:
 
 def work_of(nodes: Sequence[Node], *, fused: bool = True) -> list[Work]:
     """The kernels of a run of compute nodes, in the order of their first operator; not fused, each operator is one."""
+    return [work for _, work in kernels_of(nodes, fused=fused)]
+
+
+def kernels_of(nodes: Sequence[Node], *, fused: bool = True) -> list[tuple[list[Node], Work]]:
+    """The kernels of a run of compute nodes as `work_of` has them, each with its operators."""
     kernels = [node for node in nodes if node.op == "call_function" and not (is_view(node) or is_part(node))]
     kernels = [node for node in kernels if not is_size(node)]  # a number of the host
     return [
-        _alone(group[0]) if _stands_alone(group[0]) else _fused(group)
+        (group, _alone(group[0]) if _stands_alone(group[0]) else _fused(group))
         for group in (_fuse(kernels) if fused else [[kernel] for kernel in kernels])
         if not (fused and _is_free(group))
     ]

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, NAMING_GROUPS, UPLOAD
@@ -32,12 +32,36 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None
 
     Module stack and partitioner tag are taken from `like`, so that the node prints as part of that module.
     """
-    node = graph.call_function(target, args, kwargs)
     vals = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    node.meta["val"] = target(*vals[0], **vals[1])
+    return _insert(graph, target, args, kwargs, target(*vals[0], **vals[1]), like)
+
+
+def _insert(graph: Graph, target: Callable[..., Any], args: Any, kwargs: Any, val: Any, like: Node | None) -> Node:
+    node = graph.call_function(target, args, kwargs)
+    node.meta["val"] = val
     if like is not None:
         node.meta.update({k: like.meta[k] for k in ("nn_module_stack", "partitioner_tag") if k in like.meta})
     return node
+
+
+def start_together(
+    graph: Graph, packet: OpOverloadPacket, tensors: list[Node], *args: Any, like: Node, vals: list[Any] | None = None
+) -> list[Node]:
+    """Start one collective for all tensors at the insertion point; for each the node that carries its result.
+
+    Args:
+        packet: the collective, without its overload.
+        vals: the fake values of the results, if they are known: those of inputs may be of different modes.
+    """
+    if len(tensors) == 1:
+        return [emit(graph, packet.default, *tensors, *args, like=like)]
+    coalesced = getattr(c10d, f"{packet.__name__}_coalesced").default
+    if vals is None:
+        group = emit(graph, coalesced, tensors, *args, like=like)
+    else:
+        group = _insert(graph, coalesced, (tensors, *args), {}, vals, like)
+    carried = group.meta["val"]
+    return [_insert(graph, operator.getitem, (group, i), {}, carried[i], like) for i in range(len(tensors))]
 
 
 def interpolations() -> list[OpOverload]:

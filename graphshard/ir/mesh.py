@@ -5,6 +5,7 @@
     Axis("nodes", 2, "replicate")       parameters are equal along it: gradients are reduced over it, too
     Axis("gpus", 8, "shard")            parameters are cut along it: gathered before use, gradients reduce-scattered
     Axis("gpus/4", 4, "regather")       neighbours on the sharding axis, among which backward gathers again
+    Axis("gpus/2", 2, "inner")          neighbours on the sharding axis, among which the model itself communicates
     Axis("tp", 2, "tensor")             the model itself communicates along it: parameters are DTensors there
 
 A mesh is plain data without ranks and process groups. Whoever decides what is communicated asks it by role; graphs and
@@ -29,7 +30,7 @@ from graphshard.ir.split import Split
 from graphshard.ir.text import brief
 from graphshard.ir.torch_internals import cut_of_pieces
 
-Role = Literal["replicate", "shard", "regather", "tensor"]
+Role = Literal["replicate", "shard", "regather", "inner", "tensor"]
 
 # A DeviceMesh, or the shape of one that need not exist: 8, (8,), (2, 4), {"replicate": 2, "shard": 4}.
 MeshLike = DeviceMesh | int | Sequence[int] | Mapping[str, int]
@@ -47,10 +48,14 @@ REPLICATING = ("replicate", "dp_replicate", "ddp")
 SHARDING = ("shard", "dp_shard", "fsdp")
 DATA = ("dp", "data", "data_parallel", *REPLICATING, *SHARDING)
 TENSOR = ("tp", "tensor", "tensor_parallel")
-OTHERS = ("pp", "pipeline", "ep", "expert", "cp", "context", "sp", "sequence")
+CONTEXT = ("cp", "context", "context_parallel")
+OTHERS = ("pp", "pipeline", "ep", "expert", "sp", "sequence", *CONTEXT)
 
 # Roles of the others: each is one of neighbours on the axis with this role.
-_NEIGHBOURS_ON: dict[Role, Role] = {"regather": "shard"}
+_NEIGHBOURS_ON: dict[Role, Role] = {"regather": "shard", "inner": "shard"}
+
+# The model may communicate along several.
+_SEVERAL: tuple[Role, ...] = ("inner",)
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,8 @@ class Mesh:
     axes: tuple[Axis, ...]
 
     def __post_init__(self) -> None:
-        for what, values in (("name", [a.name for a in self.axes]), ("role", [a.role for a in self.axes])):
+        roles = [axis.role for axis in self.axes if axis.role not in _SEVERAL]
+        for what, values in (("name", [a.name for a in self.axes]), ("role", roles)):
             ((value, count),) = Counter(values).most_common(1) or [("", 0)]
             if count > 1:
                 raise ArgumentError(f"mesh has {count} axes with the {what} {value!r}. Give each a {what} of its own.")
@@ -142,6 +148,10 @@ class Mesh:
     def with_regather(self, size: int) -> Mesh:
         """With an axis of `size` neighbours on the sharding one, which it divides, to gather again in backward."""
         return replace(self, axes=(*self.axes, Axis(f"{self.shard.name}/{size}", size, "regather")))
+
+    def with_inner(self, size: int) -> Mesh:
+        """With an axis of `size` neighbours on the sharding one, which it divides, for the model's own collectives."""
+        return replace(self, axes=(*self.axes, Axis(f"{self.shard.name}/{size}", size, "inner")))
 
     def with_tensor(self, name: str, size: int) -> Mesh:
         """With a tensor axis inside of all others, as FSDP2 lays them out."""

@@ -25,7 +25,7 @@ from graphshard.ir.errors import ArgumentError
 from graphshard.ir.extension import Extension
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import CollectiveKind
-from graphshard.ir.precision import Precision, reduced_in
+from graphshard.ir.precision import Precision, keeps_wider_gradients, reduced_in
 from graphshard.ir.split import Split
 from graphshard.ir.text import brief
 from graphshard.ir.units import unit_of, units_within
@@ -57,6 +57,7 @@ class ParamRow:
         extension: what is gathered of it, if that is not the shard itself; `compute_dtype` is then that of what is
             made of it.
         split: how it is distributed over the mesh's tensor axis; None is a plain tensor there.
+        partly: others of its unit are outside of the module that is called.
     """
 
     names: tuple[str, ...]
@@ -76,6 +77,7 @@ class ParamRow:
     held: bool = False
     extension: Extension | None = None
     split: Split | None = None
+    partly: bool = False
 
     def as_now(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> ParamRow:
         """The row of the parameter as it is now: it may have been frozen or converted since."""
@@ -89,6 +91,17 @@ class ParamRow:
             reduce_dtype=compute_dtype if self.ignored else reduced_in(policy, param.dtype, compute_dtype),
             trainable=param.requires_grad,
         )
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """What autograd adds its gradients up in, as torch's `Tensor.grad_dtype`: None is any that they have.
+
+        As FSDP2 of torch 2.15 does it, where gradients are reduced in a wider dtype. Of a unit that is called in part
+        it is told no backward beforehand, so that each gradient is cast before it is added.
+        """
+        if not keeps_wider_gradients(self.compute_dtype, self.reduce_dtype):
+            return self.compute_dtype
+        return self.reduce_dtype if self.partly else None
 
     @property
     def settings(self) -> Settings:
@@ -230,11 +243,12 @@ class ParamTable:
         """The parameters of a submodule, by their names there."""
         prefix = f"{module}."
         rows = []
+        beyond = {row.unit for row in self if not any(name.startswith(prefix) for name in row.names)}
         for row in self:
             names = tuple(name.removeprefix(prefix) for name in row.names if name.startswith(prefix))
             (unit,) = units_within(module, [row.unit]) or ("",)
             if names:
-                rows.append(dataclasses.replace(row, names=names, unit=unit))
+                rows.append(dataclasses.replace(row, names=names, unit=unit, partly=row.unit in beyond))
         return ParamTable(tuple(rows))
 
     @cached_property

@@ -178,4 +178,6 @@ def _arg(arg: Any, numbers: dict[Node, str]) -> str:
         return f"[{', '.join(_arg(a, numbers) for a in arg)}]"
     if isinstance(arg, torch.dtype):
         return dtype_name(arg)
+    if isinstance(arg, torch.device):
+        return arg.type  # ranks run the same program on devices of their own
     return str(arg)

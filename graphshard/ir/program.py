@@ -53,7 +53,9 @@ class Slot:
     tensor subclass holds, "gathered" what was gathered by hand, "piece" what forward keeps for backward to gather
     again; "late" is a buffer as backward finds it; "accumulated" and "partial" are what backward adds up over several
     microbatches: its full gradient, or that of the shard before it is all-reduced; "pending" over several calls.
-    A "mutation" or "grad" carries the kind it belongs to in `of`, a "part" which of the tensors it is in `index`.
+    A "mutation" or "grad" carries the kind it belongs to in `of`, a "part" which of the tensors it is in `index`. What
+    is "saved" of a parameter that forward has gathered goes by the parameter's name and is `of` "gathered"; in `index`
+    are the steps of its landing that backward takes itself.
     """
 
     kind: SlotKind
@@ -69,6 +71,11 @@ class Slot:
     def is_of_backward(self) -> bool:
         """Whether backward returns it."""
         return self.kind == "grad" or self.of == "late"
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is a full parameter, which can be gathered again from shards."""
+        return "gathered" in (self.kind, self.of)
 
 
 # Inputs that are there from the beginning of a phase to its end, whatever it does.

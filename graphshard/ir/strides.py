@@ -106,6 +106,11 @@ ANY_STRIDES = frozenset(
 _VIEWED = (aten.view.default, aten._unsafe_view.default)
 
 
+def strides_without_gaps(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Those of a copy of a tensor: its own if its memory is dense, and otherwise without the gaps of a slice."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
 def restride(node: Node, value: torch.Tensor) -> bool:
     """Let a node have this fake value, which differs in strides, and what is computed of it those that follow.
 

@@ -1,13 +1,15 @@
 """Torch internals that more than one module needs, in one place to adapt when torch moves them.
 
-What tracing needs is in `tracing_internals.py`. Besides the two only `capture/capture.py`, `capture/phase.py` and
-`lower/inductor.py` import torch internals; a lint rule says so.
+What tracing needs is in `tracing_internals.py`, what stands in for a GPU in `driver_internals.py`. Besides these only
+`capture/capture.py`, `capture/phase.py`, `lower/inductor.py` and `lower/cross_internals.py` import torch internals; a
+lint rule says so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import linecache
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +42,8 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
 )
 from torch.fx.graph import _BoxedCodeGen
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.numbers import int_oo
 from torch.utils.checkpoint import CheckpointPolicy
@@ -58,6 +62,7 @@ __all__ = [
     "FunctionalTensor",
     "all_gather_into",
     "cached_casts",
+    "changed_settings",
     "condition",
     "cut_of_pieces",
     "cuts_of",
@@ -75,6 +80,7 @@ __all__ = [
     "joined_mesh",
     "load_package",
     "min_cut_partition",
+    "modes_of_functions",
     "new_fake_mode",
     "new_size",
     "process_group",
@@ -130,6 +136,12 @@ def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     """
     joined: DeviceMesh = DeviceMesh._concatenate([first, second])
     return joined
+
+
+def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes of a mesh as one, as code for FSDP2 makes it; torch keeps it with the mesh."""
+    flat: DeviceMesh = mesh._flatten()
+    return flat
 
 
 def min_cut_partition(joint: GraphModule, num_outputs: int) -> tuple[GraphModule, GraphModule]:
@@ -361,6 +373,11 @@ def number_of_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass that is running leaves what was saved to another one (`retain_graph=True`)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def fate_at(node: torch.autograd.graph.Node) -> Fate:
     """What the backward pass that is running does with a gradient that arrives here."""
     try:
@@ -383,3 +400,21 @@ def register_as(module: nn.Module, function: Any, state: Any) -> None:
     """
     module.__dict__.setdefault(REGISTRY_KEY, {})[function.__name__] = RegistryItem()
     module.__dict__.setdefault(STATE_KEY, {})[function.__wrapped__] = state
+
+
+def changed_settings() -> dict[str, str]:
+    """Settings of AOTAutograd and Inductor that are not as they come."""
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of settings that are deprecated
+        for module in (config, inductor_config):
+            for name, entry in module._config.items():
+                value = entry.default if entry.alias is not None else getattr(module, name)
+                if value is not entry.default and value != entry.default:
+                    found[f"{module.__name__}.{name}"] = repr(value)
+    return dict(sorted(found.items()))
+
+
+def modes_of_functions() -> list[str]:
+    """Classes of the modes that see every function of torch, but for the default device."""
+    return [type(mode).__qualname__ for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]

@@ -20,8 +20,14 @@ is compiled with.
 * **Packages come from `compile_fx_inner`, as code in the process does**, not from `aoti_compile_and_package`. The
   joint-graph passes and the second trace of that could make other kernels. On the example's regions both forms had the
   same bits.
+* **For GPUs that are not here, Inductor's FX wrapper** (`cross_internals.py`): the code of a region is a graph of
+  launches and operators, which is stored as any graph is, and Triton's cubins. `kernels.py` calls it, `elf.py` reads
+  cubins.
 
 Pitfalls:
+
+* Inductor and Triton keep what they have found out about devices (`lru_cache`), and kernels by their source: the next
+  capability got the kernels of the one before. Each cubin's header is compared with what was asked for.
 
 * Batch norm of a transposed input returns other strides than its fake kernel says. Where operators run one by one,
   `view` becomes `reshape` (`regions.reshape_views`). A region that falls back to ATen gets its results restrided.

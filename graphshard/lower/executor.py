@@ -23,6 +23,7 @@ from torch.fx.graph import PythonCode
 from torch.fx.node import map_arg
 
 from graphshard.ir.graph import WAIT, launch_of, module_of
+from graphshard.lower.arrivals import Arrived, Groups, Taken, with_arrivals
 from graphshard.lower.lines import (
     Around,
     Call,
@@ -61,15 +62,34 @@ class Executor(GraphModule):
 
     def with_ranges(self) -> Boxed:
         """What `forward` does, with a range for the profiler around each region, start and wait."""
-        return self._within(lambda _, line: f"torch.profiler.record_function({line.label!r})")
+        return self._within(_ranged)
 
     def with_clock(self, clock: Callable[[int], AbstractContextManager[None]]) -> Boxed:
         """What `forward` does, with each region, start and wait inside `clock(number of the line)`."""
         return self._within(lambda number, _: f"clock({number})", clock=clock)
 
-    def _within(self, around: Around, **known: Any) -> Boxed:
-        code = print_lines(self.lines, around)
-        return types.MethodType(_function(code, _scope(self.lines) | known), self)
+    def with_arrivals(self, taken: Sequence[Taken], arrived: Arrived, *, ranges: bool = False) -> tuple[Boxed, Groups]:
+        """What `forward` does, but that gradients are handed over where they have arrived; None is returned for them.
+
+        Args:
+            taken: those to hand over.
+            arrived: is called with the number of a group and its gradients, at most once for each group.
+            ranges: whether there are ranges for the profiler.
+
+        Returns:
+            The code, and what each group consists of: places among the results.
+        """
+        lines, groups = with_arrivals(self.lines, taken)
+        freed = tuple(_with_frees(lines))
+        return self._within(_ranged if ranges else None, freed, arrived=arrived), groups
+
+    def _within(self, around: Around | None, lines: Sequence[Line] | None = None, **known: Any) -> Boxed:
+        lines = self.lines if lines is None else lines
+        return types.MethodType(_function(print_lines(lines, around), _scope(lines) | known), self)
+
+
+def _ranged(_: int, line: Line) -> str:
+    return f"torch.profiler.record_function({line.label!r})"
 
 
 def lines_of(graph: Graph) -> tuple[Line, ...]:
@@ -120,7 +140,7 @@ def _parts(node: Node) -> list[Node]:
 def _names(graph: Graph) -> dict[Node, Variable]:
     """A name for each value that is nothing else's in the code; a parameter may be called "inputs"."""
     modules = {path_of(node.target).partition(".")[0] for node in graph.nodes if node.op == "call_function"}
-    taken = {"self", "inputs", "clock", *_SCOPE, *modules}
+    taken = {"self", "inputs", "clock", "arrived", *_SCOPE, *modules}
     found: dict[Node, Variable] = {}
     for node in graph.nodes:
         name = node.name

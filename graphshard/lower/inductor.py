@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import tempfile
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +16,12 @@ import torch
 from filelock import FileLock
 from torch._decomp import get_decompositions
 from torch._inductor import config
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.package import package_aoti
+from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -28,6 +32,7 @@ from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
 from graphshard.ir.strides import laid_out
 from graphshard.lower.cache import writable_cache
+from graphshard.lower.libraries import EXTERN_KERNELS, KeptRegion, Kernels, trimmed
 from graphshard.lower.numbers import numbers_as_tensors
 from graphshard.lower.operators import compile_operators, num_kernels, outputs_of
 from graphshard.lower.packages import Package
@@ -67,7 +72,7 @@ def compile_inductor(region: Region, name: str) -> Boxed:
     try:
         # Random numbers come from torch's generators, in program order, as in eager mode.
         with config.patch(fallback_random=True):
-            module, inputs = _decompose(region.module)
+            module, inputs = decompose(region.module)
             compiled: Boxed = compile_fx_inner(module, inputs)
         return compiled
     except Exception as error:
@@ -78,6 +83,26 @@ def compile_inductor(region: Region, name: str) -> Boxed:
         )
         log.debug("%s:\n%s", name, region.text, exc_info=True)
         return compile_operators(region)
+
+
+def kernels_of(fn: Boxed) -> Kernels | None:
+    """The code of a compiled region as files can hold it; None if it holds more than code, or code for a GPU."""
+    if isinstance(fn, KeptRegion):
+        return fn.kernels
+    if not isinstance(fn, CompiledFxGraph) or fn.device_types != {"cpu"}:
+        return None
+    holds = (fn.constants, fn.torchbind_constants, fn.inputs_to_check, fn.mutated_input_idxs, fn.guards_expr)
+    if any(holds) or any(getattr(extern_kernels, n, None) is not f for n, f in EXTERN_KERNELS.items()):
+        return None
+    module = next((m for m in reversed(PyCodeCache.modules) if getattr(m, "key", "") == fn.cache_key), None)
+    if module is None:
+        return None
+    libraries = {}
+    for name, value in vars(module).items():
+        file = getattr(getattr(value, "__self__", None), "__file__", None) or ""
+        if isinstance(value, types.BuiltinFunctionType) and file.endswith(".so") and value.__name__ == "kernel":
+            libraries[name] = Path(file).read_bytes()
+    return trimmed(fn.source_code, libraries)
 
 
 def package_all(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
@@ -109,7 +134,7 @@ def package(region: Region, name: str) -> Package:
         known = {key: value for key, value in options.items() if key in config.get_config_copy()}
         try:
             with config.patch(known), V.set_aot_compilation(True), config.patch(get_cpp_wrapper_config()):
-                module, inputs = _decompose(_without_sizes(region.module))
+                module, inputs = decompose(_without_sizes(region.module))
                 compiled: Any = compile_fx_inner(module, inputs, cpp_wrapper=True)
             path = os.path.join(directory, "region.pt2")
             package_aoti(path, [file for file in compiled.filename if not str(file).endswith(".cpp")])
@@ -141,8 +166,8 @@ def _decompositions() -> dict[Any, Any]:
     return {**get_decompositions(interpolations()), **select_decomp_table()}
 
 
-def _decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
-    """Inductor's decompositions, with the strides of the outputs pinned: the next region relies on them."""
+def decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
+    """A region in Inductor's decompositions, with the strides of its outputs pinned, which others rely on."""
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     outputs = outputs_of(module)
     with torch.no_grad(), outputs[0].fake_mode:

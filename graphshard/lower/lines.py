@@ -173,6 +173,33 @@ class Wait(Operator):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Arrive(Line):
+    """Gradients that are taken where they have arrived, instead of being returned.
+
+    Attributes:
+        number: of the group that they are.
+        values: the gradients; whoever takes them has the only references.
+        where: the bucket that they arrive in.
+    """
+
+    number: int
+    values: tuple[Variable, ...]
+    where: str
+
+    @property
+    def reads(self) -> tuple[Variable, ...]:
+        return self.values
+
+    @property
+    def label(self) -> str:
+        return f"update {self.where}".strip()
+
+    def statements(self) -> list[str]:
+        given = f"[{', '.join(self.values)}]"
+        return [f"inputs = {given}{_free(self.frees)}", f"arrived({self.number}, inputs)"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Return(Line):
     """The end.
 

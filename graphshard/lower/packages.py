@@ -19,6 +19,7 @@ import torch
 
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.torch_internals import load_package
+from graphshard.lower.kernels import GpuCode
 
 _MODEL = "data/aotinductor/model/"
 _FILE = re.compile(r"[\w-]+(\.[\w-]+)*")
@@ -29,10 +30,17 @@ _ENDINGS = (".so", ".cpp", ".json", ".cubin")
 
 @dataclass(frozen=True)
 class Package:
-    """What AOTInductor made of a region; `problem` says why there is nothing where there is nothing."""
+    """What was compiled of a region, for another process.
+
+    Attributes:
+        content: what AOTInductor made of it.
+        problem: why there is nothing, where there is nothing.
+        codes: the code for each kind of GPU that it was compiled for.
+    """
 
     content: bytes = b""
     problem: str = ""
+    codes: tuple[GpuCode, ...] = ()
 
     def __call__(self, inputs: list[Any]) -> Any:
         raise AssertionError("a package is compiled for another process")

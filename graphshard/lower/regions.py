@@ -250,7 +250,7 @@ def make_region(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Reg
 
 def _layout(val: torch.Tensor, names: Mapping[Any, str]) -> str:
     stride = ", ".join(rename(size, names) for size in val.stride())
-    return f"{describe(val, names)} ({stride}) {val.device}"
+    return f"{describe(val, names)} ({stride}) {val.device.type}"
 
 
 def reshape_views(graph: Graph) -> None:

@@ -56,6 +56,20 @@ class Agreement:
         self._known.add(text)
         return True
 
+    def all_have(self, program: Program | None) -> bool:
+        """Whether a program that was kept may be run: every rank has found one, and all communicate alike.
+
+        All ranks make their first program in the same call. A later one may be made by a rank alone, for its inputs
+        have other shapes, so nobody is asked: it must communicate as one before it.
+        """
+        text = agreed_text(program) if program is not None else ""
+        if self.peers is None or self._known:
+            return program is not None and (self.peers is None or text in self._known)
+        if not self.peers.unanimous(text) or program is None:
+            return False
+        self._known.add(text)
+        return True
+
     def compiled(self) -> None:
         """Wait until the other ranks have compiled a new program, too, and raise `PeerError` if one cannot."""
         if self.peers is not None:

@@ -30,7 +30,7 @@ from graphshard.ir.text import brief
 from graphshard.ir.units import MODULE_SEPARATOR, modules_of
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.replan import take_over_plan
-from graphshard.module.runner import Runner
+from graphshard.module.runner import Cache, Runner
 from graphshard.module.tracer import Tracer
 from graphshard.module.unit_module import UnitModule
 from graphshard.options.checks import check_mesh
@@ -241,6 +241,7 @@ def shard_unit(
     tensor: DeviceMesh | None,
     options: Options,
     recorder: Callable[[str], Recorder | None],
+    cache: Cache | None = None,
 ) -> None:
     """Shard modules as one unit, and let what was sharded inside be units of theirs.
 
@@ -248,6 +249,7 @@ def shard_unit(
         mesh: the data axes.
         tensor: the tensor axis, if it was given; if not, parameters say it.
         recorder: what records a program, by its name.
+        cache: programs of earlier launches.
 
     Raises:
         ArgumentError: an argument does not fit the modules; nothing was changed.
@@ -266,7 +268,7 @@ def shard_unit(
     tracer = prepare(model, fitting, axes, device_of(mesh), known, tensor)
     tracer.options = whole
     check_storage(tracer, parts)
-    runner = make_runner(model, tracer, mesh, recorder)
+    runner = make_runner(model, tracer, mesh, recorder, cache)
     plain = [(ref.param, ref) for ref in tracer.params if not (ref.row.ignored or is_sharded(ref.param, ref.row))]
     release(model)
     shard(model, runner)

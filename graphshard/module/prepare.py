@@ -18,7 +18,7 @@ from graphshard.cost.costs import Costs
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow
 from graphshard.module.agreement import Agreement
-from graphshard.module.runner import Runner
+from graphshard.module.runner import Cache, Runner
 from graphshard.module.sharded_module import attach, retie, sharded_class
 from graphshard.module.tracer import Tracer
 from graphshard.options.options import Options
@@ -74,12 +74,14 @@ def make_runner(
     tracer: Tracer,
     mesh: DeviceMesh,
     recorder: Callable[[str], Recorder | None] = lambda name: None,
+    cache: Cache | None = None,
 ) -> Runner:
     """The runner of a module on a mesh; all ranks must call this together.
 
     Args:
         mesh: the data axes.
         recorder: what records a program, by its name.
+        cache: programs of earlier launches.
     """
     spec = tracer.spec
     whole = whole_mesh(mesh, spec.tensor)
@@ -89,12 +91,13 @@ def make_runner(
         row.split is None or row.split.is_even(spec.tensor.size()) for row in spec.params
     )
     return Runner(
-        replace(tracer, mesh=mesh),
+        replace(tracer, mesh=mesh, spec=replace(spec, groups=groups)),
         mesh,
         groups=groups,
         agreement=Agreement(peers_of(whole if alike else mesh, groups.values())),
         recorder=recorder,
         aliases=tuple(aliases(model, tracer.params)),
+        cache=cache,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -9,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from graphshard.ir.state import Place
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.torch_internals import forget_sources, without_dispatch_modes
 from graphshard.lower.backends import compiler_for
-from graphshard.lower.regions import lower
+from graphshard.lower.regions import RegionCall, lower
 from graphshard.module.agreement import Agreement
 from graphshard.module.callchecks import check_materialized, check_no_new_parameters, check_not_transformed
 from graphshard.module.executables import Executables, Installed
@@ -37,6 +38,7 @@ from graphshard.options.table import check_activation
 from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.runtime.accumulation import Accumulation
+from graphshard.runtime.call import free
 from graphshard.runtime.custom import Custom
 from graphshard.runtime.groups import whole_mesh
 from graphshard.runtime.shards import Alias, aliases
@@ -61,6 +63,34 @@ class Library(Protocol):
         """The error for a call for which there is no program."""
 
 
+class Kept(NamedTuple):
+    """A program that an earlier launch has compiled; `partitioned` makes where another backward of it begins."""
+
+    program: Program
+    partitioned: Callable[[], Partitioned] | None
+    compiled: dict[str, RegionCall]
+
+
+class Search(Protocol):
+    """For a program that may have been kept."""
+
+    def find(self) -> Kept | None:
+        """The program, if there is one that was made of the same."""
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Around the capture, if there is none."""
+
+    def keep(self, program: Program, partitioned: Partitioned | None) -> None:
+        """Keep what was captured, when it is lowered."""
+
+
+class Cache(Protocol):
+    """Programs of earlier launches."""
+
+    def search(self, runner: Runner, module: nn.Module, signature: Signature) -> Search | None:
+        """For the program of a call; None if it cannot be kept."""
+
+
 @dataclass
 class Runner:
     """Programs of one module, or of one entry into it, bound to a mesh.
@@ -83,6 +113,7 @@ class Runner:
         reductions_under_way: how many units' gradients may be on their way at once, as chosen for units.
         custom: collectives that the user runs, by unit.
         event: that the next call waits for before it gathers.
+        cache: programs of earlier launches; None keeps none.
     """
 
     tracer: Tracer
@@ -106,9 +137,10 @@ class Runner:
     reductions_under_way: dict[str, int] = field(default_factory=dict)
     custom: Custom = field(default_factory=Custom)
     event: torch.Event | None = None
+    cache: Cache | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _rerun: set[str] = field(default_factory=set)
-    _partitioned: dict[Signature, Partitioned | None] = field(default_factory=dict)
+    _partitioned: dict[Signature, Partitioned | Callable[[], Partitioned] | None] = field(default_factory=dict)
     _changed: Counter[Place] = field(default_factory=Counter)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,7 +269,8 @@ class Runner:
         return UnshardHandle(self.unsharded, chosen, self.aliases)
 
     def reshard(self, names: Collection[str]) -> None:
-        """Free parameters that were gathered by hand."""
+        """Free parameters that were gathered by hand, or that forward left to a backward, which gathers them again."""
+        free(self.accumulation.calls, names)
         held = [name for name in names if name in self.unsharded.full]
         if held:
             self.unsharded.free(held)
@@ -301,11 +334,30 @@ class Runner:
         self._follow_number()
         log.info("capture %d of %s: %s", number, tracer.label, reason)
         with progress(f"graphshard: {tracer.label}") as show:
-            show("capture")
             recorder = self.recorder(f"{tracer.label}-{number}")
+            search = self.cache.search(self, module, signature) if self.cache and recorder is None else None
+            if search is not None:
+                show("look for it in the cache")
+            kept = search.find() if search is not None else None
+            if self.agreement.all_have(kept.program if kept is not None else None):
+                assert kept is not None
+                tracer.compiled.update(kept.compiled)
+                self._partitioned[signature] = kept.partitioned
+                kept.program.capture = number
+                return kept.program
+            show("capture")
+            watching = search.watching() if search is not None else None
             observer = Observer(tracer.options.level, recorder, tracer.pipeline.passes, show)
             program, partitioned = tracer.trace(
-                module, args, kwargs, observer, reason, grad=signature.grad, number=number, passes=self.passes
+                module,
+                args,
+                kwargs,
+                observer,
+                reason,
+                grad=signature.grad,
+                number=number,
+                passes=self.passes,
+                watching=watching,
             )
             self._partitioned[signature] = partitioned
             show("compare with the other ranks")
@@ -315,6 +367,9 @@ class Runner:
             observer.lowered(program, tracer.compiled)
             if new:
                 self.agreement.compiled()
+            if search is not None:
+                show("keep")
+                search.keep(program, partitioned)
         return program
 
     def _follow_number(self) -> None:
@@ -375,14 +430,19 @@ class Runner:
         return installed
 
     def rerun(
-        self, program: Program, partitioned: Partitioned, variant: Variant, strides: Strides = frozenset()
+        self,
+        program: Program,
+        partitioned: Partitioned | Callable[[], Partitioned],
+        variant: Variant,
+        strides: Strides = frozenset(),
     ) -> Program:
         """Lower a program's backward again: for other gradients of outputs or strides of them, or for microbatches."""
         used, accumulate = variant
         why = f"gradients through outputs {', '.join(sorted(used))}{' and microbatches' if accumulate else ''}"
         log.info("lowering backward again, for %s", why)
         with self.agreement.together(self.tracer.label, why):
-            return self._rerun_alone(program, partitioned, variant, strides)
+            start = partitioned() if callable(partitioned) else partitioned
+            return self._rerun_alone(program, start, variant, strides)
 
     @forget_sources()
     @without_dispatch_modes()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,7 @@ class Tracer:
         grad: bool,
         number: int = 0,
         passes: Pipeline | None = None,
+        watching: contextlib.AbstractContextManager[None] | None = None,
     ) -> tuple[Program, Partitioned | None]:
         """Capture a program and run the passes; `Partitioned` is where another backward begins.
 
@@ -81,9 +83,11 @@ class Tracer:
             grad: whether the call is to be differentiated.
             number: how many programs were captured before.
             passes: to run in the place of the tracer's.
+            watching: is around the capture; None is nothing.
         """
         start = time.perf_counter()
-        program = capture(module, args, kwargs, self.current_spec(), grad=grad)
+        with watching or contextlib.nullcontext():
+            program = capture(module, args, kwargs, self.current_spec(), grad=grad)
         program.model, program.reason, program.capture = self.label, reason, number
         observer.after(program, "capture", 0, time.perf_counter() - start)
         return program, run_pipeline(passes or self.pipeline, program, observer)

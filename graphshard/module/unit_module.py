@@ -114,7 +114,11 @@ class UnitModule(Unsupported, CustomCollectives, FSDPModule, nn.Module):
         return None
 
     def reshard(self, *, units: Sequence[str] | None = None) -> None:
-        """Free parameters of this unit that `unshard` or `set_reshard_after_backward(False)` keeps gathered."""
+        """Free parameters of this unit that are gathered.
+
+        Those are what `unshard` or `set_reshard_after_backward(False)` keeps, and what a forward has left for its
+        backward, which gathers it again from the shards as they are then.
+        """
         self._graphshard_unit.runner.reshard(self._params_of(False, units))
 
     def set_gradient_divide_factor(self, factor: float, *, units: Sequence[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """Which axes of a mesh are data axes, and which is the tensor axis, along which the model itself communicates.
 
     init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))         by their names
+    init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "cp"))         sharded over both, as one axis
     compile(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="x"))    as told; the other axis is the tensor axis
     fully_shard(block, mesh=mesh["dp"])                                   by the DTensors among the parameters
 
@@ -18,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphshard.ir.errors import ArgumentError, UnsupportedError
-from graphshard.ir.mesh import DATA, OTHERS, REPLICATING, SHARDING, TENSOR
+from graphshard.ir.mesh import CONTEXT, DATA, OTHERS, REPLICATING, SHARDING, TENSOR
 from graphshard.ir.params import named_parameters
 from graphshard.ir.subclasses import is_subclass
 from graphshard.ir.text import brief
-from graphshard.ir.torch_internals import joined_mesh
+from graphshard.ir.torch_internals import flattened_mesh, joined_mesh
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -30,86 +31,100 @@ except ImportError:  # torch 2.11 has none, so that axes go by their names
     DataParallelMeshDims = None  # type: ignore[assignment, misc]
 
 
+_NUMBER = "mesh {} must have one data axis (to shard over) or two (to replicate and to shard over), and has {}."
+
+
 def data_and_tensor(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The data axes of a mesh, and its tensor axis if it has one.
+
+    Parameters are sharded over a context axis, too: its ranks have pieces of the same sequences. With the sharding axis
+    around it, it is one axis.
 
     Args:
         dp_mesh_dims: FSDP2's `DataParallelMeshDims`, which names the data axes; None goes by the names of the axes.
 
     Raises:
         ArgumentError: it cannot be told what an axis is for, or there is none to shard over.
-        UnsupportedError: there are two tensor axes, or several data axes are to be one.
+        UnsupportedError: there are two tensor axes.
     """
     if not isinstance(mesh, DeviceMesh):
         return mesh, None  # which check_mesh refuses
     names = tuple(mesh.mesh_dim_names or ())
     if dp_mesh_dims is not None:
-        return _parts(mesh, names, _named_axes(names, dp_mesh_dims))
+        return _parts(mesh, names, *_named_axes(names, dp_mesh_dims))
     if not set(names).intersection((*TENSOR, *OTHERS)):
         return mesh, None  # one axis, or two of which the first replicates
     for name in names:
-        if name not in (*DATA, *TENSOR):
+        if name not in (*DATA, *TENSOR, *CONTEXT):
             raise ArgumentError(
                 f"mesh {names}: the name of the axis {name!r} does not say what it is for. Data axes are "
-                f"{_listed(DATA)}, tensor axes {_listed(TENSOR)}. Rename it, pass the data axes alone, such as "
-                f"mesh['dp'], or name them: dp_mesh_dims=DataParallelMeshDims(shard='dp')."
+                f"{_listed(DATA)}, context axes {_listed(CONTEXT)}, tensor axes {_listed(TENSOR)}. Rename it, pass the "
+                "data axes alone, such as mesh['dp'], or name them: "
+                "dp_mesh_dims=DataParallelMeshDims(shard='dp')."
             )
-    return _parts(mesh, names, [name for name in names if name not in TENSOR])
+    data = [name for name in names if name in DATA]
+    if len(data) > 2:
+        raise ArgumentError(_NUMBER.format(names, _listed(data)))
+    replicates = len(data) == 2 or data[:1] in [[name] for name in REPLICATING]
+    sharding = [name for name in names if name in CONTEXT]
+    return _parts(mesh, names, data[:replicates], [*data[replicates:], *sharding])
 
 
-def _named_axes(names: Sequence[str], dims: Any) -> list[str]:
-    """The data axes that `dp_mesh_dims` names, outermost first."""
+def _named_axes(names: Sequence[str], dims: Any) -> tuple[list[str], list[str]]:
+    """The axes that `dp_mesh_dims` names to replicate and to shard over, as given."""
     if DataParallelMeshDims is None or not isinstance(dims, DataParallelMeshDims):
         raise ArgumentError(
             "dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims such as "
             f"DataParallelMeshDims(shard='dp'), got {brief(dims)}."
         )
     found: list[str] = []
-    for role, chosen in (("replicate", dims.replicate_names), ("shard", dims.shard_names)):
-        for name in chosen:
-            if name not in names:
-                raise ArgumentError(f"dp_mesh_dims: mesh has no axis {name!r}. It has {_listed(names) or 'no names'}.")
-            if name in found:
-                raise ArgumentError(f"dp_mesh_dims: the axis {name!r} is used twice. Give each axis one role.")
-        if len(chosen) > 1:
-            raise UnsupportedError(
-                f"dp_mesh_dims: {role}={chosen}. Several axes as one are not supported yet. Make a mesh in which they "
-                "are one axis."
-            )
-        if role == "shard" and not chosen:
-            raise ArgumentError(
-                "dp_mesh_dims: no axis to shard over. To replicate only, add an axis of size 1 to the mesh, and name "
-                "it with shard=."
-            )
-        found += chosen
-    return found
-
-
-def _parts(mesh: DeviceMesh, names: Sequence[str], data: list[str]) -> tuple[DeviceMesh, DeviceMesh | None]:
-    others = [name for name in names if name not in data]
-    if not data or len(data) > 2:
+    for name in (*dims.replicate_names, *dims.shard_names):
+        if name not in names:
+            raise ArgumentError(f"dp_mesh_dims: mesh has no axis {name!r}. It has {_listed(names) or 'no names'}.")
+        if name in found:
+            raise ArgumentError(f"dp_mesh_dims: the axis {name!r} is used twice. Give each axis one role.")
+        found.append(name)
+    if not dims.shard_names:
         raise ArgumentError(
-            f"mesh {tuple(names)} must have one data axis (to shard over) or two (to replicate and to shard over), and "
-            f"has {_listed(data) or 'none'}."
+            "dp_mesh_dims: no axis to shard over. To replicate only, add an axis of size 1 to the mesh, and name "
+            "it with shard=."
+        )
+    return list(dims.replicate_names), list(dims.shard_names)
+
+
+def _parts(
+    mesh: DeviceMesh, names: tuple[str, ...], replicating: list[str], sharding: list[str]
+) -> tuple[DeviceMesh, DeviceMesh | None]:
+    data = [*replicating, *sharding]
+    others = [name for name in names if name not in data]
+    if not data:
+        raise ArgumentError(_NUMBER.format(names, "none"))
+    if not sharding:
+        raise ArgumentError(
+            f"mesh {names} has no axis to shard over, as {data[-1]!r} replicates. Add one; of size 1 it cuts nothing."
         )
     if len(others) > 1:
         raise UnsupportedError(
-            f"mesh {tuple(names)} has {len(others)} axes besides those of data: {_listed(others)}. One tensor axis is "
+            f"mesh {names} has {len(others)} axes besides those of data: {_listed(others)}. One tensor axis is "
             "supported."
         )
-    if data != [name for name in names if name in data] or (
-        len(data) == 2 and (data[0] in SHARDING or data[1] in REPLICATING)
-    ):
+    if data != [name for name in names if name in data]:
         raise ArgumentError(
-            f"mesh {tuple(names)}: of two data axes the outer one replicates and the inner one shards. Exchange "
+            f"mesh {names}: data axes that replicate are outermost, those that shard inside of them, and context axes "
+            f"inside of these, as in {(*data, *others)}."
+        )
+    if any(name in SHARDING for name in replicating) or any(name in REPLICATING for name in sharding):
+        raise ArgumentError(
+            f"mesh {names}: of two data axes the outer one replicates and the inner one shards. Exchange "
             f"{_listed(data)}."
         )
-    if data[-1] in REPLICATING:
-        raise ArgumentError(
-            f"mesh {tuple(names)} has no axis to shard over, as {data[-1]!r} replicates. Add one; of size 1 it cuts "
-            "nothing."
-        )
-    return mesh[data[0]] if len(data) == 1 else mesh[tuple(data)], mesh[others[0]] if others else None
+    parts = [_as_one(mesh, of) for of in (replicating, sharding) if of]
+    whole = parts[0] if len(parts) == 1 else joined_mesh(*parts)
+    return whole, mesh[others[0]] if others else None
+
+
+def _as_one(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else flattened_mesh(mesh[tuple(names)])
 
 
 def tensor_axis(

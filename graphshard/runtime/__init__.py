@@ -2,7 +2,8 @@
 
 `step.py` runs a bound program, `shards.py` makes parameters DTensors, `groups.py` makes process groups of mesh axes.
 `accumulation.py` keeps what microbatches leave, `unsharded.py` what was gathered by hand. `gloo.py`
-is how collectives run on CPUs.
+is how collectives run on CPUs. `arrivals.py` hands gradients over where they arrive, to an optimizer on shards
+(`updates.py`), by way of their norm (`clipping.py`); `graphs.py` asks autograd whether that is all of a gradient.
 
 `peers.py` is what ranks agree on and know of each other: they meet in the rendezvous store (`meeting.py`), wait with
 patience (`waiting.py`), and say how they are doing (`status.py`). A thread looks at one other rank (`watch.py`), so
@@ -22,6 +23,9 @@ that nobody waits for one that is not going to come (`hang_up.py`).
 * **Reduce-scatter as all-to-all is no pass.** Rules, plans, estimates and dumps see a marked reduce-scatter. The
   executor gets the all-to-all when the group is bound. It is for two ranks only, because of the bits, and not under a
   memory limit: its buffer is as large as the gradients and not part of the problem.
+* **Updates are lines of the bound backward**, not nodes of the program: which gradients are used up is known when a
+  step begins, and the same program serves calls without an optimizer. Torch's own step runs on a stand-in whose
+  parameters are local tensors, so there is one code for formulas and state, and nothing to keep equal.
 * **Steps are counted, not calls.** A step is a forward or a backward with collectives, of any model on a mesh. All
   ranks make the same ones, however many programs each of them has captured, so a number and a hash of what was launched
   say which rank is where. A meeting is named by its step, and by how many attempts at it have failed.

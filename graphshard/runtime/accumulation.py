@@ -14,6 +14,7 @@ from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.program import Phase, Slot
 from graphshard.ir.torch_internals import number_of_backward
 from graphshard.passes.accumulate_gradients import AccumulateGradients
+from graphshard.runtime.arrivals import Taker
 
 # What backwards leave to each other.
 LEFT = ("accumulated", "partial", "pending")
@@ -31,6 +32,7 @@ class Accumulation:
         sums: what earlier backwards left, by slot.
         calls: nodes of calls in graphs of autograd that are alive.
         measured: backwards are measured now, which return gradients that stand for those that would be accumulated.
+        taker: takes gradients of the backward that comes now where they arrive; None lets it return them.
     """
 
     unsynced: set[str] = field(default_factory=set)
@@ -38,6 +40,7 @@ class Accumulation:
     sums: dict[Slot, torch.Tensor] = field(default_factory=dict)
     calls: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     measured: bool = False
+    taker: Taker | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accumulation:
         """Of a copy of the model, which was not called yet."""

@@ -159,6 +159,16 @@ class Peers:
         self._compare(self._meet(), text, tell)
         self._met += 1
 
+    def unanimous(self, text: str) -> bool:
+        """Wait until all ranks have come with a text; whether it is the same.
+
+        Raises:
+            PeerError: one has failed, or does not come.
+        """
+        end = self._end_of(self._meet(), text, lambda first, theirs, mine: "")
+        self._met += 1
+        return end.how == "same"
+
     def share(self, make: Callable[[], str]) -> str:
         """What the first rank makes, on all ranks.
 
@@ -178,13 +188,17 @@ class Peers:
         return taken
 
     def _compare(self, meeting: Meeting, text: str, tell: Tell, is_here: IsHere | None = None) -> None:
+        end = self._end_of(meeting, text, tell, is_here)
+        if end.how == "differ":
+            raise DivergenceError(end.message)
+
+    def _end_of(self, meeting: Meeting, text: str, tell: Tell, is_here: IsHere | None = None) -> End:
         with self._at(meeting, is_here) as look:
             meeting.come(text, tell, look)
             end = meeting.end(look)
         if end.how == "failed":
             raise PeerError(end.message, rank=end.rank)
-        if end.how == "differ":
-            raise DivergenceError(end.message)
+        return end
 
     def _meet(self) -> Meeting:
         """The next meeting: ranks that have made as many steps have met as often."""

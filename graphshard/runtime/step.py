@@ -1,21 +1,20 @@
-"""Run an installed program: bind names to tensors, call the executors, connect them to autograd.
+"""Run an installed program: bind names to tensors and call the executors.
 
-Step.forward    parameters, buffers and inputs -> outputs, with what backward needs saved
-Step.backward   saved values and tangents -> gradients, as DTensors like their parameters
+Executable.forward    parameters, buffers and inputs -> outputs, and what backward needs
+Executable.backward   saved values and tangents -> gradients, as DTensors like their parameters
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import profiler
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
@@ -26,18 +25,20 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import finish_downloads
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes, sizes_in
+from graphshard.ir.strides import strides_without_gaps
 from graphshard.ir.subclasses import shard_in
-from graphshard.ir.torch_internals import Fate, disable_autocast, fate_at, number_of_backward, sharded_like
+from graphshard.ir.torch_internals import Fate, disable_autocast, sharded_like
 from graphshard.lower.executor import Boxed, Executor
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
+from graphshard.runtime.call import Call
 from graphshard.runtime.custom import Custom
 from graphshard.runtime.gloo import exchange_reductions, gather_into_buffers
 from graphshard.runtime.groups import bind_groups, is_fake, shard_index
 from graphshard.runtime.peers import Peers
 from graphshard.runtime.recording import current_recording
 from graphshard.runtime.shards import ParamRef, dense, padded_shard, shard_parts
-from graphshard.runtime.unsharded import Unsharded
+from graphshard.runtime.unsharded import Unsharded, start_gathering
 
 # Which tangents arrive, and what is done about microbatches.
 Variant = tuple[frozenset[str], AccumulateGradients | None]
@@ -92,7 +93,7 @@ class Executable:
         self._params = {ref.row.name: ref for ref in params}
         self._make_backward = make_backward
         self.accumulation = accumulation
-        self._names = names
+        self.names_in_model = names
         self._unsharded = unsharded
         self._groups = groups
         self._peers = peers
@@ -121,12 +122,17 @@ class Executable:
             self._follows_strides &= all(type(s) is int for t in expected.values() for s in (*t.shape, *t.stride()))
             self._backwards[(frozenset(expected), None), self._strides(expected)] = phase
 
+    @property
+    def differentiated(self) -> tuple[str, ...]:
+        """Of what backward computes gradients, in their order: "param" or "input"."""
+        return tuple(slot.of or "" for slot in self._grads)
+
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Run the program on the tensors it is given; return the leaves of the result, and what follows them."""
         if self._backwards:
             self.accumulation.begin()
             wrt = [self._params[s.name].param if s.of == "param" else tensors[int(s.name)] for s in self._grads]
-            results = iter(Step.apply(self, tensors, *wrt))
+            results = iter(Call.apply(self, tensors, *wrt))
         else:
             with torch.no_grad():
                 results = iter(self.forward(tensors)[0])
@@ -184,23 +190,35 @@ class Executable:
                     return tangent
                 return restride(tangent, self._stride(node, tangent, saved))
             if slot.kind in LEFT:
-                return restride(self.accumulation.take(slot, self._names, self._summand(slot)), fake(node).stride())
+                return restride(
+                    self.accumulation.take(slot, self.names_in_model, self._summand(slot)), fake(node).stride()
+                )
             return self._buffer(slot.name) if slot.kind == "late" else saved[slot]
 
         inputs = [read(slot, node) for slot, node in zip(phase.inputs, phase.placeholders, strict=True)]
         saved.clear()
         with disable_autocast(), self._step(phase):
-            values = self._code(phase)(inputs)
+            values = self._run_backward(phase, inputs)
         self._unsharded.end()
         if self.program.offloaded:
             finish_downloads(self.program.device)
         results = dict(zip(phase.outputs, values, strict=True))
         for slot, value in results.items():
             if slot.kind in LEFT:
-                self.accumulation.put(slot, self._names, value, self._summand(slot))
+                self.accumulation.put(slot, self.names_in_model, value, self._summand(slot))
             elif slot.of == "late" and value is not None:
                 self._buffer(slot.name).copy_(value)
         return [self._as_gradient(results.get(slot), slot) for slot in self._grads]
+
+    def _run_backward(self, phase: Phase, inputs: list[Any]) -> Any:
+        """What the executor returns; None for gradients that somebody takes where they arrive."""
+        taker = self.accumulation.taker
+        if taker is None or self.program.offloaded or current_recording() is not None:
+            return self._code(phase)(inputs)
+        of_params = [slot.kind == "grad" and slot.of == "param" for slot in phase.outputs]
+        names = [self.names_in_model[slot.name] if own else "" for slot, own in zip(phase.outputs, of_params)]
+        refs = [self.trained[name] if name in taker.params else None for name in names]
+        return taker.run(phase, inputs, refs, names, self._local_gradient, ranges=_profiling())
 
     def reduce_left(self) -> list[torch.Tensor | None]:
         """Gradients of `trained` as a backward returns them that has none of its own to add."""
@@ -208,14 +226,21 @@ class Executable:
         grads = zip(self._grads, self.backward(sizes, {}), strict=True)
         return [grad for slot, grad in grads if slot.of == "param"]
 
+    def gather(self, slots: Iterable[Slot]) -> dict[Slot, torch.Tensor]:
+        """Full parameters that forward left to backward, from the shards as they are now."""
+        wanted = {slot.name: slot for slot in slots}
+        pairs = [(self.program.params[name], self._params[name].param) for name in wanted]
+        arriving = start_gathering(pairs, self.program.mesh.shard, self._groups) if pairs else {}
+        return {wanted[name]: value.wait(wanted[name].index) for name, value in arriving.items()}
+
     def _microbatches(self, fates: Sequence[Fate], deferred: Collection[str]) -> AccumulateGradients | None:
         """What is done about microbatches; nothing in a backward that is asked for no parameter's gradient."""
-        step = self.accumulation.step(self._names, deferred if self.defers else ())
+        step = self.accumulation.step(self.names_in_model, deferred if self.defers else ())
         other = {slot: fate for slot, fate in zip(self._grads, fates) if slot.of == "param" and fate != "accumulated"}
         if step is None or (len(other) == len(self.trained) and set(other.values()) == {"dropped"}):
             return None
         summed = step.unsynced | step.unreplicated | step.accumulated | step.partial
-        lost = min((self._names[slot.name] for slot in other if slot.name in summed), default=None)
+        lost = min((self.names_in_model[slot.name] for slot in other if slot.name in summed), default=None)
         if lost is not None:
             raise UnsupportedError(
                 f"inputs: the gradient of {lost} is added up over microbatches, and this backward is to return it, or "
@@ -266,6 +291,8 @@ class Executable:
     def _given(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
         """What forward is given: a copy of what is written to behind it, if backward must see what forward saw."""
         value = self._read(slot, tensors)
+        if slot.kind == "input" and self.program.sizes and value.stride() != (strides := strides_without_gaps(value)):
+            return value.new_empty_strided(value.shape, strides).copy_(value)
         return value.new_empty_strided(value.shape, value.stride()).copy_(value) if slot in self._updated else value
 
     def _read(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
@@ -276,7 +303,7 @@ class Executable:
             ref = self._params[slot.name]
             return shard_parts(ref.param, ref.row)[slot.index]
         if slot.kind == "gathered":
-            return self._unsharded.read(self._names[slot.name])
+            return self._unsharded.read(self.names_in_model[slot.name])
         if slot.kind == "input":
             return tensors[int(slot.name)].detach()
         if slot.kind == "size":
@@ -290,15 +317,18 @@ class Executable:
     def _as_gradient(self, value: torch.Tensor | None, slot: Slot) -> torch.Tensor | None:
         if value is None or slot.of != "param":
             return value
+        param = self._params[slot.name].param
+        return sharded_like(self._local_gradient(value, slot), param) if isinstance(param, DTensor) else value
+
+    def _local_gradient(self, value: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """A parameter's gradient without padding, of what backward has made."""
         param, row = self._params[slot.name].param, self._params[slot.name].row
-        if not isinstance(param, DTensor):
+        if row.ignored or not isinstance(param, DTensor):
             return value
-        if row.ignored:
-            return sharded_like(value, param)
         local = row.without_padding(value, self._rank)
         if row.memory_dim > 0 and local.shape != value.shape:
             local = dense(local, row, local.device)
-        return sharded_like(local, param)
+        return local
 
     def _bind(self, phase: Phase) -> Phase:
         """Put the process groups' names in the place of the axis names."""
@@ -338,42 +368,3 @@ def _layout(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _profiling() -> bool:
     return bool(profiler._is_profiler_enabled)
-
-
-class Step(torch.autograd.Function):
-    """One call of a program with gradients. The parameters are passed so that autograd sees them."""
-
-    @staticmethod
-    def forward(ctx: Any, executable: Executable, tensors: Sequence[torch.Tensor], *wrt: torch.Tensor) -> Any:
-        results, saved = executable.forward(tensors)
-        ctx.executable, ctx.ran = executable, -1
-        executable.accumulation.calls.add(ctx)
-        ctx.set_materialize_grads(False)
-        numbers = {slot: value for slot, value in saved.items() if not isinstance(value, torch.Tensor)}
-        ctx.numbers = {**numbers, **executable.sizes(tensors)}
-        ctx.slots = [slot for slot in saved if slot not in numbers]
-        ctx.save_for_backward(*(saved[slot] for slot in ctx.slots))
-        differentiable = executable.program.tangents
-        constant = [r for r, name in zip(results, executable.names, strict=True) if name not in differentiable]
-        ctx.mark_non_differentiable(*constant)
-        return results
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        saved = {**dict(zip(ctx.slots, ctx.saved_tensors, strict=True)), **ctx.numbers}
-        ctx.maybe_clear_saved_tensors()  # so that the executor can free them, unless the graph is retained
-        tangents = {name: grad for name, grad in zip(ctx.executable.names, grads) if grad is not None}
-        measured = ctx.executable.accumulation.measured
-        fates = [] if measured else [fate_at(node) for node, _ in ctx.next_functions]
-        ctx.ran = number_of_backward()
-        return (None, None, *ctx.executable.backward(saved, tangents, fates, _still_to_come(ctx)))
-
-
-def _still_to_come(ctx: Any) -> set[str]:
-    """Parameters, by their names in the model, that calls have a part in which this backward goes through later.
-
-    As autograd adds up what flows into a parameter before FSDP2 reduces it, the last of these calls does it here.
-    """
-    calls = [call for call in ctx.executable.accumulation.calls if call.ran != ctx.ran and fate_at(call) != "dropped"]
-    return {name for call in calls for name in call.executable.trained}

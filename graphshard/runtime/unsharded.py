@@ -115,9 +115,11 @@ class _Gathering:
     buffer: torch.Tensor | _Packed
     row: ParamRow
 
-    def wait(self) -> torch.Tensor:
+    def wait(self, left: int = 0) -> torch.Tensor:
+        """The parameter, but for steps of its landing that are left to do."""
         full = self.buffer.wait() if isinstance(self.buffer, _Packed) else c10d.wait_tensor(self.buffer)
-        for target, args, kwargs in landing(self.row):
+        steps = landing(self.row)
+        for target, args, kwargs in steps[: len(steps) - left]:
             full = target(full, *args, **kwargs)
         return full
 

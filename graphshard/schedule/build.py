@@ -22,7 +22,7 @@ from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.schedule.by_unit import first_use, last_input, next_boundary
-from graphshard.schedule.footprint import base_bytes, item_at
+from graphshard.schedule.footprint import base_bytes, item_at, lasting_beside
 from graphshard.schedule.problem import Chain, Link, Problem, Transfer
 
 
@@ -187,7 +187,10 @@ class _Maker:
         transfers = self._pinned(phase_name, transfers, order)
         at = {row.name: t.at for t in reduced for row in order[t.name].rows}
         launches = [c for c in found if c.kind == "reduce"]
-        base = base_bytes(phase, layout, cuts, launches, {c.node: at[c.params[0]] for c in launches})
+        beside = lasting_beside(self.program, phase)
+        base = [
+            beside + n for n in base_bytes(phase, layout, cuts, launches, {c.node: at[c.params[0]] for c in launches})
+        ]
         nodes = [[n for node in layout.compute[a:b] for n in with_parts(node)] for a, b in itertools.pairwise(cuts)]
         self.maps[phase_name] = PhaseMap(
             cuts,

@@ -11,7 +11,7 @@ from torch.fx import Node
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.graph import is_part, is_view
 from graphshard.ir.layout import Collective, Layout
-from graphshard.ir.program import LASTING, Phase
+from graphshard.ir.program import LASTING, Phase, Program
 
 
 def base_bytes(
@@ -58,6 +58,13 @@ def base_bytes(
         alive(start, last, num_bytes(owner))
     total = list(accumulate(change))
     return [max(total[a:b], default=0) for a, b in pairwise(cuts)]
+
+
+def lasting_beside(program: Program, phase: Phase) -> int:
+    """Bytes of shards, buffers and inputs that this phase does not read, and another one does."""
+    phases = program.phases.values()
+    sizes = {slot: num_bytes(node) for each in phases for node, slot in each.slot_of().items() if slot.kind in LASTING}
+    return sum(sizes[slot] for slot in sizes.keys() - phase.slot_of().values())
 
 
 def item_at(cuts: Sequence[int], position: int) -> int:

@@ -10,11 +10,14 @@ from torch.fx import Node
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.graph import WAIT, is_collective, is_view, module_of
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
-from graphshard.ir.program import LASTING, Phase, Program
+from graphshard.ir.program import LASTING, Phase, Program, Slot
 from graphshard.schedule.timeline import Estimate
 
 # What the tensors of a bucket are, by its kind.
 _OF_BUCKET = {"gather": "gathered parameters", "reduce": "gradients", "all_reduce": "gradients"}
+
+# What backward may have of forward, under one name.
+_FROM_PHASE_TO_PHASE = ("shards", "saved for backward", "gathered parameters")
 
 # What the inputs of a phase are, by the kind of their slot.
 _OF_SLOT = dict.fromkeys(("param", "part", "buffer", "late"), "shards") | {"input": "inputs"}
@@ -83,14 +86,16 @@ def memory_of(program: Program, found: Estimate) -> Memory:
 
 def tensors(program: Program, found: Estimate) -> list[Tensor]:
     """What is alive between regions, and when; what a region holds while it runs is not seen."""
-    held: dict[str, Tensor] = {}
+    held: dict[tuple[str, ...], Tensor] = {}
     for phase_name, phase in program.phases.items():
         for tensor in _of_phase(program, phase, phase_name, found):
-            if tensor.what in ("shards", "saved for backward") and tensor.name in held:
-                before = held[tensor.name]
-                held[tensor.name] = Tensor(before.name, before.what, before.num_bytes, before.start, tensor.end)
+            # A shard, and the parameter that is gathered of it, go by one name.
+            key = (tensor.what, tensor.name)
+            if tensor.what in _FROM_PHASE_TO_PHASE and key in held:
+                before = held[key]
+                held[key] = Tensor(before.name, before.what, before.num_bytes, before.start, tensor.end)
             else:
-                held[tensor.name if tensor.name not in held else f"{phase_name} {tensor.name}"] = tensor
+                held[key if key not in held else (*key, phase_name)] = tensor
     return list(held.values())
 
 
@@ -118,11 +123,11 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
         if node in slots:
             slot = slots[node]
             kept = slot.kind in LASTING
-            what = _OF_SLOT.get(slot.kind, "saved for backward")
+            what = _OF_SLOT.get(slot.kind) or _saved(slot)
             name = f"{slot.name}[{slot.index}]" if slot.kind == "part" else slot.name
-            yield Tensor(name, what, num_bytes(node), began, ended if kept else end)
+            yield Tensor(name, what, num_bytes(node), *((0.0, found.seconds) if kept else (began, end)))
         elif node in saved:
-            yield Tensor(saved[node].name, "saved for backward", num_bytes(node), start, end)
+            yield Tensor(saved[node].name, _saved(saved[node]), num_bytes(node), start, end)
         else:
             bucket = node.meta.get("bucket", "")
             what = "activations"
@@ -131,6 +136,11 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
             elif any(is_collective(user) for user in node.users) and phase_name == "backward":
                 what = "gradients"
             yield Tensor(bucket or f"%{node.meta['number']} {module_of(node)}", what, num_bytes(node), start, end)
+
+
+def _saved(slot: Slot) -> str:
+    """What a value that forward leaves to backward is."""
+    return "gathered parameters" if slot.of == "gathered" else "saved for backward"
 
 
 def _on_host(node: Node) -> bool:

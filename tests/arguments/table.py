@@ -33,7 +33,9 @@ def rows(folder: Path, mesh: DeviceMesh, compiled: nn.Module, file: Path) -> Ite
     yield from _export(folder, compiled)
     yield from _load(mesh, compiled, file)
     yield from _explain()
+    yield from _foreign()
     yield from _of_compiled(compiled)
+    yield from _compile_step(compiled)
     yield from _checkpoints(folder, compiled)
     yield from _values(folder)
 
@@ -53,6 +55,7 @@ def _compile(mesh: DeviceMesh, folder: Path) -> Iterator[Row]:
     taken.write_text("a file")
     yield Row(graphshard.compile, "dump", (*bad.NO_PATHS, "/dev/null/x", taken, taken / "below"), call)
     yield Row(graphshard.compile, "artifact", bad.NO_PATHS, good)
+    yield Row(graphshard.compile, "cache", (3, 1.5, b"x", [], "", "a\0b", Hostile()), good)
     unit = {"module": MODEL, "mesh": mesh}
     yield Row(graphshard.fully_shard, "module", (*bad.NO_MODELS, [], [None], (nn.Linear(1, 1), 3)), {"mesh": mesh})
     yield Row(graphshard.fully_shard, "mesh", (*bad.NO_MESHES, (2,), 2), {"module": MODEL})
@@ -72,6 +75,7 @@ def _export(folder: Path, compiled: nn.Module) -> Iterator[Row]:
     yield Row(export, "calls", (None, 3, [3], "x", Hostile(), [Hostile()], {}), good)
     yield Row(export, "accumulate", bad.NO_BOOLS, good)
     yield Row(export, "device", ("tpu", 3, [], torch.device("cpu"), bad.LONG, Hostile()), good)
+    yield Row(export, "capability", ("9.0", 3, [], (7, 5), [(9, 0), 3], {}, Hostile(), (9, 0)), good)
     yield Row(export, "threads", (0, *bad.NO_COUNTS, 10**30), good)
     yield Row(export, "compile_regions", ("no", 3, [], Hostile()), good)
     yield Row(export, "example_inputs", bad.NO_INPUTS[:9], good, INPUT)
@@ -127,6 +131,22 @@ def _explain() -> Iterator[Row]:
     yield Row(grid, "optimizer_states", bad.NO_COUNTS, several)
 
 
+def _foreign() -> Iterator[Row]:
+    good: dict[str, Any] = {"gm": torch.fx.symbolic_trace(nn.ReLU())}
+    for node in good["gm"].graph.nodes:
+        node.meta["val"] = torch.empty(2, device="meta")
+    yield Row(graphshard.schedule_graph, "gm", (*bad.NO_MODELS[:4], torch.zeros(2), torch.fx.Graph()))
+    no_groups = (3, "dp", ["dp"], {3: 2}, {"dp": "2"}, {"dp": 0}, {"dp": -1}, {"dp": True}, {"dp": 10**30}, Hostile())
+    yield Row(graphshard.schedule_graph, "groups", no_groups, good)
+    yield Row(graphshard.schedule_graph, "hardware", (*bad.NO_PATHS, None), good)
+    yield Row(graphshard.schedule_graph, "network", (None, 3, "nope", [], bad.LONG, Hostile()), good)
+    yield Row(graphshard.schedule_graph, "memory_limit", (0, -1, True, 1.5, "8", 10**30, Hostile()), good)
+    yield Row(graphshard.schedule_graph, "steps", (*bad.NO_COUNTS, None, 10**30), good)
+    yield Row(graphshard.Group, "size", (0, -1, True, 1.5, "8", None, 10**30, Hostile()))
+    yield Row(graphshard.Group, "apart", (0, -1, True, 1.5, "8", None, 10**30, Hostile()), {"size": 2})
+    yield Row(graphshard.Group, "link", (None, 3, b"a", [], Hostile()), {"size": 2})
+
+
 def _of_compiled(model: nn.Module) -> Iterator[Row]:
     yield Row(graphshard.programs, "model", bad.UNCOMPILED)
     yield Row(graphshard.register_forward_method, "model", bad.UNCOMPILED, {"method": "forward"})
@@ -173,6 +193,17 @@ def _of_compiled(model: nn.Module) -> Iterator[Row]:
     )
     yield Row(model.set_modules_to_forward_prefetch, "modules", no_modules)
     yield Row(model.set_modules_to_backward_prefetch, "modules", no_modules)
+
+
+def _compile_step(model: nn.Module) -> Iterator[Row]:
+    step, optimizer = graphshard.compile_step, torch.optim.SGD(model.parameters(), lr=0.1)
+    good = {"model": model, "optimizer": optimizer}
+    yield Row(step, "model", bad.UNCOMPILED, {"optimizer": optimizer})
+    yield Row(step, "optimizer", (None, 3, "adam", torch.optim.SGD, [optimizer], Hostile()), {"model": model})
+    yield Row(step, "loss", bad.NO_FUNCTIONS, good)
+    yield Row(step, "clip_norm", (0, -1, True, math.nan, math.inf, "x", [1.0], Hostile()), good)
+    yield Row(step, "accumulate", (None, 0, *bad.NO_COUNTS), good)
+    yield Row(step, "scaler", (3, "cpu", torch.amp.GradScaler, Hostile()), good)
 
 
 def _checkpoints(folder: Path, model: nn.Module) -> Iterator[Row]:

@@ -50,8 +50,8 @@ def name_of(row: Row) -> str:
 
 FUNCTIONS = (
     *("compile", "fully_shard", "export", "Call", "of_a_call", "load", "explain", "explain_grid", "bisect", "programs"),
-    *("register_forward_method", "measure_regions", "profile_step", "load_profile", "from_json"),
-    *("load_measured", "save_measured"),
+    *("register_forward_method", "compile_step", "measure_regions", "profile_step", "load_profile", "from_json"),
+    *("load_measured", "save_measured", "schedule_graph", "Group"),
     *("latest_checkpoint", "save_checkpoint", "async_save_checkpoint", "load_checkpoint"),
     *("Pipeline", "insert", "replace", "<lambda>"),
     *("PlanByUnit", "set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_forward"),

@@ -162,3 +162,47 @@ def _inductor(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_inductor_compiles_once_for_all_shapes(ranks: Ranks) -> None:
     ranks(2).run(_inductor)
+
+
+def _slices(rank: int, world_size: int, backend: str, dynamic: bool) -> None:
+    torch.manual_seed(0)
+    model, plain = _Net().eval(), _Net().eval()
+    plain.load_state_dict(model.state_dict())
+    shapes = {name: {1: Dim("sequence", min=2, max=64)} for name in ("tokens", "targets")} if dynamic else None
+    graphshard.compile(model, world_mesh(), backend=backend, dynamic_shapes=shapes)
+    for length in (9, 12, 15):
+        sequence = torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
+        losses = [net(sequence[:, :-1], sequence[:, 1:]) for net in (model, plain)]
+        losses[0].backward()
+        torch.testing.assert_close(*losses)
+    assert len(graphshard.programs(model)) == (1 if dynamic else 3)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_inputs_with_gaps_in_memory(ranks: Ranks, backend: str, dynamic: bool) -> None:
+    """As of tokens and targets that are cut out of one tensor, whose rows are one longer."""
+    ranks(1).run(_slices, backend, dynamic)
+
+
+class _Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        seen.add_(1)
+        return self.lin(x * seen).sum()
+
+
+def _written(rank: int, world_size: int) -> None:
+    model = graphshard.compile(_Counts(), world_mesh(), dynamic_shapes=({0: Dim("batch")}, {0: Dim("batch")}))
+    for batch in (3, 5):
+        seen = torch.zeros(batch, 5)
+        model(torch.ones(batch, 4), seen[:, :-1]).backward()
+        assert torch.equal(seen, torch.tensor([1.0, 1, 1, 1, 0]).expand(batch, 5))
+    assert len(graphshard.programs(model)) == 1
+
+
+def test_an_input_with_gaps_is_written_to(ranks: Ranks) -> None:
+    ranks(1).run(_written)

@@ -49,6 +49,13 @@ def _mesh(*names: str) -> DeviceMesh:
         (("x", "y"), {"replicate": "x", "shard": "y"}, ("x", "y"), None),
         (("nodes", "gpus"), None, ("nodes", "gpus"), None),
         (("dp",), None, ("dp",), None),
+        (("dp", "cp"), None, ("dp_cp",), None),
+        (("cp",), None, ("cp",), None),
+        (("dp", "cp", "tp"), None, ("dp_cp",), "tp"),
+        (("dp_replicate", "dp_shard", "cp", "tp"), None, ("dp_replicate", "dp_shard_cp"), "tp"),
+        (("replicate", "cp"), None, ("replicate", "cp"), None),
+        (("x", "y", "z"), {"shard": ("x", "y")}, ("x_y",), "z"),
+        (("x", "y", "z"), {"replicate": ("x", "y"), "shard": "z"}, ("x_y", "z"), None),
     ],
     ids=str,
 )
@@ -100,11 +107,8 @@ WRONG_MESHES: dict[str, tuple[tuple[str, ...], Any, str]] = {
         DataParallelMeshDims(replicate="x"),
         r"^dp_mesh_dims: no axis to shard over\. To replicate only, ",
     ),
-    "several as one": (
-        ("x", "y"),
-        DataParallelMeshDims(shard=("x", "y")),
-        r"^dp_mesh_dims: shard=\('x', 'y'\)\. Several axes as one",
-    ),
+    "context outside": (("cp", "dp"), None, r"replicate are outermost, .* as in \('dp', 'cp'\)\.$"),
+    "tensor axes outside of two": (("tp", "y", "x"), DataParallelMeshDims(shard=("x", "y")), r"\('x', 'y', 'tp'\)\.$"),
     "no dims": (
         ("x", "y"),
         3,
@@ -235,15 +239,16 @@ class _Communicates(Mlps):
 
 
 def test_collectives_with_other_ranks(fake_world: FakeWorld) -> None:
-    """Of the data axis, which the program shards over: gradients would be reduced in a way of the model's own."""
+    """No axis of the mesh leads from this rank to those."""
     fake_world(4)
     mesh = _mesh("dp", "tp")
     model = _Communicates()
-    model.mesh = mesh["dp"]
+    model.mesh = DeviceMesh("cpu", [0, 3])
     parallelize_module(model.layers[0], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     graphshard.compile(model, mesh, backend="eager")
     message = (
-        r"cannot capture _Communicates\.forward, because it communicates by _c10d_functional.* with ranks \[0, 2\]"
+        r"cannot capture _Communicates\.forward, because it communicates by _c10d_functional.* with ranks \[0, 3\]\. "
+        r".*This rank's axes are 'dp': \[0, 2\]; 'tp': \[0, 1\]\.$"
     )
     with pytest.raises(CaptureError, match=message):
         model(torch.randn(2, 8))

@@ -102,7 +102,8 @@ def test_wrong_shapes(shape: Any, message: str) -> None:
         ),
         (
             (Axis("a", 2, "shard"), Axis("b", 4, "shrad")),
-            "mesh has an axis 'b' with the role 'shrad'. Use one of 'replicate', 'shard', 'regather', 'tensor'.",
+            "mesh has an axis 'b' with the role 'shrad'. Use one of 'replicate', 'shard', 'regather', 'inner', "
+            "'tensor'.",
         ),
         (
             (Axis("a", 2, "replicate"),),

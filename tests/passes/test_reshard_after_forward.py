@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import fake
+from graphshard.ir.graph import base_of, fake
 from graphshard.ir.layout import collectives
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
@@ -107,6 +107,30 @@ def test_false_saves_every_full_parameter(policy: MixedPrecisionPolicy | None) -
     # Backward needs all but first.weight, which no input's gradient passes through.
     assert list(saved.values()).count((4, 4)) >= 3
     assert not any(name.startswith("param:") for name in saved)
+
+
+class _Unbound(nn.Module):
+    """Uses views of its parameters, also of those of one that does not divide by 2 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Parameter(torch.ones(2, 4))
+        self.matrix = nn.Parameter(torch.ones(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale, shift = self.pair.unbind(0)
+        return ((x.sin() * scale * shift) @ self.matrix.t()).sin().sum()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_no_view_of_a_gathered_parameter_is_saved(reshard: bool) -> None:
+    """It would keep all of the parameter, and what the parameter was."""
+    program = through(captured(_Unbound(), INPUT, reshard_after_forward=reshard), "partition")
+    forward = program.phases["forward"]
+    gathered = {wait for c in collectives(forward) if c.kind == "gather" for wait in c.waits}
+    kept = [slot for node, slot in zip(forward.results, forward.outputs, strict=True) if base_of(node) in gathered]
+    assert sorted(slot.name for slot in kept) == ([] if reshard else ["matrix", "pair"])
+    assert all(slot.is_full for slot in kept)
 
 
 def test_none_keeps_the_root() -> None:

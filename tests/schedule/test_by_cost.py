@@ -152,6 +152,9 @@ def test_the_base_is_what_the_schedule_cannot_change(partitioned: Program) -> No
     # The product and its ReLU, and the sum at last.
     assert forward.base == (shard + state + value + 2 * value,)
     assert backward.gathers == ()
+    # Backward does not read the shard, which is there all the same. It has inputs, a mask of booleans, a tangent, and
+    # makes two values of it.
+    assert backward.base == (shard + state + 3 * value + 12 + 4,)
     assert [(r.num_bytes, r.at) for r in backward.reductions] == [(64, len(backward.seconds))]
     assert optimizer.base == (shard + state + shard,)
 

@@ -1,0 +1,237 @@
+"""Which code runs while a program is captured, and whether that could be told at the next launch."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import gc
+import io
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from graphshard.capture.witness import FUNCTIONS, same, witness_of
+from graphshard.ir.state import MISSING
+
+# What torch and graphshard run besides: compared by version, and not followed.
+NEEDED = frozenset(
+    {
+        *(
+            "torchgen",
+            "functorch",
+            "numpy",
+            "sympy",
+            "isympy",
+            "mpmath",
+            "networkx",
+            "jinja2",
+            "markupsafe",
+            "filelock",
+        ),
+        *("fsspec", "typing_extensions", "triton", "setuptools", "pkg_resources", "_distutils_hack", "exceptiongroup"),
+        *("cattrs", "attr", "attrs", "msgspec", "rich", "packaging", "yaml", "psutil", "pytest", "_pytest", "pluggy"),
+    }
+)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PACKAGES = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# The package `passes` is linked into this one.
+_PASSES = os.path.realpath(os.path.join(_HERE, "passes")) + os.sep
+_STDLIB = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+# How many functions a finder of modules calls within each other.
+_FINDERS_CALLS = 8
+# What differs between ranks or launches, and what code may ask of torch.
+_ASKS = {
+    "torch.distributed.get_rank": dist.get_rank,
+    "torch.distributed.get_node_local_rank": dist.get_node_local_rank,
+    "torch.distributed.get_group_rank": dist.get_group_rank,
+    "DeviceMesh.get_rank": DeviceMesh.get_rank,
+    "DeviceMesh.get_local_rank": DeviceMesh.get_local_rank,
+    "DeviceMesh.get_coordinate": DeviceMesh.get_coordinate,
+    "torch.initial_seed": torch.initial_seed,
+    "torch.get_rng_state": torch.get_rng_state,
+    "torch.cuda.mem_get_info": torch.cuda.mem_get_info,
+    "torch.cuda.memory_stats": torch.cuda.memory_stats,
+    "torch.cuda.memory_allocated": torch.cuda.memory_allocated,
+    "torch.cuda.current_device": torch.cuda.current_device,
+}
+
+
+@functools.cache
+def origin(file: str) -> str:
+    """Whose a source file is: "torch", "python", "graphshard", "needed", "generated" or "users"."""
+    if file.startswith("<"):
+        return "python" if file.startswith("<frozen ") else "generated"
+    if file.startswith(_TORCH):
+        return "torch"
+    if file.startswith((_HERE, _PASSES)):
+        return "graphshard"
+    if file.startswith(_PACKAGES):
+        root = file[len(_PACKAGES) :].partition(os.sep)[0].removesuffix(".py")
+        return "needed" if root in NEEDED else "users"
+    return "python" if file.startswith(_STDLIB) and f"{os.sep}site-packages{os.sep}" not in file else "users"
+
+
+def origin_of_module(name: str) -> str:
+    """Whose a module of Python's is, by its name."""
+    root = name.partition(".")[0]
+    if root in ("torch", "graphshard"):
+        return root
+    if root in NEEDED:
+        return "needed"
+    return "python" if root in sys.stdlib_module_names and root != "__main__" else "users"
+
+
+def origin_of_code(code: types.CodeType, module: str) -> str:
+    """Whose code is; what was generated is whose module it was generated for."""
+    found = origin(code.co_filename)
+    if found != "generated":
+        return found
+    # collections.namedtuple and torch.fx name modules that there are not.
+    return "python" if module.startswith("namedtuple_") else origin_of_module(module or "torch")
+
+
+@dataclass
+class Ran:
+    """What ran while a program was captured.
+
+    Attributes:
+        codes: of the user's and of libraries, by identity, with the names of their modules.
+        files: of torch, Python and what they need.
+        problems: why it cannot be told if the same would run at another launch.
+    """
+
+    codes: dict[int, tuple[types.CodeType, str]] = field(default_factory=dict)
+    files: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+    _others: dict[int, types.CodeType] = field(default_factory=dict)
+    _globals: list[tuple[str, dict[str, Any], str, Any]] = field(default_factory=list)
+
+    def add(self, frame: types.FrameType) -> None:
+        """A function runs for the first time."""
+        code, names = frame.f_code, frame.f_globals
+        module = str(names.get("__name__", ""))
+        if origin_of_code(code, module) != "users":
+            self._others[id(code)] = code
+            self.files.add(code.co_filename)
+            return
+        if code.co_name != "<module>" and _finds_modules(frame):
+            return
+        self.codes[id(code)] = code, module
+        if code.co_name == "<module>" and code.co_filename.startswith("<"):
+            self.problems.append("forward runs code that it makes (eval or exec)")
+        elif code.co_name == "<module>":
+            self.problems.append(f"forward imports {module} when it runs: import it before")
+        for name in code.co_names:
+            value = names.get(name, MISSING)
+            if value is not MISSING and not isinstance(value, (*FUNCTIONS, type, types.ModuleType)):
+                self._globals.append((module, names, name, witness_of(value)))
+
+    def finish(self) -> None:
+        """Nothing that functions read as globals may be another than when they ran first."""
+        for module, names, name, witness in self._globals:
+            if not same(witness, names.get(name, MISSING)):
+                self.problems.append(f"the global {module}.{name} changes while forward is captured")
+        self._globals.clear()
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Ran]:
+    """Watch what runs in the block, in this thread."""
+    ran = Ran()
+    if sys.version_info < (3, 11):  # codes have no qualified names
+        ran.problems.append("Python 3.10 does not say which functions run: use a newer one")
+        yield ran
+        return
+    if sys.gettrace() is not None:
+        ran.problems.append("a debugger, or a tool that measures coverage, follows the code")
+        yield ran
+        return
+    asks = {id(function.__code__): name for name, function in _ASKS.items() if hasattr(function, "__code__")}
+    codes, others = ran.codes, ran._others
+    collectors = {id(function.__code__) for function in gc.callbacks if hasattr(function, "__code__")}
+
+    def note(frame: types.FrameType, _: str, __: Any) -> None:
+        key = id(frame.f_code)
+        if key not in codes and key not in others:
+            if collectors and _is_called_by(collectors, frame):
+                return
+            ran.add(frame)
+        if key in asks and frame.f_back is not None and _is_users(frame.f_back):
+            ran.problems.append(f"forward asks {asks[key]}, which another rank or launch answers otherwise")
+
+    def opened(file: Any) -> None:
+        if _is_users(_asking()):
+            ran.problems.append(f"forward reads the file {file}")
+
+    with _told_of_files(opened):
+        sys.settrace(note)
+        try:
+            yield ran
+        finally:
+            sys.settrace(None)
+    ran.finish()
+
+
+@contextlib.contextmanager
+def _told_of_files(note: Callable[[Any], None]) -> Iterator[None]:
+    """In the block `note` is told what is opened."""
+    kept = [(module, name, getattr(module, name)) for module, name in ((builtins, "open"), (io, "open"), (os, "open"))]
+
+    def telling(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def open_(file: Any, *args: Any, **kwargs: Any) -> Any:
+            note(file)
+            return function(file, *args, **kwargs)
+
+        return open_
+
+    for module, name, function in kept:
+        setattr(module, name, telling(function))
+    try:
+        yield
+    finally:
+        for module, name, function in kept:
+            setattr(module, name, function)
+
+
+def _finds_modules(frame: types.FrameType) -> bool:
+    """Whether a function runs because some code imports a module, which a finder of somebody's looks for."""
+    before: types.FrameType | None = frame
+    for _ in range(_FINDERS_CALLS):
+        before = before.f_back if before is not None else None
+        if before is not None and before.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+    return False
+
+
+def _is_called_by(functions: set[int], frame: types.FrameType | None) -> bool:
+    """Whether one of these codes runs: what the garbage collector calls is no part of forward."""
+    while frame is not None:
+        if id(frame.f_code) in functions:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _asking() -> types.FrameType:
+    """Who asks Python's own library for something."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename == __file__ or origin(frame.f_code.co_filename) == "python"
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def _is_users(frame: types.FrameType) -> bool:
+    return origin_of_code(frame.f_code, str(frame.f_globals.get("__name__", ""))) == "users"

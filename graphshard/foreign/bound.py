@@ -1,0 +1,105 @@
+"""Seconds that no itinerary of a course beats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from graphshard.foreign.course import Course, Leg
+from graphshard.schedule.bounds import chain_bound
+from graphshard.schedule.problem import Chain, Link, Transfer
+
+
+def lower_bound(course: Course) -> float:
+    """The largest of: compute, what each link must carry, the longest path, and what each group's messages take."""
+    compute = sum(course.seconds) + sum(leg.packing + leg.unpacking for leg in course.legs)
+    works = [compute, _longest_path(course), *_link_work(course)]
+    for wire in sorted({leg.wire for leg in course.legs}) if course.end else ():
+        for gathers, reductions in _pairs(course, wire):
+            works.append(chain_bound(*problem_of(course, wire, gathers, reductions)))
+    return max(works)
+
+
+def problem_of(course: Course, wire: int, gathers: list[int], reductions: list[int]) -> tuple[Chain, Link]:
+    """One group's legs as a problem of `graphshard.schedule`: gathers gate compute, reductions follow it.
+
+    A gather may start at once, and a reduction may end with the last item. All must be of one kind each.
+    """
+    legs = course.legs
+
+    def cost(of: list[int]) -> Callable[[int, int], float]:
+        kind = legs[of[0]].kind if of else "gather"
+        return lambda num_bytes, num_tensors: course.cost(wire, kind, num_bytes, num_tensors)
+
+    def group(leg: Leg) -> str:
+        return repr(leg.key) if leg.key is not None else f"alone {leg.name}"
+
+    base = (0,) * course.end
+    last = course.end - 1
+    ahead = sorted(gathers, key=lambda i: (legs[i].needed, i))
+    behind = sorted(reductions, key=lambda i: (legs[i].first, i))
+    chain = Chain(
+        "graph",
+        course.seconds,
+        base,
+        tuple(
+            Transfer(str(i), legs[i].num_bytes, min(legs[i].needed, last), last, group(legs[i]), legs[i].num_tensors)
+            for i in ahead
+        ),
+        tuple(
+            Transfer(str(i), legs[i].num_bytes, max(legs[i].first, 1), -1, group(legs[i]), legs[i].num_tensors)
+            for i in behind
+        ),
+    )
+    return chain, Link(cost(gathers), cost(reductions), lambda _: 0.0, 2, contention=course.contention)
+
+
+def _pairs(course: Course, wire: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Every two kinds of a group, one taken to gate compute and the other to follow it; each leg one of the two."""
+    of_wire = [i for i, leg in enumerate(course.legs) if leg.wire == wire]
+    gating = [i for i in of_wire if course.legs[i].needed < course.end]
+    closing = [i for i in of_wire if course.legs[i].needed == course.end and course.legs[i].first > 0]
+    gates = sorted({course.legs[i].kind for i in gating})
+    closes = sorted({course.legs[i].kind for i in closing})
+    for kind in gates or [""]:
+        for other in closes or [""]:
+            pair = (
+                [i for i in gating if course.legs[i].kind == kind],
+                [i for i in closing if course.legs[i].kind == other],
+            )
+            if any(pair):
+                yield pair
+
+
+def _link_work(course: Course) -> Iterator[float]:
+    """What each link carries at the least: all that may travel together as one launch."""
+    for link in sorted(set(course.links)):
+        together: dict[object, list[int]] = {}
+        for index, leg in enumerate(course.legs):
+            if course.links[leg.wire] == link:
+                together.setdefault(leg.key or index, []).append(index)
+        yield sum(_as_one(course, legs) for legs in together.values())
+
+
+def _as_one(course: Course, legs: list[int]) -> float:
+    """Legs of one key as one launch, or apart if that is shorter: costs need not be concave in the tensors."""
+    return min(course.bucket_seconds(legs), sum(course.bucket_seconds([leg]) for leg in legs))
+
+
+def _longest_path(course: Course) -> float:
+    """The longest path through compute and legs, each by itself on a link of its own."""
+    came = [0.0] * (course.end + 1)  # when compute can be at a position, before it waits for anything there
+    due: dict[int, list[int]] = {}
+    for index, leg in enumerate(course.legs):
+        due.setdefault(leg.needed, []).append(index)
+
+    def arrival(index: int) -> float:
+        leg = course.legs[index]
+        start = max([came[leg.first], *(arrival(earlier) for earlier in leg.after)])
+        return start + course.cost(leg.wire, leg.kind, leg.num_bytes, 1)
+
+    for position in range(course.end + 1):
+        held = max([came[position], *(arrival(index) for index in due.get(position, ()))])
+        if position == course.end:
+            return held
+        came[position + 1] = held + course.seconds[position]
+    raise AssertionError("the last position returns")

@@ -1,0 +1,203 @@
+"""The collectives of a foreign graph, known by kind and group, and what in a graph cannot be scheduled.
+
+    %g = all_gather_into_tensor(%s, 4, "2")          a message of the group "2" with one wait
+    %w = wait_tensor(%g)
+
+Everything that is wrong is found here, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx import Graph, Node
+
+from graphshard.foreign.groups import Group, group_named
+from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.ir.graph import ALL_REDUCES, GATHERS, REDUCES, WAIT, c10d
+from graphshard.ir.torch_internals import hint
+
+_EXCHANGE = c10d.all_to_all_single.default
+_KINDS: dict[Any, str] = {
+    **dict.fromkeys(GATHERS, "gather"),
+    **dict.fromkeys(REDUCES, "reduce"),
+    **dict.fromkeys(ALL_REDUCES, "all_reduce"),
+    _EXCHANGE: "all_to_all",
+}
+_PACKETS = {"gather": c10d.all_gather_into_tensor, "reduce": c10d.reduce_scatter_tensor, "all_reduce": c10d.all_reduce}
+# Namespaces of operators that communicate; what is not in `_KINDS` is not known here.
+_COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """One collective of a graph, single or coalesced.
+
+    Attributes:
+        index: its place among those of the graph.
+        kind: gather, reduce (reduce-scatter), all_reduce or all_to_all.
+        node: the launch.
+        tensors: what it is given.
+        arrivals: by tensor, what carries its result: the launch itself, or `getitem`s of it.
+        waits: all of them; there may be several for a tensor, and none for one that nobody reads.
+        group: name of the process group.
+        key: messages with equal keys may travel together; None travels alone.
+        num_bytes: of the full tensors on each rank, as `Costs.collective` counts them.
+    """
+
+    index: int
+    kind: str
+    node: Node
+    tensors: tuple[Node, ...]
+    arrivals: tuple[tuple[Node, ...], ...]
+    waits: tuple[Node, ...]
+    group: str
+    key: tuple[Any, ...] | None
+    num_bytes: int
+
+    @property
+    def packet(self) -> OpOverloadPacket:
+        """The operator without its overload, of which there is a coalesced form."""
+        return _PACKETS[self.kind]
+
+
+def is_launch(node: Node) -> bool:
+    """A functional collective that is known here."""
+    return node.op == "call_function" and node.target in _KINDS
+
+
+def bytes_of(val: Any) -> int:
+    """Bytes of a value, of all tensors if there are several; at their hints where sizes are dynamic."""
+    if isinstance(val, torch.Tensor):
+        count = 1
+        for size in val.shape:
+            count *= hint(size)
+        return count * val.dtype.itemsize
+    return sum(map(bytes_of, val)) if isinstance(val, (tuple, list)) else 0
+
+
+def messages(graph: Graph, given: Mapping[str, Group]) -> tuple[list[Message], dict[str, Group]]:
+    """The collectives of a graph in their order, and the groups that they run over.
+
+    Raises:
+        ArgumentError: values are not known, a group is not, or a result is used without a wait.
+        UnsupportedError: an operator communicates in a way that is not known, or a size has no hint.
+    """
+    found: list[Message] = []
+    groups: dict[str, Group] = {}
+    for node in graph.nodes:
+        _check_values(node)
+        if not is_launch(node):
+            _check_operator(node)
+            continue
+        name = _group_name(node)
+        if name not in groups:
+            groups[name] = group_named(name, node.name, given)
+        _check_size(node, name, groups[name])
+        found.append(_message(len(found), node, name, groups[name].size))
+    return found, groups
+
+
+def _message(index: int, node: Node, group: str, num_ranks: int) -> Message:
+    kind = _KINDS[node.target]
+    given: Any = node.args[0]
+    coalesced = isinstance(given, (list, tuple))
+    tensors = tuple(given) if coalesced else (given,)
+    arrivals: list[list[Node]] = [[] for _ in tensors] if coalesced else [[node]]
+    waits: list[Node] = []
+    for user in node.users:
+        if coalesced and user.target is operator.getitem and isinstance(user.args[1], int):
+            arrivals[user.args[1]].append(user)
+            waits += [_wait(wait, user) for wait in user.users]
+        else:
+            waits.append(_wait(user, node))
+    if not waits:
+        raise ArgumentError(
+            f"gm: nothing waits for the collective %{node.name} ({node.target}). Call wait_tensor on what it returns, "
+            "or remove it with gm.graph.eliminate_dead_code()."
+        )
+    full = node.meta["val"] if kind == "gather" else [tensor.meta["val"] for tensor in tensors]
+    dtypes = {tensor.meta["val"].dtype for tensor in tensors}
+    key = None
+    if kind in _PACKETS and len(dtypes) == 1 and not any(dtype.is_complex for dtype in dtypes):
+        # The other arguments are the reduction, the number of ranks and the group.
+        key = (kind, *node.args[1:], str(*dtypes), str(tensors[0].meta["val"].device))
+    # Gloo makes one buffer of coalesced all-reduces, and adds up in an order that depends on the place in it.
+    if kind == "all_reduce" and num_ranks > 2 and tensors[0].meta["val"].device.type == "cpu":
+        exact = node.args[1] in ("min", "max") or not any(dtype.is_floating_point for dtype in dtypes)
+        key = key if exact else None
+    arrived = tuple(map(tuple, arrivals))
+    return Message(index, kind, node, tensors, arrived, tuple(waits), group, key, bytes_of(full))
+
+
+def _wait(user: Node, value: Node) -> Node:
+    if user.target is not WAIT:
+        what = "the graph returns it" if user.op == "output" else f"%{user.name} reads it"
+        raise ArgumentError(
+            f"gm: the collective %{value.name} is used without a wait: {what}. Call wait_tensor on it first."
+        )
+    return user
+
+
+def _check_values(node: Node) -> None:
+    if node.op == "output":
+        return
+    if "val" not in node.meta and node.users and not (node.op == "get_attr" and not _feeds_launch(node)):
+        raise ArgumentError(
+            f"gm: %{node.name} has no meta['val'], so that its size is not known. Trace the graph with make_fx, or run "
+            "torch.fx.passes.fake_tensor_prop.FakeTensorProp over it."
+        )
+    val = node.meta.get("val")
+    for value in val if isinstance(val, (tuple, list)) else (val,):
+        for size in value.shape if isinstance(value, torch.Tensor) else ():
+            if isinstance(size, torch.SymInt) and size.node.hint is None:
+                raise UnsupportedError(
+                    f"%{node.name} has the size {size}, which depends on values and has no hint. Give it one, as with "
+                    "torch.fx.experimental.symbolic_shapes' ShapeEnv, or trace with sizes that are known."
+                )
+
+
+def _feeds_launch(node: Node) -> bool:
+    return any(map(is_launch, node.users))
+
+
+def _check_operator(node: Node) -> None:
+    target = node.target
+    if not isinstance(target, OpOverload) or target is WAIT:
+        return
+    space, _, name = target._schema.name.partition("::")
+    if space not in _COMMUNICATING:
+        return
+    if space == "_c10d_functional":
+        why, remedy = "which is not scheduled", "Functionalize the graph, and leave broadcasts and sends out of it."
+    elif space == "_c10d_functional_autograd":
+        why, remedy = "which autograd differentiates", "Trace the joint graph, in which autograd has run."
+    else:
+        why = "a legacy collective"
+        remedy = "Use torch.distributed._functional_collectives, whose operators are torch.ops._c10d_functional."
+    raise UnsupportedError(f"%{node.name} calls {space}.{name}, {why}. {remedy}")
+
+
+def _group_name(node: Node) -> str:
+    group: Any = node.args[-1] if not node.kwargs else node.kwargs.get("group_name", node.args[-1])
+    name = group if isinstance(group, str) else getattr(group, "group_name", None)
+    if not isinstance(name, str) or isinstance(group, Node) or node.kwargs:
+        raise UnsupportedError(
+            f"%{node.name} does not name its group by a text in its arguments. Trace it with positional arguments, as "
+            "torch.distributed._functional_collectives calls it."
+        )
+    return name
+
+
+def _check_size(node: Node, name: str, group: Group) -> None:
+    kind = _KINDS[node.target]
+    if kind in ("gather", "reduce") and node.args[-2] != group.size:
+        raise ArgumentError(
+            f"groups: {name!r} has {group.size} ranks, but %{node.name} communicates with {node.args[-2]}. Correct the "
+            "size."
+        )

@@ -1,0 +1,197 @@
+"""From an itinerary to the graph: the order of its nodes, what memory they take, and messages that travel as one."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from graphshard.foreign.course import Course, Itinerary, Outcome
+from graphshard.foreign.effects import shared
+from graphshard.foreign.messages import Message, bytes_of
+from graphshard.foreign.windows import Windows, asked_for, parts
+from graphshard.ir.graph import is_view, start_together
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A graph, and what was found of it.
+
+    Attributes:
+        graph: whose nodes the others name.
+        messages: its collectives.
+        windows: its nodes by role.
+        cuts: the number of compute nodes before each position of the course.
+    """
+
+    graph: Graph
+    messages: list[Message]
+    windows: Windows
+    cuts: list[int]
+
+    @cached_property
+    def given(self) -> list[Node]:
+        """The nodes between inputs and output, as the graph has them."""
+        return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+
+    def order(self, course: Course, itinerary: Itinerary, outcome: Outcome) -> list[Node]:
+        """The nodes between inputs and output in the order of an itinerary; those of a bucket side by side."""
+        return _Order(self, course, itinerary, outcome).nodes()
+
+    def write(self, order: Sequence[Node], itinerary: Itinerary) -> dict[Node, tuple[str, ...]]:
+        """Put the graph's nodes into an order, and let buckets travel as one; launches that were, by those that are."""
+        assert set(order) == set(self.given), "an order has every node"
+        anchor = next(iter(self.graph.find_nodes(op="output")))
+        for node in order:
+            anchor.prepend(node)
+        names = {}
+        for _, legs in itinerary:
+            members = [self.messages[index] for index in legs]
+            held = tuple(member.node.name for member in members)
+            names[self._join(members) if len(legs) > 1 else members[0].node] = held
+        self.graph.lint()
+        return names
+
+    def _join(self, members: list[Message]) -> Node:
+        """Replace launches that stand side by side with one, and what carries their results."""
+        first = members[0]
+        tensors = [tensor for member in members for tensor in member.tensors]
+        vals = [val for m in members for val in _vals(m.node.meta["val"])]
+        with self.graph.inserting_before(first.node):
+            results = start_together(
+                self.graph, first.packet, tensors, *first.node.args[1:], like=first.node, vals=vals
+            )
+        launch = results[0].all_input_nodes[0]
+        launch.meta.update({k: v for k, v in first.node.meta.items() if k != "val"})
+        carried = [nodes for member in members for nodes in member.arrivals]
+        for nodes, result in zip(carried, results, strict=True):
+            for node in nodes:
+                node.replace_all_uses_with(result)
+        for member in members:
+            for node in dict.fromkeys((*(node for nodes in member.arrivals for node in nodes), member.node)):
+                self.graph.erase_node(node)
+        return launch
+
+    def peak(self, order: Sequence[Node], itinerary: Itinerary = ()) -> int:
+        """Most bytes alive at once, if nodes run in an order; what a bucket is given lives to its last wait."""
+        owner, size, sources, results, always = self._memory
+        given: dict[Node, list[Node]] = {}
+        for _, legs in itinerary:
+            members = [self.messages[index] for index in legs]
+            tensors = dict.fromkeys(owner[tensor] for member in members for tensor in member.tensors)
+            held = [tensor for tensor in tensors if tensor not in results]
+            given.update({wait: held for member in members for wait in member.waits} if len(legs) > 1 else {})
+        last: dict[Node, int] = {}
+        for index, node in enumerate(order):
+            for value in (*sources[node], *given.get(node, ())):
+                last[value] = index
+        alive = peak = always
+        dies: list[list[int]] = [[] for _ in order]
+        for value, index in last.items():
+            dies[index].append(size[value])
+        for index, node in enumerate(order):
+            if owner[node] is node:
+                alive += size[node]
+                if node not in last and node not in results:
+                    dies[index].append(size[node])
+            peak = max(peak, alive)
+            alive -= sum(dies[index])
+        return peak
+
+    @cached_property
+    def _memory(self) -> tuple[dict[Node, Node], dict[Node, int], dict[Node, list[Node]], set[Node], int]:
+        """By node whose memory it has, its bytes, whose memory must be there; bytes of inputs and results."""
+        owner: dict[Node, Node] = {}
+        for node in self.graph.nodes:
+            tells = is_view(node) if node.target is operator.getitem else isinstance(node.target, OpOverload)
+            first = next(iter(shared(node)), None) if tells else None
+            owner[node] = node if first is None else owner[first]
+        lasting = {owner[node] for node in self.graph.nodes if node.op in ("placeholder", "get_attr")}
+        (output,) = self.graph.find_nodes(op="output")
+        results = {owner[node] for node in output.all_input_nodes}
+        given = {wait: message for message in self.messages for wait in message.waits}
+        many = {node.args[0] for node in self.given if node.target is operator.getitem and owner[node] is node}
+        without = lasting | many  # the parts of a node have its bytes
+        size = {node: 0 if node in without else bytes_of(node.meta.get("val")) for node in set(owner.values())}
+        sources: dict[Node, list[Node]] = {}
+        for node in self.given:
+            inputs = [*node.all_input_nodes, *(given[node].tensors if node in given else ())]
+            sources[node] = [value for value in dict.fromkeys(owner[n] for n in inputs) if value not in results]
+        always = sum(bytes_of(node.meta.get("val")) for node in lasting)
+        return owner, size, sources, results, always
+
+
+def _vals(val: object) -> list[object]:
+    return list(val) if isinstance(val, (list, tuple)) else [val]
+
+
+class _Order:
+    def __init__(self, writer: Writer, course: Course, itinerary: Itinerary, outcome: Outcome) -> None:
+        self.writer, self.course, self.itinerary = writer, course, itinerary
+        self.waits = {wait for message in writer.messages for wait in message.waits}
+        self.placed: dict[Node, None] = {}
+        self.due: dict[int, list[Node]] = {}
+        place = {leg: number for number, (_, legs) in enumerate(itinerary) for leg in legs}
+        for message, window in zip(writer.messages, writer.windows.of):
+            number = place[message.index]
+            ended = self._ended(number, outcome)
+            closing = window.needed == len(writer.windows.compute)
+            for wait in message.waits:
+                due = max(ended, window.not_before[wait]) if closing else window.due[wait]
+                self.due.setdefault(min(due, window.due[wait]), []).append(wait)
+
+    def _ended(self, number: int, outcome: Outcome) -> int:
+        """The number of compute nodes after which a bucket has ended, with some time to spare."""
+        position, _ = self.itinerary[number]
+        if self.course.prompt:
+            return self.writer.cuts[position]
+        start, end = outcome.starts[number]
+        reached = bisect_left(outcome.reached, end + (end - start))
+        return self.writer.cuts[max(position, min(reached, self.course.end))]
+
+    def nodes(self) -> list[Node]:
+        """Buckets and waits where they are due, and compute in its order."""
+        compute, upcoming = self.writer.windows.compute, 0
+        starts = [self.writer.cuts[position] for position, _ in self.itinerary]
+        for position in range(len(compute) + 1):
+            while upcoming < len(starts) and starts[upcoming] <= position:
+                self._start(self.itinerary[upcoming][1])
+                upcoming += 1
+            for wait in self.due.get(position, ()):
+                if position < len(compute) or self.course.prompt:
+                    self._place(wait)
+            for node in compute[position : position + 1]:
+                self._place(node)
+        for node in self.writer.given:
+            self._place(node)
+        return list(self.placed)
+
+    def _start(self, legs: tuple[int, ...]) -> None:
+        """What the messages of a bucket are made of, then all of them."""
+        members = [self.writer.messages[index] for index in legs]
+        for member in members:
+            self._ask(member.node)
+        for member in members:
+            self.placed[member.node] = None
+        for member in members:
+            self.placed.update(dict.fromkeys(node for nodes in member.arrivals for node in nodes))
+
+    def _place(self, node: Node) -> None:
+        if node not in self.placed:
+            self._ask(node)
+            for placed in (node, *parts(node)):
+                self.placed.setdefault(placed, None)
+
+    def _ask(self, node: Node) -> None:
+        """Run what is light, and wait for what must be there, for a node."""
+
+        def asked(source: Node) -> bool:
+            return source not in self.placed and (source in self.writer.windows.light or source in self.waits)
+
+        for source in asked_for(node.all_input_nodes, asked):
+            self.placed[source] = None

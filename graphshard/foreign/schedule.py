@@ -1,0 +1,235 @@
+"""Bucket and reorder the collectives of any ATen graph: `graphshard.schedule_graph`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import GraphModule, Node
+
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import Hardware, Profile, load_profile
+from graphshard.foreign.bound import lower_bound
+from graphshard.foreign.build import course_of, cuts_of
+from graphshard.foreign.course import Course, Itinerary, Outcome, run
+from graphshard.foreign.groups import Group, GroupsLike, Wire, check_groups
+from graphshard.foreign.messages import bytes_of, messages
+from graphshard.foreign.report import GraphBucket, ScheduledGraph
+from graphshard.foreign.rewrite import Writer
+from graphshard.foreign.search import frugal, search
+from graphshard.foreign.windows import windows
+from graphshard.ir.errors import ArgumentError, InfeasibleError
+from graphshard.ir.given import check_choice, check_count
+from graphshard.ir.text import brief
+from graphshard.schedule.budget import Budget
+from graphshard.schedule.solve import STEPS
+
+log = logging.getLogger(__name__)
+
+
+def schedule_graph(
+    gm: GraphModule,
+    groups: GroupsLike = None,
+    *,
+    hardware: Hardware = "h100",
+    network: str = "isolated",
+    memory_limit: int | None = None,
+    steps: int = STEPS,
+) -> ScheduledGraph:
+    """Bucket and reorder the functional collectives of any FX graph of ATen operators, so that compute hides them.
+
+    The graph may come from `make_fx`, AOTAutograd, AutoParallel, SimpleFSDP or torchtitan. Nothing is assumed about
+    gradients or parameters. Collectives are known by their group: those of one kind, group, reduction and dtype may
+    travel together. Compute, writes and random operators keep their order, and every result keeps its bits. `gm` is
+    not changed. The same graph gives the same schedule on all ranks.
+
+    Args:
+        gm: a graph whose nodes have fake values in `meta["val"]`, as `make_fx` leaves them.
+        groups: the ranks of process groups by name: their number, or a `Group` that says how far apart they are and
+            which link carries them; or a DeviceMesh. Groups that are not named must exist in this process.
+        hardware: the machine: "a100", "h100", "h200", "b200", "cpu-gloo", a file that `graphshard calibrate` wrote, or
+            a `Profile`.
+        network: the profile's model of the network between nodes, "isolated" or "in-training".
+        memory_limit: bytes that inputs and values may take at once, as estimated from the order of nodes. If the graph
+            as it is takes more, the result may be slower than it.
+        steps: what the search may take, about a microsecond each; equal on all machines.
+
+    Raises:
+        ArgumentError: an argument is wrong, a group is not known, a value has no size, or nothing waits for a
+            collective.
+        InfeasibleError: no order that was found fits in memory_limit; it says the least. It is an ArgumentError.
+        UnsupportedError: a node communicates in a way that is not known, or a size depends on values.
+    """
+    profile = _check(gm, hardware, network, memory_limit, steps)
+    given = check_groups(groups)
+    module = GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
+    module.meta.update(gm.meta)
+    _name_constants(module)
+    limit = math.inf if memory_limit is None else memory_limit
+    return _Task.of(module, given, profile, network, limit).solve(steps)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A copy of the user's graph, and its course.
+
+    Attributes:
+        groups: that its collectives run over.
+        reread: reads a module as this one was read.
+    """
+
+    module: GraphModule
+    groups: Mapping[str, Group]
+    writer: Writer
+    course: Course
+    limit: float
+    reread: Callable[[], _Task]
+
+    @staticmethod
+    def of(module: GraphModule, given: Mapping[str, Group], profile: Profile, network: str, limit: float) -> _Task:
+        """Read the graph."""
+        found, groups = messages(module.graph, given)
+        wires = {name: Wire(group, profile, network) for name, group in groups.items()}
+        placed = windows(module.graph, found)
+        cuts = cuts_of(placed)
+        course = course_of(module.graph, found, placed, cuts, Costs(profile, network), wires)
+        reread = functools.partial(_Task.of, module, given, profile, network, limit)
+        return _Task(module, groups, Writer(module.graph, found, placed, cuts), course, limit, reread)
+
+    @functools.cached_property
+    def given(self) -> Outcome:
+        """What the graph takes as it is."""
+        outcome = run(self.course, self.course.as_given(), as_given=True)
+        assert outcome is not None, "the graph's own order is one"
+        return outcome
+
+    @functools.cached_property
+    def peak(self) -> int:
+        """Most bytes alive in the graph as it is."""
+        return self.writer.peak(self.writer.given)
+
+    @property
+    def _names(self) -> dict[Node, tuple[str, ...]]:
+        return {message.node: (message.node.name,) for message in self.writer.messages}
+
+    def solve(self, steps: int) -> ScheduledGraph:
+        """Search, and write what was found into the module, if it is shorter; or if the graph does not fit as it is."""
+        names = self._names
+        before, given = self.given, list(self.writer.given)
+        bound, peak = lower_bound(self.course), self.peak
+        course, itinerary, outcome = self._found(steps)
+        after = self
+        if outcome is not None and (outcome.seconds < before.seconds or peak > self.limit):
+            kept = GraphModule(self.module, copy.deepcopy(self.module.graph), type(self.module).__name__)
+            names = self.writer.write(self.writer.order(course, itinerary, outcome), itinerary)
+            # What is reported is what the graph takes that is returned.
+            after = self.reread()
+            if peak <= self.limit < after.peak or (peak <= self.limit and after.given.seconds > before.seconds):
+                self.module.graph = kept.graph
+                after = self.reread()
+                names = after._names
+            self.module.recompile()
+        log.info("%d nodes, %d collectives in %d buckets", len(given), len(self.course.legs), len(names))
+        return ScheduledGraph(
+            module=self.module,
+            seconds_before=before.seconds,
+            seconds_after=after.given.seconds,
+            exposed_before=before.exposed,
+            exposed_after=after.given.exposed,
+            lower_bound=min(bound, after.given.seconds),
+            peak_before=peak,
+            peak_after=after.peak,
+            buckets=tuple(after.bucket(number, names) for number in range(len(after.writer.messages))),
+            groups=dict(self.groups),
+        )
+
+    def _found(self, steps: int) -> tuple[Course, Itinerary, Outcome | None]:
+        """The best itinerary that fits, from the graph's own or from the one that takes least."""
+        budget = Budget(steps)
+        peaks = [self.peak]
+        for course, start in self._starts(self.peak):
+            outcome = None if start is None else run(course, start)
+            if start is None or outcome is None:
+                continue
+            peaks.append(self._peak(course, start))
+            if peaks[-1] <= self.limit:
+                best = search(course, start, functools.partial(self._fits, course, budget), budget)
+                return best.course, best.itinerary, best.outcome
+        if self.peak <= self.limit:
+            return self.course, self.course.as_given(), None
+        smallest = min(peaks)
+        raise InfeasibleError(
+            f"no order that was found fits in a memory_limit of {self.limit:,.0f} bytes. The least is {smallest:,} "
+            f"bytes, of which {self._lasting():,} are the graph's inputs. Give that much, or use smaller inputs.",
+            smallest,
+        )
+
+    def _starts(self, peak: int) -> list[tuple[Course, Itinerary | None]]:
+        prompt = replace(self.course, prompt=True)
+        least = frugal(self.course, self._grows)
+        own = [(self.course, self.course.as_given())] if peak <= self.limit else []
+        return [*own, (self.course, least), (prompt, least), (prompt, self.course.as_given())]
+
+    def _grows(self, index: int) -> bool:
+        """Whether a message leaves more alive than it is given."""
+        message = self.writer.messages[index]
+        return bytes_of(message.node.meta["val"]) > sum(bytes_of(tensor.meta["val"]) for tensor in message.tensors)
+
+    def _peak(self, course: Course, itinerary: Itinerary) -> int:
+        outcome = run(course, itinerary)
+        assert outcome is not None
+        return self.writer.peak(self.writer.order(course, itinerary, outcome), itinerary)
+
+    def _fits(self, course: Course, budget: Budget, itinerary: Itinerary) -> bool:
+        if self.limit == math.inf:
+            return True
+        budget.spend(10 * len(self.writer.given))
+        return self._peak(course, itinerary) <= self.limit
+
+    def _lasting(self) -> int:
+        nodes = self.module.graph.find_nodes(op="placeholder")
+        return sum(bytes_of(node.meta.get("val")) for node in nodes)
+
+    def bucket(self, number: int, names: Mapping[Node, tuple[str, ...]]) -> GraphBucket:
+        """One launch of the graph as it is, and what is predicted of it."""
+        message, (start, end) = self.writer.messages[number], self.given.starts[number]
+        return GraphBucket(
+            kind=message.kind,
+            group=message.group,
+            link=self.course.links[self.course.legs[number].wire],
+            members=names[message.node],
+            num_bytes=message.num_bytes,
+            start=start,
+            seconds=end - start,
+            exposed=self.given.waits[number][1],
+        )
+
+
+def _check(gm: object, hardware: Hardware, network: object, memory_limit: object, steps: object) -> Profile:
+    """The profile; raise ArgumentError for a wrong argument."""
+    if not isinstance(gm, GraphModule):
+        raise ArgumentError(
+            f"gm must be a torch.fx.GraphModule of ATen operators, got {brief(gm)}. Trace one with "
+            "torch.fx.experimental.proxy_tensor.make_fx."
+        )
+    profile = load_profile(hardware)
+    check_choice("network", network, sorted(profile.outside))
+    if memory_limit is not None:
+        check_count("memory_limit", memory_limit, what="number of bytes")
+    check_count("steps", steps, least=0, what="number of steps")
+    return profile
+
+
+def _name_constants(module: GraphModule) -> None:
+    """Tensors that the module holds have sizes, too."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        value: object = module
+        for name in str(node.target).split("."):
+            value = getattr(value, name, None)
+        if isinstance(value, torch.Tensor):
+            node.meta.setdefault("val", value)

@@ -1,0 +1,278 @@
+"""Between which positions each collective of a foreign graph may start, and at which it must have arrived.
+
+    %c = _to_copy(%p)                light: made of inputs alone, it runs when it is first needed
+    %g = all_gather(%c)              ready at 0, as nothing that computes comes before it
+    %y = mm(%x, %x)                  compute, position 0
+    %w = wait_tensor(%g)
+    %v = view(%w)                    light: it follows from a wait
+    %z = mm(%y, %v)                  compute, position 1: %g must have arrived here
+
+Compute keeps its order, so a position is a number of compute nodes that have run. What moves and makes nothing new
+(views, casts, copies, sizes) is light: it runs when something first asks for it. So is what follows from waits and
+inputs and goes to outputs alone, such as the scaling of a gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from graphshard.cost.multiplications import is_multiplication
+from graphshard.foreign.effects import Memory, is_barrier, is_pure, written
+from graphshard.foreign.messages import Message
+from graphshard.ir.graph import aten, is_view
+from graphshard.ir.sizes import is_size
+
+_MOVEMENT = frozenset(
+    {
+        operator.getitem,
+        aten._to_copy.default,
+        aten._unsafe_view.default,
+        aten.cat.default,
+        aten.clone.default,
+        aten.constant_pad_nd.default,
+        aten.div.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        torch.ops.prims.convert_element_type.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Window:
+    """When a message may start and must be there, in positions.
+
+    Attributes:
+        first, last: between which it may start.
+        due: by wait, the position at which it must be waited for; the number of compute nodes for the end.
+        not_before: by wait, the position before which it must not be.
+        after: indices of messages that it is made of.
+        start: where the graph has it; a wait's place is in `waited`.
+        waited: by wait, where the graph has it.
+    """
+
+    first: int
+    last: int
+    due: dict[Node, int]
+    not_before: dict[Node, int]
+    after: tuple[int, ...]
+    start: int
+    waited: dict[Node, int]
+
+    @property
+    def needed(self) -> int:
+        """The first position at which something waits."""
+        return min(self.due.values())
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A graph's nodes by role, and the windows of its messages.
+
+    Attributes:
+        compute: in order; positions count these. Parts of a node's result come right behind it.
+        light: what runs when it is first asked for.
+        of: by message.
+    """
+
+    compute: list[Node]
+    light: set[Node]
+    of: list[Window]
+
+
+def windows(graph: Graph, found: list[Message]) -> Windows:
+    """Find the windows of all messages; each holds the place that the graph has."""
+    return _Finder(graph, found).find()
+
+
+def parts(node: Node) -> list[Node]:
+    """The selections of a node's results, and theirs, which come right behind it."""
+    picked = [user for user in node.users if user.target is operator.getitem and user.args[0] is node]
+    return [part for user in picked for part in (user, *parts(user))]
+
+
+class _Finder:
+    def __init__(self, graph: Graph, found: list[Message]) -> None:
+        self.graph, self.messages = graph, found
+        self.nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        self.message_of = {wait: m for m in found for wait in m.waits}
+        ours = {m.node for m in found} | {node for m in found for arrived in m.arrivals for node in arrived}
+        self.ours = ours | self.message_of.keys()
+        self.memory = Memory(graph)
+        self.attached: set[Node] = set()
+        self.light: set[Node] = set()
+
+    def find(self) -> Windows:
+        self._find_light()
+        while True:
+            compute = self._compute()
+            heavy = self._misplaced(compute)
+            if not heavy:
+                break
+            self.light -= heavy
+            self._settle()
+        return Windows(compute, self.light, self._windows(compute))
+
+    def _find_light(self) -> None:
+        """What is made of inputs and waits, what goes to collectives alone, and what goes to outputs alone."""
+        launches = {m.node for m in self.messages}
+        pure = {node for node in self.nodes if node not in self.ours and is_pure(node)}
+        free = {node for node in self.nodes if node.op == "get_attr"}
+        movement = {node for node in pure if _moves(node)}
+        for node in self.nodes:
+            if node in movement and all(self._given(source, free) for source in node.all_input_nodes):
+                free.add(node)
+        takeoff: set[Node] = set()
+        tail: set[Node] = set()
+        for node in reversed(self.nodes):
+            users = list(node.users)
+            if node in movement and users and all(user in launches or user in takeoff for user in users):
+                takeoff.add(node)
+            if node in pure and users and all(user.op == "output" or user in tail for user in users):
+                tail.add(node)
+        self.light = free | takeoff
+        following: set[Node] = set(self.message_of)
+        for node in self.nodes:
+            sources = node.all_input_nodes
+            if following.isdisjoint(sources):
+                continue
+            known = all(self._given(source, self.light) for source in sources)
+            if known and (node in free or (node in tail and not is_multiplication(node))):
+                following.add(node)
+                self.light.add(node)
+        self._settle()
+
+    def _given(self, source: Node, light: set[Node]) -> bool:
+        return source.op == "placeholder" or source in light or source in self.message_of
+
+    def _settle(self) -> None:
+        """Selections belong to the node whose results they are; of what is not light they are not."""
+        self.attached = set()
+        for node in self.nodes:
+            if node.target is not operator.getitem or node in self.ours:
+                continue
+            source = node.args[0]
+            if (
+                isinstance(source, Node)
+                and source.op != "placeholder"
+                and source not in self.light | self.message_of.keys()
+            ):
+                self.attached.add(node)
+                self.light.discard(node)
+
+    def _compute(self) -> list[Node]:
+        apart = self.light | self.ours | self.attached
+        return [node for node in self.nodes if node not in apart]
+
+    def _misplaced(self, compute: list[Node]) -> set[Node]:
+        """What is light, but reads memory that is written before all that asks for it has run."""
+        writes = self._writes({node: i for i, node in enumerate(self.nodes)})
+        if not writes:
+            return set()
+        place = {node: i for i, node in enumerate(self.nodes)}
+        last: dict[Node, int] = {}
+        found = set()
+        for node in reversed(self.nodes):
+            if node not in self.light:
+                continue
+            asked = [last[user] if user in self.light else place.get(user, len(place)) for user in node.users]
+            last[node] = max(asked, default=len(place))
+            touched = {self.memory.of(value) for value in (node, *node.all_input_nodes)}
+            if any(place[node] < at <= last[node] for memory in touched for at in writes.get(memory, ())):
+                found.add(node)
+        return found
+
+    def _writes(self, place: dict[Node, int]) -> dict[Node, list[int]]:
+        """By memory, the places of the calls that write it, in order."""
+        found: dict[Node, list[int]] = {}
+        for node in self.nodes:
+            for memory in dict.fromkeys(map(self.memory.of, written(node))):
+                found.setdefault(memory, []).append(place[node])
+        return found
+
+    def _windows(self, compute: list[Node]) -> list[Window]:
+        end = len(compute)
+        index = {n: i for i, node in enumerate(compute) for n in (node, *parts(node))}
+        before = self._counted(index)
+        asked = self._asked(index, end)
+        barriers = [index[node] for node in compute if is_barrier(node)]
+        writes = self._writes(index)
+        found: list[Window] = []
+        for message in self.messages:
+            reach = self._reach(message.node)
+            sources = [source for node in (message.node, *reach) for source in node.all_input_nodes]
+            touched = {self.memory.of(node) for node in (*sources, *reach, *message.waits)}
+            fences = sorted({*barriers, *(at for memory in touched for at in writes.get(memory, ()))})
+            after = sorted({self.message_of[node].index for node in sources if node in self.message_of})
+            waited = {wait: before[wait] for wait in message.waits}
+            fenced = {wait: _between(fences, at) for wait, at in waited.items()}
+            first, last = _between(fences, before[message.node])
+            first = max([first, *(index[node] + 1 for node in sources if node in index)])
+            for node in sources:  # of what must not be waited for earlier, nothing can be made earlier
+                if node in self.message_of:
+                    earlier = found[self.message_of[node].index]
+                    first = max(first, earlier.first, earlier.not_before[node])
+            due = {wait: min(asked.get(wait, end), fenced[wait][1]) for wait in message.waits}
+            not_before = {wait: fence[0] for wait, fence in fenced.items()}
+            last = min(last, *due.values())
+            found.append(Window(first, last, due, not_before, tuple(after), before[message.node], waited))
+        return self._in_time(found)
+
+    def _in_time(self, found: list[Window]) -> list[Window]:
+        """What others are made of must be there when these must start."""
+        for index in reversed(range(len(found))):
+            for earlier in found[index].after:
+                window, last = found[earlier], min(found[earlier].last, found[index].last)
+                found[earlier] = Window(**{**vars(window), "last": last})
+        return found
+
+    def _counted(self, index: dict[Node, int]) -> dict[Node, int]:
+        """By node, how much compute the graph has before it."""
+        found, count = {}, 0
+        for node in self.nodes:
+            found[node] = count
+            count += node in index and node not in self.attached
+        return found
+
+    def _asked(self, index: dict[Node, int], end: int) -> dict[Node, int]:
+        """By wait and light node, the first position of compute that asks for it, directly or through light nodes."""
+        found: dict[Node, int] = {}
+        for node in reversed(self.nodes):
+            if node in self.light or node in self.message_of:
+                users = (index.get(user, found.get(user, end)) for user in node.users)
+                found[node] = min(users, default=end)
+        return found
+
+    def _reach(self, launch: Node) -> list[Node]:
+        """The light nodes that a launch asks for."""
+        return asked_for(launch.all_input_nodes, lambda node: node in self.light)
+
+
+def asked_for(nodes: Iterable[Node], known: Callable[[Node], bool]) -> list[Node]:
+    """Those of these nodes, and of their inputs and so on, that are known, each behind its inputs."""
+    found: dict[Node, None] = {}
+    stack = [(node, False) for node in nodes if known(node)][::-1]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            found[node] = None
+        elif node not in found:
+            stack.append((node, True))
+            stack += [(source, False) for source in node.all_input_nodes if known(source) and source not in found]
+    return list(found)
+
+
+def _between(fences: list[int], at: int) -> tuple[int, int]:
+    """The positions between the fences around one; fences are indices of compute."""
+    before = [fence + 1 for fence in fences if fence < at]
+    behind = [fence for fence in fences if fence >= at]
+    return max(before, default=0), min(behind, default=1 << 60)
+
+
+def _moves(node: Node) -> bool:
+    return is_view(node) or node.target in _MOVEMENT or is_size(node)

@@ -1,0 +1,273 @@
+"""A GPU's answers on a machine that has none: what capturing and compiling for CUDA ask of torch, Triton and autograd.
+
+    with stand_in((9, 0)):
+        ...                          fake CUDA tensors are differentiated, `torch.cuda` answers as on an H100
+
+Nothing outlives the block. Three things are asked that need a driver otherwise.
+
+* **Queries**: `torch.cuda`, Inductor's device interface and Triton's driver say what GPU there is.
+* **Streams of autograd.** For each node it asks the device guard of the tensor's kind of device for a stream, and torch
+  built for CPUs has no guard for CUDA. c10 keeps guards in a table (`device_guard_impl_registry`): in the block CUDA's
+  entry is the meta device's, but for `getStream`, which answers with the default stream of the device it is asked for.
+* **Whether there is CUDA at all**: the engine asks `CUDAHooksInterface`. In the block two of its methods are replaced,
+  the one by which torch finds an accelerator and the one that tells whether a device is in use.
+
+The last two are tables of C++ functions. Where in a table a function is, is read from torch's own headers
+(`getStream`) or found by trying (the hooks), and the effect is checked before the block is entered. `cffi` makes the
+function that returns a struct, which ctypes cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import re
+import types
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.device_interface import CudaInterface
+from torch._subclasses import FakeTensorMode
+
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.gpus import Capability, properties_of
+from graphshard.ir.torch_internals import replaced
+
+REMEDY = "pip install 'graphshard[cross]' brings it"
+
+_capability: ContextVar[Capability | None] = ContextVar("capability", default=None)
+
+
+def stands_in() -> bool:
+    """Whether the GPU that is asked for is not there: tensors are fake, and where they were made does not matter."""
+    return _capability.get() is not None
+
+
+@contextlib.contextmanager
+def stand_in(capability: Capability) -> Iterator[None]:
+    """In the block torch takes its decisions as with a GPU of this compute capability; there is none.
+
+    Raises:
+        ArgumentError: a package that this takes is missing, or torch is built otherwise than this knows.
+    """
+    with contextlib.ExitStack() as stack:
+        _answer(capability, stack)
+        token = _capability.set(capability)
+        stack.callback(_capability.reset, token)
+        # Autograd has a thread for each device that is there, and runs the others' nodes nowhere but here.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(_streams())
+        _check_autograd()
+        yield
+
+
+def _answer(capability: Capability, stack: contextlib.ExitStack) -> None:
+    """Let torch be told, while the stack is open, that there is a GPU of this compute capability."""
+    for target, answers in _answers(capability):
+        for name, answer in answers.items():
+            stack.enter_context(replaced(target, name, answer))
+
+
+def _answers(capability: Capability) -> Iterator[tuple[Any, dict[str, Any]]]:
+    gpu = types.SimpleNamespace(**properties_of(capability))
+    cuda: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "get_device_name": lambda device=None: gpu.name,
+        "get_device_capability": lambda device=None: capability,
+        "get_device_properties": lambda device=None: gpu,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device="cuda": None,
+        "_lazy_init": lambda: None,
+        "_exchange_device": lambda index: 0,
+        "_maybe_exchange_device": lambda index: 0,
+    }
+    yield torch.cuda, cuda
+    number = capability[0] * 10 + capability[1]
+    asked: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_compute_capability": lambda device=None: number,
+        "get_device_properties": lambda device=None: gpu,
+        "raise_if_triton_unavailable": lambda device=None: None,
+    }
+    yield CudaInterface, {name: staticmethod(answer) for name, answer in asked.items()}
+    in_workers = ("get_device_properties", "current_device")
+    worker = {name: staticmethod(asked[name]) for name in in_workers}
+    yield CudaInterface.Worker, {**worker, "set_device": staticmethod(lambda device: None)}
+    yield torch._C, {"_cuda_getCurrentRawStream": lambda index: 0}
+
+
+@contextlib.contextmanager
+def compiler_stand_in(capability: Capability, loaded: Callable[[Any], None]) -> Iterator[None]:
+    """Within `stand_in`, what compiling takes besides: Triton compiles for the GPU, and loads nothing.
+
+    Args:
+        loaded: called with each of Inductor's tuners, in the place of loading its kernels.
+
+    Raises:
+        ArgumentError: Triton is missing.
+    """
+    triton = package("triton")
+    helpers = importlib.import_module("torch._inductor.runtime.triton_helpers")
+    heuristics = importlib.import_module("torch._inductor.runtime.triton_heuristics")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget
+    number = capability[0] * 10 + capability[1]
+    driver = types.SimpleNamespace(
+        get_current_target=lambda: target("cuda", number, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+        get_device_capability=lambda device=None: capability,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+    )
+    with contextlib.ExitStack() as stack:
+        _answer(capability, stack)
+        active = triton.runtime.driver._active
+        stack.callback(setattr, triton.runtime.driver, "_active", active)
+        triton.runtime.driver._active = driver
+        stack.enter_context(replaced(helpers, "set_driver_to_gpu", lambda: None))
+        stack.enter_context(replaced(heuristics.CachingAutotuner, "_make_launchers", loaded))
+        stack.callback(_forget_devices)
+        _forget_devices()
+        yield
+
+
+# Modules with functions that keep what they have found out about devices.
+_KEEPING = ("torch._inductor.utils", "torch._inductor.runtime.hints", "torch.utils._triton")
+
+
+def _forget_devices() -> None:
+    """Let torch find out about devices anew: what it knows is of the GPU before, or of none."""
+    for name in _KEEPING:
+        module = importlib.import_module(name)
+        for value in [*vars(module).values(), *vars(getattr(module, "DeviceProperties", module)).values()]:
+            cached = getattr(value, "__func__", value)
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
+
+
+def package(name: str) -> Any:
+    """A package that compiling for a GPU takes; raise ArgumentError if it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ArgumentError(
+            f"a program for CUDA is made on a machine without a GPU by the package {name}, which is not installed "
+            f"({error}): {REMEDY}."
+        ) from None
+
+
+def _check_autograd() -> None:
+    """Differentiate a fake CUDA tensor."""
+    try:
+        with FakeTensorMode(), torch.enable_grad():
+            value = torch.empty(2, device="cuda", requires_grad=True)
+            torch.autograd.grad((value * value).sum(), value)
+    except RuntimeError as error:
+        raise _unknown(str(error).splitlines()[0]) from error
+
+
+@contextlib.contextmanager
+def _streams() -> Iterator[None]:
+    """In the block autograd finds a stream for each fake CUDA tensor, and CUDA is the accelerator that is here."""
+    try:
+        libraries = Path(torch.__file__).parent / "lib"
+        c10, aten = (ctypes.CDLL(str(libraries / f"lib{name}.so")) for name in ("c10", "torch_cpu"))
+        guards = (ctypes.c_void_p * len(_KINDS)).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
+        hooks_of = aten._ZN2at6detail12getCUDAHooksEv
+        hooks_of.restype = ctypes.c_void_p
+        hooks = ctypes.c_void_p.from_address(hooks_of())
+    except (OSError, AttributeError, ValueError) as error:
+        raise _unknown(str(error)) from error
+    slot = _place_of_get_stream()
+    guard, meta = guards[_KINDS.index("cuda")], guards[_KINDS.index("meta")]
+    ffi = package("cffi").FFI()
+    ffi.cdef("typedef struct {int8_t kind, index;} Device; typedef struct {Device device; int64_t id;} Stream;")
+    default_stream = ffi.callback(
+        "Stream(void *, Device)",
+        lambda this, device: {"device": {"kind": device.kind, "index": max(device.index, 0)}, "id": 0},
+    )
+    assert meta is not None
+    methods = _table(ctypes.c_void_p.from_address(meta).value)
+    methods[slot] = int(ffi.cast("intptr_t", default_stream))
+    made = (ctypes.c_void_p * 1)(ctypes.addressof(methods))
+    yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
+    kept = hooks.value
+    guards[_KINDS.index("cuda")] = ctypes.addressof(made)
+    answers = _table(kept)
+    hooks.value = ctypes.addressof(answers)
+    try:
+        _answer_where(answers, yes, lambda: torch._C._accelerator_getAccelerator() is not None)
+        _answer_where(answers, yes, _has_context)
+        yield
+    finally:
+        hooks.value = kept
+        guards[_KINDS.index("cuda")] = guard
+
+
+# c10::DeviceType, in its order.
+_KINDS = (
+    *("cpu", "cuda", "mkldnn", "opengl", "opencl", "ideep", "hip", "fpga", "maia", "xla", "vulkan", "metal", "xpu"),
+    *("mps", "meta", "hpu", "ve", "lazy", "ipu", "mtia", "privateuseone"),
+)
+# More than either table has; what is behind is copied with it, and not used.
+_ENTRIES = 40
+
+
+def _table(address: int | None) -> Any:
+    """A copy of a table of C++ functions."""
+    assert address is not None
+    return (ctypes.c_void_p * _ENTRIES)(*(ctypes.c_void_p * _ENTRIES).from_address(address))
+
+
+def _answer_where(table: Any, function: Any, answered: Callable[[], bool]) -> None:
+    """Put a function into the place of a table at which it has an effect; raise ArgumentError if there is none."""
+    if answered():
+        return
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    for place in range(_ENTRIES):
+        kept = table[place]
+        if kept != address:
+            table[place] = address
+            if answered():
+                return
+            table[place] = kept
+    raise _unknown("nothing that it asks of CUDA's hooks can be answered")
+
+
+def _has_context() -> bool:
+    """Whether autograd is told that a device is in use, which it asks after each backward."""
+    try:
+        _check_autograd()
+    except ArgumentError:
+        return False
+    return True
+
+
+def _place_of_get_stream() -> int:
+    """Where in the table of a device guard `getStream` is, by torch's own header."""
+    header = Path(torch.__file__).parent / "include" / "c10" / "core" / "impl" / "DeviceGuardImplInterface.h"
+    try:
+        text = re.sub(r"/\*.*?\*/|//[^\n]*", "", header.read_text(), flags=re.DOTALL)
+        text = text[text.index("struct C10_API DeviceGuardImplInterface {") :]
+        names = re.findall(r"virtual\s+[\w:\*&<> ]*?(~?\w+)\(", text[: text.index("\n};")])
+        return names.index("getStream")
+    except (OSError, ValueError) as error:
+        raise _unknown(str(error)) from error
+
+
+def _unknown(why: str) -> ArgumentError:
+    return ArgumentError(
+        f"this build of torch ({torch.__version__}) cannot differentiate for CUDA without a GPU: {why}. Export where "
+        "there is a GPU, or with torch for Linux from PyPI or download.pytorch.org."
+    )

@@ -1,0 +1,61 @@
+"""What is known of GPUs by their compute capability, to compile for one that is not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Capability = tuple[int, int]
+
+# What Inductor asks of a GPU, of the one that each compute capability is known by.
+_COMMON = {
+    "regs_per_multiprocessor": 65536,
+    "max_threads_per_multi_processor": 2048,
+    "max_threads_per_block": 1024,
+    "shared_memory_per_block": 49152,
+    "warp_size": 32,
+    "is_integrated": 0,
+    "gcnArchName": "",
+    "uuid": "",
+}
+_GPUS: dict[Capability, dict[str, Any]] = {
+    (8, 0): {
+        "name": "NVIDIA A100-SXM4-80GB",
+        "total_memory": 80 << 30,
+        "multi_processor_count": 108,
+        "shared_memory_per_block_optin": 166912,
+        "shared_memory_per_multiprocessor": 167936,
+        "L2_cache_size": 40 << 20,
+        "clock_rate": 1410000,
+        "memory_clock_rate": 1593000,
+        "memory_bus_width": 5120,
+    },
+    (9, 0): {
+        "name": "NVIDIA H100 80GB HBM3",
+        "total_memory": 80 << 30,
+        "multi_processor_count": 132,
+        "shared_memory_per_block_optin": 232448,
+        "shared_memory_per_multiprocessor": 233472,
+        "L2_cache_size": 50 << 20,
+        "clock_rate": 1980000,
+        "memory_clock_rate": 2619000,
+        "memory_bus_width": 5120,
+    },
+    (10, 0): {
+        "name": "NVIDIA B200",
+        "total_memory": 180 << 30,
+        "multi_processor_count": 148,
+        "shared_memory_per_block_optin": 232448,
+        "shared_memory_per_multiprocessor": 233472,
+        "L2_cache_size": 126 << 20,
+        "clock_rate": 1965000,
+        "memory_clock_rate": 3996000,
+        "memory_bus_width": 8192,
+    },
+}
+# Those that code is compiled for where there is no GPU.
+CAPABILITIES = tuple(_GPUS)
+
+
+def properties_of(capability: Capability) -> dict[str, Any]:
+    """What `torch.cuda.get_device_properties` says of such a GPU."""
+    return {"major": capability[0], "minor": capability[1], **_COMMON, **_GPUS[capability]}

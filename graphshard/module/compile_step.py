@@ -1,0 +1,229 @@
+"""A whole training step: forward, backward, clipping, the optimizer's updates and zeroing, in one call.
+
+    step = graphshard.compile_step(model, torch.optim.AdamW(model.parameters()), clip_norm=1.0)
+    loss = step(tokens, targets)
+
+Updates run inside the backward, each behind the reduction of its gradient and the last line that reads its shard, on
+plain tensors. Where that cannot be, backward accumulates gradients as ever, and updates follow it, with the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import check_count, check_function, check_number
+from graphshard.ir.subclasses import is_extended, shard_in
+from graphshard.ir.text import brief
+from graphshard.module.sharded_module import ShardedModule, compiled_module
+from graphshard.module.step_checks import check_loss, check_optimizer, check_scaler, check_step
+from graphshard.runtime.arrivals import Arrival, Taker
+from graphshard.runtime.clipping import Clipping, placed_alike
+from graphshard.runtime.graphs import trained_by_one_call
+from graphshard.runtime.updates import Updates
+
+
+def compile_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Callable[..., torch.Tensor] | None = None,
+    *,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
+) -> CompiledStep:
+    """Make a function of a whole training step: forward, backward, clipping, updates and zeroing.
+
+    Bit for bit what `loss.backward()`, `clip_grad_norm_`, `optimizer.step()` and `optimizer.zero_grad()` do one after
+    the other. State stays in the optimizer, and hyperparameters are read from its groups at each step.
+
+    Args:
+        model: a compiled module.
+        optimizer: of the model's parameters, or of some of them: one of torch.optim that computes element by element
+            (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop).
+        loss: is called with the model and what `step` is called with, and returns the loss; None calls the model, which
+            returns the loss itself.
+        clip_norm: what the norm of all gradients of the model may be at most, as for `clip_grad_norm_`; None clips
+            nothing.
+        accumulate: how many microbatches a step takes. Their gradients are added up, as by so many calls of backward:
+            the loss is not divided.
+        scaler: scales the loss and skips the steps whose gradients overflow; updates then follow the backward.
+
+    Returns:
+        `step(*args, **kwargs)`, which returns the loss, detached. For several microbatches it is
+        `step(*microbatches)`, each a tuple of inputs, a dict of them by name or one tensor, and returns their losses
+        in one tensor. `step.grad_norm` is the norm before it was clipped.
+
+    Raises:
+        ArgumentError: an argument is wrong, or the optimizer has parameters that are not the model's.
+        UnsupportedError: the optimizer's step cannot be taken apart; train with the separate step.
+    """
+    compiled = compiled_module(model)
+    check_optimizer(optimizer, model)
+    if loss is not None:
+        check_function("loss", loss, "lambda model, x, y: cross_entropy(model(x), y)")
+    if clip_norm is not None:
+        check_number("clip_norm", clip_norm, positive=True)
+    check_count("accumulate", accumulate)
+    check_scaler(scaler)
+    return CompiledStep(compiled, optimizer, loss, clip_norm, accumulate, scaler)
+
+
+class CompiledStep:
+    """What `compile_step` returns.
+
+    Attributes:
+        grad_norm: the total norm of the last step's gradients before they were clipped; None without `clip_norm`.
+        updated_in_backward: whether the last step's updates ran inside the backward, as most do.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModule,
+        optimizer: Optimizer,
+        loss: Callable[..., torch.Tensor] | None,
+        clip_norm: float | None,
+        accumulate: int,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.grad_norm: torch.Tensor | None = None
+        self.updated_in_backward = False
+        self._model = model
+        self._optimizer = optimizer
+        self._loss = loss
+        self._clip_norm = clip_norm
+        self._accumulate = accumulate
+        self._scaler = scaler
+        self._updates = Updates(optimizer)
+        self._clipping = Clipping(clip_norm) if clip_norm is not None else None
+        self._taker = Taker(self._clipping.take if self._clipping is not None else self._updates)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Train one step; returns the loss, or for several microbatches a tensor of their losses."""
+        params = dict.fromkeys(self._model.parameters())
+        check_step(self._optimizer, params)
+        self._updates.begin()
+        if self._accumulate == 1:
+            return self._last(self._loss_of(args, kwargs))
+        calls = self._microbatches(args, kwargs)
+        losses = []
+        with self._unsynced():
+            for call in calls[:-1]:
+                losses.append(self._loss_of(*call))
+                self._scaled(losses[-1]).backward()
+                losses[-1] = losses[-1].detach()
+        losses.append(self._last(self._loss_of(*calls[-1])))
+        return torch.stack([loss.reshape(()) for loss in losses])
+
+    def _loss_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        loss = self._model(*args, **kwargs) if self._loss is None else self._loss(self._model, *args, **kwargs)
+        check_loss(loss, "the model" if self._loss is None else brief(self._loss))
+        return loss
+
+    def _microbatches(
+        self, given: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> list[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+        """What each call of the loss is called with."""
+        if named or len(given) != self._accumulate:
+            what = f"inputs by name ({', '.join(named)})" if named else f"{len(given)}"
+            raise ArgumentError(
+                f"step: it was compiled with accumulate={self._accumulate} and takes as many microbatches, each a "
+                f"tuple of inputs, a dict of them by name or a tensor; given were {what}."
+            )
+        found: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+        for batch in given:
+            if isinstance(batch, Mapping):
+                found.append(((), batch))
+            else:
+                found.append((tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}))
+        return found
+
+    @contextlib.contextmanager
+    def _unsynced(self) -> Iterator[None]:
+        """In the block gradients are added up and not reduced."""
+        runner = self._model._graphshard
+        before = set(runner.accumulation.unsynced)
+        runner.accumulation.unsynced.update(row.name for row in runner.tracer.spec.params)
+        try:
+            yield
+        finally:
+            runner.accumulation.unsynced.clear()
+            runner.accumulation.unsynced.update(before)
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self._scaler.scale(loss) if self._scaler is not None else loss
+        return scaled
+
+    def _last(self, loss: torch.Tensor) -> torch.Tensor:
+        """The backward that reduces gradients, and all that follows."""
+        accumulation = self._model._graphshard.accumulation
+        self._taker.params, self._taker.ran = self._taken(loss), False
+        accumulation.taker = self._taker if self._taker.params else None
+        try:
+            self._scaled(loss).backward()
+            self.updated_in_backward = self._taker.ran
+            if self._clipping is not None and self._taker.ran:
+                self._end_clipping(self._clipping)
+        finally:
+            accumulation.taker = None
+            if self._clipping is not None:
+                self._clipping.forget()
+        self._follow()
+        return loss.detach()
+
+    def _end_clipping(self, clipping: Clipping) -> None:
+        """Update parameters by what was kept of the backward; leave it to torch if that is not all."""
+        if any(param.grad is not None for param in self._model.parameters()):
+            clipping.give_back()
+            self.updated_in_backward = False
+            return
+        self.grad_norm, groups = clipping.end(self._model.parameters())
+        for group in groups:
+            self._updates(group)
+
+    def _taken(self, loss: torch.Tensor) -> set[str]:
+        """Parameters, by their names, whose gradients are used where they arrive; none if that would not be exact."""
+        refs = self._model._graphshard.tracer.params
+        own = [(ref.row.name, ref.param) for ref in refs]
+        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for _, p in own)
+        if self._scaler is not None or hooked or any(p.grad is not None or is_extended(p) for _, p in own):
+            return set()
+        trained = trained_by_one_call(loss, self._model._graphshard.accumulation.calls)
+        taken = {name: param for name, param in own if name in trained and param in self._updates}
+        if taken and self._clipping is not None and (taken.keys() != trained or not placed_alike(list(taken.values()))):
+            return set()
+        return set(taken)
+
+    def _follow(self) -> None:
+        """What backward has left: clip, update by gradients that were accumulated, and zero them."""
+        if self.updated_in_backward:
+            self._update_rest()
+        else:
+            self._separate()
+        if self._scaler is None:
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedules ask for
+        self._optimizer.zero_grad()
+
+    def _separate(self) -> None:
+        if self._scaler is not None and self._clip_norm is not None:
+            self._scaler.unscale_(self._optimizer)
+        if self._clip_norm is not None:
+            total = nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
+            self.grad_norm = total.full_tensor() if hasattr(total, "full_tensor") else total
+        if self._scaler is not None:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+        elif any(is_extended(param) for group in self._optimizer.param_groups for param in group["params"]):
+            self._optimizer.step()
+        else:
+            self._update_rest()
+
+    def _update_rest(self) -> None:
+        params = (param for group in self._optimizer.param_groups for param in group["params"])
+        self._updates([Arrival(param, shard_in(param.grad)) for param in params if param.grad is not None])

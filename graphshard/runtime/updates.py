@@ -1,0 +1,114 @@
+"""Run an optimizer of torch.optim on this rank's shards, for some parameters at a time.
+
+The optimizer's own `step` does it, on a stand-in for the optimizer whose groups have plain tensors in the place of
+DTensors: what lies in the shards, with gradients of those that have arrived. Hyperparameters are those of the groups as
+they are now. State is read from the optimizer and what is new is put there, as the DTensors that it would have made
+itself, so that state dicts and checkpoints are what they are without this.
+
+For optimizers only that compute each element of a parameter by itself: `ELEMENTWISE`. Rprop does, but has no step on
+DTensors to be equal to (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+)
+
+from graphshard.ir.subclasses import shard_in
+from graphshard.ir.torch_internals import sharded_like
+from graphshard.runtime.arrivals import Arrival
+
+ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop)
+# State that is one number for a parameter, and no DTensor.
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether the step of an optimizer is one of torch's that computes element by element, as it stands there."""
+    return any(
+        isinstance(optimizer, known)
+        and all(_plain(type(optimizer), name) is _plain(known, name) for name in ("step", "_init_group"))
+        for known in ELEMENTWISE
+    )
+
+
+def _plain(cls: type, name: str) -> Callable[..., Any]:
+    """A method without what torch wraps it in: hooks, ranges, no_grad."""
+    found: Callable[..., Any] = inspect.unwrap(getattr(cls, name))
+    return found
+
+
+class Updates:
+    """The steps of an optimizer, group by group and shard by shard.
+
+    Args:
+        optimizer: one that `is_elementwise`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step = _plain(type(optimizer), "step")
+        self._group_of: dict[nn.Parameter, int] = {}
+
+    def begin(self) -> None:
+        """Look at which groups there are now."""
+        groups = enumerate(self._optimizer.param_groups)
+        self._group_of = {param: number for number, group in groups for param in group["params"]}
+
+    def __contains__(self, param: nn.Parameter) -> bool:
+        """Whether the optimizer has a parameter."""
+        return param in self._group_of
+
+    @torch.no_grad()
+    def __call__(self, arrivals: Iterable[Arrival]) -> None:
+        """Update parameters of the optimizer by their gradients."""
+        groups: dict[int, list[Arrival]] = {}
+        for arrival in arrivals:
+            groups.setdefault(self._group_of[arrival.param], []).append(arrival)
+        for number, members in groups.items():
+            self._update(self._optimizer.param_groups[number], members)
+
+    def _update(self, group: Mapping[str, Any], members: list[Arrival]) -> None:
+        shards = [shard_in(param).detach() for param, _ in members]
+        state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        for shard, (param, grad) in zip(shards, members):
+            shard.grad = grad
+            if known := self._optimizer.state.get(param):
+                state[shard] = {name: _held(value) for name, value in known.items()}
+        before = {shard: dict(values) for shard, values in state.items()}
+        stand_in = object.__new__(type(self._optimizer))
+        stand_in.__dict__.update(self._optimizer.__dict__, param_groups=[{**group, "params": shards}], state=state)
+        self._step(stand_in)
+        for shard, (param, _) in zip(shards, members):
+            for name, value in _changed(before.get(shard, {}), state.get(shard, {})):
+                if isinstance(value, torch.Tensor) and isinstance(param, DTensor) and name not in _NUMBERS:
+                    value = sharded_like(value, param)
+                self._optimizer.state[param][name] = value
+
+
+def _held(value: Any) -> Any:
+    return shard_in(value) if isinstance(value, torch.Tensor) else value
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What was put into the state, but for what was changed in place."""
+    return ((name, value) for name, value in after.items() if name not in before or before[name] is not value)

@@ -1,0 +1,244 @@
+"""The directory: whole files or none, whatever others do to it at the same time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import graphshard
+from graphshard.cache import entries
+from graphshard.cli.main import main
+from graphshard.ir.errors import ArgumentError
+from tests.cache.launches import Launches, messages
+
+KEY = "0" * 32
+MEMBERS = {"a.json": b"{}", "b.so": os.urandom(1 << 20)}
+
+
+def _name(number: int) -> str:
+    return entries.name_of(KEY, f"{number:032x}")
+
+
+def _write_for_ever(directory: str, number: int) -> None:
+    while True:
+        entries.write(Path(directory) / _name(number), {"model": "m"}, MEMBERS)
+
+
+def _write_many(directory: str, count: int) -> None:
+    for _ in range(count):
+        entries.write(Path(directory) / _name(1), {"model": "m"}, MEMBERS)
+        entries.shrink(Path(directory), 3 << 20)
+
+
+def test_two_jobs_write_one_file(tmp_path: Path) -> None:
+    """Whoever reads meanwhile finds a whole file or none."""
+    context = multiprocessing.get_context("fork")
+    jobs = [context.Process(target=_write_many, args=(str(tmp_path), 100)) for _ in range(2)]
+    for job in jobs:
+        job.start()
+    read = 0
+    while any(job.is_alive() for job in jobs):
+        try:
+            facts, members = entries.read(tmp_path / _name(1))
+        except FileNotFoundError:
+            continue
+        assert members == MEMBERS
+        assert facts["model"] == "m"
+        read += 1
+    assert [job.exitcode for job in jobs] == [0, 0]
+    assert read
+    assert os.listdir(tmp_path) == [_name(1)]
+
+
+def test_a_kill_in_the_middle(tmp_path: Path) -> None:
+    """There is no half file under the name; what a killed process has left is removed later."""
+    left = 0
+    for number in range(20):
+        job = multiprocessing.get_context("fork").Process(target=_write_for_ever, args=(str(tmp_path), number))
+        job.start()
+        while not any(name.startswith(".") for name in os.listdir(tmp_path)):
+            time.sleep(0.0005)
+        assert job.pid is not None
+        os.kill(job.pid, signal.SIGKILL)
+        job.join()
+        found = os.listdir(tmp_path)
+        for name in found:
+            if name.startswith("."):
+                left += 1
+                os.utime(tmp_path / name, (0, 0))
+            else:
+                assert entries.read(tmp_path / name)[1] == MEMBERS
+        entries.shrink(tmp_path, 1 << 30)
+        assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert left
+
+
+def test_the_oldest_unused_are_removed(tmp_path: Path) -> None:
+    for number in range(5):
+        entries.write(tmp_path / _name(number), {"model": "m"}, MEMBERS)
+        os.utime(tmp_path / _name(number), (number, number))
+    entries.touch(tmp_path / _name(0))
+    (tmp_path / "notes.txt").write_text("not ours")
+    assert entries.shrink(tmp_path, 3 << 20, keep=tmp_path / _name(1)) == 2
+    assert {*os.listdir(tmp_path)} == {_name(0), _name(1), _name(4), "notes.txt"}
+    assert entries.clear(tmp_path)[0] == 3
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+@pytest.mark.parametrize("at", [3, 90, -3])
+def test_a_byte_is_another(tmp_path: Path, at: int) -> None:
+    path = tmp_path / _name(0)
+    entries.write(path, {"model": "m"}, MEMBERS)
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(entries.DamagedError, match="not whole, or was changed"):
+        entries.read(path)
+
+
+def test_others_could_write_it(tmp_path: Path) -> None:
+    path = tmp_path / _name(0)
+    entries.write(path, {"model": "m"}, MEMBERS)
+    path.chmod(0o666)
+    with pytest.raises(entries.DamagedError, match="can be written by other users"):
+        entries.read(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "size"), [("", entries.LIMIT), ("500M", 500 << 20), ("1.5 GiB", 3 << 29), ("7", 7), ("2T", 2 << 40)]
+)
+def test_limit(monkeypatch: pytest.MonkeyPatch, given: str, size: int) -> None:
+    monkeypatch.setenv(entries.LIMIT_VARIABLE, given)
+    assert entries.limit_of() == size
+
+
+def test_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(entries.LIMIT_VARIABLE, "much")
+    with pytest.raises(ArgumentError, match="GRAPHSHARD_CACHE_LIMIT='much' is no size: give one such as 500M or 4G"):
+        entries.limit_of()
+
+
+def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for off in ("", "off", "0", "OFF", "no"):
+        monkeypatch.setenv(entries.VARIABLE, off)
+        assert entries.directory_of() is None
+        assert entries.directory_of(True) == tmp_path / "graphshard"
+    monkeypatch.setenv(entries.VARIABLE, str(tmp_path / "here"))
+    assert entries.directory_of() == tmp_path / "here"
+    assert entries.directory_of(False) is None
+    assert entries.directory_of(tmp_path / "there") == tmp_path / "there"
+    for on in ("on", "1"):
+        monkeypatch.setenv(entries.VARIABLE, on)
+        assert entries.directory_of() == tmp_path / "graphshard"
+    monkeypatch.delenv(entries.VARIABLE)
+    assert entries.directory_of() is None
+
+
+# --- with a model ------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_file_is_noticed_and_written_again(launches: Launches, caplog: pytest.LogCaptureFixture) -> None:
+    (name,) = launches.files()
+    path = launches.cache / name
+    path.write_bytes(path.read_bytes()[:-1])
+    with caplog.at_level(logging.WARNING, "graphshard.cache"):
+        launches.run()
+    assert launches.captured
+    assert f"{path} is not whole, or was changed" in messages(caplog)
+    assert "the program is compiled again" in messages(caplog)
+    launches.run()
+    assert not launches.captured
+
+
+def test_contents_that_were_not_written(launches: Launches, caplog: pytest.LogCaptureFixture) -> None:
+    """The checksums are right."""
+    (name,) = launches.files()
+    facts, members = entries.read(launches.cache / name)
+    members["program.json"] = json.dumps({"nothing": 1}).encode()
+    entries.write(launches.cache / name, {"model": facts["model"]}, members)
+    with caplog.at_level(logging.WARNING, "graphshard.cache"):
+        launches.run()
+    assert launches.captured
+    assert messages(caplog).count("removed, and the program is compiled again") == 1
+
+
+def test_another_format(launches: Launches, caplog: pytest.LogCaptureFixture) -> None:
+    (name,) = launches.files()
+    _, members = entries.read(launches.cache / name)
+    with mock.patch.object(entries, "FORMAT", 0):
+        entries.write(launches.cache / name, {"model": "m"}, members)
+    with caplog.at_level(logging.WARNING, "graphshard.cache"):
+        launches.run()
+    assert launches.captured
+    assert "not whole" in messages(caplog)
+
+
+def test_a_directory_that_cannot_be_written(empty: Launches, caplog: pytest.LogCaptureFixture) -> None:
+    empty.cache.write_text("a file")
+    with caplog.at_level(logging.WARNING, "graphshard.cache"):
+        empty.run()
+    assert empty.captured
+    said = messages(caplog)
+    assert said.count("\n") == 0
+    assert str(empty.cache) in said
+    assert "GRAPHSHARD_CACHE=off" in said
+
+
+def test_off(empty: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(entries.VARIABLE, str(empty.cache))
+    empty.run(cache=False)
+    assert not empty.files()
+    monkeypatch.setenv(entries.VARIABLE, "off")
+    empty.run(cache=None)
+    assert not empty.files()
+    monkeypatch.setenv(entries.VARIABLE, str(empty.cache))
+    empty.run(cache=None)
+    assert len(empty.files()) == 1
+
+
+def test_a_dump_has_every_stage(launches: Launches, tmp_path: Path) -> None:
+    """So what was kept is not used."""
+    launches.run(dump=tmp_path / "dump")
+    assert launches.captured
+    assert list((tmp_path / "dump").rglob("*capture*"))
+
+
+def test_what_cache_may_be(empty: Launches) -> None:
+    with pytest.raises(ArgumentError, match="cache must be a directory, True or False"):
+        empty.run(cache=3)
+    assert "cache" in graphshard.compile.__kwdefaults__
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def test_list_and_clear(launches: Launches, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "list", "--dir", str(launches.cache)]) == 0
+    out = capsys.readouterr().out
+    assert "Net" in out
+    assert "float32[2, 4]" in out
+    assert "1 programs" in out
+    assert main(["cache", "clear", "--dir", str(launches.cache)]) == 0
+    assert "removed 1 programs" in capsys.readouterr().out
+    assert not launches.files()
+    assert main(["cache", "list", "--dir", str(launches.cache)]) == 0
+    assert "0 programs" in capsys.readouterr().out
+
+
+def test_the_command_imports_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from graphshard.cli.main import main; "
+        f"main(['cache', 'list', '--dir', {str(tmp_path)!r}]); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)

@@ -1,0 +1,125 @@
+"""The cache on several ranks: another process of every rank finds what was kept, or none does."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from graphshard.module import tracer
+from tests.ranks import RankPool, Ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def _train(
+    rank: int, world_size: int, cache: str, backend: str, *, without: int = -1, steps: int = 3
+) -> tuple[list[Tensor], int, list[str]]:
+    """Losses of the example, how often it was captured, and what the cache said."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    llama = importlib.import_module("llama")
+    torch.manual_seed(0)
+    model = llama.Llama(llama.LlamaConfig(layers=2, dim=32, heads=2, seq=16))
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("graphshard.cache")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with mock.patch.object(tracer, "capture", wraps=tracer.capture) as capture:
+            mesh = init_device_mesh("cpu", (world_size,))
+            graphshard.compile(model, mesh, backend=backend, cache=False if rank == without else cache)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            losses = []
+            for step in range(steps):
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                tokens = torch.randint(0, 256, (2, 16), generator=generator)
+                loss = model(tokens, tokens)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+    finally:
+        logger.removeHandler(handler)
+    return losses, capture.call_count, said
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    return all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x[0], y[0], strict=True))
+
+
+def test_ranks_find_it_together(ranks: Ranks, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    first = ranks(2).run(_train, cache, "eager", share=False)
+    assert [each[1] for each in first] == [1, 1]
+    assert len(os.listdir(cache)) == 1
+    second = ranks(2).run(_train, cache, "eager", share=False)
+    assert [each[1] for each in second] == [0, 0]
+    assert _same(first, second)
+
+
+def test_one_rank_has_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    """All capture: none waits for the other, and none runs another program."""
+    cache = str(tmp_path / "cache")
+    first = ranks(2).run(_train, cache, "eager", share=False)
+    second = ranks(2).run(_train_without, cache, share=False)
+    assert [each[1] for each in second] == [1, 1]
+    assert _same(first, second)
+
+
+def _train_without(rank: int, world_size: int, cache: str) -> Any:
+    return _train(rank, world_size, cache, "eager", without=1)
+
+
+def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    ranks(2).run(_train, cache, "eager", share=False)
+    found = ranks(1).run(_train, cache, "eager", share=False)
+    assert [each[1] for each in found] == [1]
+    assert [each[1] for each in ranks(1).run(_train, cache, "eager", share=False)] == [0]
+    assert [each[1] for each in ranks(2).run(_train, cache, "eager", share=False)] == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Processes that no other test has changed, as a launch of a job has: what they are is compared."""
+    with RankPool() as pool:
+        yield pool.world
+
+
+@pytest.fixture
+def other_processes() -> Iterator[Ranks]:
+    with RankPool() as pool:
+        yield pool.world
+
+
+@pytest.mark.slow
+def test_another_process_with_inductor(ranks: Ranks, other_processes: Ranks, tmp_path: Path) -> None:
+    """Nothing is traced, no compiler is there, Inductor is not imported, and losses have the same bits."""
+    cache = str(tmp_path / "cache")
+    first = ranks(2).run(_train, cache, "inductor", share=False)
+    second = other_processes(2).run(_train_alone, cache, share=False)
+    assert [each[1] for each in second] == [0, 0]
+    assert _same(first, second)
+
+
+def _train_alone(rank: int, world_size: int, cache: str) -> Any:
+    with mock.patch("subprocess.Popen", side_effect=AssertionError("something is compiled")):
+        found = _train(rank, world_size, cache, "inductor")
+    assert "torch._inductor.compile_fx" not in sys.modules
+    assert dist.is_initialized()
+    return found

@@ -1,0 +1,168 @@
+"""Context parallelism that the model expresses: FSDP2's bits on the same model, and one rank's on whole sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import graphshard
+from graphshard import CaptureError
+from tests.distributed.context_parallel import ATTENTIONS, LENGTH, VOCAB, Decoder, whole
+from tests.distributed.twins import POLICIES, assert_same, fsdp2, grads_of, params_of, world_mesh
+from tests.ranks import Ranks
+
+NAMES = ("dp_replicate", "dp_shard", "cp")
+
+
+def _mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
+
+
+def _sequences(step: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """Tokens and targets that the ranks of a context axis share: [2, positions]."""
+    data = mesh.get_rank() // mesh.size(mesh.ndim - 1)
+    tokens = torch.randint(VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(10 * step + data))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _own(sequence: Tensor, axis: DeviceMesh) -> Tensor:
+    return sequence.chunk(axis.size(), 1)[axis.get_local_rank()]
+
+
+def _train(model: nn.Module, mesh: DeviceMesh, steps: int = 3) -> list[Any]:
+    """Losses, and gradients of the last step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(*(_own(sequence, mesh["cp"]) for sequence in _sequences(step, mesh)))
+        loss.backward()
+        losses.append(loss.detach().clone())
+        optimizer.step()
+    return losses
+
+
+def _data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """As code for FSDP2 makes them: the context axis is a part of the sharding one."""
+    if mesh.ndim == 1:
+        return mesh
+    flat = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    return flat if mesh.ndim == 2 else mesh["dp_replicate", "dp_shard_cp"]
+
+
+def _beside_fsdp2(rank: int, world_size: int, shape: tuple[int, ...], name: str, policy: str, flat: bool) -> list[str]:
+    mesh = _mesh(*shape)
+    ours, theirs = (Decoder(ATTENTIONS[name], mesh["cp"]) for _ in range(2))
+    options = {"mp_policy": POLICIES[policy]}
+    fsdp2(theirs, _data_axes(mesh), **options)
+    graphshard.compile(ours, _data_axes(mesh) if flat else mesh, backend="eager", **options)
+    losses, theirs_of = _train(ours, mesh), _train(theirs, mesh)
+    assert all(map(torch.equal, losses, theirs_of))
+    assert_same(grads_of(ours), grads_of(theirs), "gradients")
+    assert_same(params_of(ours), params_of(theirs), "parameters")
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert mine.placements == other.placements
+        assert mine.device_mesh == other.device_mesh
+    return [line for line in graphshard.programs(ours)[0].communication if " over " in line]
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equal_to_fsdp2(ranks: Ranks, name: str, policy: str) -> None:
+    """Two data ranks of two context ranks each."""
+    for lines in ranks(4).run(_beside_fsdp2, (2, 2), name, policy, False, share=False):
+        kind = {"gathered": "joined", "by heads": "exchanged", "ring": "exchanged"}[name]
+        assert f"forward: {kind} over dp_shard_cp/2" in lines
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2,), (2, 1, 2)], ids=str)
+def test_meshes(ranks: Ranks, shape: tuple[int, ...]) -> None:
+    """Context ranks alone, on a mesh of their own, and beside replicas."""
+    size = 4 if len(shape) == 3 else 2
+    ranks(size).run(_beside_fsdp2, shape, "ring", "fp32", False, share=False)
+
+
+def test_an_axis_that_fsdp2_code_has_flattened(ranks: Ranks) -> None:
+    """The group that the model names is found among the neighbours on it."""
+    ranks(4).run(_beside_fsdp2, (2, 2), "ring", "fp32", True, share=False)
+
+
+def _beside_one_rank(rank: int, world_size: int, name: str) -> None:
+    mesh = _mesh(1, 2)
+    model = graphshard.compile(Decoder(ATTENTIONS[name], mesh["cp"]), mesh)
+    plain = Decoder(whole, None)
+    model(*(_own(sequence, mesh["cp"]) for sequence in _sequences(0, mesh))).backward()
+    plain(*_sequences(0, mesh)).backward()
+    for (key, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_gradients_are_those_of_whole_sequences(ranks: Ranks, name: str) -> None:
+    """Inductor's regions, too: the mean over two ranks of half a sequence each is one rank's."""
+    ranks(2).run(_beside_one_rank, name, share=False)
+
+
+def _among_others(rank: int, world_size: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "x"))
+    model = graphshard.compile(Decoder(ATTENTIONS["ring"], mesh["cp"]), mesh._flatten("all"), backend="eager")
+    with pytest.raises(CaptureError) as caught:
+        model(*(sequence[:, : LENGTH // 2] for sequence in _sequences(0, mesh)))
+    return str(caught.value)
+
+
+def test_ranks_that_are_no_neighbours(ranks: Ranks) -> None:
+    for rank, message in enumerate(ranks(4).run(_among_others, share=False)):
+        assert (
+            f"communicates by _c10d_functional.all_to_all_single.default with ranks [{rank % 2}, {rank % 2 + 2}]"
+            in message
+        )
+        assert "or among neighbours on 'all', one behind the other. This rank's axes are 'all': [0, 1, 2, 3]" in message
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return collectives.wait_tensor(collectives.all_reduce(x, "sum", mesh))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return collectives.wait_tensor(collectives.all_reduce(grad, "sum", ctx.mesh)), None
+
+
+class _Centred(nn.Module):
+    """Subtracts the mean over the rows of all ranks, as a normalisation over the whole batch does."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mesh, self.first, self.second = mesh, nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x - _Summed.apply(x.mean(0), self.mesh) / self.mesh.size()
+        return self.second(torch.relu(x)).square().mean()
+
+
+def _over_the_data_axis(rank: int, world_size: int) -> list[str]:
+    mesh = world_mesh()
+    ours, theirs = _Centred(mesh), _Centred(mesh)
+    fsdp2(theirs, mesh)
+    graphshard.compile(ours, mesh, backend="eager")
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(rank))
+    for model in (ours, theirs):
+        model(x).backward()
+    assert_same(grads_of(ours), grads_of(theirs), "gradients")
+    return [line for line in graphshard.programs(ours)[0].communication if " over " in line]
+
+
+def test_collectives_over_the_sharding_axis(ranks: Ranks) -> None:
+    """Which are the model's own, beside those of its parameters."""
+    for lines in ranks(2).run(_over_the_data_axis, share=False):
+        assert lines == ["forward: reduced over shard", "backward: reduced over shard"]

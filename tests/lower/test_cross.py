@@ -1,0 +1,290 @@
+"""Regions compiled to a GPU's kernels where there is none, in a file, under Triton's interpreter, and by its errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+
+import graphshard
+from graphshard.artifact.cubins import capabilities_of, cubin_file, gpu_file, read_gpu_code
+from graphshard.artifact.load import _check_place
+from graphshard.artifact.members import read_artifact
+from graphshard.cli.main import main
+from graphshard.ir.errors import ArtifactError
+from graphshard.ir.gpus import CAPABILITIES
+from graphshard.ir.mesh import Mesh
+from graphshard.lower.elf import read_cubin
+from graphshard.lower.kernels import GpuRegion, OnGpu, check_code
+from tests.exported import rewritten
+from tests.helpers import Blocks
+from tests.ranks import FakeWorld
+
+pytest.importorskip("cffi")
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+
+CUDA = torch.device("cuda", 0)
+
+
+class Net(nn.Module):
+    """A norm, a gated layer and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(8, 8), nn.RMSNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x + self.down(F.silu(self.up(self.norm(x))))
+        return F.cross_entropy(x.float(), tokens)
+
+
+GIVEN: dict[str, Any] = {"example_inputs": (torch.zeros(6, dtype=torch.int64),), "device": "cuda"}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For three kinds of GPU."""
+    path = tmp_path_factory.mktemp("cross") / "net.gshard"
+    return graphshard.export(Net(), (2,), path, **GIVEN, capability=CAPABILITIES)
+
+
+@pytest.fixture
+def mesh(fake_world: FakeWorld) -> DeviceMesh:
+    fake_world(2)
+    return init_device_mesh("cpu", (2,))
+
+
+def test_a_file_holds_cubins_for_each_kind_of_gpu(file: Path) -> None:
+    artifact = read_artifact(file)
+    assert capabilities_of(artifact.facts) == [(8, 0), (9, 0), (10, 0)]
+    regions = {key: row for key, row in artifact.facts["regions"].items() if row["gpus"]}
+    assert len(regions) >= 2
+    assert {row["code"] for row in regions.values()} == {"gpu"}
+    seen = 0
+    for key, row in regions.items():
+        for capability in capabilities_of(artifact.facts):
+            kernels = row["gpus"][f"{capability[0]}.{capability[1]}"]
+            code = read_gpu_code(artifact.archive, key, capability, CUDA)
+            assert len(code.kernels) == len(kernels) > 0
+            for kernel in kernels:
+                content = artifact.archive.members[cubin_file(kernel["cubin"])]
+                assert content.startswith(b"\x7fELF")
+                found = read_cubin(kernel["name"], content)
+                assert found.capability == capability
+                resources = found.kernels[kernel["name"]]
+                assert (resources.registers, resources.spills) == (kernel["registers"], kernel["spills"])
+                assert 0 < kernel["registers"] <= 255
+                seen += 1
+    assert seen >= 12
+
+
+def test_registers_are_those_that_cuobjdump_reads(file: Path, tmp_path: Path) -> None:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        pytest.skip("this release of Triton comes without cuobjdump")
+    artifact = read_artifact(file)
+    for name, content in artifact.archive.members.items():
+        if name.endswith(".cubin"):
+            path = tmp_path / "k.cubin"
+            path.write_bytes(content)
+            text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+            ((kernel, resources),) = read_cubin(name, content).kernels.items()
+            assert f"Function {kernel}:" in text
+            assert f"REG:{resources.registers} STACK:{resources.spills} " in text
+
+
+def test_code_runs_on_operators_of_aten_and_kernels(file: Path) -> None:
+    artifact = read_artifact(file)
+    targets = set()
+    for key, row in artifact.facts["regions"].items():
+        if row["gpus"]:
+            code = read_gpu_code(artifact.archive, key, (9, 0), CUDA)
+            targets |= {str(node.target) for node in code.graph.nodes if node.op == "call_function"}
+            assert "cpu" not in code.text
+            assert all(
+                f"# {name} is {kernel.name}: {kernel.registers} " in code.text for name, kernel in code.kernels.items()
+            )
+    assert "aten.empty_strided.default" in targets
+    assert {name.partition(".")[0] for name in targets} <= {"aten", "<built-in function getitem>"}
+
+
+def test_kernels_compute_what_the_operators_do(file: Path, tmp_path: Path) -> None:
+    """Triton's interpreter runs each kernel of the file on the CPU."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.lower.interpreted", str(file), str(tmp_path)]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[:3000]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert len(found) == sum(row["code"] == "gpu" for row in read_artifact(file).facts["regions"].values())
+    assert all(difference < 1e-5 for difference in found.values()), found
+
+
+def test_show_and_verify(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "device     cuda, compute capability 8.0 and 9.0 and 10.0; compiled without a GPU" in text
+    assert "compiled without a GPU" in text
+    assert ", compute capability 9.0: " in text
+    assert " registers, no spills, " in text
+    assert " bytes of shared memory, " in text
+    assert main(["verify", str(file)]) == 0
+    assert "native code: trust it as you would a program" in capsys.readouterr().out
+    assert main(["finish", str(file)]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_equal_exports_are_equal_files(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.gshard", tmp_path / "b.gshard"]
+    for path in paths:
+        graphshard.export(Blocks(1), (2,), path, example_inputs=(torch.zeros(2, 4),), device="cuda", capability=(9, 0))
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.mark.parametrize(("here", "fits"), [((8, 0), True), ((10, 0), True), ((8, 6), False), ((12, 0), False)])
+def test_the_gpu_here_must_be_one_that_was_compiled_for(file: Path, here: tuple[int, int], fits: bool) -> None:
+    artifact = read_artifact(file)
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=here):
+        if fits:
+            assert _check_place(artifact, CUDA, Mesh.of_shape(2)) == 0
+            return
+        with pytest.raises(ArtifactError) as caught:
+            _check_place(artifact, CUDA, Mesh.of_shape(2))
+    assert caught.value.field == "capability"
+    assert "compiled for compute capability 8.0 and 9.0 and 10.0, and the GPU here has" in str(caught.value)
+    assert f"Export again with capability={here}" in str(caught.value)
+
+
+def test_a_mesh_of_cpus_is_refused(file: Path, mesh: DeviceMesh) -> None:
+    with pytest.raises(ArtifactError, match="device was cuda when it was exported and is cpu here"):
+        graphshard.load(file, Net(), mesh)
+
+
+def test_damaged_cubins_do_not_pass(file: Path, tmp_path: Path) -> None:
+    whole = file.read_bytes()
+    at = whole.index(b".cubin") + 200  # in what is packed of the first one
+    damaged = tmp_path / "damaged.gshard"
+    for offset in (at, at + 1000):
+        damaged.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+        with pytest.raises(ArtifactError):
+            read_artifact(damaged)
+
+
+def test_code_that_is_not_what_it_says(file: Path) -> None:
+    artifact = read_artifact(file)
+    key = next(key for key, row in artifact.facts["regions"].items() if row["gpus"])
+    code = read_gpu_code(artifact.archive, key, (9, 0), CUDA)
+    inputs = code.graph.find_nodes(op="placeholder")
+    (output,) = code.graph.find_nodes(op="output")
+    check_code("r", code, inputs, output.args[0])
+    with pytest.raises(ArtifactError, match=r"is for compute capability 9\.0 and has triton_.* to be for 8\.0"):
+        check_code("r", replace(code, capability=(8, 0)), inputs, output.args[0])
+    with pytest.raises(ArtifactError, match="takes other inputs"):
+        check_code("r", code, inputs[1:], output.args[0])
+    other = {name: replace(kernel, types=kernel.types + "i") for name, kernel in code.kernels.items()}
+    with pytest.raises(ArtifactError, match="is called with"):
+        check_code("r", replace(code, kernels=other), inputs, output.args[0])
+    broken = {name: replace(kernel, cubin=b"MZ" + kernel.cubin[2:]) for name, kernel in code.kernels.items()}
+    with pytest.raises(ArtifactError, match="is no cubin"):
+        check_code("r", replace(code, kernels=broken), inputs, output.args[0])
+
+
+def test_forged_code_is_refused(file: Path) -> None:
+    """With the right checksums."""
+    artifact = read_artifact(file)
+    key = next(key for key, row in artifact.facts["regions"].items() if row["gpus"])
+    member = gpu_file(key, "9.0")
+
+    def forge(_: dict[str, Any], members: dict[str, bytes]) -> None:
+        data = json.loads(members[member])
+        data["graph"][-2]["target"] = "os.system"
+        members[member] = json.dumps(data).encode()
+
+    path = rewritten(file, forge)
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        read_gpu_code(read_artifact(path).archive, key, (9, 0), CUDA)
+
+
+def test_a_kernel_cannot_be_loaded_here(file: Path) -> None:
+    artifact = read_artifact(file)
+    key = next(key for key, row in artifact.facts["regions"].items() if row["gpus"])
+    kernel = next(iter(read_gpu_code(artifact.archive, key, (9, 0), CUDA).kernels.values()))
+    with pytest.raises(ArtifactError, match=f"kernel {kernel.name} cannot be loaded here.* torch built for CUDA"):
+        OnGpu(kernel, 0)([], [1, 1, 1])
+
+
+def test_inputs_that_begin_anywhere_are_copied(file: Path) -> None:
+    seen = []
+    region = object.__new__(GpuRegion)
+    region._switches = False
+    region._run = lambda inputs: seen.extend(inputs)
+    whole = torch.arange(64.0)
+    assert whole.data_ptr() % 16 == 0
+    piece = whole[1:49].view(6, 8).t()
+    region([piece, 3, whole])
+    assert seen[0].data_ptr() % 16 == 0
+    assert seen[0].stride() == piece.stride()
+    assert torch.equal(seen[0], piece)
+    assert seen[1:] == [3, whole] or seen[2] is whole
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"capability": (7, 5)}, "capability must be one of (8, 0), (9, 0), (10, 0), or a list of them, got (7, 5)"),
+        ({"capability": [(9, 0), (1, 2)]}, "got (1, 2)"),
+        ({"capability": "9.0"}, "capability must be one of"),
+        ({"capability": []}, "capability is an empty list"),
+        ({"capability": (9, 0), "device": "cpu"}, "device is 'cpu'. Leave it out"),
+        ({"capability": (9, 0), "device": None}, "device is 'cpu'. Leave it out"),
+    ],
+)
+def test_wrong_capabilities(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(graphshard.ArgumentError) as caught:
+        graphshard.export(Net(), (2,), tmp_path / "x.gshard", **{**GIVEN, **given})
+    assert message in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_triton_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(graphshard.ArgumentError) as caught:
+        graphshard.export(Net(), (2,), tmp_path / "x.gshard", **GIVEN, capability=(9, 0))
+    assert "made on a machine without a GPU by the package triton, which is not installed" in str(caught.value)
+    assert "pip install 'graphshard[cross]'" in str(caught.value)
+
+
+def test_a_region_that_inductor_cannot_compile_runs_as_operators(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.gshard"
+    with mock.patch("graphshard.lower.cross_internals._code", side_effect=NotImplementedError("a call of nothing")):
+        graphshard.export(Blocks(1), (2,), path, example_inputs=(torch.zeros(2, 4),), device="cuda", capability=(9, 0))
+    assert "runs as ATen operators: NotImplementedError: a call of nothing" in caplog.text
+    assert main(["show", str(path)]) == 0
+    assert "Inductor cannot compile it for CUDA. NotImplementedError: a call of nothing" in capsys.readouterr().out
+
+
+def test_compiling_for_the_cpu_afterwards(tmp_path: Path) -> None:
+    """Nothing that torch keeps of devices is the GPU's."""
+    graphshard.export(Blocks(1), (2,), tmp_path / "x.gshard", example_inputs=(torch.zeros(2, 4),), **_FOR_H100)
+    compiled = torch.compile(lambda x: F.silu(x) * x)
+    x = torch.randn(8)
+    torch.testing.assert_close(compiled(x), F.silu(x) * x)
+
+
+_FOR_H100: dict[str, Any] = {"device": "cuda", "capability": (9, 0)}

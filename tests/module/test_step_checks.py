@@ -1,0 +1,115 @@
+"""Optimizers that `compile_step` does not take, and losses that no backward can begin with."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphshard
+from graphshard.module.step_checks import check_loss, check_optimizer
+from graphshard.runtime.graphs import trained_by_one_call
+from graphshard.runtime.updates import is_elementwise
+
+SEPARATELY = r"Call loss.backward\(\), optimizer.step\(\) and optimizer.zero_grad\(\) one after the other instead"
+
+
+class Own(torch.optim.AdamW):
+    """With a step of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Initialised(torch.optim.SGD):
+    """With other state."""
+
+    def _init_group(self, *args: Any) -> Any:
+        return super()._init_group(*args)
+
+
+class Named(torch.optim.AdamW):
+    """Nothing else than AdamW."""
+
+
+def _refused(optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
+    with pytest.raises(graphshard.UnsupportedError, match=SEPARATELY) as caught:
+        check_optimizer(optimizer, model)
+    return str(caught.value)
+
+
+def test_lbfgs() -> None:
+    model = nn.Linear(2, 2)
+    text = _refused(torch.optim.LBFGS(model.parameters()), model)
+    assert "LBFGS computes the loss several times in a step, by a closure" in text
+
+
+@pytest.mark.parametrize(("cls", "method"), [(Own, "step"), (Initialised, "_init_group")])
+def test_an_optimizer_of_the_users(cls: type[torch.optim.Optimizer], method: str) -> None:
+    """The error names the line."""
+    model = nn.Linear(2, 2)
+    text = _refused(cls(model.parameters(), lr=0.1), model)
+    line = inspect.unwrap(getattr(cls, method)).__code__.co_firstlineno
+    assert re.search(rf"{cls.__name__} has a {method} of its own, .*test_step_checks\.py:{line}, which may look", text)
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Rprop"])
+def test_optimizers_of_torch_that_are_not_taken(name: str) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    assert f"{name} has a step of its own" in _refused(getattr(torch.optim, name)(model.parameters(), lr=0.1), model)
+
+
+def test_a_subclass_that_changes_nothing_is_taken() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Named(model.parameters())
+    check_optimizer(optimizer, model)
+    assert is_elementwise(optimizer)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # replaces `step` by one that counts
+    check_optimizer(optimizer, model)
+
+
+def test_a_step_that_was_replaced() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.step = lambda: None  # type: ignore[method-assign]
+    assert re.search(r"the step of SGD was replaced by .*test_step_checks\.py:\d+", _refused(optimizer, model))
+
+
+def test_hooks_and_options() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    hook = optimizer.register_step_pre_hook(lambda *_: None)
+    assert "a hook is registered on the step of SGD" in _refused(optimizer, model)
+    hook.remove()
+    optimizer.param_groups[0]["differentiable"] = True
+    assert "group 0 of SGD has differentiable=True" in _refused(optimizer, model)
+
+
+def test_parameters_of_another_model() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(3, 2).parameters())
+    with pytest.raises(
+        graphshard.ArgumentError, match=r"parameter 0 of group 0, of shape \[2, 3\], is not the model's"
+    ):
+        check_optimizer(optimizer, nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (3.0, "returned 3.0, and backward begins with a tensor of one element"),
+        (torch.ones(2, requires_grad=True), r"returned a tensor of shape \[2\]"),
+        (torch.ones(()), "returned a tensor that needs no gradients"),
+    ],
+)
+def test_losses(loss: Any, text: str) -> None:
+    with pytest.raises(graphshard.ArgumentError, match=f"loss: the model {text}"):
+        check_loss(loss, "the model")
+
+
+def test_a_loss_that_goes_through_no_call() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert trained_by_one_call(weight.sum(), ()) == frozenset()
