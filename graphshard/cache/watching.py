@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.capture.witness import FUNCTIONS, same, witness_of
 from graphshard.ir.state import MISSING
+from graphshard.ir.wanted import still_wanted
 
 # What torch and graphshard run besides: compared by version, and not followed.
 NEEDED = frozenset(
@@ -158,12 +159,13 @@ def watching() -> Iterator[Ran]:
         return
     asks = {id(function.__code__): name for name, function in _ASKS.items() if hasattr(function, "__code__")}
     codes, others = ran.codes, ran._others
-    collectors = {id(function.__code__) for function in gc.callbacks if hasattr(function, "__code__")}
+    # They run when it is time to, on one rank and not on another: no part of forward.
+    at_times = {id(function.__code__) for function in (still_wanted, *gc.callbacks) if hasattr(function, "__code__")}
 
     def note(frame: types.FrameType, _: str, __: Any) -> None:
         key = id(frame.f_code)
         if key not in codes and key not in others:
-            if collectors and _is_called_by(collectors, frame):
+            if _is_called_by(at_times, frame):
                 return
             ran.add(frame)
         if key in asks and frame.f_back is not None and _is_users(frame.f_back):
@@ -215,7 +217,7 @@ def _finds_modules(frame: types.FrameType) -> bool:
 
 
 def _is_called_by(functions: set[int], frame: types.FrameType | None) -> bool:
-    """Whether one of these codes runs: what the garbage collector calls is no part of forward."""
+    """Whether one of these codes runs."""
     while frame is not None:
         if id(frame.f_code) in functions:
             return True

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from graphshard.cache import kept
 from graphshard.module import tracer
+from graphshard.runtime import peers
 from tests.ranks import RankPool, Ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -70,6 +74,28 @@ def test_ranks_find_it_together(ranks: Ranks, tmp_path: Path) -> None:
     second = ranks(2).run(_train, cache, "eager", share=False)
     assert [each[1] for each in second] == [0, 0]
     assert _same(first, second)
+
+
+def test_one_rank_is_late(ranks: Ranks, tmp_path: Path) -> None:
+    """A rank that captures asks now and then whether the others are there; what runs for that is no part of forward."""
+    cache = str(tmp_path / "cache")
+    first = ranks(2).run(_train_late, cache, share=False)
+    assert [each[1] for each in first] == [1, 1]
+    assert len(os.listdir(cache)) == 1
+
+
+def _train_late(rank: int, world_size: int, cache: str) -> Any:
+    watching = kept.Search.watching
+
+    def late(search: kept.Search) -> contextlib.AbstractContextManager[None]:
+        time.sleep(2.0 if rank == 1 else 0.0)
+        return watching(search)
+
+    with (
+        mock.patch.object(kept.Search, "watching", late),
+        mock.patch.multiple(peers, _ASKS_EVERY=0.0 if rank == 0 else 600.0, _ASK_A_SECOND=1e9),
+    ):
+        return _train(rank, world_size, cache, "eager")
 
 
 def test_one_rank_has_nothing(ranks: Ranks, tmp_path: Path) -> None:
