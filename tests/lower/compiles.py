@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from tests.helpers import Blocks
 def main() -> None:
     """Print "compiling" when the first region is about to be, and in the end whether the numbers are plain torch's."""
     logging.basicConfig(level=logging.INFO)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     model, plain = Blocks(3, bias=True), Blocks(3, bias=True)
