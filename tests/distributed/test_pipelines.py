@@ -143,11 +143,20 @@ def test_weights_have_no_backward_of_their_own(ranks: Ranks) -> None:
 def _reduce(model: Any) -> None:
     """As torch's stages do it."""
     model.set_requires_gradient_sync(True)
+    if _by_hand(model):
+        model.finalize_backward()
+        return
     state = fully_shard.state(model)  # type: ignore[attr-defined]
     for one in state._state_ctx.all_states:
         for group in one._fsdp_param_groups:
             group.post_backward()
     state._root_post_backward_final_callback()
+
+
+def _by_hand(model: Any) -> bool:
+    """Whether it is FSDP2's of torch 2.15, which reduces without a backward only if it was told beforehand."""
+    finalize = getattr(type(model), "finalize_backward", None)
+    return finalize is not None and finalize.__module__.startswith("torch.")
 
 
 def _finished(rank: int, world_size: int, by_replicas: bool) -> None:
@@ -157,6 +166,8 @@ def _finished(rank: int, world_size: int, by_replicas: bool) -> None:
     theirs.load_state_dict(ours.state_dict())
     graphshard.compile(ours, mesh, mp_policy=BF16, backend="eager")
     fsdp2(theirs, mesh, mp_policy=BF16)
+    if not by_replicas and _by_hand(theirs):
+        theirs.set_manual_backward_finalization(True)  # type: ignore[attr-defined]
     for step in range(2):
         for model in pair:
             for microbatch in range(3):
