@@ -107,6 +107,16 @@ def _assert_same_state(models: Any, optimizers: Any, when: str) -> None:
     assert all(grad is None for model in models for grad in grads_of(model).values()), when
 
 
+def _train_both(rank: int, step: graphshard.CompiledStep, pair: Any, optims: Any) -> None:
+    """Two clipped steps with updates in the backward, and the separate ones of the other model: the same bits."""
+    for number in range(2):
+        x = _input(rank, number)
+        step(x)
+        assert step.updated_in_backward
+        _separate(pair[1], optims[1], [(x,)], clip_norm=1e-4)
+        _assert_same_state(pair, optims, f"step {number}")
+
+
 def _optimizers(rank: int, world_size: int, which: Optimizers, clip_norm: float | None) -> None:
     pair = twins(Net(), world_mesh())
     for name, (cls, options) in which.items():
@@ -397,12 +407,7 @@ def _replicated(rank: int, world_size: int) -> None:
         pair = twins(Net(), mesh, **options)
         optims = [SGD(model.parameters(), lr=0.02, momentum=0.9) for model in pair]
         step = graphshard.compile_step(pair[0], optims[0], _loss, clip_norm=1e-4)
-        for number in range(2):
-            x = _input(rank, number)
-            step(x)
-            assert step.updated_in_backward
-            _separate(pair[1], optims[1], [(x,)], clip_norm=1e-4)
-            _assert_same_state(pair, optims, f"step {number}")
+        _train_both(rank, step, pair, optims)
 
 
 def test_replicated(ranks: Ranks) -> None:
@@ -471,12 +476,7 @@ def _loaded(rank: int, world_size: int, path: Path) -> None:
     pair = graphshard.load(path, model, world_mesh()), pair[1]
     optims = [ADAMW(model.parameters(), lr=0.02) for model in pair]
     step = graphshard.compile_step(pair[0], optims[0], _loss, clip_norm=1e-4)
-    for number in range(2):
-        x = _input(rank, number)
-        step(x)
-        assert step.updated_in_backward
-        _separate(pair[1], optims[1], [(x,)], clip_norm=1e-4)
-        _assert_same_state(pair, optims, f"step {number}")
+    _train_both(rank, step, pair, optims)
 
 
 def test_loaded(ranks: Ranks, tmp_path: Path) -> None:
