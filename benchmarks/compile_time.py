@@ -1,9 +1,13 @@
 """Seconds to compile the example model, by depth: graphshard by region beside torch.compile of the whole model.
 
     python benchmarks/compile_time.py [--layers 4 8 16 32] [--dim 256] [--seq 128] [--batch 4] [--json FILE]
+    python benchmarks/compile_time.py --stages --layers 4 32 126
 
 Every measurement is a process of its own with an empty Inductor cache, so everything is compiled from nothing. Both
 compile forward and backward. graphshard compiles for a fake world of 8 ranks; torch.compile has no sharding to do.
+
+`--stages` leaves code of kernels out (`backend="eager"`). It prints CPU seconds of a process, which a machine that
+others use inflates less, with few of the equal blocks captured and, by GRAPHSHARD_EVERY_BLOCK=1, with all.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STAGES = ("capture", "passes", "planning", "lowering")
+WAYS = ("few blocks", "every block")
 
 
 def main() -> None:
@@ -30,9 +35,13 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=1, help="processes per measurement; medians are printed")
+    parser.add_argument("--stages", action="store_true", help="CPU seconds without those of code for kernels")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
-    parser.add_argument("--measure", choices=("graphshard", "torch.compile"), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=("graphshard", "torch.compile", *WAYS), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.stages:
+        print_stages(args)
+        return
     if args.measure:
         print(json.dumps(measure(args.measure, args.layers[0], args.dim, args.seq, args.batch)))
         return
@@ -55,6 +64,14 @@ def main() -> None:
         partial.replace(args.json)
 
 
+def print_stages(args: argparse.Namespace) -> None:
+    """Measure both ways at each depth."""
+    print(f"{'layers':>6}{WAYS[0]:>14}{WAYS[1]:>14}   CPU seconds of compile(backend='eager')")
+    for layers in args.layers:
+        found = [fresh_process(way, layers, args)["cpu"] for way in WAYS]
+        print(f"{layers:6}{found[0]:14.1f}{found[1]:14.1f}", flush=True)
+
+
 def fresh_process(what: str, layers: int, args: argparse.Namespace) -> dict[str, float]:
     """Medians over processes that start with an empty cache."""
     sizes = ["--layers", layers, "--dim", args.dim, "--seq", args.seq, "--batch", args.batch]
@@ -62,6 +79,8 @@ def fresh_process(what: str, layers: int, args: argparse.Namespace) -> dict[str,
     for _ in range(args.repeat):
         with tempfile.TemporaryDirectory() as cache:
             env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+            if what in WAYS:
+                env["GRAPHSHARD_EVERY_BLOCK"] = str(WAYS.index(what))
             command = [sys.executable, __file__, "--measure", what, *map(str, sizes)]
             output = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
         runs.append(json.loads(output.splitlines()[-1]))
@@ -78,14 +97,14 @@ def measure(what: str, layers: int, dim: int, seq: int, batch: int) -> dict[str,
     torch.manual_seed(0)
     model = Llama(LlamaConfig(layers=layers, dim=dim, heads=max(1, dim // 64), seq=seq))
     tokens = torch.randint(0, 256, (batch, seq))
-    if what == "graphshard":
-        return measure_graphshard(model, tokens)
+    if what != "torch.compile":
+        return measure_graphshard(model, tokens, "inductor" if what == "graphshard" else "eager")
     start = time.perf_counter()
     torch.compile(model, fullgraph=True)(tokens, tokens).backward()
     return {"total": time.perf_counter() - start}
 
 
-def measure_graphshard(model, tokens) -> dict[str, float]:
+def measure_graphshard(model, tokens, backend: str) -> dict[str, float]:
     """Compile for a fake world of 8 ranks; nothing runs."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -95,9 +114,9 @@ def measure_graphshard(model, tokens) -> dict[str, float]:
 
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     mesh = init_device_mesh("cpu", (8,))
-    start = time.perf_counter()
-    graphshard.compile(model, mesh, example_inputs=(tokens, tokens))
-    total = time.perf_counter() - start
+    start, used = time.perf_counter(), time.process_time()
+    graphshard.compile(model, mesh, example_inputs=(tokens, tokens), backend=backend)
+    total, used = time.perf_counter() - start, time.process_time() - used
     (program,) = graphshard.programs(model)
     seconds = {stage.name: stage.seconds for stage in program.history}
     capture, planning = seconds["capture"], seconds["plan"]
@@ -109,6 +128,7 @@ def measure_graphshard(model, tokens) -> dict[str, float]:
         "planning": planning,
         "lowering": program.lowering_seconds,
         "total": total,
+        "cpu": used,
         "regions": program.num_regions,
         "distinct": program.num_distinct_regions,
     }

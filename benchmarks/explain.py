@@ -1,6 +1,7 @@
 """Seconds that explain takes for models of Llama-3 shapes on the meta device.
 
     python benchmarks/explain.py [--shape 405b] [--layers 126] [--ranks 1024] [--seq 8192] [--hardware h100]
+        [--every-block] [--one-network]
 
 Prints the time of each step (wall clock and this process's CPU time, which a shared machine inflates less), and the
 prediction.
@@ -9,6 +10,7 @@ prediction.
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import time
 from pathlib import Path
@@ -38,6 +40,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--hardware", default="h100")
+    parser.add_argument("--every-block", action="store_true", help="capture all blocks, though they are equal")
+    parser.add_argument("--one-network", action="store_true", help="predict for the isolated network alone")
     args = parser.parse_args()
     sizes = {**SHAPES[args.shape], **({"layers": args.layers} if args.layers else {})}
     with torch.device("meta"):
@@ -54,13 +58,15 @@ def main() -> None:
             print(f"{doing:24} {now[0] - last[0]:7.1f} s {now[1] - last[1]:7.1f} s CPU", flush=True)
         last, doing = now, text
 
-    study = Study(model, (tokens, tokens), None, Options(mp_policy=policy), show=show)
+    study = Study(model, (tokens, tokens), None, Options(mp_policy=policy), show=show, every_block=args.every_block)
     found = study.explain((args.ranks,), graphshard.load_profile(args.hardware), "isolated")
-    show("another network")
-    study.explain((args.ranks,), graphshard.load_profile(args.hardware), "in-training")
+    if not args.one_network:
+        show("another network")
+        study.explain((args.ranks,), graphshard.load_profile(args.hardware), "in-training")
     show("")
     last, doing = started, f"all of {sizes['layers']} layers"
     show("")
+    print(f"most memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
     print(found)
 
 

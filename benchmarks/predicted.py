@@ -1,15 +1,15 @@
 """Predicted against measured: step time and peak memory of the example's model on gloo ranks, three sizes.
 
     torchrun --nproc-per-node 2 -m graphshard calibrate --out machine.json
-    python benchmarks/predicted.py --hardware machine.json [--steps 15] [--backend inductor] [--ranks 2]
+    python benchmarks/predicted.py --hardware machine.json [--steps 15] [--backend inductor] [--ranks 2] [--memory]
 
-Predicted is what the plan says of itself. Measured is the median step of the slowest rank, with fused AdamW, and the
-peak of what a rank has allocated for tensors: parameters and optimizer state, and on top of them what the profiler sees
-a step allocate and free.
+Predicted is what `explain` says, which counts what regions allocate inside. Measured is the median step of the slowest
+rank, with fused AdamW, and the peak of what a rank has allocated for tensors: parameters and optimizer state, and on
+top of them what the profiler sees a step allocate and free.
 
 A machine that others use runs at a part of its speed at times. So a product is timed on all ranks before and after each
 step, and steps count that ran while its speed was within 10 % of the profile's ("steps": how many of all; if none did
-in five minutes, all count and the speed is shown).
+in five minutes, all count and the speed is shown). `--memory` measures no times.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -
         step()
     speed = graphshard.load_profile(args.hardware or "cpu-gloo").rate("float32").peak
     times, near, speeds = [], [], [probe()]
-    while len(near) < args.steps and sum(times) < LONGEST:
+    while not args.memory and len(near) < args.steps and sum(times) < LONGEST:
         dist.barrier()
         began = time.perf_counter()
         step()
@@ -105,17 +105,27 @@ def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -
             near.append(times[-1])
     peak = peak_of(step, optimizer)
     if rank == 0:
-        (program,) = graphshard.programs(model)
-        assert program.plan is not None
-        predicted = program.plan.prediction
-        assert predicted is not None
-        seconds = statistics.median(near or times)
-        counted = f"{len(near)}/{len(times)}" if near else f"at {statistics.median(speeds) / speed:.0%}"
+        with torch.device("meta"):
+            same = llama.Llama(llama.LlamaConfig(layers=size["layers"], dim=size["dim"], seq=size["seq"]))
+        predicted = graphshard.explain(
+            same,
+            (args.ranks,),
+            example_inputs=(tokens[0], tokens[1]),
+            hardware=args.hardware or "cpu-gloo",
+            backend=args.backend,
+        )
+        what = f"{', '.join(f'{name} {value}' for name, value in size.items()):40}"
+        seconds, counted = "", ""
+        if times:
+            median = statistics.median(near or times)
+            step = predicted.step_time_s
+            counted = f"{len(near)}/{len(times)}" if near else f"at {statistics.median(speeds) / speed:.0%}"
+            seconds = f"{step * 1e3:10.1f}{median * 1e3:10.1f}{step / median - 1:+9.0%}"
+        bytes_ = predicted.peak_memory_bytes
+        owners = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in predicted.memory.items() if size)
         print(
-            f"{', '.join(f'{name} {value}' for name, value in size.items()):40}"
-            f"{predicted.step_seconds * 1e3:10.1f}{seconds * 1e3:10.1f}{predicted.step_seconds / seconds - 1:+9.0%}"
-            f"{predicted.peak_bytes / 2**20:10.1f}{peak / 2**20:10.1f}{predicted.peak_bytes / peak - 1:+9.0%}"
-            f"{counted:>10}",
+            f"{what}{seconds:29}{bytes_ / 2**20:10.1f}{peak / 2**20:10.1f}{bytes_ / peak - 1:+9.1%}{counted:>10}\n"
+            f"    at the peak, MiB: {owners}",
             flush=True,
         )
     dist.destroy_process_group()
@@ -128,6 +138,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--steps", type=int, default=15, help="that count")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--memory", action="store_true", help="measure peaks only")
     args = parser.parse_args()
     print(f"{'':40}{'step, ms':>29}{'peak, MiB':>29}")
     print(

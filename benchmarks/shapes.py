@@ -14,7 +14,7 @@ from graphshard.cost.costs import Costs
 from graphshard.ir.mesh import Axis
 from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule import Chain, Link, Problem, Transfer
-from graphshard.schedule.build import make_link
+from graphshard.schedule.ways import make_link
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,20 @@ GEMMA = Shape("Gemma-2 9B", 42, 3584, 14336, 16, 8, 256000, head_dim=256, tied=T
 VIT = Shape("ViT-22B", 48, 6144, 24576, 48, 48, 588, gated=False)  # patches of 14 x 14 in place of a vocabulary
 GPT = Shape("GPT-2 XL", 48, 1600, 6400, 25, 25, 50257, gated=False, tied=True)
 SHAPES = (LLAMA_8B, LLAMA_70B, LLAMA_405B, MOE, LLAMA_1B, QWEN, GEMMA, VIT, GPT)
+# More, from what their authors say of them, for tables of many.
+MORE = (
+    Shape("Llama-3.2 3B", 28, 3072, 8192, 24, 8, tied=True),
+    Shape("Mistral 7B", 32, 4096, 14336, 32, 8, 32000),
+    Shape("Mixtral 8x7B", 32, 4096, 14336, 32, 8, 32000, experts=8, expert_every=1),
+    Shape("Qwen2.5 0.5B", 24, 896, 4864, 14, 2, 151936, tied=True),
+    Shape("Qwen2.5 7B", 28, 3584, 18944, 28, 4, 152064),
+    Shape("Qwen2.5 32B", 64, 5120, 27648, 40, 8, 152064),
+    Shape("Gemma-2 2B", 26, 2304, 9216, 8, 4, 256000, head_dim=256, tied=True),
+    Shape("Phi-3 mini", 32, 3072, 8192, 32, 32, 32064),
+    Shape("MPT-7B", 32, 4096, 16384, 32, 32, 50432, gated=False, tied=True),
+    Shape("OPT-13B", 40, 5120, 20480, 40, 40, 50272, gated=False, tied=True),
+    Shape("GPT-3 175B", 96, 12288, 49152, 96, 96, 50257, gated=False, tied=True),
+)
 
 
 @dataclass(frozen=True)
@@ -105,8 +119,9 @@ def problem(shape: Shape, costs: Costs, ranks: int, tokens: int, seq: int, link:
     rate, bandwidth = costs.profile.rate("bfloat16"), costs.profile.memory_bandwidth
 
     def seconds(item: Item, times: float) -> float:
-        multiplied = 2 * item.work * tokens * times / (rate.peak * rate.matmul)
-        attended = 2 * item.attention * tokens * (times if times == 1 else 2.5) / (rate.peak * rate.attention)
+        multiplied = 2 * item.work * tokens * times / (rate.peak * min(rate.matmul, costs.profile.sustained))
+        speed = rate.attention["flash"].forward if times == 1 else rate.attention["flash"].backward
+        attended = 2 * item.attention * tokens * (times if times == 1 else 2.5) / (rate.peak * speed)
         return multiplied + attended + 3 * times * item.saved * tokens / bandwidth + costs.profile.kernel_seconds
 
     total = sum(size for item in found for size in item.sizes.values())

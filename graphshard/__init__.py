@@ -21,13 +21,17 @@ if TYPE_CHECKING:
     from graphshard.cost.profile import Profile, load_profile
     from graphshard.debug.bisect import Bisection, bisect
     from graphshard.explain.explain import explain, explain_grid
-    from graphshard.explain.explanation import Explanation, Grid
+    from graphshard.explain.explanation import Explanation
+    from graphshard.explain.grid import Grid
+    from graphshard.explain.tables import WhatIf
+    from graphshard.explain.what_if import what_if
     from graphshard.foreign.groups import Group
     from graphshard.foreign.report import ScheduledGraph
     from graphshard.foreign.schedule import schedule_graph
     from graphshard.ir.errors import (
         ArgumentError,
         ArtifactError,
+        BatchError,
         CaptureError,
         CaptureLimitError,
         CheckpointError,
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArgumentError",
     "ArtifactError",
+    "BatchError",
     "Bisection",
     "Call",
     "CaptureError",
@@ -86,6 +91,7 @@ __all__ = [
     "ScheduledGraph",
     "StepProfile",
     "UnsupportedError",
+    "WhatIf",
     "async_save_checkpoint",
     "bisect",
     "compile",
@@ -107,6 +113,7 @@ __all__ = [
     "save_measured",
     "schedule_graph",
     "unsharded_init",
+    "what_if",
 ]
 
 # Where a public name is defined; what type checkers read is above.
@@ -116,14 +123,18 @@ _HOMES = {
     "artifact.load": ("load",),
     "cost.profile": ("Profile", "load_profile"),
     "debug.bisect": ("Bisection", "bisect"),
+    "explain.tables": ("WhatIf",),
     "explain.explain": ("explain", "explain_grid"),
-    "explain.explanation": ("Explanation", "Grid"),
+    "explain.explanation": ("Explanation",),
+    "explain.grid": ("Grid",),
+    "explain.what_if": ("what_if",),
     "foreign.groups": ("Group",),
     "foreign.report": ("ScheduledGraph",),
     "foreign.schedule": ("schedule_graph",),
     "ir.errors": (
         "ArgumentError",
         "ArtifactError",
+        "BatchError",
         "CaptureError",
         "CaptureLimitError",
         "CheckpointError",

@@ -22,12 +22,16 @@ from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import path_of
 from graphshard.ir.program import Program
 from graphshard.ir.text import brief
+from graphshard.lower.backends import begin_compiling
 from graphshard.module.parts import shard_unit
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
+from graphshard.module.replaying import CudaGraphsChoice, replaying
 from graphshard.module.sharded_module import compiled_module, install_method
 from graphshard.options.arguments import check_names, options_given, takes_options
-from graphshard.options.checks import check_examples, check_mesh, check_model, default_mesh
-from graphshard.options.meshes import DataParallelMeshDims, data_and_tensor, tensor_axis
+from graphshard.options.axes import axes_of
+from graphshard.options.checks import check_examples, check_model, default_mesh
+from graphshard.options.experts import experts_by_name
+from graphshard.options.meshes import DataParallelMeshDims, data_and_tensor
 from graphshard.options.options import CompileArguments, ModelArguments, Options, PlacementFn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -45,6 +49,7 @@ def compile(
     dump: str | os.PathLike[str] | None = None,
     artifact: str | os.PathLike[str] | None = None,
     cache: bool | str | os.PathLike[str] | None = None,
+    cuda_graphs: CudaGraphsChoice = False,
     **options: Unpack[CompileArguments],
 ) -> ModuleT:
     """Shard a module's parameters over a mesh and compile its training step, in place.
@@ -58,14 +63,16 @@ def compile(
             replicates and the second shards (HSDP); size 1 of the second is plain data parallelism (DDP). An axis
             "tp" is one that parameters are distributed over already, by
             `torch.distributed.tensor.parallel.parallelize_module(model, mesh["tp"], plan)`. Over an axis "cp" inside
-            of the one that shards parameters are sharded, too, and the model communicates.
+            of the one that shards parameters are sharded, too, and the model communicates; so they are over an axis
+            "ep", but for those that are DTensors on it, the experts'.
         dp_mesh_dims: FSDP2's `DataParallelMeshDims`, the axes of the mesh to shard and to replicate over; None goes
             by the names of the axes.
         reshard_after_forward: True gathers parameters again in backward, False keeps them gathered, None keeps
             those of the root and gathers those of the units again, as FSDP2 does. A number of ranks that divides that
             of the shards gathers again among so many neighbours, such as those of a node, and keeps what they need.
         shard_placement_fn: chooses another dim to shard a parameter along, `Shard(dim)`; None is `Shard(0)`. Sizes
-            need not be multiples of the number of ranks.
+            need not be multiples of the number of ranks. FSDP2's `ShardPlacementResult` chooses another mesh, too: one
+            besides that of the others.
         mp_policy: FSDP2's `MixedPrecisionPolicy`, or a dict of policies by patterns of the names of units, "" being
             the root.
         offload_policy: FSDP2's `CPUOffloadPolicy` keeps shards, gradients and so optimizer state on the CPU and copies
@@ -103,6 +110,9 @@ def compile(
         cache: where programs are kept, so that the next launch of the job neither traces nor compiles: a directory,
             True for `~/.cache/graphshard`, or False for nowhere. None takes GRAPHSHARD_CACHE, which is a directory,
             "on" or "off", or False. What is kept is used if all that it was made of is the same.
+        cuda_graphs: True launches the regions between two collectives as one CUDA graph, from their third call on;
+            "auto" does so where it pays by the profile. What goes into a graph and comes out of it is copied. This was
+            never run on a GPU.
 
     Returns:
         The same object.
@@ -116,15 +126,17 @@ def compile(
     chosen = options_given(compile, options)
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
-    mesh, given = data_and_tensor(mesh, dp_mesh_dims)
-    axes, tensor = check_mesh(mesh), tensor_axis(model, mesh, given)
+    mesh, axes, tensor, experts, answers = axes_of(model, mesh, chosen, dp_mesh_dims)
     check_examples(model, example_inputs, example_kwargs)
     file = None if artifact is None else artifact_path("artifact", artifact)
     if cache is not None and not isinstance(cache, bool):
         cache = path_of("cache", cache, "a directory, True or False")
     kept = cache_at(cache)
-    tracer = prepare(model, chosen, axes, device_of(mesh), tensor=tensor)
-    runner = make_runner(model, tracer, mesh, recorder(dump_directory(dump, dist.get_rank())), kept)
+    tracer = prepare(model, chosen, axes, device_of(mesh), tensor=tensor, experts=experts, answers=answers)
+    graphs = replaying(cuda_graphs, chosen, axes, device_of(mesh))
+    runner = make_runner(model, tracer, mesh, recorder(dump_directory(dump, dist.get_rank())), kept, graphs)
+    if file is None and kept is None:
+        begin_compiling(chosen.backend, tracer.spec.device)
     library = None if file is None else library_for(file, model, runner)
     prepared = None
     if example_inputs is not None or example_kwargs is not None:
@@ -197,9 +209,11 @@ def fully_shard(
         raise ArgumentError("module is an empty list. Give the modules that are one unit.")
     for one in modules:
         check_model(one, in_parts=True)
-    mesh, tensor = data_and_tensor(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
+    mesh = mesh if mesh is not None else default_mesh()
+    experts = experts_by_name(mesh, dp_mesh_dims)
+    mesh, tensor = data_and_tensor(mesh, dp_mesh_dims)
     records = recorder(dump_directory(None, dist.get_rank()))
-    shard_unit(modules, mesh, tensor, chosen, records, cache_at(None))
+    shard_unit(modules, mesh, tensor, chosen, records, cache_at(None), experts)
     return module
 
 

@@ -4,11 +4,15 @@
     mixed_precision           shards are stored in their own dtype; casts before gathers and around reductions
     reshard_after_forward     what backward gathers again, and what it keeps
     activation_checkpointing  what units save for backward, and what is computed again
+    chunked_loss              the loss over a vocabulary, some rows of logits at a time (opt-in, inexact)
     partition                 the joint graph becomes forward and backward
     drop_unused_tangents      outputs that never receive a gradient cost nothing in backward
     offload                   parameters and gradients live on the host
     regather_in_group         backward gathers again among fewer ranks
     gather_in_float8          parameters travel in eight bits (opt-in, inexact)
+    exchange_rows             rows of embeddings are exchanged, instead of tables gathered (opt-in, inexact)
+    overlap_collectives       what the model itself communicates runs beside compute that does not need it
+    pipeline_matmuls          products and the gathers or reduce-scatters at them, in pieces (opt-in, inexact)
     make_plan                 which collectives travel together, and when
     keep_gathered             what the plan keeps gathered is handed from forward to backward
     accumulate_gradients      gradients of microbatches are added up, and reduced later
@@ -47,14 +51,18 @@ from graphshard.passes.accumulate_gradients import AccumulateGradients
 from graphshard.passes.activation_checkpointing import ActivationCheckpointing
 from graphshard.passes.base import Pass
 from graphshard.passes.bucket import Bucketing
+from graphshard.passes.chunked_loss import ChunkedLoss
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
+from graphshard.passes.exchange_rows import ExchangeRows
 from graphshard.passes.gather_in_float8 import GatherInFloat8
 from graphshard.passes.insert_collectives import InsertCollectives
 from graphshard.passes.keep_gathered import KeepGathered
 from graphshard.passes.make_plan import MakePlan
 from graphshard.passes.mixed_precision import MixedPrecision
 from graphshard.passes.offload import Offload
+from graphshard.passes.overlap_collectives import OverlapCollectives
 from graphshard.passes.partition import Partition
+from graphshard.passes.pipeline_matmuls import PipelineMatmuls
 from graphshard.passes.regather_in_group import RegatherInGroup
 from graphshard.passes.reorder import Reorder
 from graphshard.passes.reshard_after_forward import ReshardAfterForward
@@ -64,15 +72,19 @@ __all__ = [
     "AccumulateGradients",
     "ActivationCheckpointing",
     "Bucketing",
+    "ChunkedLoss",
     "DropUnusedTangents",
+    "ExchangeRows",
     "GatherInFloat8",
     "InsertCollectives",
     "KeepGathered",
     "MakePlan",
     "MixedPrecision",
     "Offload",
+    "OverlapCollectives",
     "Partition",
     "Pass",
+    "PipelineMatmuls",
     "RegatherInGroup",
     "Reorder",
     "ReshardAfterForward",

@@ -49,9 +49,10 @@ class InsertCollectives(Pass):
             phase.inputs = tuple(_as_held(slot, program) for slot in phase.inputs)
             for node, slot in phase.slot_of().items():
                 if slot.kind == "param" and program.params[slot.name].num_shards > 1:
-                    gather(phase.module.graph, node, program.params[slot.name], program.mesh.shard)
+                    row = program.params[slot.name]
+                    gather(phase.module.graph, node, row, row.on(program.mesh).shard)
                     count += 1
-            count += insert_gathers(phase, program.params, program.mesh.shard)
+            count += insert_gathers(phase, program.params, program.mesh)
             count += _reduce_gradients(phase, program)
         return count
 

@@ -7,19 +7,32 @@
     return %ds as grad:w                     %h = download(%ds)
                                              return %h as grad:w                  (host)
 
-The copies run beside the compute; `reorder` starts those for a gather when the gather before it starts. On a CPU mesh
-there is nothing to do.
+With `cast_on_host` what is cast at once is cast before:
+
+    %c: bf16[4, 4] = _to_copy(%s, dtype=bf16)  %u: bf16[4, 4] = upload(%s, cuda, bf16)
+
+The copies run beside the compute; `reorder` starts those for a gather when the gather before it starts. A unit that is
+not gathered, as on one rank, is copied while the one before it computes: its copies start where those of that one have
+arrived. On a CPU mesh there is nothing to do.
+
+    %u0 = upload(%w0)                          %u0 = upload(%w0)
+    %c0 = arrived(%u0)                         %c0 = arrived(%u0)
+    %y0 = mm(%x, %c0)                          %u1 = upload(%w1)
+    %u1 = upload(%w1)                          %y0 = mm(%x, %c0)
+    %c1 = arrived(%u1)                         %c1 = arrived(%u1)
+    %y1 = mm(%y0, %c1)                         %y1 = mm(%y0, %c1)
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch.fx import Graph, Node
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import emit, fake, rewrite_gradients
+from graphshard.ir.graph import aten, emit, fake, rewrite_gradients
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass
@@ -31,10 +44,13 @@ class Offload(Pass):
 
     Attributes:
         always: on a CPU mesh, too, where the copies are of no use.
+        cast_on_host: shards that are cast to fewer bytes are cast before they are copied; it takes the thread that
+            launches kernels, and pays where each rank has four threads or more and waits for copies.
     """
 
     name: ClassVar[str] = "offload"
     always: bool = False
+    cast_on_host: bool = False
 
     def requires(self, program: Program) -> None:
         if "joint" in program.phases:
@@ -46,9 +62,15 @@ class Offload(Pass):
         program.offloaded = True
         count = 0
         for phase in program.phases.values():
+            units: dict[Node, str] = {}  # where what is not gathered arrives
             for node, slot in phase.slot_of().items():
-                if slot.kind in ("param", "part") and not program.params[slot.name].ignored:
-                    count += _upload(phase, node, program.device.type)
+                if slot.kind not in ("param", "part") or program.params[slot.name].ignored:
+                    continue
+                changed, arrived = _upload(phase, node, program.device.type, cast_on_host=self.cast_on_host)
+                count += changed
+                if arrived is not None and program.params[slot.name].num_shards == 1:
+                    units[arrived] = program.params[slot.name].unit
+            _one_unit_ahead(units)
 
             def download(grad: Node, name: str, graph: Graph = phase.module.graph) -> Node:
                 done = grad.target is DOWNLOAD or program.params[name].ignored
@@ -58,17 +80,56 @@ class Offload(Pass):
         return count
 
 
-def _upload(phase: Phase, shard: Node, device: str) -> int:
+def _upload(phase: Phase, shard: Node, device: str, *, cast_on_host: bool) -> tuple[int, Node | None]:
+    """Whether the phase has changed, and where a copy that was put in has arrived."""
     users = [user for user in shard.users if user.op == "call_function"]
     if any(user.target is UPLOAD for user in users):
-        return 0
+        return 0, None
     shard.meta["val"] = fake(shard).to("cpu")
     if not users:
-        return 0
+        return 0, None
     first = min(users)
+    narrows = cast_on_host and len(users) == 1 and _narrows(first)
     with phase.module.graph.inserting_before(first):
-        copy = emit(phase.module.graph, UPLOAD, shard, device, like=first)
+        dtype = (fake(first).dtype,) if narrows else ()
+        copy = emit(phase.module.graph, UPLOAD, shard, device, *dtype, like=first)
         arrived = emit(phase.module.graph, ARRIVED, copy, like=first)
+    if narrows:
+        first.replace_all_uses_with(arrived)
+        phase.module.graph.erase_node(first)
+        return 1, arrived
     for user in users:
         user.replace_input_with(shard, arrived)
-    return 1
+    return 1, arrived
+
+
+def _narrows(node: Node) -> bool:
+    """Whether a value is another one in a dtype of fewer bytes, and nothing else."""
+    if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
+        return False
+    return fake(node).dtype.itemsize < fake(node.all_input_nodes[0]).dtype.itemsize
+
+
+def _one_unit_ahead(units: dict[Node, str]) -> None:
+    """Start the copies of each unit where those of the unit before it have arrived; all of a unit arrive together.
+
+    An arrival waits for everything that was started before it, so copies for later must start behind it.
+
+    Args:
+        units: of each arrival; what the root computes before its blocks, and behind them, counts as two.
+    """
+    before: Node | None = None  # the last arrival of the unit before
+    for _, group in itertools.groupby(sorted(units), units.__getitem__):
+        first, *others = arrivals = list(group)
+        anchor = first
+        for arrived in others:
+            anchor.append(arrived)
+            anchor = arrived
+        for arrived in arrivals:
+            (copy,) = arrived.all_input_nodes
+            if before is None:
+                first.prepend(copy)
+            else:
+                before.append(copy)
+                before = copy
+        before = anchor

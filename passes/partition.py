@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from torch.fx import GraphModule, Node
 from graphshard.ir.graph import base_of, erase_dead, fake, is_communication, is_idle_draw, is_part, is_view
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.recomputed import RANDOM_STATE
+from graphshard.ir.recomputed import IN_FORWARD, RANDOM_STATE, SAVE
 from graphshard.ir.sizes import lift_sizes
 from graphshard.ir.strides import laid_out
 from graphshard.ir.torch_internals import hint, min_cut_partition, run_and_save_rng_state, run_with_rng_state
@@ -46,7 +47,7 @@ class Partition(Pass):
                 mark_sums(chain[-1] if chain else node, grads.get(slot.name))
         for node in filter(is_idle_draw, joint.module.graph.nodes):
             node.meta.pop("recompute", None)  # for nobody, which needs no state of a generator
-        forward, backward = min_cut_partition(joint.module, num_outputs)
+        forward, backward = _split(joint, num_outputs)
         _name_random_states(forward, backward, num_outputs)
         _drop_idle(forward, backward, num_outputs)
         saved = tuple(_saved_slot(node, slots) for node in _results(forward)[num_outputs:])
@@ -62,15 +63,30 @@ class Partition(Pass):
                 joint.outputs[num_outputs:],
             ),
         }
+        _return_shown(program.phases["forward"], slots, program.params)
         for phase in program.phases.values():
             lift_sizes(phase, program.sizes)
             _rename_placeholders(phase)
             for node in phase.module.graph.nodes:
-                for mark in ("recompute", "ac_graph_id", "partitioner_tag"):  # they have done their work
+                for mark in ("recompute", "ac_graph_id", "partitioner_tag", IN_FORWARD):  # they have done their work
                     node.meta.pop(mark, None)
         _mark_recomputed(forward, backward)
         _unalias(program.phases["backward"], program.params)
         return 1
+
+
+def _split(joint: Phase, num_outputs: int) -> tuple[GraphModule, GraphModule]:
+    """The partitioner's two graphs. What is marked to be computed in forward is one of its results meanwhile."""
+    marked = [node for node in joint.module.graph.nodes if node.meta.get(IN_FORWARD)]
+    for node in marked:
+        node.meta["recompute"] = SAVE
+    output, results = joint.module.graph.output_node(), joint.results
+    output.meta.pop("desc", None)  # one for each result
+    joint.set_results([*results[:num_outputs], *marked, *results[num_outputs:]])
+    forward, backward = min_cut_partition(joint.module, num_outputs + len(marked))
+    results = _results(forward)
+    forward.graph.output_node().args = ((*results[:num_outputs], *results[num_outputs + len(marked) :]),)
+    return forward, backward
 
 
 def _name_random_states(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
@@ -140,6 +156,16 @@ def _drop_idle(forward: GraphModule, backward: GraphModule, num_outputs: int) ->
     erase_dead(forward.graph)
     for node in idle.values():
         backward.graph.erase_node(node)
+
+
+def _return_shown(forward: Phase, slots: Mapping[str, Slot], params: ParamTable) -> None:
+    """Let forward return the full parameters that modules show, too, but those that backward reads in any form."""
+    saved = {slot.name for slot in forward.outputs if slot.is_full}
+    named = [(node, slots.get(node.name)) for node in forward.module.graph.nodes]
+    landed = [(node, slot.name) for node, slot in named if slot and slot.of == "gathered" and slot.index == 0]
+    shown = [(node, name) for node, name in landed if params[name].shows and name not in saved]
+    forward.set_results([*forward.results, *(node for node, _ in shown)])
+    forward.outputs = (*forward.outputs, *(Slot("shown", name) for _, name in shown))
 
 
 def _unalias(backward: Phase, params: ParamTable) -> None:

@@ -20,7 +20,7 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import with_parts
+from graphshard.ir.graph import arrange, with_parts
 from graphshard.ir.layout import Collective, Layout, collectives
 from graphshard.ir.operators import UPLOAD
 from graphshard.ir.plan import Event, Plan
@@ -46,16 +46,12 @@ class Reorder(Pass):
 
 
 def _reorder(phase: Phase, phase_name: str, plan: Plan) -> int:
-    graph = phase.module.graph
-    old = [n for n in graph.nodes if n.op == "call_function"]
+    old = [n for n in phase.module.graph.nodes if n.op == "call_function"]
     new = _schedule(phase, phase_name, plan)
     _check(old, new, phase_name)
     if old == new:
         return 0
-    anchor = phase.placeholders[-1]
-    for node in new:
-        anchor.append(node)
-        anchor = node
+    arrange(phase, new)
     return sum(a is not b for a, b in zip(old, new))
 
 

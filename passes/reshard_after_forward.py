@@ -4,7 +4,8 @@ A row with `reshard` has its cast, gather, wait and cut-off marked to be recompu
 only the shard and repeats the gather in backward. A row without it has the full parameter marked to be saved. Views of
 a parameter are made again: what forward leaves of it is the parameter itself or nothing, and `reshard()` may free that.
 Of a parameter that decides itself what is gathered (`ir/joins.py`), what it does before and after its gather is
-repeated, too. The marks are torch's own: `meta["recompute"]` with a `CheckpointPolicy`.
+repeated, too. One that is not gathered, as on one rank, is there in backward; if it is offloaded, it is copied to the
+device again, so its cast is repeated. The marks are torch's own: `meta["recompute"]` with a `CheckpointPolicy`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import WAIT, is_backward, is_view
+from graphshard.ir.graph import WAIT, aten, is_backward, is_view
 from graphshard.ir.joins import around_gathers
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
@@ -28,9 +29,14 @@ from graphshard.passes.base import Pass
 @dataclass(frozen=True)
 class ReshardAfterForward(Pass):
     """Requires: a joint graph with collectives inserted.
-    Preserves: the graph; only marks for the partitioner change."""
+    Preserves: the graph; only marks for the partitioner change.
+
+    Attributes:
+        offloaded: parameters live on the host, but on CPU meshes, where that is the device.
+    """
 
     name: ClassVar[str] = "reshard-after-forward"
+    offloaded: bool = False
 
     def requires(self, program: Program) -> None:
         if "backward" in program.phases:
@@ -39,15 +45,20 @@ class ReshardAfterForward(Pass):
     def rewrite(self, program: Program) -> int:
         count = 0
         joint = program.phases.get("joint")
+        away = self.offloaded and program.device.type != "cpu"
         for node, slot in joint.slot_of().items() if joint else ():
             if slot.kind not in ("param", "gathered"):
                 continue
-            chain = until_landed(node, program.params[slot.name]) if slot.kind == "param" else []
-            if chain and not program.params[slot.name].reshard:
+            row = program.params[slot.name]
+            chain = until_landed(node, row) if slot.kind == "param" else []
+            again = away and row.num_shards == 1 and row.reshard and not row.ignored
+            if again:
+                chain = [user for user in node.users if user.target is aten._to_copy.default and not is_backward(user)]
+            if chain and not row.reshard:
                 count += _mark(chain[-1:], CheckpointPolicy.MUST_SAVE)
             else:
                 count += _mark(chain, CheckpointPolicy.MUST_RECOMPUTE)
-            full = [node] if slot.kind == "gathered" else chain[-1:]
+            full = [node, *chain] if again else [node] if slot.kind == "gathered" else chain[-1:]
             count += _mark(_views(full), CheckpointPolicy.MUST_RECOMPUTE)
         for name, (before, wait, after) in around_gathers(joint).items() if joint else ():
             if program.params[name].reshard:

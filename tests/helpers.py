@@ -9,8 +9,10 @@ step(program, model, [(x0,), (x1,)])                    what both ranks compute
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.utils import _pytree as pytree
 from graphshard.capture.capture import CaptureSpec, capture
 from graphshard.ir.graph import WAIT, fake, is_collective
 from graphshard.ir.mesh import Mesh
+from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, NAMING_GROUPS, SETTLED
 from graphshard.ir.params import ParamRow, build_table
 from graphshard.ir.precision import precision_of
 from graphshard.ir.program import Phase, Program, Slot
@@ -190,8 +193,10 @@ def run_ranks(
             results = [given[slots[node]] for given in inputs]
         elif is_collective(node):
             results = _collective(node, [a[0] for a in args], sent)
-        elif node.target is WAIT:
+        elif node.target in (WAIT, SETTLED):
             results = [a[0] for a in args]
+        elif node.target in NAMING_GROUPS:
+            results = _of_the_model(node, [a[0] for a in args])
         elif node.op == "call_module":
             results = [getattr(phase.module, node.target)(list(*a)) for a in args]
         else:
@@ -217,6 +222,14 @@ def _collective(node: Node, tensors: list[Any], sent: list[list[torch.Tensor]] |
     if node.args[1] == "avg":
         total = total / len(tensors)
     return list(total.chunk(len(tensors)))
+
+
+def _of_the_model(node: Node, tensors: list[Any]) -> list[Any]:
+    """The results of what a model gathers, or exchanges in equal pieces, by rank."""
+    if node.target in (JOINED, BEGINS[JOINED]):
+        return [torch.cat(tensors)] * len(tensors)
+    assert node.target in (EXCHANGED, BEGINS[EXCHANGED]), node.target
+    return [torch.cat(pieces) for pieces in zip(*(tensor.chunk(len(tensors)) for tensor in tensors))]
 
 
 def padded_shard(param: torch.Tensor, row: ParamRow, rank: int) -> torch.Tensor:
@@ -285,3 +298,10 @@ def assert_gradients(program: Program, model: nn.Module, batches: Sequence[Seque
     """A program's gradients are the mean over the ranks, within rounding."""
     found = full_gradients(program, step(program, model, batches))
     torch.testing.assert_close(found, mean_gradients(model, batches))
+
+
+def resident(field: str) -> int:
+    """Bytes of this process in memory, as the kernel counts them: "VmRSS" now, "VmHWM" the most so far."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024

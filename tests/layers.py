@@ -24,7 +24,8 @@ FLOORS = (
     ("pipeline", "report", "foreign"),
     ("options", "codec"),
     ("module", "explain"),
-    ("artifact", "debug", "measure"),
+    ("debug", "measure"),
+    ("artifact",),
     ("cache",),
     ("api", "cli"),
     ("__init__", "__main__", "integrations"),
@@ -34,6 +35,7 @@ FLOORS = (
 TORCH_INTERNALS = (
     "graphshard.capture.capture",
     "graphshard.capture.phase",
+    "graphshard.lower.cpp_internals",
     "graphshard.lower.cross_internals",
     "graphshard.lower.inductor",
     "graphshard.ir.driver_internals",

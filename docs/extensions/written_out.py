@@ -11,18 +11,21 @@ from typing import Any
 import griffe
 
 OPTIONS = "options.options.Options"
+# Whose fields else, by the name of the keyword arguments.
+ALSO = {"ExplainArguments": "explain.training.Training"}
 
 
 class WrittenOut(griffe.Extension):
-    """Puts the fields of `Options`, with their defaults, in the place of `**options`."""
+    """Puts the fields of `Options` and of what else a function takes, with defaults, in the place of `**options`."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        fields = [item for item in pkg[OPTIONS].attributes.values() if item.value is not None]
         for function in _functions(pkg):
             known = {parameter.name for parameter in function.parameters}
+            annotation = str(function.parameters["options"].annotation)
             del function.parameters["options"]
-            for field in fields:
-                if field.name not in known:
+            also = [name for arguments, name in ALSO.items() if annotation == f"Unpack[{arguments}]"]
+            for field in (field for name in (*also, OPTIONS) for field in pkg[name].attributes.values()):
+                if field.value is not None and field.name not in known:
                     function.parameters.add(
                         griffe.Parameter(
                             field.name,

@@ -11,12 +11,9 @@ import torch
 from graphshard.artifact.exporter import operators_only
 from graphshard.ir.driver_internals import package, stand_in
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.gpus import CAPABILITIES, Capability
+from graphshard.ir.gpus import CAPABILITIES, USUAL, Capability
 from graphshard.ir.text import brief
 from graphshard.lower.regions import Compiler
-
-# What programs are captured for where no capability is given: decisions are those of any GPU from 8.0 on.
-_USUAL = (9, 0)
 
 
 def capabilities_given(capability: Any, device: torch.device) -> list[Capability]:
@@ -46,7 +43,7 @@ def capabilities_given(capability: Any, device: torch.device) -> list[Capability
 def without_gpu(device: torch.device, targets: list[Capability]) -> Iterator[contextlib.AbstractContextManager[None]]:
     """What stands in for a GPU while a program for one is made, if there is none."""
     if device.type == "cuda" and not torch.cuda.is_available():
-        yield stand_in(targets[0] if targets else _USUAL)
+        yield stand_in(targets[0] if targets else USUAL)
 
 
 def compiler_for_file(

@@ -23,10 +23,12 @@ from graphshard.artifact.compilers import capabilities_given, compiler_for_file,
 from graphshard.artifact.exporter import Exporter, in_mode, with_threads
 from graphshard.artifact.fingerprint import environment, model_facts
 from graphshard.artifact.members import Captured, MeshPrograms, StoredRegion, write_artifact
+from graphshard.artifact.places import check_axes, merged, num_places, tracer_at
 from graphshard.artifact.signing import signer_of
 from graphshard.artifact.stored_options import describe_options
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
+from graphshard.debug.dump import dump_directory, recorder
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_bool, check_choice, check_count, is_int, path_of
 from graphshard.ir.mesh import Mesh, MeshLike
@@ -34,9 +36,11 @@ from graphshard.ir.progress import progress
 from graphshard.ir.text import brief
 from graphshard.lower.regions import RegionCall
 from graphshard.module.prepare import prepare
+from graphshard.module.tracer import Tracer
 from graphshard.options.arguments import options_given, takes_options
 from graphshard.options.checks import check_containers, check_examples, check_model
 from graphshard.options.options import CompileArguments, Options
+from graphshard.options.pretended import Parallelize, shape_of
 
 Mode = Literal["training", "inference", "both"]
 
@@ -98,6 +102,7 @@ def export(
     threads: int | None = None,
     compile_regions: bool | None = None,
     sign: Any = None,
+    parallelize: Parallelize | None = None,
     **options: Unpack[CompileArguments],
 ) -> Path:
     """Compile a module for a mesh that need not exist, in one process, into one file that every rank loads.
@@ -134,6 +139,9 @@ def export(
             None compiles them if there is such a device here. With backend="eager" there is nothing to compile.
         sign: an ed25519 private key to sign the file with, as a PEM file or as an object of the package cryptography;
             `load(..., trust=)` checks it. None does not sign.
+        parallelize: makes the model for meshes with a tensor axis, such as `{"dp": 2, "tp": 2}`: a function of (model,
+            mesh), as for `explain`. Where a program depends on a rank's place on that axis, the file has one for each.
+            For CPUs.
 
     Returns:
         The path.
@@ -150,7 +158,8 @@ def export(
     signer = None if sign is None else signer_of(sign)
     if signer is not None and target.suffix == ".pt2":
         raise ArgumentError(f"sign: {target.name} is PyTorch's own format, which has no signature. Sign it yourself.")
-    meshes = [Mesh.of_shape(item) for item in _meshes(mesh)]
+    shapes = [] if parallelize is None else [shape_of(item) for item in _meshes(mesh)]
+    meshes = [Mesh.of_shape(item) for item in _meshes(mesh)] if parallelize is None else []
     wanted = _calls(example_inputs, example_kwargs, mode, calls)
     kind = _device(device, mesh)
     targets = capabilities_given(capability, kind)
@@ -160,25 +169,39 @@ def export(
     if compile_regions is not None:
         check_bool("compile_regions", compile_regions)
     machine = load_profile(chosen.hardware or ("h100" if kind.type == "cuda" else "cpu-gloo"))
+    for shape in shapes:
+        check_axes(shape, kind)
     if target.suffix == ".pt2":
         return _plain(model, meshes, wanted, kind, target, chosen)
+    records = recorder(dump_directory(None, 0))
     compiler, later = compiler_for_file(chosen.backend, kind, compile_regions, targets)
     regions: dict[str, StoredRegion] = {}
     compiled: dict[str, RegionCall] = {}
-    found = []
+    found: list[MeshPrograms] = []
     with contextlib.ExitStack() as stack:
         show = stack.enter_context(progress(f"graphshard: export {type(model).__name__}"))
         stack.enter_context(with_threads(threads))
         for block in without_gpu(kind, targets):
             stack.enter_context(block)
-        for item in meshes:
-            tracer = prepare(model, chosen, item, kind)
-            described = describe_options(tracer)
+
+        def programs_of(made: nn.Module, tracer: Tracer) -> MeshPrograms:
+            described, item = describe_options(tracer), tracer.spec.mesh
             tracer.compiled = compiled
             costs = Costs(machine, mesh=item, fused=chosen.backend != "eager")
-            exporter = Exporter(tracer, model, compiler, costs, later, accumulate, regions, _prefixed(show, item))
+            exporter = Exporter(
+                tracer, made, compiler, costs, later, accumulate, regions, _prefixed(show, item), records
+            )
             programs = tuple(_captured(exporter, call) for call in wanted)
-            found.append(MeshPrograms(tracer.spec.mesh, described, tracer.spec.params, programs))
+            return MeshPrograms(item, described, tracer.spec.params, programs)
+
+        found += [programs_of(model, prepare(model, chosen, item, kind)) for item in meshes]
+        for shape in shapes:
+            assert parallelize is not None
+            places = []
+            for place in range(num_places(shape)):
+                with tracer_at(model, shape, parallelize, chosen, place) as (made, tracer):
+                    places.append(programs_of(made, tracer))
+            found += merged(places)
         native = any(stored.code == "native" for stored in regions.values())
         fingerprint = {
             "environment": environment(kind, native=native),

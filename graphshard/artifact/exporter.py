@@ -19,15 +19,16 @@ from graphshard.codec.passes import encode_pass
 from graphshard.cost.costs import Costs
 from graphshard.cost.multiplications import flop_of
 from graphshard.explain.predict import Bound, bound_of, explained
+from graphshard.explain.training import Training
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.text import brief
 from graphshard.lower.operators import num_kernels
 from graphshard.lower.packages import Package
-from graphshard.lower.regions import Boxed, Compiler, lower
+from graphshard.lower.regions import Compiled, Compiler, lower
 from graphshard.module.tracer import Tracer
 from graphshard.passes import AccumulateGradients
-from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, rerun_backward
 from graphshard.runtime.accumulation import Accumulation
 
@@ -45,6 +46,7 @@ class Exporter:
         accumulate: whether there are to be backwards for steps of several microbatches.
         regions: those captured so far, of all meshes, by their names in the file.
         show: told what is being done.
+        recorder: what records a program, by its name.
     """
 
     tracer: Tracer
@@ -55,6 +57,7 @@ class Exporter:
     accumulate: bool
     regions: dict[str, StoredRegion]
     show: Callable[[str], None]
+    recorder: Callable[[str], Recorder | None]
     _count: int = field(default=0, init=False)
 
     def capture(
@@ -82,7 +85,8 @@ class Exporter:
             signature = tracer.signature(module, leaves, structure)
         call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
         self.show("capture")
-        observer = _Watch(tracer.options.level, None, tracer.pipeline.passes, self.show, costs=self.costs)
+        recorder = self.recorder(f"{tracer.label}-{self._count}")
+        observer = _Watch(tracer.options.level, recorder, tracer.pipeline.passes, self.show, costs=self.costs)
         program, partitioned = tracer.trace(module, call_args, call_kwargs, observer, "exported", grad=grad)
         program.capture = self._count
         self._count += 1
@@ -127,7 +131,8 @@ class Exporter:
     def _prediction(self, program: Program, seen: _Watch, leaves: Sequence[Any]) -> str:
         if seen.bound is None:  # the passes make no plan
             return ""
-        return str(explained(program, self.costs, seen.flop, seen.bound, tokens=count_tokens(leaves), states=2))
+        tokens, training = count_tokens(leaves), Training()
+        return str(explained(program, self.costs, seen.flop, seen.bound, tokens=tokens, training=training))
 
     def _submodule(self, entry: str) -> nn.Module:
         try:
@@ -224,7 +229,7 @@ def _outputs(program: Program, outputs: Sequence[int]) -> frozenset[str]:
     return used
 
 
-def operators_only(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
+def operators_only(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
     """Compiles nothing: regions run as their operators, or are compiled on the target."""
     for name in regions:
         yield name, Package()

@@ -29,6 +29,7 @@ MODEL_FIELDS = {
     "dtype": "parameter dtype",
     "trainable": "requires_grad",
     "order": "memory layout",
+    "split": "placement on the tensor axis",
 }
 # Of x86 and ARM: what compilers told to generate code for this very processor make use of.
 _EXTENSIONS = ("avx", "amx", "sse", "fma", "f16c", "bmi", "vaes", "gfni", "sve", "asimd", "bf16", "i8mm")
@@ -53,6 +54,7 @@ _REMEDY = {
     "parameter shape": "Make the model with the same configuration, or export again.",
     "parameter dtype": "Convert the model before loading, or export again.",
     "requires_grad": "Freeze and unfreeze the same parameters before loading, or export again.",
+    "placement on the tensor axis": "Call parallelize_module with the same plan before loading, or export again.",
     "memory layout": "Make the model in the same memory format, or export again.",
 }
 _OPTION_REMEDY = "Give the option that it was exported with, or export again with this one."

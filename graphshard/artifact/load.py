@@ -31,7 +31,7 @@ from graphshard.artifact.signing import trusted
 from graphshard.artifact.stored_options import check_same_options, restored_options
 from graphshard.capture.hooks import HOOKS
 from graphshard.codec.converter import read
-from graphshard.ir.errors import ArgumentError, ArtifactError, GraphshardError
+from graphshard.ir.errors import ArgumentError, ArtifactError, GraphshardError, UnsupportedError
 from graphshard.ir.given import path_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, build_table, named_parameters
@@ -43,7 +43,9 @@ from graphshard.module.places import owner_of
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.runner import Runner
 from graphshard.options.arguments import options_given, takes_options
-from graphshard.options.checks import check_mesh, check_model, default_mesh
+from graphshard.options.axes import axes_of
+from graphshard.options.checks import check_model, default_mesh
+from graphshard.options.meshes import axis_name
 from graphshard.options.options import CompileArguments, Options
 
 log = logging.getLogger(__name__)
@@ -88,18 +90,25 @@ def load(
     options_given(load, options)
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
-    axes = check_mesh(mesh)
+    data, axes, tensor, experts, _ = axes_of(model, mesh, Options())
+    if experts is not None:
+        raise UnsupportedError(
+            "load: files hold programs for data axes and a tensor axis, and parameters are on an expert axis. Use "
+            "graphshard.compile, with cache= to keep what it makes."
+        )
+    place = 0 if tensor is None else tensor.get_local_rank()
+    whole = axes if tensor is None else axes.with_tensor(axis_name(tensor), tensor.size())
     artifact = read_artifact(artifact_path("path", path), () if trust is None else trusted(trust))
-    device = device_of(mesh)
+    device = device_of(data)
     with _as_exported(artifact, given=bool(options)):
-        index = _check_place(artifact, device, axes)
+        index = _check_place(artifact, device, whole, place)
         params = artifact.params(index)
-        _check_model(artifact, model, params)
+        _check_model(artifact, model, params, whole)
         stored = artifact.meshes[index]["options"]
         wanted = Options(**{**restored_options(stored, model, params), **options})
-        tracer = prepare(model, wanted, axes, device)
+        tracer = prepare(model, wanted, axes, device, tensor=tensor)
         check_same_options(artifact.path, stored, params, tracer, given=options.keys())
-        runner = make_runner(model, tracer, mesh)
+        runner = make_runner(model, tracer, data)
         library = read_programs(artifact, index, model, runner)
         _check_state(artifact, model, library)
     runner.library, runner.sealed = library, True
@@ -114,9 +123,10 @@ def library_for(path: Path, model: nn.Module, runner: Runner) -> StoredPrograms 
         artifact = read_artifact(path)
         spec = runner.tracer.spec
         with _as_exported(artifact, given=False):
-            index = _check_place(artifact, spec.device, spec.mesh)
+            place = 0 if spec.tensor is None else spec.tensor.get_local_rank()
+            index = _check_place(artifact, spec.device, spec.mesh, place)
             params = artifact.params(index)
-            _check_model(artifact, model, params)
+            _check_model(artifact, model, params, spec.mesh)
             check_same_options(artifact.path, artifact.meshes[index]["options"], params, runner.tracer)
             library = read_programs(artifact, index, model, runner)
             _check_state(artifact, model, library)
@@ -150,7 +160,7 @@ def artifact_path(name: str, path: Any) -> Path:
     return path_of(name, path, "a file that graphshard.export wrote")
 
 
-def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh) -> int:
+def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh, place: int) -> int:
     """Raise ArtifactError if versions, machine or mesh do not fit; the index of the mesh among those of the file."""
     exported = artifact.facts["environment"]
     if exported["device"] != device.type:  # the machine's other facts are those of the other kind of device
@@ -159,12 +169,14 @@ def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh) -> int:
     if device.type == "cuda":
         check_capability(torch.cuda.get_device_capability(device), capabilities_of(artifact.facts), artifact.path)
     meshes = [read(row["mesh"], Mesh) for row in artifact.meshes]
-    fits = [other.grid == mesh.grid for other in meshes]  # what is regathered over is an option, compared later
+    # What is regathered over is an option, compared later.
+    places = [row["place"] for row in artifact.meshes]
+    fits = [other.grid == mesh.grid and at in (None, place) for other, at in zip(meshes, places)]
     if not any(fits):
+        known = " or ".join(dict.fromkeys(str(other.shape) for other in meshes))
         raise ArtifactError(
-            f"{artifact.path} does not fit: mesh was {' or '.join(str(other.shape) for other in meshes)} when it was "
-            f"exported and is {mesh.shape} here. Export again with this mesh in the list: "
-            f"export(model, [..., {mesh.shape}], ...).",
+            f"{artifact.path} does not fit: mesh was {known} when it was exported and is {mesh.shape} here. Export "
+            f"again with this mesh in the list: export(model, [..., {mesh.shape}], ...).",
             field="mesh",
         )
     return fits.index(True)
@@ -188,7 +200,7 @@ def _check_state(artifact: Artifact, model: nn.Module, library: StoredPrograms) 
                 )
 
 
-def _check_model(artifact: Artifact, model: nn.Module, params: ParamTable) -> None:
+def _check_model(artifact: Artifact, model: nn.Module, params: ParamTable, mesh: Mesh) -> None:
     """Raise ArtifactError if the module is another than was exported."""
     exported, here = artifact.facts["model"], model_facts(model)
     refuse(artifact.path, differences({"model": exported["model"]}, here))
@@ -199,7 +211,8 @@ def _check_model(artifact: Artifact, model: nn.Module, params: ParamTable) -> No
                 f"what is gathered of it, in {PRE}, which no file holds. Use graphshard.compile, which captures it.",
                 field="parameters",
             )
-    table = build_table(model, mesh=Mesh.of_shape(1), units=(), precision=Precision(), reshard_after_forward=None)
+    one = Mesh.of_shape(1) if mesh.tensor is None else Mesh.of_shape(1).with_tensor(mesh.tensor.name, mesh.tensor.size)
+    table = build_table(model, mesh=one, units=(), precision=Precision(), reshard_after_forward=None)
     refuse(artifact.path, table_differences(params, table, MODEL_FIELDS))
     for field in ("buffers", "modules", "code"):
         refuse(artifact.path, differences({field: exported[field]}, here))

@@ -90,12 +90,16 @@ class Captured:
 
 @dataclass(frozen=True)
 class MeshPrograms:
-    """What there is for one mesh; `options` are those of `compile` there, see `artifact/fingerprint.py`."""
+    """What there is for one mesh; `options` are those of `compile` there, see `artifact/fingerprint.py`.
+
+    `place` is that on the tensor axis which it is for; None is all of them.
+    """
 
     mesh: Mesh
     options: Mapping[str, Any]
     params: ParamTable
     programs: tuple[Captured, ...]
+    place: int | None = None
 
 
 @dataclass(frozen=True)
@@ -235,6 +239,7 @@ def write_artifact(
         listed.append(
             {
                 "mesh": write(item.mesh),
+                "place": item.place,
                 "options": item.options,
                 "num_parameters": len(item.params),
                 "shard_bytes": sum(row.shard_bytes(row.compute_dtype) for row in item.params),

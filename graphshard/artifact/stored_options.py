@@ -102,7 +102,7 @@ def restored_options(stored: Mapping[str, Any], model: nn.Module, rows: ParamTab
     def policy(of: Mapping[str, Any]) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(**{name: value(item) for name, item in of.items()})
 
-    reshard = {row.reshard for row in rows}
+    reshard = {row.reshard if row.reshard or row.shown else None for row in rows}
     offload = stored["offload_policy"]
     units = [tuple(map(glob.escape, modules_of(unit))) for unit in stored["units"]]
     return {

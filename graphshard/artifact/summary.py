@@ -46,7 +46,8 @@ def summarize(facts: Mapping[str, Any]) -> str:
 
 def _mesh(mesh: Mapping[str, Any]) -> Iterator[str]:
     shards = format_bytes(mesh["shard_bytes"])
-    yield f"mesh       {read(mesh['mesh'], Mesh)}: {mesh['num_parameters']} parameters, {shards} of shards per rank"
+    at = "" if mesh["place"] is None else f", place {mesh['place']} on the tensor axis"
+    yield f"mesh       {read(mesh['mesh'], Mesh)}{at}: {mesh['num_parameters']} parameters, {shards} of shards per rank"
     for program in mesh["programs"]:
         inputs = [item for item in program["signature"]["inputs"] if "shape" in item]
         shapes = ", ".join(f"{item['dtype']}{item['shape']}" for item in inputs)

@@ -51,6 +51,8 @@ def problem_of(model: nn.Module, tracer: Tracer) -> str:
     spec, options = tracer.spec, tracer.options
     if spec.tensor is not None:
         return "the model has a tensor axis: its programs are those of a rank's place on it"
+    if spec.experts is not None:
+        return "the model has parameters on another mesh: its programs are those of a rank's place on it"
     if options.allow:
         return f"allow={tuple(options.allow)!r} keeps values of this launch in the program"
     if tracer.current_spec().extended:

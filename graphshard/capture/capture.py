@@ -41,10 +41,11 @@ from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.missing import MISSING
 from graphshard.capture.phase import erase_boundaries, erase_leaves, lift_constants, phase_of, read_numbers_again
 from graphshard.capture.rounding import capture_decompositions
-from graphshard.capture.tensor_axis import take_off_last_sums
+from graphshard.capture.tensor_axis import take_off_last_sums, take_off_wrapping
 from graphshard.capture.untraceable import Located, Untraceable
 from graphshard.capture.watch import check_nothing_kept
 from graphshard.capture.written_again import write_again
+from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.errors import CaptureError, DivergenceError, PeerError
 from graphshard.ir.kernel_strides import new_tracing_mode
@@ -66,7 +67,8 @@ class CaptureSpec:
 
     `method` is what is captured, in the place of `forward`; `extended` are the parameters that decide themselves what
     is gathered of them; `allow` names what is not torch's and may be kept; `followed` are places of numbers that change
-    from call to call; `tensor` is the mesh of the tensor axis, on which the program is that of this rank's place;
+    from call to call; `tensor` is the mesh of the tensor axis, on which the program is that of this rank's place, and
+    `experts` are those of parameters that lie otherwise on the ranks;
     `groups` are names of this rank's process groups by axis, to which capture adds those of the model's own that it
     finds.
     """
@@ -83,7 +85,15 @@ class CaptureSpec:
     allow: tuple[str, ...] = ()
     followed: tuple[Place, ...] = ()
     tensor: DeviceMesh | None = None
+    experts: ExpertMeshes | None = None
     groups: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def communicating(self) -> dict[str, DeviceMesh]:
+        """The meshes of the axes that parameters are DTensors on, by the names of the axes."""
+        own = {self.mesh.tensor.name: self.tensor} if self.mesh.tensor is not None and self.tensor is not None else {}
+        experts = self.experts
+        return own if experts is None or experts.axis is None else {**own, experts.axis_name: experts.axis}
 
 
 def capture(
@@ -134,6 +144,7 @@ def capture(
         settle_gathers(phase, spec.mesh.shard, spec.extended[0].mesh.get_group().group_name)
         erase_leaves(phase, {param.row.name for param in spec.extended})
     mesh = settle_collectives(joint.graph, spec.mesh, spec.groups, spec.forward_class.__name__)
+    take_off_wrapping(phase, spec.params)
     params = take_off_last_sums(phase, spec.params)
     constants = lift_constants(phase)
     sizes = _sizes(inputs, spec.forward_class)
@@ -209,7 +220,7 @@ def _trace(
         bare=as_written,
         path=path,
         extensions=extensions,
-        tensor=spec.tensor,
+        meshes=spec.communicating,
         learned=learned,
         allow=spec.allow,
     )

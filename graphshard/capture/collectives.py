@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,9 +65,11 @@ def functional_collectives_only(module: nn.Module) -> Iterator[None]:
 
 
 def _refused(function: Callable[..., Any]) -> Callable[..., Any]:
+    capturing = threading.get_ident()
+
     @functools.wraps(function)
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if is_users(sys._getframe(1).f_code.co_filename):
+        if threading.get_ident() == capturing and is_users(sys._getframe(1).f_code.co_filename):
             raise Untraceable("collective", f"torch.distributed.{function.__name__}")
         return function(*args, **kwargs)
 
@@ -107,7 +110,7 @@ def _with_axis(mesh: Mesh, ranks: list[int], group: str, groups: dict[str, str])
     known = {name: _ranks(of) for name, of in groups.items()}
     for name in sorted(known, key=lambda name: name == mesh.shard.name):  # axes of one rank are all alike
         if known[name] == ranks:
-            return (mesh if name in [axis.name for axis in mesh.axes] else mesh.with_inner(len(ranks))), name
+            return (mesh if name in [axis.name for axis in mesh.every_axis] else mesh.with_inner(len(ranks))), name
     around, size = known.get(mesh.shard.name, []), len(ranks)
     if size == 0 or len(around) % size or ranks not in [around[i : i + size] for i in range(0, len(around), size)]:
         return None
@@ -135,7 +138,9 @@ def _run_at_once(launch: Node, target: torch._ops.OpOverload, axis: str) -> None
     with graph.inserting_before(launch):
         value = emit(graph, target, *launch.args[:-1], axis, like=launch)
     value.meta.update({key: launch.meta[key] for key in launch.meta if key != "val"})
-    for wait in list(launch.users):
-        wait.replace_all_uses_with(value)
-        graph.erase_node(wait)
+    for user in list(launch.users):
+        if user.target is WAIT:
+            user.replace_all_uses_with(value)
+            graph.erase_node(user)
+    launch.replace_all_uses_with(value)  # of the sizes of what arrives, say
     graph.erase_node(launch)

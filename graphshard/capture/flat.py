@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,7 @@ class FlatForward(nn.Module):
         bare: Callable[[], contextlib.AbstractContextManager[None]],
         path: EagerPath,
         extensions: Extensions,
-        tensor: DeviceMesh | None,
+        meshes: Mapping[str, DeviceMesh],
         learned: Learned,
         allow: Collection[str],
     ) -> None:
@@ -90,8 +90,9 @@ class FlatForward(nn.Module):
         self.__dict__["_module"] = module  # which is not a part of this one
         self._owned = _owned_tensors(module, params)
         self._extensions = extensions
-        self._distributed = functools.partial(distributed, params=params, mesh=tensor)
-        self._one_cast = functools.partial(OneCast, device=tensor.device_type) if tensor is not None else None
+        self._distributed = functools.partial(distributed, params=params, meshes=meshes)
+        device = next((mesh.device_type for mesh in meshes.values()), None)
+        self._one_cast = functools.partial(OneCast, device=device) if device is not None else None
         count = sum(isinstance(leaf, torch.Tensor) for leaf in call[0]) + len(learned.tensors) + len(learned.numbers)
         inputs = (Slot("input", str(i)) for i in range(count))
         self.slots = [*(owned.slot for owned in self._owned), *extensions.tensors, *inputs]

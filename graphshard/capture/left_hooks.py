@@ -44,9 +44,12 @@ class LeftHooks:
         Raises:
             Located: a hook keeps something that forward has made, which would be another thing at each call.
         """
+        held_now = {name: attributes_of(self._root.get_submodule(name)) for name in {name for name, _ in self._before}}
         for (name, kind), before in self._before.items():
             held = Place(name).then("attribute", kind)
-            now = attributes_of(self._root.get_submodule(name))[kind]
+            now = held_now[name][kind]
+            if not now and not before:
+                continue
             users = [number for number, hook in before.items() if not is_ours(hook)]
             # Handles have other numbers in other processes. The last first, as positions are those before.
             for position, number in reversed(list(enumerate(users if kind in HOOKS else ()))):

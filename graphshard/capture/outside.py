@@ -16,6 +16,7 @@ import os
 import random
 import secrets
 import sys
+import threading
 import time
 import types
 import uuid
@@ -116,11 +117,15 @@ def namespaces_of(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _refusing(through: Collection[dict[str, Any]], source: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, but not for code of the user's, which may ask through functions of these modules."""
+    """The function, but not for code of the user's, which may ask through functions of these modules.
+
+    Other threads than the one that captures, such as those that load data, are answered.
+    """
+    capturing = threading.get_ident()
 
     @functools.wraps(function)
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if is_users(_asking(through).f_code.co_filename):
+        if threading.get_ident() == capturing and is_users(_asking(through).f_code.co_filename):
             raise _refusal(source, f"{source}.{function.__name__}")
         return function(*args, **kwargs)
 

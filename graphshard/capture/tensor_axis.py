@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.untraceable import Untraceable
+from graphshard.ir.graph import aten
 from graphshard.ir.operators import REDUCED
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Phase, Slot
@@ -27,13 +28,18 @@ from graphshard.ir.torch_internals import dtensor_of
 
 
 def distributed(
-    used: Mapping[Slot, torch.Tensor], params: ParamTable, mesh: DeviceMesh | None
+    used: Mapping[Slot, torch.Tensor], params: ParamTable, meshes: Mapping[str, DeviceMesh]
 ) -> dict[Slot, torch.Tensor]:
-    """What a module finds in the place of its tensors: DTensors for parameters that are split over the tensor axis."""
+    """What a module finds in the place of its tensors: DTensors for parameters that are split over an axis.
+
+    Args:
+        meshes: of the axes, by their names.
+    """
     found = dict(used)
     for slot, tensor in used.items():
-        if slot.kind == "param" and mesh is not None and params[slot.name].split is not None:
-            found[slot] = Distributed.apply(tensor, params[slot.name], mesh)
+        split = params[slot.name].split if slot.kind == "param" else None
+        if split is not None:
+            found[slot] = Distributed.apply(tensor, params[slot.name], meshes[split.axis])
     return found
 
 
@@ -81,6 +87,16 @@ class Distributed(torch.autograd.Function):
         if grad.placements != ctx.placements:
             grad = grad.redistribute(placements=ctx.placements)
         return grad._local_tensor, None, None
+
+
+def take_off_wrapping(phase: Phase, params: ParamTable) -> None:
+    """Let what reads a piece read the input itself: to make a DTensor of it computes nothing."""
+    for node, slot in phase.slot_of().items():
+        if slot.kind != "param" or params[slot.name].split is None:
+            continue
+        for user in [user for user in node.users if user.target is aten.detach.default]:
+            user.replace_all_uses_with(node)
+            phase.module.graph.erase_node(user)
 
 
 def take_off_last_sums(phase: Phase, params: ParamTable) -> ParamTable:

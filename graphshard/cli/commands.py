@@ -16,7 +16,7 @@ Commands = argparse._SubParsersAction  # argparse gives no other name to what ad
 
 # Values of `graphshard.lower.backends.Backend`.
 BACKENDS = ("inductor", "eager")
-_STAGE = "a stage of a dump (dump/06-plan.txt, .json, or dump/06)"
+_STAGE = "a stage of a dump (dump/07-plan.txt, .json, or dump/07)"
 _FULL = "the whole text; repeated blocks are folded otherwise"
 _ARTIFACT = "a file that graphshard.export wrote"
 
@@ -80,7 +80,7 @@ def _add_repro(commands: Commands[Parser]) -> None:
         epilog="exit status: 0 the pass ran and the rules hold, 1 it broke a rule or raised an error, 2 wrong "
         "arguments",
     )
-    parser.add_argument("stage", metavar="STAGE", help="a stage of a dump: dump/06-plan.json, its .txt, or dump/06")
+    parser.add_argument("stage", metavar="STAGE", help="a stage of a dump: dump/07-plan.json, its .txt, or dump/07")
     parser.add_argument(
         "--pass",
         dest="step",
@@ -136,8 +136,11 @@ def _add_explain_options(parser: Parser) -> None:
         nargs="+",
         required=True,
         metavar="SIZE",
-        help="ranks, such as 8, shard=8, or 4,8 (replicate, shard); several for a table",
+        help="ranks, such as 8, shard=8, or 4,8 (replicate, shard); several for a table; with --parallelize dp=16,tp=8",
     )
+    add("--parallelize", metavar="MODULE:FUNCTION", help="of (model, mesh): makes the model for axes tp, cp and ep")
+    add("--global-batch", type=int, metavar="N", help="sequences of all ranks in a step, in microbatches of --batch")
+    add("--best", type=int, metavar="N", help="of a table the best few by time per token, and why")
     add("--batch", nargs="+", default=[], metavar="B,S", help="shape of the inputs of one rank, such as 1,4096")
     add("--inputs", type=int, default=1, metavar="N", help="how many inputs of that shape (default 1)")
     add("--hardware", nargs="+", default=["h100"], metavar="NAME", help=f"{', '.join(builtin_profiles())}, or a file")
@@ -151,11 +154,24 @@ def _add_explain_options(parser: Parser) -> None:
     add("--backend", choices=BACKENDS, default="inductor", help="eager runs each operator by itself")
     add("--dynamic", type=int, nargs="+", default=[], metavar="DIM", help="dims of all inputs that one program serves")
     add("--optimizer-states", type=int, default=2, metavar="N", help="2 for Adam (default), 0 for plain SGD")
+    add("--foreach", action="store_true", help="the optimizer runs an operation at a time, as torch's does by default")
+    add("--clip-norm", type=float, metavar="NORM", help="gradients are clipped to it")
+    add("--accumulate", type=int, default=1, metavar="N", help="microbatches of --batch in a step (default 1)")
+    add("--tokens", type=float, metavar="N", help="of the whole training, such as 2e12: days and GPU hours")
+    add("--price", type=float, metavar="MONEY", help="of one GPU for an hour: what the training costs")
     add("--memory-limit", type=int, metavar="BYTES", help="that the schedule may take")
+    add(
+        "--what-if",
+        nargs="*",
+        metavar="KIND",
+        help="what would be faster, fit, and scale: all, or batch, hardware, ...",
+    )
+    add("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks that --what-if scales to")
     add("--measured", metavar="FILE", help="times of regions from graphshard.save_measured")
     add("--symbols", nargs="+", default=[], metavar="NAME=DIM", help="formulas in dims of the inputs: batch=0 seq=1")
+    add("--every-block", action="store_true", help="capture all blocks, also where many are equal")
     add("--json", metavar="FILE", help="write all numbers")
-    add("--html", metavar="FILE", help="write the report, of a single prediction")
+    add("--html", metavar="FILE", help="write the report, of a single prediction; with --what-if a page of answers")
     add("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev, of a single prediction")
 
 

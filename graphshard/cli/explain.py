@@ -20,9 +20,14 @@ from torch.export import Dim
 
 from graphshard.cost.profile import load_profile
 from graphshard.debug.repro import failure, import_module
+from graphshard.explain.changes import Case, check_about
 from graphshard.explain.explain import explain_grid
-from graphshard.explain.explanation import Explanation, Grid
+from graphshard.explain.explanation import Explanation
+from graphshard.explain.grid import Grid
 from graphshard.explain.study import Study
+from graphshard.explain.tables import WhatIf
+from graphshard.explain.training import Training
+from graphshard.explain.what_if import RANKS, answer
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_count, path_of, write_given
 from graphshard.ir.mesh import MeshLike
@@ -35,8 +40,8 @@ from graphshard.options.options import Activation, Options
 _MOST_INPUTS, _MOST_ELEMENTS, _MOST_DIGITS = 1000, 1 << 31, 18
 
 
-def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanation | Grid:
-    """The prediction, or the table of several.
+def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanation | Grid | WhatIf:
+    """The prediction, answers about it, or the table of several.
 
     Args:
         show: told what is being done.
@@ -45,50 +50,69 @@ def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanatio
     shapes = [_shape(text) for text in args.batch]
     profiles = [load_profile(name) for name in args.hardware]
     check_count("--inputs", args.inputs, most=_MOST_INPUTS)
+    if args.best is not None:
+        check_count("--best", args.best, most=_MOST_INPUTS)
     single = len(meshes) * len(profiles) * len(args.network) * max(len(shapes), 1) == 1
     if not single and (_given(args.html, args.trace, args.measured)):
         raise ArgumentError("--html, --trace and --measured need one mesh, machine, network and batch")
-    setting = {
-        "optimizer_states": args.optimizer_states,
-        "symbols": dict(_symbol(text) for text in args.symbols),
-    }
+    about = None if args.what_if is None else check_about(args.what_if or None, "--what-if")
+    if about is not None and not single:
+        raise ArgumentError("--what-if needs one mesh, machine, network and batch: it changes one at a time")
+    if about is not None and (args.symbols or args.measured is not None):
+        raise ArgumentError("--symbols and --measured are of one program, and --what-if makes several. Leave them out.")
+    if args.ranks is not None and about is None:
+        raise ArgumentError("--ranks are those that --what-if scales to. Give --what-if, or several of --mesh.")
+    training = {name: getattr(args, name) for name in Training.__dataclass_fields__}
+    Training(**training)  # what is wrong is said before the model is made
+    symbols = dict(_symbol(text) for text in args.symbols)
     show("make the model")
     model, given = _made(args.factory)
+    common: dict[str, Any] = {
+        "show": show,
+        "every_block": args.every_block,
+        "parallelize": None if args.parallelize is None else function_at("--parallelize", args.parallelize),
+    }
     if given is None and not shapes:
         raise ArgumentError(f"give --batch, or let {args.factory} return the model and a tuple of its inputs")
     if given is not None and shapes:
         raise ArgumentError(f"{args.factory} returns its inputs; leave --batch out")
     if single:
         inputs = given if given is not None else _inputs(shapes[0], args.inputs)
-        study = Study(model, inputs, None, Options(**_options(args, inputs)), **setting, show=show)
+        study = Study(model, inputs, None, Options(**_options(args, inputs)), Training(**training), symbols, **common)
+        if about is not None:
+            case = Case((inputs, {}), meshes[0], profiles[0], args.network[0], study.options, study.training)
+            return answer(study, case, about, RANKS if args.ranks is None else args.ranks)
         measured = {} if args.measured is None else load_measured(args.measured)
         return study.explain(meshes[0], profiles[0], args.network[0], measured=measured)
     rows: list[Explanation] = []
+    left_out: list[str] = []
     for shape in shapes or [()]:
         inputs = given if given is not None else _inputs(shape, args.inputs)
         label = ",".join(map(str, shape))
-        rows += explain_grid(
+        found = explain_grid(
             model,
             meshes,
             example_inputs=inputs,
             hardware=profiles,
             network=args.network,
-            settings={label: {**_options(args, inputs), **setting}},
-            show=show,
-        ).rows
-    return Grid(tuple(rows))
+            settings={label: {**_options(args, inputs), **training, "symbols": symbols}},
+            **common,
+        )
+        rows += found.rows
+        left_out += found.left_out
+    return Grid(tuple(rows), tuple(dict.fromkeys(left_out)))
 
 
-def output(args: argparse.Namespace, found: Explanation | Grid) -> int:
+def output(args: argparse.Namespace, found: Explanation | Grid | WhatIf) -> int:
     """Print a prediction, and write the files that are asked for."""
-    say(found)
+    say(found.ranking(args.best) if isinstance(found, Grid) and args.best is not None else found)
     if args.json is not None:
         write_given("--json", args.json, found.to_json() + "\n")
-    if isinstance(found, Explanation):
+    if not isinstance(found, Grid):
         if args.html is not None:
             found.save_html(args.html)
         if args.trace is not None:
-            found.save_trace(args.trace)
+            (found if isinstance(found, Explanation) else found.base).save_trace(args.trace)
     return 0
 
 
@@ -112,10 +136,7 @@ def _options(args: argparse.Namespace, inputs: tuple[Any, ...]) -> dict[str, Any
 
 def _made(path: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     """The model that a factory makes on the meta device, and its inputs if it returns them."""
-    where, _, name = path.rpartition(":")
-    if not where or not name:
-        raise ArgumentError(f"factory must be module:name or file.py:name, got {brief(path)}")
-    factory = _factory(where, name, path)
+    factory = function_at("factory", path)
     try:
         with torch.device("meta"):
             made = factory()
@@ -129,27 +150,36 @@ def _made(path: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     return model, None if inputs is None else tuple(inputs)
 
 
-def _factory(where: str, name: str, path: str) -> Callable[[], Any]:
-    module = _run_file(where) if where.endswith(".py") else import_module(where, "factory")
-    factory = getattr(module, name, None)
-    if not callable(factory):
+def function_at(option: str, path: str) -> Callable[..., Any]:
+    """What an option names, such as file.py:name or module:name; it is imported."""
+    where, _, name = path.rpartition(":")
+    if not where or not name:
+        raise ArgumentError(f"{option} must be module:name or file.py:name, got {brief(path)}")
+    module = _run_file(option, where) if where.endswith(".py") else import_module(where, option)
+    function = getattr(module, name, None)
+    if not callable(function):
         raise ArgumentError(f"{path}: {where} has no function or class {name}")
-    made: Callable[[], Any] = factory
-    return made
+    found: Callable[..., Any] = function
+    return found
 
 
-def _run_file(where: str) -> object:
-    """The module of a file."""
-    file = path_of("factory", where, "a file with a factory")
+def _run_file(option: str, where: str) -> object:
+    """The module of a file, which is run once."""
+    file = path_of(option, where, "a file with a function")
+    before = sys.modules.get(file.stem)
+    if before is not None and getattr(before, "__file__", None) == str(file):
+        return before
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None or not file.is_file():
-        raise ArgumentError(f"factory: there is no file {brief(where)}. Give file.py:name, or module:name.")
+        raise ArgumentError(f"{option}: there is no file {brief(where)}. Give file.py:name, or module:name.")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(file.stem, module)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever the file does when it is run
-        raise ArgumentError(f"factory: {where} cannot be imported: {failure(error)}") from error
+        if sys.modules[file.stem] is module:
+            del sys.modules[file.stem]
+        raise ArgumentError(f"{option}: {where} cannot be imported: {failure(error)}") from error
     return module
 
 

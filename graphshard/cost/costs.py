@@ -8,18 +8,25 @@ sympy expressions; so is the result then.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import sympy
 from torch.fx import Node
 
 from graphshard.cost.kernels import Work, work_of
-from graphshard.cost.multiplications import Gemm, Scalar
-from graphshard.cost.profile import Profile, Tile
+from graphshard.cost.multiplications import Attention, Gemm, Scalar
+from graphshard.cost.profile import Profile, Rate, Tile
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.program import Region
+
+# Heads of this width are what speeds of attention are of; rows and columns of a block of its pairs.
+WIDE_HEAD, ATTENTION_BLOCK = 128, 128
+# Into how many parts libraries cut an inner dimension.
+PARTS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,24 @@ class Costs:
 
     def compute(self, nodes: Sequence[Node]) -> Scalar:
         """These compute nodes, run as one region."""
-        return sum((self.kernel(work) for work in work_of(nodes, fused=self.fused)), 0.0)
+        return self.kernels(work_of(nodes, fused=self.fused))
+
+    def kernels(self, works: Iterable[Work]) -> Scalar:
+        """These kernels, one after the other, on the slowest rank: as the device runs or the host calls them."""
+        works = list(works)
+        busy = sum(map(self.kernel, works), 0.0)
+        host = self.profile.host_seconds["compiled" if self.fused else "eager"]
+        if not is_zero(host):
+            busy = maximum(busy, len(works) * host)
+        return busy * self._slowest
+
+    @property
+    def _slowest(self) -> Scalar:
+        """By how much the slowest rank is behind one alone: a share for every doubling of the nodes."""
+        if self.mesh is None or is_zero(self.profile.straggler):
+            return 1.0
+        nodes = maximum(self.mesh.size / self.profile.ranks_per_node, 1)
+        return 1 + self.profile.straggler * (sympy.log(nodes, 2) if isinstance(nodes, sympy.Expr) else math.log2(nodes))
 
     def region(self, region: Region) -> Scalar:
         """One call of a region: as measured, or as its operators are estimated."""
@@ -55,29 +79,51 @@ class Costs:
         """One kernel."""
         profile, rate = self.profile, self.profile.rate(work.dtype)
         busy = work.operations / profile.vector
-        if work.kind == "attention":
-            busy = work.flop / (rate.peak * rate.attention)
-        elif work.kind == "matmul":
-            busy = sum((self._gemm(gemm, rate.peak * rate.matmul) for gemm in work.gemms), 0.0)
+        if work.gemms:
+            busy = sum((self._gemm(gemm, rate) for gemm in work.gemms), 0.0)
+        elif work.attention is not None:
+            busy = self._attention(work.attention, rate)
+        elif work.kind != "pointwise":  # of a kind whose sizes are not known
+            busy = work.flop / (rate.peak * minimum(rate.matmul, profile.sustained))
         moved = work.num_bytes / profile.memory_bandwidth
         # One thread of a CPU computes or waits for memory.
         return profile.kernel_seconds + (busy + moved if profile.device == "cpu" else maximum(busy, moved))
 
-    def _gemm(self, gemm: Gemm, speed: float) -> Scalar:
-        """The units compute tiles of the result in waves; a last wave that is not full takes as long as a full one."""
+    def _attention(self, attention: Attention, rate: Rate) -> Scalar:
+        """Blocks of queries and keys on the diagonal are computed in full; narrow heads leave products short."""
+        speed = rate.attention.get(attention.kernel, rate.attention["flash"])
+        share = speed.backward if attention.backward else speed.forward
+        wide = minimum(attention.dim / WIDE_HEAD, 1) ** self.profile.head_power
+        whole = 1 + 1 / ceiling(attention.queries / ATTENTION_BLOCK) if attention.causal and self.profile.units else 1
+        return attention.flop * whole / (rate.peak * share * wide)
+
+    def _gemm(self, gemm: Gemm, rate: Rate) -> Scalar:
+        """The units compute tiles of the result in waves, if power does not limit them.
+
+        A last wave that is not full takes as long as a full one.
+        """
+        limited = gemm.flop / (rate.peak * self.profile.sustained)
+        speed = rate.peak * rate.matmul
         if not self.profile.units:
-            return gemm.flop / speed
-        return minimum(
-            *(self._waves(gemm, tile) * self._wave_seconds(gemm, tile, speed) for tile in self.profile.tiles)
-        )
+            return maximum(gemm.flop / speed, limited)
+        tiled = [
+            self._tiled(gemm, tile, parts, speed) for tile in self.profile.tiles for parts in self._parts(gemm.inner)
+        ]
+        return maximum(minimum(*tiled), limited)
 
-    def _waves(self, gemm: Gemm, tile: Tile) -> Scalar:
-        tiles = gemm.batch * ceiling(gemm.rows / tile.rows) * ceiling(gemm.columns / tile.columns)
-        return ceiling(tiles * ceiling(gemm.inner / self.profile.split) / self.profile.units)
+    def _parts(self, inner: Scalar) -> list[int]:
+        """In how many parts the inner dimension may be summed, so that there are more tiles."""
+        if not self.profile.split or isinstance(inner, sympy.Expr):
+            return [1]
+        return [parts for parts in PARTS if parts == 1 or inner / parts >= self.profile.split]
 
-    def _wave_seconds(self, gemm: Gemm, tile: Tile, speed: float) -> Scalar:
-        inner = gemm.inner / ceiling(gemm.inner / self.profile.split)
-        return 2 * tile.rows * tile.columns * inner * self.profile.units / (speed * tile.fraction)
+    def _tiled(self, gemm: Gemm, tile: Tile, parts: int, speed: Scalar) -> Scalar:
+        """What a tile does before and after its products is not hidden: a short inner dimension is slow."""
+        profile, area = self.profile, tile.rows * tile.columns
+        tiles = gemm.batch * ceiling(gemm.rows / tile.rows) * ceiling(gemm.columns / tile.columns) * parts
+        begun = profile.tile_seconds * area / (profile.tiles[0].rows * profile.tiles[0].columns)
+        wave = 2 * area * (gemm.inner / parts) * profile.units / (speed * tile.fraction) + begun
+        return ceiling(tiles / profile.units) * wave + (profile.split_seconds if parts > 1 else 0.0)
 
     def collective(self, kind: str, num_bytes: Scalar, num_tensors: int, axis: Axis) -> Scalar:
         """One launch over an axis; a ring, except for all-to-all.
@@ -130,16 +176,26 @@ class Costs:
         """A copy within device memory, as packed buckets need: read once, written once."""
         return self.profile.kernel_seconds + 2 * num_bytes / self.profile.memory_bandwidth
 
+    def addition(self, num_bytes: Scalar) -> Scalar:
+        """Tensors of so many bytes are added to as many: two are read, one is written."""
+        return self.profile.kernel_seconds + 3 * num_bytes / self.profile.memory_bandwidth
+
     def host_copy(self, num_bytes: Scalar) -> Scalar:
         """A copy between host and device."""
         return self.profile.kernel_seconds + num_bytes / self.profile.host_bandwidth
 
-    def optimizer(self, num_bytes: Scalar, states: int) -> Scalar:
+    def optimizer(self, num_bytes: Scalar, states: int, *, foreach: bool = False) -> Scalar:
         """One step over parameters of so many bytes, with `states` tensors like each of them.
 
-        It reads the parameter, its gradient and the states, and writes all but the gradient.
+        Fused it reads the parameter, its gradient and the states, and writes all but the gradient. With `foreach` every
+        operation of it reads and writes by itself: 20 times the parameters for AdamW.
         """
-        return (3 + 2 * states) * num_bytes / self.profile.memory_bandwidth
+        passes = 4 + 8 * states if foreach else 3 + 2 * states
+        return passes * num_bytes / self.profile.memory_bandwidth
+
+    def clipping(self, num_bytes: Scalar) -> Scalar:
+        """The norm of gradients of so many bytes, and scaling them: read, read and written."""
+        return 3 * num_bytes / self.profile.memory_bandwidth
 
     def _spread(self, axis: Axis) -> tuple[Scalar, Scalar]:
         """How many ranks of an axis share a node, and how many nodes that makes."""
@@ -150,19 +206,23 @@ class Costs:
 
 
 def maximum(*values: Scalar) -> Scalar:
-    """The largest; an expression if one of them is."""
+    """The largest; an expression or an array if one of them is."""
     # Comparing unevaluated expressions is what makes sympy slow, and is not needed.
-    return sympy.Max(*values, evaluate=False) if any(isinstance(v, sympy.Expr) for v in values) else max(values)
+    if any(isinstance(v, sympy.Expr) for v in values):
+        return sympy.Max(*values, evaluate=False)
+    return functools.reduce(np.maximum, values) if any(isinstance(v, np.ndarray) for v in values) else max(values)
 
 
 def minimum(*values: Scalar) -> Scalar:
-    """The smallest; an expression if one of them is."""
-    return sympy.Min(*values, evaluate=False) if any(isinstance(v, sympy.Expr) for v in values) else min(values)
+    """The smallest; an expression or an array if one of them is."""
+    if any(isinstance(v, sympy.Expr) for v in values):
+        return sympy.Min(*values, evaluate=False)
+    return functools.reduce(np.minimum, values) if any(isinstance(v, np.ndarray) for v in values) else min(values)
 
 
 def slowed(seconds: Scalar, busy: Scalar, contention: float) -> Scalar:
     """How long compute takes that advances slower, by `contention`, for the first `busy` seconds."""
-    if not contention:
+    if is_zero(contention):
         return seconds
     return seconds + contention * minimum(seconds / (1 - contention), maximum(busy, 0.0))
 
@@ -170,3 +230,8 @@ def slowed(seconds: Scalar, busy: Scalar, contention: float) -> Scalar:
 def ceiling(value: Scalar) -> Scalar:
     """Rounded up; an expression if the value is one."""
     return sympy.ceiling(value) if isinstance(value, sympy.Expr) else math.ceil(value)
+
+
+def is_zero(value: Scalar) -> bool:
+    """Whether a number of a profile is 0 and has no range."""
+    return isinstance(value, (int, float)) and not value

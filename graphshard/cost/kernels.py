@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from graphshard.cost.multiplications import Gemm, Scalar, dtype_of, is_multiplication, multiplies, sizes
+from graphshard.cost.multiplications import Attention, Gemm, Scalar, dtype_of, is_multiplication, multiplies, sizes
 from graphshard.ir.graph import aten, base_of, is_part, is_view
 from graphshard.ir.sizes import is_size
 
@@ -34,6 +34,7 @@ class Work:
         num_bytes: read and written.
         dtype: name of the dtype it multiplies in, such as "bfloat16".
         gemms: the multiplications of a matmul, if it is one of known sizes.
+        attention: the attention, if it is one of known sizes.
     """
 
     kind: Literal["matmul", "attention", "pointwise"]
@@ -42,6 +43,7 @@ class Work:
     num_bytes: Scalar
     dtype: str
     gemms: tuple[Gemm, ...] = ()
+    attention: Attention | None = None
 
 
 def num_bytes(node: Node) -> Scalar:
@@ -125,9 +127,10 @@ def _kernel(node: Node) -> Node:
 def _alone(node: Node) -> Work:
     """A kernel of one operator."""
     moved = num_bytes(node) + sum(_read(source) for source in node.all_input_nodes)
-    kind, flop, gemms = multiplies(node)
+    kind, flop, found = multiplies(node)
     if kind:
-        return Work(kind, flop, 0, moved, dtype_of(node.all_input_nodes[0]), gemms)
+        gemms, attention = ((), found) if isinstance(found, Attention) else (found, None)
+        return Work(kind, flop, 0, moved, dtype_of(node.all_input_nodes[0]), gemms, attention)
     return Work("pointwise", 0, _numel(node), moved, dtype_of(node))
 
 
@@ -140,16 +143,16 @@ def _fused(group: list[Node]) -> Work:
             if kernel not in members:
                 picks = node.target in _PICK and position == 0
                 reads[base_of(source)] = num_bytes(node) if picks else _read(source)
-    written = [num_bytes(node) for node in group if _leaves(node, members)]
+    written = [num_bytes(node) for node in group if leaves(node, members)]
     operations = sum(max((_numel(n) for n in (node, *node.all_input_nodes)), key=_order) for node in group)
     return Work("pointwise", 0, operations, sum(reads.values()) + sum(written), dtype_of(group[-1]))
 
 
-def _leaves(node: Node, members: set[Node]) -> bool:
+def leaves(node: Node, members: set[Node]) -> bool:
     """Whether a value is used outside its kernel, directly or through views."""
     for user in node.users:
         if is_view(user) or is_part(user):
-            if _leaves(user, members):
+            if leaves(user, members):
                 return True
         elif user not in members:
             return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,27 @@ class Gemm:
     def flop(self) -> Scalar:
         """A multiply-add is two."""
         return 2 * self.batch * self.rows * self.columns * self.inner
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One fused attention.
+
+    Attributes:
+        kernel: "flash", "cudnn", "efficient" or "plain", which profiles have speeds of.
+        backward: its gradients, which are five products for every pair and not two.
+        dim: of a head.
+        queries: of a sequence.
+        causal: half of the pairs are left out.
+        flop: a multiply-add is two.
+    """
+
+    kernel: str
+    backward: bool
+    dim: Scalar
+    queries: Scalar
+    causal: bool
+    flop: Scalar
 
 
 def sizes(node: Node) -> Any:
@@ -80,20 +101,25 @@ def _packet(node: Node) -> Any:
     return getattr(node.target, "overloadpacket", None)
 
 
-def multiplies(node: Node) -> tuple[Any, Scalar, tuple[Gemm, ...]]:
-    """Kind ("" for none), FLOPs and multiplications of an operator."""
+def multiplies(node: Node) -> tuple[Any, Scalar, tuple[Gemm, ...] | Attention]:
+    """Kind ("" for none), FLOPs, and multiplications or attention of an operator, where their sizes are known."""
     packet = _packet(node)
     count = _COUNTS.get(packet)
     if count is not None:
-        values = _arguments(node)
-        found = count(values, sizes(node))
+        found = count(_arguments(node), sizes(node))
         if isinstance(found, tuple):
             return "matmul", sum((gemm.flop for gemm in found), 0), found
-        return "attention", found, ()
+        found = replace(found, kernel=_kernel_of(str(packet)))
+        return "attention", found.flop, found
     if packet in flop_registry:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         return "attention", flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]), ()
     return "", 0, ()
+
+
+def _kernel_of(operator: str) -> str:
+    """Which kernel an operator of attention is; the CPU's stands for the flash attention of a GPU in studies."""
+    return next((kernel for kernel in ("cudnn", "efficient") if kernel in operator), "flash")
 
 
 def _arguments(node: Node) -> dict[str, Any]:
@@ -135,22 +161,22 @@ def _conv(image: Shape, weight: Shape, out: Shape, values: dict[str, Any]) -> Ge
     return Gemm(groups, image[0] * math.prod(places), weight[0] // groups, math.prod(weight[1:]))
 
 
-def _attention(values: dict[str, Any], _: Any) -> Scalar:
+def _attention(values: dict[str, Any], _: Any) -> Attention:
     """Two multiplications for every pair of a query and a key; half of the pairs if causal."""
-    batch, heads, queries, dim = values["query"]
-    keys, dim_v = values["key"][2], values["value"][3]
-    return _causal(values, 2 * batch * heads * queries * keys * (dim + dim_v))
+    return _attends(values, backward=False)
 
 
-def _attention_backward(values: dict[str, Any], _: Any) -> Scalar:
+def _attention_backward(values: dict[str, Any], _: Any) -> Attention:
     """Five multiplications: the scores again, and the gradients of scores, query, key and value."""
+    return _attends(values, backward=True)
+
+
+def _attends(values: dict[str, Any], *, backward: bool) -> Attention:
     batch, heads, queries, dim = values["query"]
     keys, dim_v = values["key"][2], values["value"][3]
-    return _causal(values, 2 * batch * heads * queries * keys * (3 * dim + 2 * dim_v))
-
-
-def _causal(values: dict[str, Any], flop: Scalar) -> Scalar:
-    return flop / 2 if values.get("is_causal") else flop
+    flop = 2 * batch * heads * queries * keys * (3 * dim + 2 * dim_v if backward else dim + dim_v)
+    causal = bool(values.get("is_causal"))
+    return Attention("", backward, dim, queries, causal, flop / 2 if causal else flop)
 
 
 _COUNTS: dict[Any, Callable[[dict[str, Any], Any], Any]] = {

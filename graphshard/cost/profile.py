@@ -1,13 +1,12 @@
 """A machine in numbers: what its chip computes and moves, what its links carry, and where each number comes from.
 
-Profiles are JSON files, those of known machines in `graphshard/profiles/`, those of your machine written by `graphshard
-calibrate`. In the file every number is `{"value": 3.35e12, "source": "NVIDIA data sheet"}`; a value that nobody has
-measured says "assumed" there.
+Profiles are JSON files, those of known machines in `graphshard/cost/profiles/`, those of your machine written by
+`graphshard calibrate`. In the file every number is `{"value": 3.35e12, "source": "NVIDIA data sheet"}`; a value that
+nobody has measured says "assumed" there, and between which numbers it may lie: `"range": [2.8e12, 3.2e12]`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -17,17 +16,25 @@ from functools import cached_property
 from typing import Any
 
 from graphshard.cost.builtin import builtin_profiles, builtin_text
+from graphshard.cost.profile_checks import check_profile
+from graphshard.cost.schemas import SCHEMA, from_schema_1
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import read_file
 from graphshard.ir.given import path_of
 from graphshard.ir.plain import read, write
 from graphshard.ir.text import brief
 
-SCHEMA = 1
 _REMEDY = "Write it with `graphshard calibrate`."
 # A profile has some kilobytes.
 _MOST_BYTES = 16 << 20
-KINDS = ("gather", "reduce", "all_reduce", "all_to_all")
+
+
+@dataclass(frozen=True)
+class AttentionSpeed:
+    """Fractions of the peak that a fused attention reaches at heads of 128, in long sequences."""
+
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True)
@@ -36,13 +43,13 @@ class Rate:
 
     Attributes:
         peak: dense FLOP/s; a multiply-add is two.
-        matmul: fraction of `peak` that a large multiplication reaches.
-        attention: fraction of `peak` that a fused attention reaches.
+        matmul: fraction of `peak` that the products of a tile reach, while nothing limits the clock.
+        attention: by kernel; "flash" is there, and stands for those that are not.
     """
 
     peak: float
     matmul: float
-    attention: float
+    attention: Mapping[str, AttentionSpeed]
 
 
 @dataclass(frozen=True)
@@ -89,12 +96,18 @@ class Profile:
         title: as it is shown.
         device: kind of torch device.
         memory_capacity: of one chip.
-        memory_bandwidth: reachable, reads and writes together.
+        memory_bandwidth: reachable, reads and writes together; with `kernel_seconds` it is a curve.
         host_bandwidth: between host and chip, reachable, one direction.
         kernel_seconds: a kernel with nothing to do.
         vector: elementwise operations/s, a mix of cheap and transcendental ones.
         units: what works on tiles at the same time (streaming multiprocessors); 0 for no tiles.
-        split: longest inner dimension of a tile's work, beyond which it is split among units.
+        split: shortest part of an inner dimension, when it is cut so that there are tiles for all units; 0 for never.
+        split_seconds: what adding the parts up takes.
+        tile_seconds: what the first of `tiles` takes besides its products, in proportion to the area of others.
+        sustained: fraction of the peak that products reach at most when a chip trains for minutes and power limits its
+            clock.
+        head_power: attention slows down by this power of a head's width over 128, below that.
+        host_seconds: what the host takes to call a kernel, "eager" or "compiled"; compute is no faster.
         ranks_per_node: chips that share the inside link.
         rates: by dtype name; what is missing runs as "float32".
         tiles: shapes that the library chooses from.
@@ -102,9 +115,13 @@ class Profile:
         inside: by kind of collective.
         outside: bytes/s that a rank moves between nodes, by the name of the network model.
         contention: share of a rank's compute that is lost while a collective is under way, as its library uses the
-            same cores; below 1.
+            same cores or multiprocessors, and memory; below 1.
+        pack_below: bytes of a shard below which it may travel with others in one buffer: copies cost less than a tensor
+            of its own.
+        straggler: share by which all wait for the slowest rank, for every doubling of the nodes.
         made: torch version, date and number of ranks of a calibration; empty for a data sheet.
         sources: of every number, by its path.
+        ranges: between which numbers one may lie that is not known well, by its path.
     """
 
     name: str
@@ -117,6 +134,11 @@ class Profile:
     vector: float
     units: int
     split: int
+    split_seconds: float
+    tile_seconds: float
+    sustained: float
+    head_power: float
+    host_seconds: Mapping[str, float]
     ranks_per_node: int
     rates: Mapping[str, Rate]
     tiles: tuple[Tile, ...]
@@ -124,15 +146,17 @@ class Profile:
     inside: Mapping[str, Link]
     outside: Mapping[str, float]
     contention: float
+    pack_below: float
+    straggler: float
     made: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @cached_property
     def hash(self) -> str:
-        """Hex digest of the numbers; sources, names and dates do not count."""
-        numbers = {
-            name: value for name, value in write(self).items() if name not in ("name", "title", "made", "sources")
-        }
+        """Hex digest of the numbers; sources, ranges, names and dates do not count."""
+        left_out = ("name", "title", "made", "sources", "ranges")
+        numbers = {name: value for name, value in write(self).items() if name not in left_out}
         return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
 
     def rate(self, dtype: str) -> Rate:
@@ -142,12 +166,12 @@ class Profile:
     def to_json(self) -> str:
         """The profile file: numbers with their sources."""
         data = write(self)
-        sources, made = data.pop("sources"), data.pop("made")
-        return json.dumps({"schema": SCHEMA, **_sourced(data, sources), "made": made}, indent=1) + "\n"
+        sources, ranges, made = (data.pop(name) for name in ("sources", "ranges", "made"))
+        return json.dumps({"schema": SCHEMA, **_sourced(data, sources, ranges), "made": made}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str | bytes, where: str = "profile") -> Profile:
-        """Inverse of `to_json`.
+        """Inverse of `to_json`; files of an older schema are read, with what they do not say left out of the model.
 
         Raises:
             ArgumentError: the text is no profile; the message names `where` and the path of the fault.
@@ -155,21 +179,22 @@ class Profile:
         try:
             data = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
-            raise ArgumentError(
-                f"{where} is not JSON, {brief(text)}: {error}. Write it with `graphshard calibrate`."
-            ) from None
-        if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
-            raise ArgumentError(
-                f"{where} is no profile of schema {SCHEMA}, {brief(text)}. Write it with `graphshard calibrate`."
-            )
+            raise ArgumentError(f"{where} is not JSON, {brief(text)}: {error}. {_REMEDY}") from None
+        schema = data.pop("schema", None) if isinstance(data, dict) else None
+        if schema not in range(1, SCHEMA + 1) or isinstance(schema, bool):
+            found = f", it says {brief(schema)}" if schema is not None else ""
+            raise ArgumentError(f"{where} is no profile of schema {SCHEMA} or 1{found}, {brief(text)}. {_REMEDY}")
+        if schema == 1:
+            data = from_schema_1(data)
         sources: dict[str, str] = {}
+        ranges: dict[str, list[float]] = {}
         made = data.pop("made", {})
-        plain = _plain(data, "", sources, where)
+        plain = _plain(data, "", sources, ranges, where)
         try:
-            profile = read({**plain, "made": made, "sources": sources}, Profile)
+            profile = read({**plain, "made": made, "sources": sources, "ranges": ranges}, Profile)
         except ArgumentError as error:
             raise ArgumentError(f"{where} is no profile: {error}. {_REMEDY}") from None
-        _check(profile, where)
+        check_profile(profile, where)
         return profile
 
 
@@ -200,51 +225,47 @@ def load_profile(hardware: Hardware) -> Profile:
         raise ArgumentError(f"hardware: {error}") from None
 
 
-def _sourced(data: Any, sources: Mapping[str, str], path: str = "") -> Any:
-    """Numbers become `{"value": ..., "source": ...}`."""
+def _sourced(data: Any, sources: Mapping[str, str], ranges: Mapping[str, Any], path: str = "") -> Any:
+    """Numbers become `{"value": ..., "source": ...}`, with a range if there is one."""
     if isinstance(data, dict):
-        return {key: _sourced(value, sources, f"{path}.{key}".lstrip(".")) for key, value in data.items()}
+        return {key: _sourced(value, sources, ranges, f"{path}.{key}".lstrip(".")) for key, value in data.items()}
     if isinstance(data, list):
-        return [_sourced(value, sources, f"{path}.{index}") for index, value in enumerate(data)]
-    return {"value": data, "source": sources[path]} if isinstance(data, (int, float)) else data
+        return [_sourced(value, sources, ranges, f"{path}.{index}") for index, value in enumerate(data)]
+    if not isinstance(data, (int, float)):
+        return data
+    between = {"range": list(ranges[path])} if path in ranges else {}
+    return {"value": data, **between, "source": sources[path]}
 
 
-def _plain(data: Any, path: str, sources: dict[str, str], where: str) -> Any:
+def _plain(data: Any, path: str, sources: dict[str, str], ranges: dict[str, Any], where: str) -> Any:
     """Inverse of `_sourced`; a number without a source is an error."""
-    if isinstance(data, dict) and data.keys() == {"value", "source"}:
+    if isinstance(data, dict) and data.keys() - {"range"} == {"value", "source"}:
         number, source = data["value"], data["source"]
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
+        if not _is_number(number):
             raise ArgumentError(f"{where}: {path} must be a number that is not negative, got {brief(number)}.")
+        if "range" in data:
+            ranges[path] = _range(data["range"], number, f"{where}: {path}")
         sources[path] = str(source)
         return number
     if isinstance(data, dict):
-        return {key: _plain(value, f"{path}.{key}".lstrip("."), sources, where) for key, value in data.items()}
+        return {key: _plain(value, f"{path}.{key}".lstrip("."), sources, ranges, where) for key, value in data.items()}
     if isinstance(data, list):
-        return [_plain(value, f"{path}.{index}", sources, where) for index, value in enumerate(data)]
+        return [_plain(value, f"{path}.{index}", sources, ranges, where) for index, value in enumerate(data)]
     if isinstance(data, (int, float)):
         raise ArgumentError(f'{where}: {path} has no source. Write {{"value": {data}, "source": "..."}}.')
     return data
 
 
-def _check(profile: Profile, where: str) -> None:
-    """What costs divide by is positive, and what they look up is there."""
-    missing = [kind for kind in KINDS if kind not in profile.inside]
-    if missing or "float32" not in profile.rates or not profile.protocols or not profile.outside:
-        what = f"inside.{missing[0]}" if missing else "rates.float32, a protocol or a network in outside"
-        raise ArgumentError(f"{where} lacks {what}.")
-    divisors = {
-        "memory_bandwidth": profile.memory_bandwidth,
-        "host_bandwidth": profile.host_bandwidth,
-        "vector": profile.vector,
-        "ranks_per_node": profile.ranks_per_node,
-        **{f"rates.{n}.{f}": v for n, r in profile.rates.items() for f, v in dataclasses.asdict(r).items()},
-        **{f"inside.{kind}.bandwidth": link.bandwidth for kind, link in profile.inside.items()},
-        **{f"outside.{name}": bandwidth for name, bandwidth in profile.outside.items()},
-        **{f"tiles.{i}.fraction": tile.fraction for i, tile in enumerate(profile.tiles)},
-        **{f"protocols.{i}.fraction": protocol.fraction for i, protocol in enumerate(profile.protocols)},
-    }
-    for path, value in divisors.items():
-        if value <= 0:
-            raise ArgumentError(f"{where}: {path} must be positive, got {value}.")
-    if profile.contention >= 1:
-        raise ArgumentError(f"{where}: contention must be below 1, got {profile.contention}.")
+def _range(given: Any, number: float, what: str) -> list[float]:
+    """Two numbers around a third."""
+    pair = isinstance(given, list) and len(given) == 2 and all(map(_is_number, given))
+    if not (pair and given[0] <= number <= given[1]):
+        raise ArgumentError(
+            f"{what} has the range {brief(given)}, which must be two numbers with {number} between them. Write the "
+            "least and the most that it may be, or leave the range out."
+        )
+    return [float(given[0]), float(given[1])]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")

@@ -120,7 +120,7 @@ def bisect(
 
     Raises:
         ArgumentError: the module was not compiled.
-        UnsupportedError: its parameters are distributed over a tensor axis.
+        UnsupportedError: its parameters are distributed over a tensor axis, or lie on two meshes.
     """
     model = compiled_module(model)
     check_examples(model, args, {} if kwargs is None else kwargs, ("args", "kwargs"))
@@ -131,6 +131,11 @@ def bisect(
         raise UnsupportedError(
             "bisect compares programs of plain parameters, and this model has DTensors on a tensor axis. Bisect the "
             "model before parallelize_module is applied."
+        )
+    if runner.tracer.spec.experts is not None:
+        raise UnsupportedError(
+            "bisect compares programs of parameters on one mesh, and this model has experts on another. Bisect the "
+            "model with all parameters on one."
         )
     if runner.sealed:
         raise ArgumentError(

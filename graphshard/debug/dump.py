@@ -16,9 +16,10 @@ import itertools
 import os
 import shutil
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -36,6 +37,8 @@ from graphshard.passes import Pass
 from graphshard.pipeline.observe import Recorder
 from graphshard.report.content import report_of
 from graphshard.report.page import render
+
+_NO_KERNELS: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 def dump_directory(dump: str | os.PathLike[str] | None, rank: int) -> Path | None:
@@ -106,6 +109,7 @@ class Dump:
 
     directory: Path
     _errors: list[str] = field(default_factory=list, init=False)
+    _kernels: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         self.directory = _unused(self.directory)
@@ -144,18 +148,19 @@ class Dump:
             self._write("plan.json", program.plan.to_json())
         if program.saved:
             self._write("saved.txt", program.saved_table() + "\n")
-        kernels = set()
+        kernels: dict[str, tuple[str, ...]] = {}
         for name, key in program.region_names.items():
             self._write(f"regions/{name}.py", region_source(program.regions[key], name))
             if source := compiled[key].source:
                 self._write(f"regions/{name}.kernels.py", source)
-                kernels.add(name)
+                kernels[name] = tuple(map(str, compiled[key].codes))
         for phase_name in program.phases:
             self._write(f"{phase_name}.py", executor_source(program, phase_name))
+        self._kernels = tuple(f"{name}, {text}" for name, texts in kernels.items() for text in texts)
         self._summarize(program)
-        self._report(program, "", frozenset(kernels))
+        self._report(program, "", kernels)
 
-    def _report(self, program: Program, error: str, kernels: frozenset[str] = frozenset()) -> None:
+    def _report(self, program: Program, error: str, kernels: Mapping[str, Sequence[str]] = _NO_KERNELS) -> None:
         self._write("index.html", render(report_of(program, error=error, kernels=kernels)))
 
     def _summarize(self, program: Program) -> None:
@@ -168,10 +173,11 @@ class Dump:
             title=program.title,
             reason=program.reason,
             torch=str(torch.__version__),
-            axes={axis.name: axis.size for axis in program.mesh.axes},
+            axes={axis.name: axis.size for axis in program.mesh.every_axis},
             stages=stages,
             regions=Regions(program.num_regions, program.num_distinct_regions) if program.regions else None,
             communication=tuple(program.communication),
+            kernels=self._kernels,
             error="\n".join(self._errors),
         )
         self._write(SUMMARY, summary.to_json())
@@ -191,5 +197,5 @@ def _unused(directory: Path) -> Path:
 
 
 def stem_of(index: int, stage: Stage) -> str:
-    """File name of a stage without its ending: "07-bucket"."""
+    """File name of a stage without its ending: "08-bucket"."""
     return f"{index:02d}-{file_name(stage.name)}"

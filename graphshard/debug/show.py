@@ -55,6 +55,8 @@ def _show_dump(directory: Path, console: Console) -> None:
         console.print(styled(_describe_plan(plan)))
     if regions := summary.regions:
         console.print(styled(f"regions: {regions.calls} calls of {regions.distinct} distinct ones"))
+    for line in summary.kernels:
+        console.print(styled(f"  {line}"))
     if summary.error:
         console.print(styled(f"error: {summary.error}", "red"))
 

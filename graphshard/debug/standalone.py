@@ -92,15 +92,19 @@ class _Expression(str):
 
 def _groups(mesh: Mesh) -> str:
     """Make the process groups along each axis: those of neighbours lie one behind another on it, too."""
-    rows = "dist.new_subgroups_by_enumeration(ranks.movedim({place}, -1).reshape(-1, {size}).tolist())[0].group_name"
-    made = ((axis.name, rows.format(place=mesh.place(axis), size=axis.size)) for axis in mesh.axes)
+    rows = "dist.new_subgroups_by_enumeration({ranks}.movedim({place}, -1).reshape(-1, {size}).tolist())[0].group_name"
+    made = [(axis.name, rows.format(ranks="ranks", place=mesh.place(axis), size=axis.size)) for axis in mesh.axes]
+    if (experts := mesh.experts) is not None:  # which may be on as many ranks, or there is one for each part of them
+        ranks = f"ranks.view(-1, {', '.join(map(str, experts.shape.values()))})"
+        own = [axis for axis in experts.axes if axis not in mesh.axes]
+        made += [(a.name, rows.format(ranks=ranks, place=experts.place(a) + 1, size=a.size)) for a in own]
     return "".join(f"    Executor.groups[{name!r}] = {group}\n" for name, group in made)
 
 
 def _code(program: Program, phase: Phase) -> str:
     """The executor's code, with the groups that the file makes."""
     graph = copy.deepcopy(phase.module.graph)
-    bind_groups(graph, {axis.name: _Expression(f"self.groups[{axis.name!r}]") for axis in program.mesh.axes})
+    bind_groups(graph, {axis.name: _Expression(f"self.groups[{axis.name!r}]") for axis in program.mesh.every_axis})
     return print_lines(lines_of(graph))
 
 

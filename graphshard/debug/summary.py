@@ -47,6 +47,7 @@ class Summary:
         stages: those that are there.
         regions: None before lowering.
         communication: one line per collective.
+        kernels: what those of a region take at most, a line for each kind of GPU that it was compiled for.
         error: of the pass that failed; "" for none.
     """
 
@@ -58,6 +59,7 @@ class Summary:
     stages: tuple[StageSummary, ...] = ()
     regions: Regions | None = None
     communication: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
     error: str = ""
 
     def to_json(self) -> str:

@@ -7,12 +7,14 @@ other lengths.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from graphshard.cost.costs import Costs
+from graphshard.cost.model_collectives import MODEL_KINDS
 from graphshard.ir.program import Program
 from graphshard.ir.text import format_bytes, format_seconds
 from graphshard.schedule.clock import Call, Wait
@@ -31,12 +33,14 @@ class Parts:
         head: what the first call waits for: no compute is there to hide it.
         tail: what is launched behind the last call.
         link: what is neither, and would be hidden if it began earlier or were shorter.
+        model: what the model itself communicates, where it stands.
     """
 
     compute: list[Step]
     head: list[Step]
     tail: list[Step]
     link: list[Step]
+    model: list[Step]
 
 
 def parts_of(timeline: Estimate) -> Parts:
@@ -45,10 +49,12 @@ def parts_of(timeline: Estimate) -> Parts:
     calls = [index for index, event in enumerate(events) if isinstance(event, Call)]
     first, last = (calls[0], calls[-1]) if calls else (len(events), -1)
     before = {event.launch for event in events[:first] if isinstance(event, Wait)}
-    found = Parts([], [], [], [])
+    found = Parts([], [], [], [], [])
     for step in timeline.critical:
         if step.kind == "compute":
             found.compute.append(step)
+        elif step.kind in MODEL_KINDS:
+            found.model.append(step)
         elif step.event in before:
             found.head.append(step)
         else:
@@ -57,11 +63,9 @@ def parts_of(timeline: Estimate) -> Parts:
 
 
 def limit_of(timeline: Estimate) -> str:
-    """ "compute", "link", "head" or "tail": of the critical path the longest part, compute only if nothing else is."""
+    """ "link", "head", "tail" or "model": of the critical path the longest of them; "compute" if they are short."""
     parts = parts_of(timeline)
-    seconds = {
-        name: _seconds(steps) for name, steps in (("head", parts.head), ("tail", parts.tail), ("link", parts.link))
-    }
+    seconds = {name: _seconds(getattr(parts, name)) for name in ("head", "tail", "link", "model")}
     if sum(seconds.values()) <= _NEGLIGIBLE * timeline.seconds:
         return "compute"
     return max(seconds, key=lambda name: seconds[name])
@@ -85,13 +89,15 @@ def advise(
         flop: of the model, by dtype.
         memory: at the peak, by what it is.
     """
-    compute, communication = timeline.total("compute"), timeline.communication
+    compute = timeline.total("compute")
+    communication = timeline.communication - timeline.total(*MODEL_KINDS)  # which may be hidden
     parts, gains = parts_of(timeline), timeline.dag.gains(timeline.dag.end)
     if limit == "memory":
         yield _memory(program, costs, tokens, memory)
     if communication > compute:
         rates = {dtype: costs.profile.rate(dtype) for dtype in flop}
-        multiplying = sum(count / (rates[dtype].peak * rates[dtype].matmul) for dtype, count in flop.items())
+        speeds = {dtype: rate.peak * min(rate.matmul, costs.profile.sustained) for dtype, rate in rates.items()}
+        multiplying = sum(count / speeds[dtype] for dtype, count in flop.items())
         hidden = tokens * communication / max(multiplying, 1e-12)
         yield (
             f"communication takes {format_seconds(communication)} (A + A' + R) and compute {format_seconds(compute)} "
@@ -108,6 +114,8 @@ def advise(
         )
     if limit == "link" or communication > compute:
         yield from _fewer_bytes(program, timeline)
+    if limit == "model":
+        yield from _model(program, costs, timeline, parts.model)
     for name, steps in (("head", parts.head), ("tail", parts.tail)):
         if limit == name:
             worst = max(steps, key=lambda step: step.seconds)
@@ -119,6 +127,22 @@ def advise(
     if limit == "compute":
         share = _seconds(parts.compute) / timeline.seconds
         yield f"compute is {share:.1%} of the critical path; only faster kernels or less recomputation help"
+
+
+def _model(program: Program, costs: Costs, timeline: Estimate, steps: list[Step]) -> Iterator[str]:
+    """What the model communicates, by the axis that takes the longest of it."""
+    seconds = defaultdict[str, float](float)
+    for step in steps:
+        seconds[step.name.rpartition(" ")[2]] += step.seconds
+    worst = max(seconds, key=lambda name: seconds[name])
+    axis = program.mesh.named(worst)
+    where = "in a node" if costs.link(axis) == "node" else "between nodes"
+    yield (
+        f"the model's own collectives over {worst} ({axis.size} ranks, {where}) are {format_seconds(seconds[worst])}, "
+        f"{seconds[worst] / timeline.seconds:.1%} of forward and backward; they run where the model has them, and "
+        f"nothing hides them: fewer ranks along {worst}"
+        + (", which share a node, make them cheaper" if where == "between nodes" else " have fewer bytes to send each")
+    )
 
 
 def _fewer_bytes(program: Program, timeline: Estimate) -> Iterator[str]:

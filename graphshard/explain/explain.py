@@ -5,6 +5,7 @@ No process group, no GPU, and no memory for parameters: the model may be on the 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -15,20 +16,23 @@ from torch import nn
 from typing_extensions import Unpack
 
 from graphshard.cost.profile import Hardware, Profile, load_profile
-from graphshard.explain.explanation import Explanation, Grid
+from graphshard.explain.explanation import Explanation
+from graphshard.explain.grid import Grid
 from graphshard.explain.study import Study
-from graphshard.ir.errors import ArgumentError
+from graphshard.explain.training import ExplainArguments, Training, chosen
+from graphshard.ir.errors import ArgumentError, BatchError, InfeasibleError
 from graphshard.ir.given import check_function
 from graphshard.ir.mesh import MeshLike
 from graphshard.ir.text import brief
-from graphshard.options.arguments import check_known, check_names, options_given, takes_options
-from graphshard.options.options import OptionArguments, Options
+from graphshard.options.arguments import check_known, check_names, takes_options
+from graphshard.options.options import Options
+from graphshard.options.pretended import Parallelize
 
 # What a setting of a grid may choose.
-_SETTINGS = (*(f.name for f in fields(Options) if f.name != "hardware"), "optimizer_states", "symbols")
+_SETTINGS = (*(f.name for kind in (Options, Training) for f in fields(kind) if f.name != "hardware"), "symbols")
 
 
-@takes_options
+@functools.partial(takes_options, also=(Training,))
 def explain(
     model: nn.Module,
     mesh: MeshLike,
@@ -37,10 +41,12 @@ def explain(
     example_kwargs: Mapping[str, Any] | None = None,
     hardware: Hardware = "h100",
     network: str = "isolated",
-    optimizer_states: int = 2,
     measured: Mapping[str, float] | None = None,
     symbols: Mapping[str, int] | None = None,
-    **options: Unpack[OptionArguments],
+    every_block: bool = False,
+    parallelize: Parallelize | None = None,
+    device: str | None = None,
+    **options: Unpack[ExplainArguments],
 ) -> Explanation:
     """Predict the training step that `graphshard.compile` with the same arguments would run; nothing is changed.
 
@@ -53,26 +59,57 @@ def explain(
     Args:
         model: any module, on the CPU or on the meta device.
         mesh: a DeviceMesh, or the shape of one that need not exist: `(64,)` or `{"shard": 64}`; with two axes the first
-            replicates: `(8, 64)`.
+            replicates: `(8, 64)`. With `parallelize` sizes by names of axes, such as `{"dp": 16, "tp": 8}`, as
+            `compile` knows them. Of a DeviceMesh any axes that `compile` takes.
         example_inputs, example_kwargs: inputs of one rank's call; only shapes, dtypes and non-tensor values matter.
-        hardware: the machine: "a100", "h100", "h200", "b200", a file that `graphshard calibrate` wrote, or a `Profile`.
+        hardware: the machine: "a100", "h100", "h100-hbm2e", "h200", "b200", a file that `graphshard calibrate` wrote,
+            or a `Profile`.
         network: the profile's model of the network between nodes, "isolated" or "in-training".
-        optimizer_states: tensors like the parameter that the optimizer keeps: 2 for Adam, 0 for plain SGD.
         measured: seconds of regions by key, from `graphshard.measure_regions`; they replace estimates.
         symbols: names for dims of the inputs, such as `{"batch": 0, "seq": 1}`: the result has `formulas` in them and
             in the number of ranks. The model is captured at a few more sizes.
+        every_block: capture every block of a model, also where many are equal and five stand for all of them. The
+            result is the same.
+        parallelize: makes the model for a mesh along which it communicates itself. It is called with a copy of the
+            model on the meta device and the `DeviceMesh`, of which this process is then rank 0, and changes the copy
+            (`parallelize_module(model, mesh["tp"], plan)`, or experts as DTensors on `mesh["ep"]`), or returns a
+            model. There must be no process group.
+        optimizer_states: tensors like the parameter that the optimizer keeps: 2 for Adam, 0 for plain SGD.
+        foreach: the optimizer runs one operation after the other over all parameters, as torch's do by default on
+            GPUs; False is one fused kernel.
+        clip_norm: gradients are clipped to it, as by `clip_grad_norm_`; None clips nothing. How large it is makes no
+            difference to the prediction.
+        accumulate: microbatches of a step, each of which gathers, computes and reduces; one optimizer step.
+        global_batch: of the first dim of the inputs, what all ranks process in a step together: as many microbatches as
+            that takes. None leaves it to `accumulate`.
+        tokens: of the whole training: the result's `cost` has its days and GPU hours.
+        price: of one GPU for an hour, in any currency: `cost` has the money, too.
+        device: "cuda" captures the program that a GPU runs, with its attention and its dropout, also where there is
+            none (`pip install 'graphshard[cross]'`): regions that were measured on a GPU have its keys. None and
+            "cpu" capture as for a CPU, which takes no package, and mostly has the same kernels.
 
     Raises:
         ArgumentError: an argument is wrong.
         InfeasibleError: no schedule fits in memory_limit; it says the least that one needs. It is an ArgumentError.
         CaptureError: the module cannot be captured from the example inputs.
     """
-    chosen = options_given(explain, options)
-    study = Study(model, example_inputs, example_kwargs, chosen, optimizer_states, symbols)
+    check_names(explain, options)
+    program, training = chosen(options)
+    study = Study(
+        model,
+        example_inputs,
+        example_kwargs,
+        program,
+        training,
+        symbols,
+        every_block=every_block,
+        parallelize=parallelize,
+        device=device,
+    )
     return study.explain(mesh, load_profile(hardware), network, measured={} if measured is None else measured)
 
 
-@takes_options
+@functools.partial(takes_options, also=(Training,))
 def explain_grid(
     model: nn.Module,
     meshes: Sequence[MeshLike],
@@ -83,9 +120,10 @@ def explain_grid(
     network: Sequence[str] = ("isolated",),
     settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({"": {}}),
     show: Callable[[str], None] = lambda _: None,
-    optimizer_states: int = 2,
     symbols: Mapping[str, int] | None = None,
-    **options: Unpack[OptionArguments],
+    every_block: bool = False,
+    parallelize: Parallelize | None = None,
+    **options: Unpack[ExplainArguments],
 ) -> Grid:
     """Every combination of meshes, machines, networks and settings, in one table.
 
@@ -95,14 +133,15 @@ def explain_grid(
     Args:
         model, example_inputs, example_kwargs: as for `explain`.
         meshes, hardware, network: several of what `explain` takes one of.
-        settings: options by a name for the table, such as `{"keep": {"reshard_after_forward": False}}`; also
-            `optimizer_states` and `symbols`. They replace those for all settings.
+        settings: options by a name for the table, such as `{"keep": {"reshard_after_forward": False}}`; also `symbols`,
+            `accumulate` and the like. They replace those for all settings.
         show: told what is being done.
-        optimizer_states, symbols: as for `explain`, for all settings.
+        symbols, every_block, parallelize: as for `explain`, for all settings.
+        global_batch: as for `explain`; a mesh that is larger than it, or does not divide it, is left out, and so is one
+            for which no schedule fits in memory_limit: `Grid.left_out` says why.
 
     Raises:
-        ArgumentError: an argument is wrong.
-        InfeasibleError: no schedule fits in memory_limit.
+        ArgumentError: an argument is wrong, or everything is left out.
         CaptureError: the module cannot be captured from the example inputs.
     """
     check_names(explain_grid, options)
@@ -116,17 +155,34 @@ def explain_grid(
     _check_settings(settings)
     check_function("show", show, "print")
     profiles = [load_profile(item) for item in hardware]
-    shared: dict[str, Any] = {"optimizer_states": optimizer_states, "symbols": symbols, **options}
-    found = []
+    shared: dict[str, Any] = {"symbols": symbols, **options}
+    found: list[Explanation] = []
+    refused: list[ArgumentError] = []
     for label, setting in settings.items():
         check_known(f"settings[{brief(label)}]", setting, _SETTINGS)
         own = {**shared, **setting}
-        apart = {name: own.pop(name) for name in ("optimizer_states", "symbols")}
-        study = Study(model, example_inputs, example_kwargs, Options(**own), **apart, label=label, show=show)
+        own_symbols = own.pop("symbols")
+        study = Study(
+            model,
+            example_inputs,
+            example_kwargs,
+            *chosen(own),
+            own_symbols,
+            label=label,
+            show=show,
+            every_block=every_block,
+            parallelize=parallelize,
+        )
         for mesh in meshes:
             for profile in profiles:
-                found += [study.explain(mesh, profile, name) for name in network]
-    return Grid(tuple(found))
+                for name in network:
+                    try:
+                        found.append(study.explain(mesh, profile, name))
+                    except (InfeasibleError, BatchError) as error:
+                        refused.append(error)
+    if not found:
+        raise refused[0]
+    return Grid(tuple(found), tuple(dict.fromkeys(map(str, refused))))
 
 
 def _check_settings(settings: Any) -> None:

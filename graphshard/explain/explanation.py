@@ -15,6 +15,7 @@ from rich.text import Text
 
 from graphshard.cost.costs import Costs
 from graphshard.explain.formulas import Formulas
+from graphshard.explain.training import TrainingCost
 from graphshard.ir.given import write_given
 from graphshard.ir.plain import write
 from graphshard.ir.program import Program
@@ -28,7 +29,12 @@ from graphshard.schedule.timeline import Estimate
 
 # How many waits the table names, and what it calls the links.
 _WAITS = 3
-_LINKS = {"node": "link in the node", "network": "link between nodes", "host": "link to the host"}
+_LINKS = {
+    "node": "link in the node",
+    "network": "link between nodes",
+    "host": "link from the host",
+    "to_host": "link to the host",
+}
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,9 @@ class Wait:
         bucket: what it waits for.
         phase: "forward" or "backward".
         seconds: how long.
-        why: "head" (the phase's first collective), "tail" (its last), "link" (the bucket queued for the link) or
-            "late" (it was launched too late, or is longer than what it could hide behind).
+        why: "head" (the phase's first collective), "tail" (its last), "link" (the bucket queued for the link),
+            "late" (it was launched too late, or is longer than what it could hide behind) or "model" (it is the model's
+            own collective, which runs where the model has it).
         behind: the bucket that it queued behind, or "".
         without: of the longest waits, by the name of what makes it wait: seconds that the wait would be shorter if that
             took no time; the bucket itself is among them.
@@ -81,16 +88,21 @@ class Explanation:
         model: class of the module.
         label: name of the setting, in a grid.
         mesh: sizes by axis.
+        data_ranks: ranks that have tokens of their own; those along a tensor axis have the same.
         hardware, profile_hash: the profile's name and the hash of its numbers.
         network: model of the network between nodes.
         plan_hash: of the schedule.
         tokens: that one rank processes in a step: elements of the first integer input, or the batch size.
+        microbatches: forwards and backwards of a step. Waits, the critical path, slack and formulas are of one.
         step_time_s: forward, backward and optimizer.
+        step_range_s: between which seconds it lies in four of five cases (p10 to p90), as far as constants of the
+            profile are known: those that are assumed have ranges there. What the model leaves out is not in it.
         compute_s: regions of forward and backward, with what communication beside them slows them down.
         optimizer_s: reads and writes of the optimizer.
         communication_s: all collectives.
         exposed_comm_s: compute waits for communication.
-        lower_bound_s: no schedule of the same compute on the same link is faster.
+        lower_bound_s: no schedule of the same compute on the same link is faster, with the model's own collectives
+            where the model has them.
         gap: step_time_s / lower_bound_s - 1.
         search_stopped: the search for a plan ended at its budget of steps, before all shorter ones were ruled out.
         peak_memory_bytes: of values alive at once between regions, with gradients and optimizer state.
@@ -98,28 +110,32 @@ class Explanation:
         memory_capacity_bytes: of the device.
         flop: of the model, forward and backward without recomputation, a multiply-add as two.
         mfu: time that `flop` takes at the data sheet's peak, over step_time_s.
-        limit: "compute", "link", "head", "tail" or "memory".
+        limit: "compute", "link", "head", "tail", "model" (what the model itself communicates) or "memory".
         advice: what would help, from formulas.
         waits: what compute waits for, longest first.
         critical_path: seconds of it by what they are: "compute", and the names of collectives and copies in their
             order. They follow each other without a gap from the begin of forward to the end of backward, so the step is
             as long as they are.
         slack: by bucket, seconds by which its collective could end later, because it began later or took longer, and
-            the step would not. Where the profile has contention, it slows down the regions beside it when it is longer.
+            the step would not, but for what it slows down beside it where the profile has contention.
         busy: share of the step in which compute, and each link ("node", "network"), is busy.
         regions: distinct regions, the most expensive first.
         formulas: of the step, if symbols were asked for.
+        cost: of a training on so many tokens, if that was asked for.
     """
 
     model: str
     label: str
     mesh: dict[str, int]
+    data_ranks: int
     hardware: str
     profile_hash: str
     network: str
     plan_hash: str
     tokens: int
+    microbatches: int
     step_time_s: float
+    step_range_s: tuple[float, float]
     compute_s: float
     optimizer_s: float
     communication_s: float
@@ -144,6 +160,7 @@ class Explanation:
     _timeline: Estimate = field(repr=False, compare=False)
     _memory: Memory = field(repr=False, compare=False)
     formulas: Formulas | None = field(default=None, repr=False, compare=False)
+    cost: TrainingCost | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -151,9 +168,29 @@ class Explanation:
         return math.prod(self.mesh.values())
 
     @property
+    def step_tokens(self) -> int:
+        """Of all ranks, in a step."""
+        return self.tokens * self.data_ranks
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of the mesh as a whole."""
+        return self.step_time_s / self.step_tokens
+
+    @property
+    def model_comm_s(self) -> float:
+        """Compute waits for what the model itself communicates; a part of `exposed_comm_s`."""
+        return self.microbatches * sum(wait.seconds for wait in self.waits if wait.why == "model")
+
+    @property
     def tokens_per_second(self) -> float:
         """Of all ranks."""
-        return self.tokens * self.num_ranks / self.step_time_s
+        return self.step_tokens / self.step_time_s
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Of one rank of the mesh."""
+        return self.tokens_per_second / self.num_ranks
 
     def __str__(self) -> str:
         """The table."""
@@ -180,13 +217,18 @@ class Explanation:
         mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
         memory = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.memory.items())
         share = f"{self.exposed_comm_s / self.step_time_s:.1%}"
+        step = f"{format_seconds(self.step_time_s)}{self._between()}"
+        speed = f"{self.tokens_per_second:,.0f} tokens/s, {self.tokens_per_second_per_gpu:,.0f} per GPU"
         return [
             ("model", f"{self.model}{f' ({self.label})' if self.label else ''}, {self.tokens} tokens per rank"),
             ("mesh", mesh),
             ("hardware", f"{self.hardware}, network {self.network}, profile {self.profile_hash[:12]}"),
-            ("step", f"{format_seconds(self.step_time_s)}, {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}"),
+            ("step", f"{step}, {speed}, MFU {self.mfu:.1%}"),
             ("compute", f"{format_seconds(self.compute_s)}, optimizer {format_seconds(self.optimizer_s)}"),
-            ("communication", f"{format_seconds(self.communication_s)}, exposed {_exposed(self)} ({share})"),
+            (
+                "communication",
+                f"{format_seconds(self.communication_s)}, exposed {format_seconds(self.exposed_comm_s)} ({share})",
+            ),
             ("longest waits", ", ".join(map(str, self.waits[:_WAITS])) or "none"),
             ("critical path", _path(self.critical_path)),
             ("slack", _slack(self.slack)),
@@ -197,7 +239,13 @@ class Explanation:
                 f"{format_bytes(self.peak_memory_bytes)} of {format_bytes(self.memory_capacity_bytes)}: {memory}",
             ),
             ("limited by", self.limit),
+            *([("training", str(self.cost))] if self.cost else []),
         ]
+
+    def _between(self) -> str:
+        """The range that follows from assumed constants, if there is one."""
+        low, high = self.step_range_s
+        return f" ({format_seconds(low)} to {format_seconds(high)})" if low < high else ""
 
     def _stopped(self) -> str:
         return ", as the search for a shorter plan ended at its budget" if self.search_stopped else ""
@@ -221,51 +269,6 @@ class Explanation:
     def to_json(self) -> str:
         """All numbers as JSON."""
         return json.dumps(self.to_dict(), indent=1)
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Several predictions side by side."""
-
-    rows: tuple[Explanation, ...]
-
-    @property
-    def best(self) -> Explanation:
-        """Most tokens per second of those that fit into memory, or of all if none does."""
-        fitting = [row for row in self.rows if row.limit != "memory"]
-        return max(fitting or self.rows, key=lambda row: row.tokens_per_second)
-
-    def __str__(self) -> str:
-        """One line for each."""
-        table = Table(box=None)
-        headings = ("step", "compute", "exposed", "bound", "gap", "tokens/s", "MFU", "memory")
-        for heading in ("setting", "mesh", "hardware", "network"):
-            table.add_column(heading)
-        for heading in headings:
-            table.add_column(heading, justify="right")
-        table.add_column("limited by")
-        for row in self.rows:
-            table.add_row(
-                *map(Text, (row.label, " x ".join(map(str, row.mesh.values())), row.hardware, row.network)),
-                format_seconds(row.step_time_s),
-                format_seconds(row.compute_s),
-                _exposed(row),
-                format_seconds(row.lower_bound_s),
-                f"{row.gap:.1%}",
-                f"{row.tokens_per_second:,.0f}",
-                f"{row.mfu:.1%}",
-                format_bytes(row.peak_memory_bytes),
-                row.limit,
-            )
-        return plain_table(table)
-
-    def to_json(self) -> str:
-        """All numbers as JSON."""
-        return json.dumps([row.to_dict() for row in self.rows], indent=1)
-
-
-def _exposed(row: Explanation) -> str:
-    return format_seconds(row.exposed_comm_s)
 
 
 def _path(seconds: Mapping[str, float]) -> str:

@@ -22,11 +22,14 @@ import sympy
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard.cost.costs import Costs
+from graphshard.cost.model_collectives import model_collective
 from graphshard.explain.symbols import RANKS, symbolic
+from graphshard.explain.training import Training
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Phase, Program, Region
-from graphshard.schedule.clock import Call, Event, Launch, Sizes, events_of, run
+from graphshard.schedule.clock import HOST_LINKS, Call, Event, Launch, Sizes, events_of, run
 from graphshard.schedule.timeline import sent_bytes
 
 # Of the numbers in a printed formula; costs are not known better.
@@ -176,7 +179,9 @@ def _branch(
         return choose(pairs, key=lambda pair: pair[1])
     if isinstance(expression, (sympy.ceiling, sympy.floor)):
         return pairs[0][0], (math.ceil if isinstance(expression, sympy.ceiling) else math.floor)(values[0])
-    if isinstance(expression, sympy.Add):
+    if isinstance(expression, sympy.log):
+        value = math.log(values[0])
+    elif isinstance(expression, sympy.Add):
         value = math.fsum(values)
     elif isinstance(expression, sympy.Mul):
         value = math.prod(values)
@@ -186,12 +191,12 @@ def _branch(
     return expression.func(*(smooth for smooth, _ in pairs)), value
 
 
-def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, states: int) -> Formulas:
+def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, training: Training) -> Formulas:
     """Formulas of a lowered program whose nodes have symbolic sizes.
 
     Args:
         at: values of the symbols of the inputs.
-        states: tensors like a parameter that the optimizer keeps.
+        training: the optimizer, and what it follows.
     """
     definitions: Definitions = []
 
@@ -203,18 +208,20 @@ def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, states
         definitions.append((symbol, value))
         return symbol
 
+    mesh = program.mesh.resized("shard", RANKS)
+    anywhere = replace(costs, mesh=mesh)  # how many ranks wait for each other is a symbol, too
     regions = {
-        name: define(name, costs.region(_symbolic_region(program.regions[key])))
+        name: define(name, anywhere.region(_symbolic_region(program.regions[key])))
         for name, key in program.region_names.items()
     }
-    events = _events(program, costs, regions, define)
+    events = _events(program, costs, mesh, regions, define)
     times = run(events, costs.profile.contention, define)
     step = times.step(events)
     calls = [event.name for event in events if isinstance(event, Call)]
     compute = sympy.Add(*(calls.count(name) * seconds for name, seconds in regions.items()), *times.slower)
-    collectives = [event for event in events if isinstance(event, Launch) and event.link != "host"]
-    state, trained = _state(program, states)
-    optimizer = costs.optimizer(trained, states)
+    collectives = [event for event in events if isinstance(event, Launch) and event.link not in HOST_LINKS]
+    state, trained = _state(program, training.optimizer_states)
+    optimizer = training.update_seconds(anywhere, mesh, trained)
     results = {
         "step_time_s": step + optimizer,
         "compute_s": compute,
@@ -230,12 +237,12 @@ def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, states
 
 
 def _events(
-    program: Program, costs: Costs, regions: Mapping[str, Any], define: Callable[[str, Any], Any]
+    program: Program, costs: Costs, mesh: Mesh, regions: Mapping[str, Any], define: Callable[[str, Any], Any]
 ) -> list[Event]:
     """What the program does, with expressions; seconds of collectives and copies have names."""
-    mesh = program.mesh.resized("shard", RANKS)
     priced = Costs(costs.profile, costs.network, mesh)
-    sizes = Sizes(priced, mesh, regions, functools.partial(_sent, program), _copied)
+    model = functools.partial(model_collective, size_of=_copied)
+    sizes = Sizes(priced, mesh, regions, functools.partial(_sent, program), _copied, model)
     events = events_of(program, costs, sizes)
     return [
         replace(event, seconds=define(f"seconds {event.name}", event.seconds)) if isinstance(event, Launch) else event
@@ -244,7 +251,7 @@ def _events(
 
 
 def _copied(node: Node) -> Any:
-    """Bytes of a copy to or from the host."""
+    """Bytes of a value that is copied to or from the host, or that the model communicates."""
     return math.prod(symbolic(node)) * node.meta["val"].dtype.itemsize
 
 

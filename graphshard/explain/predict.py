@@ -13,17 +13,24 @@ from dataclasses import dataclass, replace
 from graphshard.cost.costs import Costs
 from graphshard.explain.advice import advise, limit_of
 from graphshard.explain.explanation import Explanation, RegionCost, Wait
+from graphshard.explain.spread import step_range
+from graphshard.explain.training import Training, training_cost
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.schedule.bounds import lower_bound
-from graphshard.schedule.build import Settings, build
+from graphshard.schedule.build import PhaseMap, Settings, build
+from graphshard.schedule.clock import HOST_LINKS
 from graphshard.schedule.memory import memory_of
+from graphshard.schedule.problem import Chain
 from graphshard.schedule.timeline import Estimate, estimate
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds that no schedule of a step beats, and those of the forward and backward compute it was found for."""
+    """Seconds that no schedule of a step beats, and those of the forward and backward compute it was found for.
+
+    What the model communicates at once is compute here: it is done where it stands.
+    """
 
     seconds: float
     compute: float
@@ -37,14 +44,25 @@ def bound_of(program: Program, costs: Costs, plan: Plan | None, *, limit: int | 
         limit: bytes that schedules may use.
         states: tensors like a parameter that the optimizer keeps.
     """
-    problem = build(program, costs, Settings(optimizer_states=states)).problem
-    if program.mesh.regather is not None:  # the problem has one link, and these gathers are on another
-        chains = (replace(chain, gathers=()) if chain.name == "backward" else chain for chain in problem.chains)
-        problem = replace(problem, chains=tuple(chains))
+    built = build(program, costs, Settings(optimizer_states=states))
+    problem = built.problem
+    if program.mesh.experts is not None:  # those of experts are on another link
+        problem = replace(problem, chains=tuple(_without_experts(chain, built.maps) for chain in problem.chains))
     seconds = lower_bound(problem, limit=math.inf if limit is None else limit)
     if plan is not None and plan.kept and plan.prediction is not None:
         seconds = min(seconds, plan.prediction.lower_bound)
     return Bound(seconds, sum(sum(chain.seconds) for chain in problem.chains if chain.name in program.phases))
+
+
+def _without_experts(chain: Chain, maps: Mapping[str, PhaseMap]) -> Chain:
+    """A chain without the transfers of parameters that lie on another mesh."""
+    if chain.name not in maps:
+        return chain
+    atoms = [atom for of_kind in maps[chain.name].atoms.values() for atom in of_kind]
+    gone = {atom.name for atom in atoms if any(row.expert for row in atom.rows)}
+    gathers = tuple(transfer for transfer in chain.gathers if transfer.name not in gone)
+    reductions = tuple(transfer for transfer in chain.reductions if transfer.name not in gone)
+    return replace(chain, gathers=gathers, reductions=reductions)
 
 
 def explained(
@@ -54,56 +72,76 @@ def explained(
     bound: Bound,
     *,
     tokens: int,
-    states: int,
+    training: Training,
     label: str = "",
+    mesh: Mapping[str, int] | None = None,
+    microbatches: int = 1,
 ) -> Explanation:
     """Predict the step of a lowered program.
 
     Args:
         flop: of the model, by dtype.
         bound: what no schedule beats, see `bound_of`.
-        tokens: of one rank.
-        states: tensors like a parameter that the optimizer keeps.
+        tokens: of one rank, in a microbatch.
+        training: the optimizer, and what it follows.
+        mesh: sizes by axis, where some were made one for the program.
+        microbatches: forwards and backwards of a step, each of which gathers and reduces; gradients are added up.
     """
     prediction = program.plan.prediction if program.plan else None
     timeline = estimate(program, costs)
     memory = memory_of(program, timeline)
     trained = sum(row.shard_bytes(row.dtype) for row in program.params if row.trainable)
-    optimizer = costs.optimizer(trained, states)
+    optimizer = training.update_seconds(costs, program.mesh, trained)
+    adding = (microbatches - 1) * costs.addition(trained)
+    unknown = optimizer - costs.optimizer(trained, training.optimizer_states)  # to the problem of the bound
     alive = Counter[str]()
     for value in memory.alive:
         alive[value.what] += value.num_bytes
-    held_here = 0 if program.offloaded else states * trained
+    held_here = 0 if program.offloaded else training.optimizer_states * trained
     alive["optimizer state"] = held_here
-    held = dict(alive.most_common())
+    before = trained if microbatches > 1 and not program.offloaded else 0
+    if before:
+        alive["gradients of earlier microbatches"] = before
+    temporary = 0 if program.offloaded else training.temporary_bytes(trained)
+    at_update = {"shards": alive["shards"], "gradients": trained, "optimizer state": held_here}
+    if temporary and sum(at_update.values()) + temporary > alive.total():
+        alive = Counter({**at_update, "optimizer temporaries": temporary})
+    held, peak = dict(alive.most_common()), alive.total()
     compute, communication = timeline.total("compute"), timeline.communication
-    step = timeline.seconds + optimizer
+    step = microbatches * timeline.seconds + adding + optimizer
     # Schedules are no shorter than the bound less what regions save beside the items that it was found for.
-    least = max(bound.seconds - max(0.0, bound.compute - timeline.compute), timeline.compute + optimizer)
-    peak = memory.peak_bytes + held_here
-    ideal = sum(count / costs.profile.rate(dtype).peak for dtype, count in flop.items())
+    busy = timeline.compute + timeline.at_once
+    least = max(bound.seconds + unknown - max(0.0, bound.compute - busy), busy + optimizer)
+    least += (microbatches - 1) * (least - optimizer) + adding
+    ideal = microbatches * sum(count / costs.profile.rate(dtype).peak for dtype, count in flop.items())
     limit = "memory" if peak > costs.profile.memory_capacity else limit_of(timeline)
+    size = dict(mesh or program.mesh.shape)
+    data_ranks = program.mesh.size // (program.mesh.tensor.size if program.mesh.tensor else 1)
+    between = step_range(program, costs, trained=trained, training=training, middle=step, microbatches=microbatches)
     return Explanation(
         model=program.model,
         label=label,
-        mesh=program.mesh.shape,
+        mesh=size,
+        data_ranks=data_ranks,
         hardware=costs.profile.name,
         profile_hash=costs.profile.hash,
         network=costs.network,
         plan_hash=program.plan.hash if program.plan else "",
-        tokens=tokens,
+        tokens=microbatches * tokens,
+        microbatches=microbatches,
         step_time_s=step,
-        compute_s=compute,
+        step_range_s=between,
+        compute_s=microbatches * compute + adding,
         optimizer_s=optimizer,
-        communication_s=communication,
-        exposed_comm_s=timeline.total("exposed"),
+        communication_s=microbatches * communication,
+        exposed_comm_s=microbatches * timeline.total("exposed"),
         lower_bound_s=least,
         gap=step / least - 1,
         search_stopped=prediction is not None and prediction.stopped,
         peak_memory_bytes=peak,
         memory=held,
         memory_capacity_bytes=costs.profile.memory_capacity,
-        flop=float(sum(flop.values())),
+        flop=microbatches * float(sum(flop.values())),
         mfu=ideal / step,
         limit=limit,
         advice=tuple(advise(program, costs, timeline, limit=limit, tokens=tokens, flop=flop, memory=held)),
@@ -112,9 +150,18 @@ def explained(
             for w in timeline.waits_for
         ),
         critical_path=_critical_path(timeline),
-        slack={s.name: timeline.dag.slack[s.event] for s in timeline.steps if s.link not in ("", "host")},
-        busy={"compute": compute / step, **{link: seconds / step for link, seconds in timeline.by_link().items()}},
+        slack=_slack(timeline),
+        busy={
+            what: microbatches * seconds / step for what, seconds in (("compute", compute), *timeline.by_link().items())
+        },
         regions=_regions(program, costs, timeline),
+        cost=training_cost(
+            training,
+            step_tokens=microbatches * tokens * data_ranks,
+            seconds=step,
+            between=between,
+            ranks=math.prod(size.values()),
+        ),
         _program=program,
         _costs=costs,
         _timeline=timeline,
@@ -128,6 +175,16 @@ def _critical_path(timeline: Estimate) -> dict[str, float]:
     for step in timeline.critical:
         found["compute" if step.kind == "compute" else step.name] += step.seconds
     return dict(found)
+
+
+def _slack(timeline: Estimate) -> dict[str, float]:
+    """By name; of what the model communicates the least, as several have one name."""
+    found: dict[str, float] = {}
+    for step in timeline.steps:
+        if step.link not in ("", *HOST_LINKS):
+            slack = timeline.dag.slack[step.event]
+            found[step.name] = min(slack, found.get(step.name, slack))
+    return found
 
 
 def _regions(program: Program, costs: Costs, timeline: Estimate) -> tuple[RegionCost, ...]:

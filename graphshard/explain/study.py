@@ -2,12 +2,16 @@
 
     capture (once per settings) -> passes (once per mesh) -> plan (per machine) -> regions (once per plan) -> timeline
 
+A model that communicates along axes of the mesh itself is another one on each, and is captured on each (`subject.py`).
+
 The graph is captured for the CPU, because autograd of fake CUDA tensors needs CUDA; the planner and the costs see the
 profile's kind of device.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -17,20 +21,35 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.capture import CaptureSpec, capture
-from graphshard.capture.inputs import count_tokens, moved_to, stand_in
+from graphshard.capture.capture import CaptureSpec
+from graphshard.capture.inputs import count_tokens
+from graphshard.capture.repeats import check_alike, find_repeats
 from graphshard.cost.costs import Costs
-from graphshard.cost.multiplications import flop_of
 from graphshard.cost.profile import Profile
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.formulas import formulas_of
+from graphshard.explain.microbatches import microbatches_of
 from graphshard.explain.predict import bound_of, explained
-from graphshard.explain.symbols import Inputs, spread_ranks, symbolize
-from graphshard.ir.errors import ArgumentError
-from graphshard.ir.given import check_count, check_function, check_seconds, is_int
+from graphshard.explain.subject import (
+    Place,
+    Subject,
+    at_place,
+    device_given,
+    named_sizes,
+    place_of,
+    standing_in,
+    with_found,
+)
+from graphshard.explain.symbols import spread_ranks
+from graphshard.explain.training import Training
+from graphshard.ir.collector import collector_paused
+from graphshard.ir.errors import ArgumentError, GraphshardError
+from graphshard.ir.given import check_bool, check_function, check_seconds, is_int
 from graphshard.ir.mesh import Mesh, MeshLike
 from graphshard.ir.precision import precision_of
 from graphshard.ir.program import Program
+from graphshard.ir.repeats import Uneven, captured_rows
+from graphshard.ir.stamp import stamp
 from graphshard.ir.text import brief
 from graphshard.ir.units import find_units
 from graphshard.lower.backends import compiler_for
@@ -38,14 +57,20 @@ from graphshard.lower.regions import lower
 from graphshard.options.checks import check_examples, check_model
 from graphshard.options.options import Options
 from graphshard.options.passes import pipeline_of
-from graphshard.options.table import capture_spec
-from graphshard.passes import MakePlan, Pass
+from graphshard.options.pretended import Parallelize
+from graphshard.options.table import not_by_cost
+from graphshard.passes import MakePlan, OverlapCollectives, Pass
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import run_pass
 from graphshard.pipeline.verify import verify
+from graphshard.schedule.known import Known, while_unchanged
 
-# No optimizer keeps more tensors like a parameter, and no tensor has more dims.
-_MOST_STATES, _MOST_DIMS = 1000, 64
+log = logging.getLogger(__name__)
+
+# No tensor has more dims.
+_MOST_DIMS = 64
+# Operators of a program that are read between passes, in a report. Printing more takes longer than the passes.
+_READ = 10_000
 
 
 @dataclass
@@ -54,25 +79,30 @@ class Study:
 
     Attributes:
         options: of `explain`, without machine and measurements.
-        optimizer_states: tensors like a parameter that the optimizer keeps.
+        training: how the model is trained: the optimizer, microbatches, tokens.
         symbols: dims of the inputs by the names that they have in formulas.
         label: name of the setting in tables.
         show: told what is being done.
+        every_block: every block is captured, also where few stand for many equal ones.
+        parallelize: makes the model for a mesh along which it communicates itself.
+        device: "cuda" captures the program of a GPU, also where there is none; None that of a CPU.
     """
 
     model: nn.Module
     example_inputs: Sequence[Any] | None
     example_kwargs: Mapping[str, Any] | None
     options: Options = field(default_factory=Options)
-    optimizer_states: int = 2
+    training: Training = field(default_factory=Training)
     symbols: Mapping[str, int] | None = None
     label: str = ""
     show: Callable[[str], None] = lambda _: None
-    _captured: Program | None = field(default=None, init=False)
-    _flop: dict[str, float] = field(default_factory=dict, init=False)
-    _at: dict[str, int] = field(default_factory=dict, init=False)
-    _before_plan: dict[tuple[Mesh, str], Program] = field(default_factory=dict, init=False)
-    _scheduled: dict[tuple[Mesh, str, str], Program] = field(default_factory=dict, init=False)
+    every_block: bool = False
+    parallelize: Parallelize | None = None
+    device: str | None = None
+    _subjects: dict[Place | None, Subject] = field(default_factory=dict, init=False)
+    _known: Known = field(default_factory=Known, init=False)
+    _before_plan: dict[tuple[Place, str], Program] = field(default_factory=dict, init=False)
+    _scheduled: dict[tuple[Place, str, str], Program] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -80,15 +110,19 @@ class Study:
         precision_of(self.options.mp_policy, find_units(self.model, self.options.units))
         if self.example_inputs is None and self.example_kwargs is None:
             raise ArgumentError("explain needs example_inputs or example_kwargs, the inputs of one rank's call.")
-        symbols, states = self.symbols, self.optimizer_states
+        symbols = self.symbols
         if symbols is not None and not (isinstance(symbols, Mapping) and all(map(_is_symbol, symbols.items()))):
             raise ArgumentError(
                 f'symbols must name dims of the inputs such as {{"batch": 0, "seq": 1}}, got {brief(symbols)}.'
             )
-        check_count("optimizer_states", states, least=0, most=_MOST_STATES, what="number of tensors such as 2 for Adam")
         if not callable(self.show):
             check_function("show", self.show, "print")
+        check_bool("every_block", self.every_block)
+        device_given(self.device)
+        if self.parallelize is not None:
+            check_function("parallelize", self.parallelize, "a function of (model, mesh)")
 
+    @collector_paused()
     def explain(
         self, shape: MeshLike, profile: Profile, network: str, *, measured: Mapping[str, float] = MappingProxyType({})
     ) -> Explanation:
@@ -97,53 +131,76 @@ class Study:
             known = ", ".join(map(repr, profile.outside))
             raise ArgumentError(f"network must be one of {known} for {profile.name}, got {brief(network)}.")
         check_seconds("measured", measured)
-        mesh = Mesh.of_shape(shape)
-        planning = Costs(profile, network, mesh)
-        program = self._program(mesh, planning)
+        with standing_in(device_given(self.device)):
+            return self._explain(shape, profile, network, measured)
+
+    def _explain(self, shape: MeshLike, profile: Profile, network: str, measured: Mapping[str, float]) -> Explanation:
+        place = place_of(shape, self.parallelize)
+        microbatches = microbatches_of(place, (self.example_inputs, self.example_kwargs), self.training)
+        if self.symbols and microbatches > 1:
+            raise ArgumentError(
+                "symbols: formulas are of one microbatch. Leave symbols, or accumulate and global_batch, out."
+            )
+        before_plan = self._prepared(place, profile)
+        planning = Costs(profile, network, before_plan.mesh)
+        program = self._program(place, before_plan, planning)
         unknown = sorted(set(measured) - set(program.regions))
         if unknown:
             raise ArgumentError(
                 f"measured has {brief(unknown[0])}, which is no region of this program. Measure with the same model, "
                 "inputs, mesh and settings."
             )
-        show = self._showing(mesh, profile.name)
+        show = self._showing(program.mesh, profile.name)
         show("predict")
         # Plans are the same for all backends, so that the program is.
         costs = replace(planning, measured=dict(measured), fused=self.options.backend != "eager")
-        bound = bound_of(
-            self._prepared(mesh, planning),
-            replace(costs, measured={}),
-            program.plan,
-            limit=self.options.memory_limit,
-            states=self.optimizer_states,
-        )
+        with while_unchanged(self._known):
+            bound = bound_of(
+                before_plan,
+                replace(costs, measured={}),
+                program.plan,
+                limit=self.options.memory_limit,
+                states=self.training.optimizer_states,
+            )
         tokens = count_tokens(pytree.tree_leaves((self.example_inputs, self.example_kwargs)))
+        subject = self._subjects[_whose(place)]
         found = explained(
             program,
             costs,
-            self._flop,
+            subject.flop,
             bound,
             tokens=tokens,
-            states=self.optimizer_states,
+            training=self.training,
             label=self.label,
+            mesh=None if isinstance(place, Mesh) else named_sizes(place),
+            microbatches=microbatches,
         )
         if self.symbols:
             show("formulas")
-            found = replace(found, formulas=formulas_of(program, costs, self._at, states=self.optimizer_states))
+            found = replace(found, formulas=formulas_of(program, costs, subject.at, training=self.training))
         return found
 
-    def _program(self, mesh: Mesh, costs: Costs) -> Program:
-        """The lowered program; its history is without text."""
-        planned = _copy(self._prepared(mesh, costs))
+    def forget(self, shape: MeshLike) -> None:
+        """Let go of the programs of a mesh, which are made again if they are asked for."""
+        place = place_of(shape, self.parallelize)
+        self._before_plan = {key: kept for key, kept in self._before_plan.items() if key[0] != place}
+        self._scheduled = {key: kept for key, kept in self._scheduled.items() if key[0] != place}
+
+    def _program(self, place: Place, before_plan: Program, costs: Costs) -> Program:
+        """The lowered program."""
+        planned, mesh = replace(before_plan, plan=None), before_plan.mesh
+        planned.history = list(planned.history)
         passes, level = self._passes(planned, costs), self.options.verify or "off"
         begin = next((i for i, step in enumerate(passes) if isinstance(step, MakePlan)), len(passes))
-        for step in passes[begin : begin + 1]:
-            run_pass(step, planned, Observer(level, show=self._showing(mesh, costs.profile.name)))
+        for step in passes[begin : begin + 1]:  # which leaves the graphs as they are
+            with while_unchanged(self._known):
+                run_pass(step, planned, self._observer(mesh, costs.profile.name))
         # Machines that are given the same schedule share what follows.
         schedule = replace(planned.plan, prediction=None).hash if planned.plan else ""
-        key = mesh, costs.profile.device, schedule
+        key = place, costs.profile.device, schedule
         if key not in self._scheduled:
-            observer = Observer(level, show=self._showing(mesh))
+            planned = _copy(planned)
+            observer = self._observer(mesh)
             for step in passes[begin + 1 :]:
                 run_pass(step, planned, observer)
             if level != "off":
@@ -161,48 +218,84 @@ class Study:
         about = ", ".join(filter(None, (self.label, ranks, machine)))
         return lambda phase: self.show(f"{about}: {phase}" if about else phase)
 
+    def _observer(self, mesh: Mesh, machine: str = "") -> Observer:
+        return Observer(self.options.verify or "off", show=self._showing(mesh, machine), most=_READ)
+
     def _passes(self, program: Program, costs: Costs) -> tuple[Pass, ...]:
         """Those that `compile` would run on such a machine."""
-        return pipeline_of(self.options, program.mesh, costs, optimizer_states=self.optimizer_states).passes
+        known = None if not_by_cost(program.mesh, program.params) else costs
+        return pipeline_of(self.options, program.mesh, known, optimizer_states=self.training.optimizer_states).passes
 
-    def _prepared(self, mesh: Mesh, costs: Costs) -> Program:
+    def _prepared(self, place: Place, profile: Profile) -> Program:
         """The program as the planner gets it."""
-        key = mesh, costs.profile.device
+        key = place, profile.device
         if key not in self._before_plan:
-            spec = capture_spec(self.model, self.options, mesh, torch.device("cpu"))
-            captured = self._capture(spec)
-            program = replace(
-                _copy(captured), params=spec.params, mesh=spec.mesh, device=torch.device(costs.profile.device)
-            )
-            observer = Observer(self.options.verify or "off", show=self._showing(mesh))
-            for step in self._passes(program, costs):
-                if isinstance(step, MakePlan):
-                    break
-                run_pass(step, program, observer)
-            self._before_plan[key] = program
+            device = device_given(self.device)
+            with at_place(self.model, self.options, place, self.parallelize, device) as (model, spec):
+                if self.symbols and spec.experts is not None:
+                    raise ArgumentError(
+                        "symbols: there are no formulas of models with experts on an axis. Leave it out."
+                    )
+                self._before_plan[key] = self._prepare_some(model, spec, self._subject(place, model), profile)
         return self._before_plan[key]
 
-    def _capture(self, spec: CaptureSpec) -> Program:
-        """The program of the first mesh; the graph is the same on all."""
-        if self._captured is None:
-            show = self._showing()
-            show("capture")
-            given = tuple(self.example_inputs or ()), dict(self.example_kwargs or {})
-            leaves, structure = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, stand_in, given))
-            inputs = pytree.tree_unflatten(moved_to(torch.device("cpu"), leaves, structure), structure)
+    def _subject(self, place: Place, model: nn.Module) -> Subject:
+        """What was captured of a model, or is to be."""
+        whose = _whose(place)
+        if whose not in self._subjects:
+            repeats = None if self.every_block or not is_local(self.options) else find_repeats(model)
+            inputs = tuple(self.example_inputs or ()), dict(self.example_kwargs or {})
+            level, show = self.options.verify or "off", self._showing()
+            self._subjects[whose] = Subject(inputs, repeats, self.symbols or {}, level, show, device_given(self.device))
+        return self._subjects[whose]
 
-            def trace(inputs: Inputs) -> Program:
-                return capture(self.model, *inputs, spec, grad=True)
+    def _prepare_some(self, model: nn.Module, spec: CaptureSpec, subject: Subject, profile: Profile) -> Program:
+        """Of a few blocks that stand for all, if that shows what all do."""
+        if subject.repeats is not None:
+            try:
+                return self._prepare(model, spec, subject, profile)
+            except (Uneven, GraphshardError) as error:
+                log.info("%s: every block is captured: %s", type(self.model).__name__, error)
+                subject.every_block()
+        return self._prepare(model, spec, subject, profile)
 
-            self._captured = trace(inputs)
-            if self.options.verify in ("ends", "each"):
-                verify(self._captured, "capture")
-            if self.symbols:
-                show("capture at other sizes")
-                self._at = symbolize(self._captured, inputs, self.symbols, trace)
-            (phase,) = self._captured.phases.values()
-            self._flop = flop_of(phase.module.graph.nodes)
-        return self._captured
+    def _prepare(self, model: nn.Module, spec: CaptureSpec, subject: Subject, profile: Profile) -> Program:
+        """Capture and the passes before the plan."""
+        level, repeats = self.options.verify or "off", subject.repeats
+        if repeats is not None:
+            check_alike(spec, repeats)
+        captured = subject.capture(model, spec)
+        rows, mesh = spec.params, spec.mesh
+        if spec.groups:  # what is communicated along the axes was found by the capture
+            rows, mesh = with_found(rows, captured.params, repeats), captured.mesh
+        program, params = _copy(captured), rows if repeats is None else captured_rows(rows, repeats)
+        program = replace(program, params=params, mesh=mesh, device=torch.device(profile.device))
+        observer = self._observer(spec.mesh)
+        passes = self._passes(program, Costs(profile, mesh=program.mesh))
+        before_plan = list(itertools.takewhile(lambda step: not isinstance(step, MakePlan), passes))
+        # Overlapping moves compute from one block into the next, so it is for the whole program.
+        of_blocks = list(itertools.takewhile(lambda step: not isinstance(step, OverlapCollectives), before_plan))
+        for step in of_blocks:
+            run_pass(step, program, observer)
+        if repeats is not None:
+            observer.show("stamp")
+            program = stamp(program, repeats, rows)
+            if level != "off":
+                verify(program, "the copies of equal blocks")
+        for step in before_plan[len(of_blocks) :]:
+            run_pass(step, program, observer)
+        return program
+
+
+def _whose(place: Place) -> Place | None:
+    """What is captured at a place is that of all meshes of data axes, or of the place alone."""
+    return None if isinstance(place, Mesh) else place
+
+
+def is_local(options: Options) -> bool:
+    """Whether what passes do to a block depends on its neighbours at most."""
+    by_budget = isinstance(options.activation, (int, float))
+    return options.passes is None and not by_budget and options.dynamic_shapes is None
 
 
 def _is_symbol(item: tuple[Any, Any]) -> bool:

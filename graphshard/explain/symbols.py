@@ -55,7 +55,7 @@ def symbolize(
     def nodes_at(values: Sequence[int]) -> list[Node]:
         if list(values) == list(here.values()):
             return _nodes(program)
-        return _nodes(capture(_resized(inputs, dims, here, dict(zip(dims, values)))))
+        return _nodes(capture(resized(inputs, dims, here, dict(zip(dims, values)))))
 
     captures = [nodes_at(values) for values in (*corners, check)]
     for values, nodes in zip((*corners, check), captures):
@@ -141,7 +141,7 @@ def _others(size: int) -> tuple[int, int]:
     return (size // 2, size // 4) if size >= 8 else (size + 1, size + 2)
 
 
-def _resized(inputs: Inputs, dims: Mapping[str, int], here: Mapping[str, int], new: Mapping[str, int]) -> Inputs:
+def resized(inputs: Inputs, dims: Mapping[str, int], here: Mapping[str, int], new: Mapping[str, int]) -> Inputs:
     """Tensor inputs with other sizes where they have those of `here`."""
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:

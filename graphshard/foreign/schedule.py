@@ -38,7 +38,7 @@ def schedule_graph(
     *,
     hardware: Hardware = "h100",
     network: str = "isolated",
-    memory_limit: int | None = None,
+    memory_limit: float | None = None,
     steps: int = STEPS,
 ) -> ScheduledGraph:
     """Bucket and reorder the functional collectives of any FX graph of ATen operators, so that compute hides them.
@@ -56,7 +56,8 @@ def schedule_graph(
             a `Profile`.
         network: the profile's model of the network between nodes, "isolated" or "in-training".
         memory_limit: bytes that inputs and values may take at once, as estimated from the order of nodes. If the graph
-            as it is takes more, the result may be slower than it.
+            as it is takes more, the result may be slower than it. None is what the graph takes as it is; `math.inf`
+            is no limit. The bound that is reported knows no limit.
         steps: what the search may take, about a microsecond each; equal on all machines.
 
     Raises:
@@ -70,8 +71,7 @@ def schedule_graph(
     module = GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
     module.meta.update(gm.meta)
     _name_constants(module)
-    limit = math.inf if memory_limit is None else memory_limit
-    return _Task.of(module, given, profile, network, limit).solve(steps)
+    return _Task.of(module, given, profile, network, memory_limit).solve(steps)
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class _Task:
 
     Attributes:
         groups: that its collectives run over.
+        memory_limit: bytes; None is what the graph takes as it is.
         reread: reads a module as this one was read.
     """
 
@@ -87,19 +88,21 @@ class _Task:
     groups: Mapping[str, Group]
     writer: Writer
     course: Course
-    limit: float
+    memory_limit: float | None
     reread: Callable[[], _Task]
 
     @staticmethod
-    def of(module: GraphModule, given: Mapping[str, Group], profile: Profile, network: str, limit: float) -> _Task:
+    def of(
+        module: GraphModule, given: Mapping[str, Group], profile: Profile, network: str, memory_limit: float | None
+    ) -> _Task:
         """Read the graph."""
         found, groups = messages(module.graph, given)
         wires = {name: Wire(group, profile, network) for name, group in groups.items()}
         placed = windows(module.graph, found)
         cuts = cuts_of(placed)
         course = course_of(module.graph, found, placed, cuts, Costs(profile, network), wires)
-        reread = functools.partial(_Task.of, module, given, profile, network, limit)
-        return _Task(module, groups, Writer(module.graph, found, placed, cuts), course, limit, reread)
+        reread = functools.partial(_Task.of, module, given, profile, network, memory_limit)
+        return _Task(module, groups, Writer(module.graph, found, placed, cuts), course, memory_limit, reread)
 
     @functools.cached_property
     def given(self) -> Outcome:
@@ -112,6 +115,11 @@ class _Task:
     def peak(self) -> int:
         """Most bytes alive in the graph as it is."""
         return self.writer.peak(self.writer.given)
+
+    @property
+    def limit(self) -> float:
+        """Most bytes that may be alive."""
+        return self.peak if self.memory_limit is None else self.memory_limit
 
     @property
     def _names(self) -> dict[Node, tuple[str, ...]]:
@@ -219,7 +227,8 @@ def _check(gm: object, hardware: Hardware, network: object, memory_limit: object
         )
     profile = load_profile(hardware)
     check_choice("network", network, sorted(profile.outside))
-    if memory_limit is not None:
+    # A type first: the `==` of other values is not ours to call.
+    if memory_limit is not None and not (isinstance(memory_limit, float) and memory_limit == math.inf):
         check_count("memory_limit", memory_limit, what="number of bytes")
     check_count("steps", steps, least=0, what="number of steps")
     return profile

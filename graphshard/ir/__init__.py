@@ -13,6 +13,9 @@ make text of it. `errors.py` has every error that a user can meet.
 * **What can be changed at run time is part of a parameter's row** (`ParamRow.settings`), and so of a call's signature.
   A change captures another program, and going back finds the earlier one. Parameters that were gathered by hand are
   inputs of the program (`gathered:` instead of `param:`), which then has no gather for them in either phase.
+* **Experts lie on a second mesh of the same ranks** (`Mesh.experts`), and a row says whether its parameter does
+  (`ParamRow.on`). Passes ask the row which axis it travels along, so nothing else knows about experts. An axis of the
+  one mesh that says where experts are would not do: with a tensor axis the two meshes share no axis at all.
 * **Dtypes that gloo or NCCL cannot send travel as others of their size**, bit by bit (`transport.carrier`).
 * **Dynamic sizes are inputs of their own** (`size:s0`). Every other size is computed from them where it is used, in
   each phase and each region, as views are. So no number is saved for backward or returned by a region, and regions have

@@ -269,5 +269,5 @@ def _place_of_get_stream() -> int:
 def _unknown(why: str) -> ArgumentError:
     return ArgumentError(
         f"this build of torch ({torch.__version__}) cannot differentiate for CUDA without a GPU: {why}. Export where "
-        "there is a GPU, or with torch for Linux from PyPI or download.pytorch.org."
+        "there is a GPU, or with torch 2.12 or newer, for Linux, from PyPI or download.pytorch.org."
     )

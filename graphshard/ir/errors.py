@@ -32,6 +32,10 @@ class InfeasibleError(ArgumentError):
         self.smallest = smallest
 
 
+class BatchError(ArgumentError):
+    """A mesh does not divide the batch of a step, or is larger than it."""
+
+
 class UnsupportedError(GraphshardError, NotImplementedError):
     """A setting of FSDP2 that graphshard does not have; the message says what to do instead."""
 

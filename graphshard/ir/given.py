@@ -48,12 +48,13 @@ def check_count(name: str, value: object, *, least: int = 1, most: int = (1 << 6
         raise ArgumentError(f"{name} must be a {sign}{what}{more}, got {brief(value)}.")
 
 
-def check_number(name: str, value: object, *, positive: bool = False) -> None:
+def check_number(name: str, value: object, *, positive: bool = False, example: str = "") -> None:
     """Raise ArgumentError for what is no finite number from 0 on, or above it."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
     if not number or (positive and value == 0):
         sign = "positive" if positive else "non-negative"
-        raise ArgumentError(f"{name} must be a {sign} number, got {brief(value)}.")
+        such = f" such as {example}" if example else ""
+        raise ArgumentError(f"{name} must be a {sign} number{such}, got {brief(value)}.")
 
 
 def check_function(name: str, value: object, example: str) -> None:

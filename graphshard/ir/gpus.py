@@ -54,6 +54,8 @@ _GPUS: dict[Capability, dict[str, Any]] = {
 }
 # Those that code is compiled for where there is no GPU.
 CAPABILITIES = tuple(_GPUS)
+# What programs are captured for where none is given: decisions are those of any GPU from 8.0 on.
+USUAL: Capability = (9, 0)
 
 
 def properties_of(capability: Capability) -> dict[str, Any]:

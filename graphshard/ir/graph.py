@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 
-from graphshard.ir.operators import ARRIVED, DOWNLOAD, NAMING_GROUPS, UPLOAD
+from graphshard.ir.operators import ARRIVED, DOWNLOAD, NAMING_GROUPS, SETTLED, UPLOAD
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase
 from graphshard.ir.torch_internals import run_and_save_rng_state
@@ -22,9 +23,11 @@ c10d = torch.ops._c10d_functional
 GATHERS = frozenset({c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default})
 REDUCES = frozenset({c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_tensor_coalesced.default})
 ALL_REDUCES = frozenset({c10d.all_reduce.default, c10d.all_reduce_coalesced.default})
+_COLLECTIVES = GATHERS | REDUCES | ALL_REDUCES
 WAIT = c10d.wait_tensor.default
+_COMMUNICATION = _COLLECTIVES | {WAIT}
 # Operators of our own, which stay outside of regions.
-OWN = frozenset({UPLOAD, ARRIVED, DOWNLOAD}) | NAMING_GROUPS
+OWN = frozenset({UPLOAD, ARRIVED, DOWNLOAD, SETTLED}) | NAMING_GROUPS
 
 
 def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
@@ -93,6 +96,14 @@ def replace_after(node: Node, target: Callable[..., Any], *args: Any, **kwargs: 
     return new
 
 
+def arrange(phase: Phase, calls: Iterable[Node]) -> None:
+    """Put all calls of a phase in this order."""
+    anchor = phase.placeholders[-1]
+    for node in calls:
+        anchor.append(node)
+        anchor = node
+
+
 def rewrite_gradients(phase: Phase, rewrite: Callable[[Node, str], Node]) -> int:
     """Let the graph return, as a parameter's gradient, what `rewrite` makes of gradient and name; how many changed."""
     results = phase.results
@@ -132,7 +143,7 @@ def is_idle_draw(node: Node) -> bool:
 
 def is_collective(node: Node) -> bool:
     """An all-gather, reduce-scatter or all-reduce, single or coalesced; not its wait."""
-    return node.target in GATHERS or is_reduction(node)
+    return node.target in _COLLECTIVES
 
 
 def is_reduction(node: Node) -> bool:
@@ -157,7 +168,7 @@ def is_communication(node: Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and is_collective(source)
-    return is_collective(node) or node.target is WAIT
+    return node.target in _COMMUNICATION
 
 
 def launch_of(wait: Node) -> Node:
@@ -171,15 +182,23 @@ def is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and is_view(source)
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    infos = [r.alias_info for r in node.target._schema.returns]
+    return isinstance(node.target, torch._ops.OpOverload) and _may_alias(node.target)
+
+
+@functools.cache
+def _may_alias(target: OpOverload) -> bool:
+    """Whether a result may share memory that the operator does not write; asked of every node again and again."""
+    infos = [r.alias_info for r in target._schema.returns]
     return any(info is not None and not info.is_write for info in infos)
 
 
-def base_of(node: Node) -> Node:
-    """The value whose memory `node` may share: the end of its chain of views."""
-    while node.op == "call_function" and is_view(node):
+def base_of(node: Node, shares: Callable[[Node], bool] = is_view) -> Node:
+    """The value whose memory `node` may share: the end of its chain of views.
+
+    Args:
+        shares: whether a call has the memory of its first input.
+    """
+    while node.op == "call_function" and node.all_input_nodes and shares(node):
         node = node.all_input_nodes[0]
     return node
 

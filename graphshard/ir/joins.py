@@ -17,14 +17,14 @@ from torch.fx import Graph, Node
 
 from graphshard.ir.graph import aten, c10d, calls_of, emit, fake, is_backward
 from graphshard.ir.layout import collectives
-from graphshard.ir.mesh import Axis
+from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.operators import JOIN, REDUCED
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Phase
 from graphshard.ir.transport import carrier
 
 
-def insert_gathers(phase: Phase, params: ParamTable, axis: Axis) -> int:
+def insert_gathers(phase: Phase, params: ParamTable, mesh: Mesh) -> int:
     """Put a gather, or in a world of one rank nothing, in the place of every join; how many there were."""
     joins = calls_of(phase, JOIN)
     for join in joins:
@@ -33,7 +33,7 @@ def insert_gathers(phase: Phase, params: ParamTable, axis: Axis) -> int:
         emitter = _Emitter(phase.module.graph, join)
         with phase.module.graph.inserting_before(join):
             rows = [piece if fake(piece).dim() else emitter(aten.reshape.default, piece, [1]) for piece in pieces]
-            wholes = _gathered(emitter, rows, params[name], axis) if num_ranks > 1 else rows
+            wholes = _gathered(emitter, rows, params[name], params[name].on(mesh).shard) if num_ranks > 1 else rows
             if num_ranks > 1 and params[name].dim > 0:
                 wholes = [_side_by_side(emitter, whole, params[name]) for whole in wholes]
         for user in list(join.users):

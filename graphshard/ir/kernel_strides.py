@@ -69,6 +69,7 @@ _ON_CPU: dict[OpOverload, Callable[..., Any]] = {
     aten.smooth_l1_loss_backward.default: _contiguous,
     aten.log_sigmoid_forward.default: _contiguous,
     aten.normal.Tensor_Tensor: _contiguous,
+    aten.reflection_pad2d.default: _like(0),  # with torch 2.11
     aten.reflection_pad3d.default: _like(0),
     aten.replication_pad3d.default: _like(0),
     aten.reflection_pad2d_backward.default: _like(1),

@@ -8,6 +8,11 @@
     Axis("gpus/2", 2, "inner")          neighbours on the sharding axis, among which the model itself communicates
     Axis("tp", 2, "tensor")             the model itself communicates along it: parameters are DTensors there
 
+Some parameters may lie otherwise on the same ranks, as those of experts do. The mesh has a second one for them, with
+roles of its own:
+
+    Mesh.of(mesh["dp_ep"]).with_experts(Mesh.of(mesh["dp"]).with_tensor("ep", 4))
+
 A mesh is plain data without ranks and process groups. Whoever decides what is communicated asks it by role; graphs and
 plans name axes, and `runtime/groups.py` puts process groups in the place of the names when a program is installed.
 """
@@ -18,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +55,9 @@ SHARDING = ("shard", "dp_shard", "fsdp")
 DATA = ("dp", "data", "data_parallel", *REPLICATING, *SHARDING)
 TENSOR = ("tp", "tensor", "tensor_parallel")
 CONTEXT = ("cp", "context", "context_parallel")
-OTHERS = ("pp", "pipeline", "ep", "expert", "sp", "sequence", *CONTEXT)
+EXPERT = ("ep", "expert", "expert_parallel")
+PIPELINE = ("pp", "pipeline", "pipeline_parallel")
+OTHERS = (*PIPELINE, "sp", "sequence", *CONTEXT, *EXPERT)
 
 # Roles of the others: each is one of neighbours on the axis with this role.
 _NEIGHBOURS_ON: dict[Role, Role] = {"regather": "shard", "inner": "shard"}
@@ -74,12 +82,14 @@ class Mesh:
     Attributes:
         axes: everything that something is communicated over: the axes of the DeviceMesh, outermost first, and behind
             them those of neighbours on one of these.
+        of_experts: those of another mesh of the same ranks, for parameters that lie otherwise on them.
 
     Raises:
         ArgumentError: two axes have the same name or role, a role is unknown, or there is no axis to shard over.
     """
 
     axes: tuple[Axis, ...]
+    of_experts: tuple[Axis, ...] = ()
 
     def __post_init__(self) -> None:
         roles = [axis.role for axis in self.axes if axis.role not in _SEVERAL]
@@ -95,6 +105,13 @@ class Mesh:
                 )
         if self._of("shard") is None:
             raise ArgumentError("mesh has no axis with the role 'shard'. Add one; of size 1 it cuts nothing.")
+        names = [axis.name for axis in self.every_axis]
+        for name in names:
+            if names.count(name) > 1:
+                raise ArgumentError(
+                    f"mesh has an axis {name!r}, and the mesh that some parameters lie on has another one of this "
+                    "name. Give each axis a name of its own, with mesh_dim_names."
+                )
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Mesh:
@@ -139,8 +156,9 @@ class Mesh:
         foreign = [name for name in names or () if name in (*TENSOR, *OTHERS)]
         if foreign and len(sizes) > 1:
             raise ArgumentError(
-                f"mesh must have data axes only, got {tuple(names or ())}: {foreign[0]!r} is none. compile and "
-                "fully_shard take a mesh with a tensor axis; explain, export and load do not yet."
+                f"mesh must have data axes only, got {tuple(names or ())}: {foreign[0]!r} is none. A model that "
+                "communicates along it is made for it: give parallelize=, a function of (model, mesh) such as one that "
+                "calls parallelize_module(model, mesh['tp'], plan)."
             )
         roles = _OF_DEVICES[-len(sizes) :]
         return cls(tuple(map(Axis, names or roles, sizes, roles)))
@@ -157,9 +175,13 @@ class Mesh:
         """With a tensor axis inside of all others, as FSDP2 lays them out."""
         return replace(self, axes=(*self.grid, Axis(name, size, "tensor"), *self.axes[len(self.grid) :]))
 
+    def with_experts(self, experts: Mesh) -> Mesh:
+        """With another mesh of the same ranks, for parameters that lie otherwise on them."""
+        return replace(self, of_experts=experts.axes)
+
     def resized(self, role: Role, size: Any) -> Mesh:
         """With another size of the axis with a role; it may be a symbol."""
-        return Mesh(tuple(replace(axis, size=size) if axis.role == role else axis for axis in self.axes))
+        return replace(self, axes=tuple(replace(axis, size=size) if axis.role == role else axis for axis in self.axes))
 
     @property
     def shard(self) -> Axis:
@@ -186,9 +208,19 @@ class Mesh:
     def _of(self, role: Role) -> Axis | None:
         return next((axis for axis in self.axes if axis.role == role), None)
 
+    @cached_property
+    def experts(self) -> Mesh | None:
+        """The mesh of the parameters that lie otherwise on the ranks than the others; None if there are none."""
+        return Mesh(self.of_experts) if self.of_experts else None
+
+    @property
+    def every_axis(self) -> tuple[Axis, ...]:
+        """Its axes and those of the experts' mesh; one that both have is there once."""
+        return tuple(dict.fromkeys((*self.axes, *self.of_experts)))
+
     def named(self, name: str) -> Axis:
         """The axis that a graph or a plan names."""
-        return {axis.name: axis for axis in self.axes}[name]
+        return {axis.name: axis for axis in self.every_axis}[name]
 
     @property
     def grid(self) -> tuple[Axis, ...]:
@@ -212,6 +244,8 @@ class Mesh:
 
     def distance(self, axis: Axis) -> int:
         """How many ranks lie between neighbours along an axis: those of the axes behind it, and they are 1 apart."""
+        if self.experts is not None and axis not in self.axes:
+            return self.experts.distance(axis) * (self.size // self.experts.size)  # a tensor axis is inside of both
         return math.prod(other.size for other in self.grid[self.place(axis) + 1 :])
 
     def placements(self, dim: int | None, split: Split | None = None) -> tuple[Placement, ...]:

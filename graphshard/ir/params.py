@@ -31,7 +31,7 @@ from graphshard.ir.text import brief
 from graphshard.ir.units import unit_of, units_within
 
 # Of a parameter, what can be changed from call to call: see `ParamRow.settings`.
-Settings = tuple[bool, float | None, bool, bool]
+Settings = tuple[bool, bool, float | None, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class ParamRow:
         num_shards: number of shards; 1 is a parameter that is not sharded: every rank has all of it. Scalars are none.
         unit: the module whose parameters are gathered together; "" is the root.
         reshard: gathered again in backward instead of kept.
+        shown: kept whether backward reads it or not, for modules to show: see `shows`.
         dim: the dim it is sharded along.
         order: its dims from the outermost to the innermost in memory; 0, 1, ... is contiguous.
         ignored: left alone: neither sharded, nor moved, nor reduced.
@@ -57,6 +58,7 @@ class ParamRow:
         extension: what is gathered of it, if that is not the shard itself; `compute_dtype` is then that of what is
             made of it.
         split: how it is distributed over the mesh's tensor axis; None is a plain tensor there.
+        expert: lies on the experts' mesh.
         partly: others of its unit are outside of the module that is called.
     """
 
@@ -78,6 +80,12 @@ class ParamRow:
     extension: Extension | None = None
     split: Split | None = None
     partly: bool = False
+    expert: bool = False
+    shown: bool = False
+
+    def on(self, mesh: Mesh) -> Mesh:
+        """Of a program's mesh, the one that the parameter lies on."""
+        return mesh.experts if self.expert and mesh.experts is not None else mesh
 
     def as_now(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> ParamRow:
         """The row of the parameter as it is now: it may have been frozen or converted since."""
@@ -104,9 +112,14 @@ class ParamRow:
         return self.reduce_dtype if self.partly else None
 
     @property
+    def shows(self) -> bool:
+        """Whether modules show it in full from a forward to its backward; what is split over a tensor axis is not."""
+        return self.shown and self.split is None
+
+    @property
     def settings(self) -> Settings:
         """What can be changed from call to call: resharding, divisor, sum instead of mean, gathered by hand."""
-        return self.reshard, self.divide_factor, self.force_sum, self.held
+        return self.reshard, self.shown, self.divide_factor, self.force_sum, self.held
 
     @property
     def name(self) -> str:
@@ -323,14 +336,15 @@ def build_table(
     dims: Mapping[str, int] = MappingProxyType({}),
     ignored: Collection[nn.Parameter] = (),
     known: Mapping[nn.Parameter, ParamRow] = MappingProxyType({}),
+    experts: Collection[str] = (),
 ) -> ParamTable:
     """Make the table of a module whose parameters are plain tensors, or DTensors on the mesh's tensor axis.
 
     Precision follows FSDP2: only floating parameters are cast, and `reduced_in` says what a `reduce_dtype` of None
-    means. `reshard_after_forward=None` keeps the root unit's
-    parameters between forward and backward and gathers all others again. `dims` has, by the parameter's first name,
-    the dim to shard along where it is not 0. `known` are rows of parameters that were sharded before, as parts of the
-    module: they keep what was chosen for them, under other names.
+    means. `reshard_after_forward=None` keeps those of the root unit's parameters that backward reads, and gathers all
+    others again; False keeps all, and lets modules show them. `dims` has, by the parameter's first name, the dim to
+    shard along where it is not 0. `known` are rows of parameters that were sharded before, as parts of the module: they
+    keep what was chosen for them, under other names. `experts` are first names of those on the experts' mesh.
     """
     rows = []
     leave = set(ignored)
@@ -339,7 +353,8 @@ def build_table(
         if param in known:
             rows.append(dataclasses.replace(known[param], names=names, unit=unit))
             continue
-        piece, split = _on_tensor_axis(param, mesh)
+        on = mesh.experts if mesh.experts is not None and names[0] in experts else mesh
+        piece, split = _on_tensor_axis(param, on)
         row = ParamRow(
             names=names,
             shape=tuple(piece.shape),
@@ -347,13 +362,15 @@ def build_table(
             compute_dtype=param.dtype,
             reduce_dtype=param.dtype,
             trainable=param.requires_grad,
-            num_shards=1 if param in leave or param.dim() == 0 else mesh.shard.size,
+            num_shards=1 if param in leave or param.dim() == 0 else on.shard.size,
             unit=unit,
             reshard=unit != "" if reshard_after_forward is None else reshard_after_forward,
+            shown=reshard_after_forward is False,
             dim=dims.get(names[0], 0),
             order=memory_order(piece),
             ignored=param in leave,
             split=split,
+            expert=on is not mesh,
         )
         rows.append(row.as_now(param, precision.of(unit)))
     return ParamTable(tuple(rows))

@@ -24,7 +24,7 @@ CollectiveKind = Literal["gather", "reduce", "all_reduce"]
 
 # With how many ranks an exchange (`Bucket.exchanged`) has the bits of a reduce-scatter.
 EXCHANGE_RANKS = 2
-# Bytes of a shard below which it may travel with others in one buffer: its copy costs less than a tensor of its own.
+# Bytes of a shard below which it may travel with others in one buffer, where no profile says it (`Profile.pack_below`).
 SMALL = 64 * 1024
 
 

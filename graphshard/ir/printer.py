@@ -58,10 +58,11 @@ def number(program: Program) -> None:
     for phase in program.phases.values():
         taken: set[int | None] = set()
         for node in phase.module.graph.nodes:
-            if node.op != "output" and node.meta.get("number") in taken | {None}:
-                node.meta["number"] = program.next_number
+            known = node.meta.get("number")
+            if node.op != "output" and (known is None or known in taken):
+                node.meta["number"] = known = program.next_number
                 program.next_number += 1
-            taken.add(node.meta.get("number"))
+            taken.add(known)
 
 
 def print_graph(graph: Graph, inputs: list[str], outputs: list[str], *, canonical: bool = False) -> str:
@@ -130,7 +131,9 @@ def describe(val: Any, names: Mapping[Any, str] = MappingProxyType({})) -> str:
         return f"{dtype_name(val.dtype)}[{', '.join(rename(size, names) for size in val.shape)}]"
     if isinstance(val, (tuple, list)):
         return f"({', '.join(describe(v, names) for v in val)})"
-    return rename(val, names) if isinstance(val, SymNumber) else type(val).__name__
+    if isinstance(val, SymNumber) and val.node.expr.free_symbols:
+        return rename(val, names)
+    return type(val).__name__.removeprefix("Sym").lower()  # one that depends on values may turn out to be one number
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -21,6 +21,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.plan import Plan
 from graphshard.ir.state import ModuleState
+from graphshard.ir.torch_internals import uncompiled
 
 # A size or a stride: a number, or a dynamic one.
 Extent = int | torch.SymInt
@@ -36,6 +37,7 @@ SlotKind = Literal[
     "output",
     "mutation",
     "saved",
+    "shown",
     "piece",
     "grad",
     "accumulated",
@@ -55,7 +57,7 @@ class Slot:
     microbatches: its full gradient, or that of the shard before it is all-reduced; "pending" over several calls.
     A "mutation" or "grad" carries the kind it belongs to in `of`, a "part" which of the tensors it is in `index`. What
     is "saved" of a parameter that forward has gathered goes by the parameter's name and is `of` "gathered"; in `index`
-    are the steps of its landing that backward takes itself.
+    are the steps of its landing that backward takes itself. It is "shown" if only modules read it.
     """
 
     kind: SlotKind
@@ -92,7 +94,7 @@ class Phase:
 
     def clone(self) -> Phase:
         """A copy of a phase before lowering, whose graph can be rewritten without touching this one's."""
-        return Phase(GraphModule(self.module, copy.deepcopy(self.module.graph)), self.inputs, self.outputs)
+        return Phase(uncompiled(self.module, copy.deepcopy(self.module.graph)), self.inputs, self.outputs)
 
     @property
     def placeholders(self) -> list[Node]:

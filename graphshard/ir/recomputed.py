@@ -3,6 +3,7 @@
 meta["ac_graph_id"]   the region a node of the forward belongs to
 meta["recompute"]     RECOMPUTE or SAVE, torch's own `CheckpointPolicy`
 meta["random_state"]  an input of backward is the state of a generator, with which it draws again
+meta["in_forward"]    forward computes a value that only backward needs
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from graphshard.ir.graph import base_of, is_backward, is_part, with_parts
 from graphshard.ir.torch_internals import CheckpointPolicy
 
 RANDOM_STATE = "random_state"
+IN_FORWARD = "in_forward"
 RECOMPUTE, SAVE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
 

@@ -43,6 +43,13 @@ def format_count(count: int) -> str:
     return f"{count:,}"
 
 
+def format_amount(value: float) -> str:
+    """Three digits, or all before the point: `0.0123`, `12.3`, `12,345`."""
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return _three_digits(value) if value >= 1 else f"{value:.3g}"
+
+
 def _three_digits(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 

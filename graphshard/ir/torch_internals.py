@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 from torch.fx import Graph, GraphModule, graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
@@ -47,6 +48,11 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.numbers import int_oo
 from torch.utils.checkpoint import CheckpointPolicy
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+except ImportError:  # torch 2.11 has none
+    ShardPlacementResult = None  # type: ignore[assignment, misc]
 
 # Size, for estimates, of what depends on values.
 _GUESS = 64
@@ -60,7 +66,9 @@ __all__ = [
     "FakeTensorMode",
     "Fate",
     "FunctionalTensor",
+    "ShardPlacementResult",
     "all_gather_into",
+    "assume_total",
     "cached_casts",
     "changed_settings",
     "condition",
@@ -72,6 +80,7 @@ __all__ = [
     "dtensor_of",
     "fake_mode_of",
     "fake_tensor",
+    "fake_world",
     "fate_at",
     "forget_sources",
     "hint",
@@ -92,14 +101,19 @@ __all__ = [
     "started",
     "trace_structured",
     "transform_of",
+    "uncompiled",
     "use_boxed_calls",
     "without_dispatch_modes",
 ]
 
 
 def sharded_like(local: torch.Tensor, param: DTensor) -> DTensor:
-    """A gradient's shard as a DTensor placed like the parameter; `from_local` takes five times as long."""
-    return DTensor(local, param._spec, requires_grad=False)
+    """A gradient's shard as a DTensor placed like the parameter; `from_local` takes five times as long.
+
+    What torch wraps `DTensor.__init__` in, which does nothing else, would take as long as the rest.
+    """
+    made: DTensor = DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
+    return made
 
 
 def dtensor_of(
@@ -215,7 +229,7 @@ def use_boxed_calls(graph: Graph) -> None:
 def hint(size: int | torch.SymInt) -> int:
     """The size itself, or the one that a dynamic size had in the example inputs.
 
-    Of a size that depends on values no more than its range is known: it is guessed.
+    Of a size that depends on values no more than its range is known: it is guessed, unless `assume_total` was called.
     """
     if not isinstance(size, torch.SymInt):
         return size
@@ -223,8 +237,24 @@ def hint(size: int | torch.SymInt) -> int:
         return int(size.node.hint)
     expr = size.node.expr
     known = size.node.shape_env.bound_sympy(expr)
-    guess = expr.xreplace(dict.fromkeys(expr.free_symbols, sympy.Integer(_GUESS)))
+    assumed = _assumed_in(size.node.shape_env)
+    guess = expr.xreplace({symbol: sympy.Integer(assumed.get(symbol, _GUESS)) for symbol in expr.free_symbols})
     return int(min(max(guess, known.lower), known.upper))
+
+
+def assume_total(sizes: Sequence[int | torch.SymInt], total: int) -> None:
+    """For estimates: sizes that depend on values add up to a total, in equal parts; what is assumed already stays."""
+    for size in sizes:
+        if isinstance(size, torch.SymInt) and size.node.hint is None:
+            assumed, symbols = _assumed_in(size.node.shape_env), size.node.expr.free_symbols
+            for symbol in symbols - set(assumed):
+                assumed[symbol] = max(round(total / len(sizes) / len(symbols)), 1)
+
+
+def _assumed_in(sizes: ShapeEnv) -> dict[sympy.Symbol, int]:
+    """What kernels are to be tuned for, where sizes depend on values."""
+    found: dict[sympy.Symbol, int] = vars(sizes).setdefault("var_to_hint_override", {})
+    return found
 
 
 def rank_in_group(group: str) -> int:
@@ -283,6 +313,21 @@ def started(result: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
 
 
 @contextlib.contextmanager
+def fake_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """In the block this process is a rank of so many, whose collectives send nothing; there must be no other groups."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # DTensor keeps plans by mesh, and an equal mesh of later has other groups.
+        _clear_sharding_prop_cache()
+
+
+@contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Another value of an attribute for a while; an inherited one is inherited again afterwards."""
     own = vars(owner).get(name)
@@ -294,6 +339,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
+
+
+def uncompiled(root: nn.Module, graph: Graph) -> GraphModule:
+    """A module of a graph whose code is only made when somebody reads or calls it."""
+    return _LazyGraphModule(root, graph)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ from graphshard.ir.program import Program
 
 # Mark of the operators between a full gradient and what the graph returns of it.
 OF_A_REDUCTION = "of_a_reduction"
+# Mark of a sum over shards of rows that ranks have sent each other: the name of the axis.
+ROWS_REDUCED = "rows_reduced"
 
 # What both gloo and NCCL send as it is; other dtypes travel as these, bit by bit.
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
@@ -92,7 +94,8 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
 
 def reduced_over(row: ParamRow, program: Program) -> tuple[Axis, ...]:
     """The axes that a parameter's gradient is reduced over: the sharding one first."""
-    axes = (program.mesh.shard, program.mesh.replicate)
+    mesh = row.on(program.mesh)
+    axes = (mesh.shard, mesh.replicate)
     return () if row.ignored else tuple(axis for axis in axes if axis is not None and axis.size > 1)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal
+
+import torch
 
 from graphshard.ir.program import Region
 from graphshard.lower.operators import compile_eager
-from graphshard.lower.regions import Boxed, Compiler
+from graphshard.lower.regions import Compiled, Compiler
 
 Backend = Literal["inductor", "eager"]
 
@@ -21,6 +23,17 @@ def compiler_for(backend: Backend) -> Compiler:
     return inductor.compile_all
 
 
-def _all_eager(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
+def begin_compiling(backend: Backend, device: torch.device) -> None:
+    """Start what a backend does once before it compiles, beside other work; returns at once.
+
+    It takes a few seconds of a core with an empty cache, and one otherwise.
+    """
+    if backend == "inductor" and device.type == "cpu":
+        from graphshard.lower import cpp_internals
+
+        cpp_internals.begin()
+
+
+def _all_eager(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
     for name, region in regions.items():
         yield name, compile_eager(region)

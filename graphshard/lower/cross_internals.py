@@ -32,7 +32,7 @@ from graphshard.lower.inductor import decompose
 from graphshard.lower.kernels import GpuCode, Kernel
 from graphshard.lower.operators import num_kernels
 from graphshard.lower.packages import Package
-from graphshard.lower.regions import Boxed, Compiler
+from graphshard.lower.regions import Compiled, Compiler
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ _OPTIONS: dict[str, Any] = {
 def compiler_of(capabilities: Sequence[Capability]) -> Compiler:
     """What compiles regions for several kinds of GPU, into packages that hold the code for each."""
 
-    def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
+    def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
         with writable_cache():
             for number, (name, region) in enumerate(regions.items(), start=1):
                 show(f"compile {name}, {number} of {len(regions)}")

@@ -37,8 +37,7 @@ from graphshard.lower.lines import (
     path_of,
     print_lines,
 )
-
-Boxed = Callable[[list[Any]], Any]
+from graphshard.lower.replays import Boxed, Replays, with_replays
 
 _SCOPE: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
 _numbers = itertools.count()
@@ -68,20 +67,36 @@ class Executor(GraphModule):
         """What `forward` does, with each region, start and wait inside `clock(number of the line)`."""
         return self._within(lambda number, _: f"clock({number})", clock=clock)
 
-    def with_arrivals(self, taken: Sequence[Taken], arrived: Arrived, *, ranges: bool = False) -> tuple[Boxed, Groups]:
+    def with_arrivals(
+        self, taken: Sequence[Taken], arrived: Arrived, *, ranges: bool = False, replays: Replays | None = None
+    ) -> tuple[Boxed, Groups]:
         """What `forward` does, but that gradients are handed over where they have arrived; None is returned for them.
 
         Args:
             taken: those to hand over.
             arrived: is called with the number of a group and its gradients, at most once for each group.
             ranges: whether there are ranges for the profiler.
+            replays: who launches runs of regions, where there are none.
 
         Returns:
             The code, and what each group consists of: places among the results.
         """
         lines, groups = with_arrivals(self.lines, taken)
+        if replays is not None and not ranges:
+            return self.with_replays(replays, lines, arrived=arrived), groups
         freed = tuple(_with_frees(lines))
         return self._within(_ranged if ranges else None, freed, arrived=arrived), groups
+
+    def with_replays(self, replays: Replays, lines: Sequence[Line] | None = None, **known: Any) -> Boxed:
+        """What `forward`, or other lines do, but that somebody else launches runs of regions.
+
+        Args:
+            replays: who does.
+            known: what names in the code stand for besides values.
+        """
+        lines, runs = with_replays(self.lines if lines is None else lines, replays.wants)
+        made = [replays.replay(run, self._within(None, tuple(_with_frees(run.lines)))) for run in runs]
+        return self._within(None, tuple(_with_frees(lines)), replays=made, **known)
 
     def _within(self, around: Around | None, lines: Sequence[Line] | None = None, **known: Any) -> Boxed:
         lines = self.lines if lines is None else lines
@@ -140,7 +155,7 @@ def _parts(node: Node) -> list[Node]:
 def _names(graph: Graph) -> dict[Node, Variable]:
     """A name for each value that is nothing else's in the code; a parameter may be called "inputs"."""
     modules = {path_of(node.target).partition(".")[0] for node in graph.nodes if node.op == "call_function"}
-    taken = {"self", "inputs", "clock", "arrived", *_SCOPE, *modules}
+    taken = {"self", "inputs", "clock", "arrived", "replays", *_SCOPE, *modules}
     found: dict[Node, Variable] = {}
     for node in graph.nodes:
         name = node.name

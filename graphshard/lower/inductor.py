@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import itertools
 import logging
 import os
 import tempfile
@@ -13,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch._decomp import get_decompositions
+from torch._guards import TracingContext, tracing
 from torch._inductor import config
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
@@ -23,6 +26,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.package import package_aoti
 from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.virtualized import V
+from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -31,58 +35,111 @@ from graphshard.ir.params import memory_order
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
 from graphshard.ir.strides import laid_out
+from graphshard.ir.torch_internals import fake_mode_of
+from graphshard.ir.wanted import still_wanted
 from graphshard.lower.cache import writable_cache
+from graphshard.lower.cpp_internals import Batch, load, pending_in, wait_for_cpu
 from graphshard.lower.libraries import EXTERN_KERNELS, KeptRegion, Kernels, trimmed
 from graphshard.lower.numbers import numbers_as_tensors
 from graphshard.lower.operators import compile_operators, num_kernels, outputs_of
 from graphshard.lower.packages import Package
-from graphshard.lower.regions import Boxed
+from graphshard.lower.regions import Boxed, Compiled
+from graphshard.lower.shares import claims, cores_here, place_here, shares_of
+from graphshard.lower.unknown import sums_as_sizes
 
 log = logging.getLogger(__name__)
 
 
-def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
-    """Compile each region once per machine: its ranks start at different regions and meet in Inductor's cache."""
-    names = list(regions)
-    first = len(names) * _local_rank() // _local_world_size()
-    with writable_cache() as cache:
-        locks = os.path.join(cache, "graphshard-locks")
-        os.makedirs(locks, exist_ok=True)
-        for number, name in enumerate(names[first:] + names[:first], start=1):
-            show(f"compile {name}, {number} of {len(names)}")
-            with FileLock(os.path.join(locks, f"{regions[name].key}.lock")):
-                yield name, compile_inductor(regions[name], name)
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def _local_world_size() -> int:
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
+    """Compile each region once per machine: its ranks take shares of them, and meet in Inductor's cache."""
+    place, ranks = place_here()
+    cores = cores_here()
+    shares = shares_of({name: len(region.module.graph.nodes) for name, region in regions.items()}, min(ranks, cores))
+    first = place % len(shares)
+    keys = {name: region.key for name, region in regions.items()}
+    numbers = itertools.count(1)
+    with writable_cache() as cache, Batch(max(1, min(cores // ranks, config.compile_threads or 1))) as batch:
+        locks = Path(cache, "graphshard-locks")
+        for claim in claims([*shares[first:], *shares[:first]], keys, locks, show):
+            with claim:
+                begun = {}
+                for name in claim.names:
+                    show(f"compile {name}, {next(numbers)} of {len(regions)}")
+                    begun[name] = generate(regions[name], name, batch)
+                    still_wanted()
+                batch.submit()
+                for name, finish in begun.items():
+                    made = finish()
+                    claim.release(name)
+                    yield name, made
 
 
 def compile_inductor(region: Region, name: str) -> Boxed:
-    """Compile the region with Inductor; on failure run its ATen operators, with a warning that names it.
+    """Compile one region, as `generate` says."""
+    with Batch(1) as batch:
+        finish = generate(region, name, batch)
+        batch.submit()
+        return finish()
 
-    A region of one operator, such as the copy into a packed buffer, has nothing to fuse and runs as it is.
+
+def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
+    """Generate the region's code with Inductor; what is returned loads it, when its kernels are compiled.
+
+    On failure the region's ATen operators run, with a warning that names it. A region of one operator, such as the copy
+    into a packed buffer, has nothing to fuse and runs as it is.
     """
     if num_kernels(region.module) == 1:
-        return compile_operators(region)
+        return functools.partial(compile_operators, region)
+    on_cpu = outputs_of(region.module)[0].device.type == "cpu"
+    if on_cpu:
+        wait_for_cpu()
     try:
         # Random numbers come from torch's generators, in program order, as in eager mode.
-        with config.patch(fallback_random=True):
-            module, inputs = decompose(region.module)
-            compiled: Boxed = compile_fx_inner(module, inputs)
-        return compiled
+        with config.patch(fallback_random=True), batch.collecting(wanted=on_cpu) as scopes:
+            module, inputs = decompose(sums_as_sizes(region.module))
+            with _kept_by_inductor(region):
+                compiled: Boxed = compile_fx_inner(module, inputs)
     except Exception as error:
-        warnings.warn(
-            f"Inductor cannot compile {name} ({region.key}); it runs as plain ATen operators. "
-            f"{type(error).__name__}: {error}",
-            stacklevel=2,
-        )
-        log.debug("%s:\n%s", name, region.text, exc_info=True)
-        return compile_operators(region)
+        return functools.partial(_operators_instead, region, name, error)
+
+    def finish() -> Boxed:
+        for kernel in pending_in(scopes):
+            kernel.wait()
+        try:
+            load(scopes)
+        except Exception as error:
+            return _operators_instead(region, name, error)
+        return compiled
+
+    return finish
+
+
+@contextlib.contextmanager
+def _kept_by_inductor(region: Region) -> Iterator[None]:
+    """In the block Inductor looks for a graph's code in its cache, and keeps it there, as it does for torch.compile.
+
+    Its key has the graph, the inputs and the settings. The number of threads, which is in the code, is in the key of
+    torch 2.13, and is put there for all releases. Not with dynamic sizes: conditions on those that it may find out
+    would be added to the program's.
+    """
+    if size_inputs(region.module.graph):
+        yield
+        return
+    settings: Any = compiler_config
+    own = f"{settings.cache_key_tag} graphshard {region.key} {torch.get_num_threads()} threads"
+    mode = fake_mode_of(outputs_of(region.module)[0])
+    with settings.patch(cache_key_tag=own), tracing(TracingContext(mode)):
+        yield
+
+
+def _operators_instead(region: Region, name: str, error: Exception) -> Boxed:
+    warnings.warn(
+        f"Inductor cannot compile {name} ({region.key}); it runs as plain ATen operators. "
+        f"{type(error).__name__}: {error}",
+        stacklevel=2,
+    )
+    log.debug("%s:\n%s", name, region.text, exc_info=error)
+    return compile_operators(region)
 
 
 def kernels_of(fn: Boxed) -> Kernels | None:
@@ -105,7 +162,7 @@ def kernels_of(fn: Boxed) -> Kernels | None:
     return trimmed(fn.source_code, libraries)
 
 
-def package_all(regions: dict[str, Region], show: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
+def package_all(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
     """Compile each region with AOTInductor into a `Package`; it cannot be called."""
     with writable_cache():
         for number, (name, region) in enumerate(regions.items(), start=1):
@@ -134,7 +191,7 @@ def package(region: Region, name: str) -> Package:
         known = {key: value for key, value in options.items() if key in config.get_config_copy()}
         try:
             with config.patch(known), V.set_aot_compilation(True), config.patch(get_cpp_wrapper_config()):
-                module, inputs = decompose(_without_sizes(region.module))
+                module, inputs = decompose(_without_sizes(sums_as_sizes(region.module)))
                 compiled: Any = compile_fx_inner(module, inputs, cpp_wrapper=True)
             path = os.path.join(directory, "region.pt2")
             package_aoti(path, [file for file in compiled.filename if not str(file).endswith(".cpp")])

@@ -79,9 +79,21 @@ class GpuCode:
     @property
     def text(self) -> str:
         """The code for people: the kernels, their launches, and what each was compiled from."""
-        listed = "".join(f"# {name} is {kernel}\n" for name, kernel in self.kernels.items())
+        listed = f"# compute capability {dotted(self.capability)}\n"
+        listed += "".join(f"# {name} is {kernel}\n" for name, kernel in self.kernels.items())
         code = self.graph.python_code("self").src
         return "\n".join([listed, code, *(kernel.source for kernel in self.kernels.values())])
+
+    def __str__(self) -> str:
+        """What the kernels take at most."""
+        made = self.kernels.values()
+        spilled = max((kernel.spills for kernel in made), default=0)
+        return (
+            f"compute capability {dotted(self.capability)}: {len(made)} kernel{'' if len(made) == 1 else 's'}, at most "
+            f"{max((kernel.registers for kernel in made), default=0)} registers, "
+            f"{f'{spilled} bytes spilled' if spilled else 'no spills'}, "
+            f"{max((kernel.shared for kernel in made), default=0)} bytes of shared memory"
+        )
 
 
 # Makes what starts a kernel: called with its arguments and its grid.
@@ -96,8 +108,7 @@ class GpuRegion:
     """
 
     def __init__(self, code: GpuCode, device: torch.device, launches: Callable[[Kernel], Launch] | None = None) -> None:
-        self.source_code = code.text
-        self.kernels = code.kernels
+        self.source_code, self.codes = code.text, (code,)
         self._index = device.index or 0
         root = nn.Module()
         for name, kernel in code.kernels.items():

@@ -77,22 +77,27 @@ class Take(Line):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call(Line):
-    """A region, which is given a list of its inputs and empties it.
+class Compute(Line):
+    """What computes modules; it is given a list of its inputs and empties it.
 
     Attributes:
-        region: its name.
         inputs: the values it computes from.
         where: the modules it computes.
     """
 
-    region: str
     inputs: tuple[Variable, ...]
     where: str
 
     @property
     def reads(self) -> tuple[Variable, ...]:
         return self.inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(Compute):
+    """A region; `region` is its name."""
+
+    region: str
 
     @property
     def label(self) -> str:
@@ -103,12 +108,7 @@ class Call(Line):
         return self.where
 
     def statements(self) -> list[str]:
-        given, call = f"[{', '.join(self.inputs)}]", f"{_unpack(self.results)} = self.{self.region}"
-        before = [name for name in self.frees if name in self.inputs]
-        behind = [name for name in self.frees if name not in self.inputs]
-        if not before:
-            return [f"{call}({given}){_free(behind)}"]
-        return [f"inputs = {given}{_free(before)}", f"{call}(inputs){_free(behind)}"]
+        return _boxed(f"self.{self.region}", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +200,20 @@ class Arrive(Line):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replay(Compute):
+    """Regions, and views between them, that are launched together; `number` is which run they are."""
+
+    number: int
+
+    @property
+    def label(self) -> str:
+        return f"replay {self.where}".strip()
+
+    def statements(self) -> list[str]:
+        return _boxed(f"replays[{self.number}]", self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Return(Line):
     """The end.
 
@@ -248,6 +262,16 @@ def path_of(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target}"
     return f"{target.__module__.rpartition('.')[2].lstrip('_')}.{target.__name__}"
+
+
+def _boxed(function: str, line: Call | Replay) -> list[str]:
+    """A call with a list of inputs, which are let go of before."""
+    given, call = f"[{', '.join(line.inputs)}]", f"{_unpack(line.results)} = {function}"
+    before = [name for name in line.frees if name in line.inputs]
+    behind = [name for name in line.frees if name not in line.inputs]
+    if not before:
+        return [f"{call}({given}){_free(behind)}"]
+    return [f"inputs = {given}{_free(before)}", f"{call}(inputs){_free(behind)}"]
 
 
 def _unpack(names: Sequence[str]) -> str:

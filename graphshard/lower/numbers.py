@@ -36,7 +36,7 @@ def numbers_as_tensors(module: GraphModule) -> GraphModule:
 
 def _taking_tensors(user: Node, number: Node) -> OpOverload | None:
     """The operator that computes the same of a tensor in the place of a number; None if there is none."""
-    if not isinstance(user.target, OpOverload) or number in user.kwargs.values():
+    if not isinstance(user.target, OpOverload) or number not in user.args:  # or is one of several sizes
         return None
     packet = user.target.overloadpacket
     overloads = [user.target, *(getattr(packet, n) for n in ("Tensor", "Tensor_Tensor") if n in packet.overloads())]

@@ -42,12 +42,20 @@ class Package:
     problem: str = ""
     codes: tuple[GpuCode, ...] = ()
 
+    @property
+    def source_code(self) -> str:
+        """The code for GPUs, for people."""
+        return "\n".join(code.text for code in self.codes)
+
     def __call__(self, inputs: list[Any]) -> Any:
         raise AssertionError("a package is compiled for another process")
 
 
 class PackagedRegion:
     """Calls a package; the library is loaded at the first call, and inputs are let go of as they are used up."""
+
+    # AOTInductor's container asks for the event that it has recorded at the end of each call.
+    can_be_captured = False
 
     def __init__(self, key: str, content: bytes, device: torch.device) -> None:
         self._key, self._content, self._device = key, content, device

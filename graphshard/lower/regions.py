@@ -9,11 +9,12 @@ time to compile does not grow with depth. The executor is an FX graph of region 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from graphshard.ir.collector import collector_paused
 from graphshard.ir.graph import OWN, aten, emit, fake, is_communication, is_idle_draw, is_random, is_view, module_of
 from graphshard.ir.printer import describe, print_graph
 from graphshard.ir.program import Phase, Program, Region
@@ -28,11 +30,14 @@ from graphshard.ir.sizes import SYMBOLS, is_size, rename, size_inputs, symbols_o
 from graphshard.ir.units import unit_of
 from graphshard.ir.wanted import still_wanted
 from graphshard.lower.executor import Boxed, Executor
+from graphshard.lower.kernels import GpuCode
 
 log = logging.getLogger(__name__)
 
+# Callable regions by name; closing it ends what it has begun.
+Compiled = Generator[tuple[str, Boxed], None, None]
 # Makes regions callable, by name, in an order of its own; is given a function to show progress with.
-Compiler = Callable[[dict[str, Region], Callable[[str], None]], Iterator[tuple[str, Boxed]]]
+Compiler = Callable[[dict[str, Region], Callable[[str], None]], Compiled]
 
 
 class RegionCall:
@@ -52,6 +57,16 @@ class RegionCall:
     def source(self) -> str:
         """Code of the generated kernels; "" for a region that runs operator by operator."""
         return str(getattr(self.fn, "source_code", ""))
+
+    @property
+    def codes(self) -> tuple[GpuCode, ...]:
+        """What was compiled for GPUs where there was none, for each kind of them."""
+        return tuple(getattr(self.fn, "codes", ()))
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether what it launches can be part of a CUDA graph."""
+        return bool(getattr(self.fn, "can_be_captured", True))
 
     def __call__(self, inputs: list[Any]) -> Any:
         return self.fn(inputs)
@@ -74,21 +89,36 @@ def lower(
     start = time.perf_counter()
     cuts = {name: cut(phase) for name, phase in program.phases.items()}
     calls = [call for found in cuts.values() for call in found]
-    program.regions = {call.region.key: call.region for call in calls}
+    distinct = {call.region.key: call.region for call in calls}
+    program.regions = {key: found.as_region() for key, found in distinct.items()}
     program.region_calls = [call.region.key for call in calls]
     names = {key: name for name, key in program.region_names.items()}
     within = program.sizes[0].value.node.shape_env if program.sizes else None
     known = {key for key, call in compiled.items() if call.within in (None, within)}
     new = {names[key]: region for key, region in program.regions.items() if key not in known}
-    for name, fn in compiler(new, show):
-        still_wanted()
-        is_dynamic = bool(size_inputs(new[name].module.graph))
-        compiled[new[name].key] = RegionCall(fn, within if is_dynamic else None)
+    with contextlib.closing(compiler(new, show)) as made:  # a compiler may hold locks, and have others run
+        for name, fn in made:
+            still_wanted()
+            is_dynamic = bool(size_inputs(new[name].module.graph))
+            compiled[new[name].key] = RegionCall(fn, within if is_dynamic else None)
     for phase_name, phase in program.phases.items():
         phase.module = _executor(phase, cuts[phase_name], names, compiled, program.params.units)
     program.lowering_seconds = time.perf_counter() - start
     counts = program.num_regions, program.num_distinct_regions
     log.info("lowered %d regions, %d distinct, in %.2f s", *counts, program.lowering_seconds)
+
+
+@dataclass(frozen=True)
+class Extract:
+    """The kernels of a run, in canonical form; equal ones have equal keys, and one of them becomes a region."""
+
+    key: str
+    text: str
+    graph: Graph
+
+    def as_region(self) -> Region:
+        """With code that runs it."""
+        return Region(self.key, self.text, GraphModule(nn.Module(), self.graph))
 
 
 @dataclass(frozen=True)
@@ -98,9 +128,10 @@ class Call:
     run: list[Node]
     inputs: list[Node]
     outputs: list[Node]
-    region: Region
+    region: Extract
 
 
+@collector_paused()
 def cut(phase: Phase) -> list[Call]:
     """Cut a phase at its collectives into region calls, in order.
 
@@ -118,7 +149,7 @@ def cut(phase: Phase) -> list[Call]:
     for run, sources in zip(runs, inputs):
         results = [node for node in run if (node in needed and not is_view(node)) or is_idle_draw(node)]
         if results:
-            calls.append(Call(run, sources, results, make_region(run, sources, results)))
+            calls.append(Call(run, sources, results, extract(run, sources, results)))
     return calls
 
 
@@ -130,6 +161,7 @@ def _pick_idle_draws(graph: Graph) -> None:
                 emit(graph, operator.getitem, node, 0, like=node)
 
 
+@collector_paused()
 def _executor(
     phase: Phase, calls: list[Call], names: dict[str, str], compiled: dict[str, RegionCall], units: Sequence[str]
 ) -> Executor:
@@ -217,7 +249,7 @@ def _roots(node: Node) -> Iterator[Node]:
         yield node
 
 
-def make_region(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Region:
+def extract(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Extract:
     """Extract the kernels of a run into a graph of their own, in canonical form.
 
     Values are numbered in order of first use and nothing but operators, shapes, strides, dtypes and devices goes
@@ -245,7 +277,7 @@ def make_region(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Reg
     signature = ["size" if is_size(n) else _layout(fake(n), names) for n in inputs]
     text = print_graph(graph, signature, [""] * len(outputs), canonical=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Region(key, text, GraphModule(nn.Module(), graph))
+    return Extract(key, text, graph)
 
 
 def _layout(val: torch.Tensor, names: Mapping[Any, str]) -> str:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from graphshard.cost.builtin import builtin_profiles
-from graphshard.cost.profile import Profile, Protocol, Rate, load_profile
+from graphshard.cost.profile import AttentionSpeed, Profile, Protocol, Rate, load_profile
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_count, path_of, write_given
 from graphshard.ir.progress import progress
@@ -92,11 +92,13 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
         attention = min(chip.attention[label], speed)
         peak = known.rate(label).peak if known is not None else speed
         product = f"{here}: products of several sizes"
+        both = f"{here}: causal attention, forward and backward"
+        paths = [f"rates.{label}.attention.flash.{direction}" for direction in ("forward", "backward")]
         from_sheet = known.sources[f"rates.{label}.peak"] if known else product
         rates[label] = Rate(
             note(f"rates.{label}.peak", peak, from_sheet),
             note(f"rates.{label}.matmul", speed / peak, product),
-            note(f"rates.{label}.attention", attention / peak, f"{here}: causal attention, forward and backward"),
+            {"flash": AttentionSpeed(*(note(path, attention / peak, both) for path in paths))},
         )
     nodes = links.nodes
     taken = f"{here}: CPU time of all threads in a gather" if device == "cpu" else "assumed: not measured"
@@ -120,6 +122,13 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
         vector=note("vector", chip.vector, f"{here}: geometric mean of multiplication and exponential"),
         units=int(note("units", 0, "not modelled: rates are of whole products")),
         split=int(note("split", 0, "not modelled")),
+        split_seconds=note("split_seconds", 0.0, "not modelled"),
+        tile_seconds=note("tile_seconds", 0.0, "not modelled"),
+        sustained=note("sustained", 1.0, "not modelled: rates are of whole products"),
+        head_power=note("head_power", 0.0, "not modelled"),
+        host_seconds={
+            mode: note(f"host_seconds.{mode}", 0.0, "part of kernel_seconds") for mode in ("eager", "compiled")
+        },
         ranks_per_node=int(note("ranks_per_node", local, "as measured")),
         rates=rates,
         tiles=(),
@@ -127,6 +136,8 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
         inside=links.inside,
         outside=links.outside,
         contention=note("contention", links.contention, taken),
+        pack_below=note("pack_below", links.pack_below, links_source(ranks // nodes)),
+        straggler=note("straggler", 0.0, "not modelled: the slowest rank was measured"),
         made={
             "torch": str(torch.__version__),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -12,14 +13,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from graphshard.cost.profile import KINDS, Link
+from graphshard.cost.profile import Link
+from graphshard.cost.profile_checks import KINDS
 from graphshard.ir.graph import c10d
+from graphshard.ir.plan import SMALL
 from graphshard.measure.chip import slowest
 from graphshard.measure.timing import seconds_together
 from graphshard.runtime.gloo import all_gather_coalesced
 
 # Bytes of the full tensors.
 _SIZES = {"cpu": (2**12, 2**16, 2**20, 2**24), "cuda": (2**12, 2**16, 2**20, 2**24, 2**28)}
+# Bytes of a shard, among which packing may be worth its copies.
+_SHARDS = tuple(2**power for power in range(12, 21))
 _REPEATS = 7
 _COALESCED = 8
 # Compute that stands still would never end.
@@ -34,19 +39,21 @@ class Links:
         nodes: how many there are.
         inside: links inside a node by kind of collective.
         outside: bytes/s of a rank between nodes, by the name of the network model.
-        contention: see `Profile`.
+        contention, pack_below: see `Profile`.
     """
 
     nodes: int
     inside: dict[str, Link]
     outside: dict[str, float]
     contention: float
+    pack_below: float = SMALL
 
     def better(self, other: Links) -> Links:
         """The best of both, link by link."""
         inside = {kind: max(link, other.inside[kind], key=_speed) for kind, link in self.inside.items()}
         outside = {network: max(value, other.outside[network]) for network, value in self.outside.items()}
-        return Links(self.nodes, inside, outside, min(self.contention, other.contention))
+        contention, pack_below = min(self.contention, other.contention), min(self.pack_below, other.pack_below)
+        return Links(self.nodes, inside, outside, contention, pack_below)
 
 
 def _speed(link: Link) -> float:
@@ -72,7 +79,40 @@ def measure_links(device: str, show: Callable[[str], None]) -> Links:
         show("gather between nodes")
         bandwidth = _link("gather", device, world).bandwidth / local
     contention = slowest(_contention(world), device) if device == "cpu" else 0.0
-    return Links(nodes, inside, {"isolated": bandwidth}, contention)
+    show("packed gathers")
+    return Links(nodes, inside, {"isolated": bandwidth}, contention, _pack_below(device, group))
+
+
+def _pack_below(device: str, group: dist.ProcessGroup) -> float:
+    """The least bytes of a shard at which tensors that are copied into one buffer, and out of it, arrive later."""
+    for size in _SHARDS:
+        full = size * group.size()
+        apart, packed = (
+            slowest(seconds_together(call(full, _COALESCED, device, group), device, _REPEATS), device)
+            for call in (functools.partial(_call, "gather"), _packed_call)
+        )
+        if packed > apart:
+            break
+    return float(size)
+
+
+def _packed_call(num_bytes: int, num_tensors: int, device: str, group: dist.ProcessGroup) -> Callable[[], Any]:
+    """As a gather of `_call`, in one buffer, with the copies on either side."""
+    ranks = group.size()
+    shards = [torch.zeros(num_bytes // 4 // ranks, device=device) for _ in range(num_tensors)]
+    gather = _gather(device)
+
+    def call() -> list[torch.Tensor]:
+        (buffer,) = gather([torch.cat(shards)], ranks, group.group_name)
+        rows = c10d.wait_tensor(buffer).view(ranks, -1)
+        return [piece.contiguous() for piece in rows.split(shards[0].numel(), 1)]
+
+    return call
+
+
+def _gather(device: str) -> Callable[..., list[torch.Tensor]]:
+    """As the runtime gathers."""
+    return all_gather_coalesced if device == "cpu" else c10d.all_gather_into_tensor_coalesced
 
 
 def _contention(group: dist.ProcessGroup) -> float:
@@ -118,7 +158,7 @@ def _call(kind: str, num_bytes: int, num_tensors: int, device: str, group: dist.
     full = [torch.zeros(num_bytes // 4 // ranks * ranks, device=device) for _ in range(num_tensors)]
     shards = [tensor[: tensor.numel() // ranks].clone() for tensor in full]
     split = [shards[0].numel()] * ranks
-    gather = all_gather_coalesced if device == "cpu" else c10d.all_gather_into_tensor_coalesced  # as the runtime does
+    gather = _gather(device)
     start: dict[str, Callable[[], Any]] = {
         "gather": lambda: gather(shards, ranks, name),
         "reduce": lambda: c10d.reduce_scatter_tensor_coalesced(full, "sum", ranks, name),

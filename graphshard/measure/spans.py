@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from graphshard.cost.costs import Costs
+from graphshard.cost.model_collectives import MODEL_KINDS
 from graphshard.lower.lines import Call, Start, Wait
 from graphshard.runtime.gloo import as_planned
 from graphshard.runtime.recording import PhaseRun, Recording, Stamp
@@ -95,7 +96,9 @@ def predict(runs: Sequence[PhaseRun], costs: Costs) -> Prediction:
             found = estimate(alone, costs)
             phases[id(run.phase)] = found, memory_of(alone, found).peak_bytes
         found, _ = phases[id(run.phase)]
-        spans += (_predicted(run, step, now) for step in found.steps)
+        # What the model communicates itself is not measured by itself.
+        steps = [step for step in found.steps if step.kind not in MODEL_KINDS and step.why != "model"]
+        spans += (_predicted(run, step, now) for step in steps)
         now += found.seconds
     titles = {run.program.title for run in runs}
     peak = max(peak for _, peak in phases.values()) if len(titles) == 1 else None

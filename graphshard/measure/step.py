@@ -30,6 +30,7 @@ from graphshard.module.runner import Runner
 from graphshard.module.sharded_module import ShardedModule, compiled_module
 from graphshard.options.checks import check_examples
 from graphshard.options.passes import profile_here
+from graphshard.runtime.groups import is_fake
 from graphshard.runtime.recording import Recording, clock_of, recording
 
 # What is predicted for where no profile is known, as in the report of a dump.
@@ -215,8 +216,10 @@ def _peak_on_host(step: _Step) -> int | None:
 
 
 def _gathered(mine: RankStep, mesh: DeviceMesh) -> list[RankStep]:
-    """The step on all ranks of the mesh, in the order of ranks."""
+    """The step on all ranks of the mesh, in the order of ranks; those of a fake group do not exist."""
     found = [mine]
+    if is_fake(mesh):
+        return found
     for group in mesh.get_all_groups():
         others: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(others, found, group)

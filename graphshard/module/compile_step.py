@@ -26,7 +26,7 @@ from graphshard.module.step_checks import check_loss, check_optimizer, check_sca
 from graphshard.runtime.arrivals import Arrival, Taker
 from graphshard.runtime.clipping import Clipping, placed_alike
 from graphshard.runtime.graphs import trained_by_one_call
-from graphshard.runtime.updates import Updates
+from graphshard.runtime.updates import Updates, is_elementwise
 
 
 def compile_step(
@@ -46,7 +46,8 @@ def compile_step(
     Args:
         model: a compiled module.
         optimizer: of the model's parameters, or of some of them: one of torch.optim that computes element by element
-            (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop).
+            (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop), Muon, or one of torchao.optim
+            with states of few bits. Those of the latter two run behind the backward.
         loss: is called with the model and what `step` is called with, and returns the loss; None calls the model, which
             returns the loss itself.
         clip_norm: what the norm of all gradients of the model may be at most, as for `clip_grad_norm_`; None clips
@@ -101,6 +102,7 @@ class CompiledStep:
         self._accumulate = accumulate
         self._scaler = scaler
         self._updates = Updates(optimizer)
+        self._by_shards = is_elementwise(optimizer)
         self._clipping = Clipping(clip_norm) if clip_norm is not None else None
         self._taker = Taker(self._clipping.take if self._clipping is not None else self._updates)
 
@@ -192,7 +194,12 @@ class CompiledStep:
         refs = self._model._graphshard.tracer.params
         own = [(ref.row.name, ref.param) for ref in refs]
         hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for _, p in own)
-        if self._scaler is not None or hooked or any(p.grad is not None or is_extended(p) for _, p in own):
+        if (
+            not self._by_shards
+            or self._scaler is not None
+            or hooked
+            or any(p.grad is not None or is_extended(p) for _, p in own)
+        ):
             return set()
         trained = trained_by_one_call(loss, self._model._graphshard.accumulation.calls)
         taken = {name: param for name, param in own if name in trained and param in self._updates}
@@ -219,11 +226,13 @@ class CompiledStep:
         if self._scaler is not None:
             self._scaler.step(self._optimizer)
             self._scaler.update()
-        elif any(is_extended(param) for group in self._optimizer.param_groups for param in group["params"]):
+        elif not self._by_shards or any(is_extended(param) for param in self._params()):
             self._optimizer.step()
         else:
             self._update_rest()
 
     def _update_rest(self) -> None:
-        params = (param for group in self._optimizer.param_groups for param in group["params"])
-        self._updates([Arrival(param, shard_in(param.grad)) for param in params if param.grad is not None])
+        self._updates([Arrival(param, shard_in(param.grad)) for param in self._params() if param.grad is not None])
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        return (param for group in self._optimizer.param_groups for param in group["params"])

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graphshard.capture.entry import without_entries
 from graphshard.ir.classes import users_class
+from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import is_int
 from graphshard.ir.mesh import Mesh
@@ -33,7 +34,8 @@ from graphshard.module.replan import take_over_plan
 from graphshard.module.runner import Cache, Runner
 from graphshard.module.tracer import Tracer
 from graphshard.module.unit_module import UnitModule
-from graphshard.options.checks import check_mesh
+from graphshard.options.checks import check_ignored, check_mesh, placements_of
+from graphshard.options.experts import check_meshes, experts_of, params_of
 from graphshard.options.meshes import tensor_axis
 from graphshard.options.options import Options
 from graphshard.pipeline.observe import Recorder
@@ -70,16 +72,20 @@ class Part:
         """The name of one of its units in the model."""
         return MODULE_SEPARATOR.join(self.units[unit])
 
-    def rows(self) -> dict[nn.Parameter, ParamRow]:
-        """Its rows, by parameter. As FSDP2 does it, what nobody chose is gathered again where it is no root."""
+    def rows(self, mesh: DeviceMesh) -> dict[nn.Parameter, ParamRow]:
+        """Its rows in a model over a mesh, by parameter; on another one it is as experts are.
+
+        As FSDP2 does it, what nobody chose is gathered again where it is no root.
+        """
         runner = self.runner
         automatic = runner.tracer.options.reshard_after_forward is None
-        return {
-            ref.param: replace(ref.row, reshard=True)
-            if automatic and not ref.row.unit and ref.row.name not in runner.reshard_chosen
-            else ref.row
-            for ref in runner.tracer.params
-        }
+        apart = runner.mesh != mesh
+        found = {}
+        for ref in runner.tracer.params:
+            again = automatic and not ref.row.unit and ref.row.name not in runner.reshard_chosen
+            row = replace(ref.row, expert=ref.row.expert or (apart and not ref.row.ignored))
+            found[ref.param] = replace(row, reshard=True) if again else row
+        return found
 
 
 def parts_of(model: nn.Module) -> tuple[Part, ...]:
@@ -92,7 +98,7 @@ def parts_of(model: nn.Module) -> tuple[Part, ...]:
     for path, module in model.named_modules():
         unit = module.__dict__.get("_graphshard_unit")
         if unit is not None:
-            unit.runner.unsharded.hide()
+            unit.runner.unsharded.shown.hide()
             part = found.setdefault(id(unit.runner), Part(unit.runner))
             part.units.setdefault(unit.name, []).append(path)
     for part in found.values():
@@ -147,18 +153,12 @@ def options_with(options: Options, parts: Sequence[Part], model: nn.Module) -> O
     )
 
 
-def mesh_with(mesh: DeviceMesh, axes: Mesh, options: Options, parts: Sequence[Part]) -> Mesh:
+def mesh_with(axes: Mesh, options: Options, parts: Sequence[Part]) -> Mesh:
     """The axes of a model with parts: with neighbours among which backward gathers again, where a part has some.
 
     Raises:
-        UnsupportedError: a part is on another mesh, or its neighbours are others.
+        UnsupportedError: its neighbours are others.
     """
-    for part in parts:
-        if part.runner.mesh != mesh:
-            raise UnsupportedError(
-                f"mesh: {part.label} was sharded over {part.runner.mesh}, and the whole is to be over {mesh}. Units on "
-                "meshes of their own are not supported yet."
-            )
     number = options.reshard_after_forward
     own = number if is_int(number) and 1 < number < axes.shard.size else 0
     sizes = {part.label: regather.size if (regather := part.runner.tracer.spec.mesh.regather) else 0 for part in parts}
@@ -166,7 +166,9 @@ def mesh_with(mesh: DeviceMesh, axes: Mesh, options: Options, parts: Sequence[Pa
     if not chosen:
         return axes
     others = [
-        part.label for part in parts if not sizes[part.label] and any(row.reshard for row in part.rows().values())
+        part.label
+        for part in parts
+        if not sizes[part.label] and any(row.reshard for row in part.rows(part.runner.mesh).values())
     ]
     if len(chosen) > 1 or others or number is True:
         raise UnsupportedError(
@@ -176,20 +178,54 @@ def mesh_with(mesh: DeviceMesh, axes: Mesh, options: Options, parts: Sequence[Pa
     return axes if own else axes.with_regather(max(chosen))
 
 
-def tensor_of_parts(own: DeviceMesh | None, parts: Sequence[Part]) -> DeviceMesh | None:
+def tensor_of_parts(own: DeviceMesh | None, parts: Sequence[Part], mesh: DeviceMesh) -> DeviceMesh | None:
     """The tensor axis of a model with parts: that of its own parameters, or of the parts'.
 
     Raises:
         UnsupportedError: parts are on different ones.
     """
     for part in parts:
-        theirs = part.runner.tracer.spec.tensor
+        theirs = part.runner.tracer.spec.tensor if part.runner.mesh == mesh else None
         if own is not None and theirs is not None and theirs != own:
             raise UnsupportedError(
                 f"mesh: parameters of {part.label} are distributed over {theirs}, others over {own}. Distribute all "
                 "over one axis."
             )
         own = own or theirs
+    return own
+
+
+def experts_of_parts(own: ExpertMeshes | None, parts: Sequence[Part], mesh: DeviceMesh) -> ExpertMeshes | None:
+    """Where the experts of a model with parts are: its own, the parts', or parts that were sharded over another mesh.
+
+    Raises:
+        ArgumentError: a part's mesh does not fit that of the whole.
+        UnsupportedError: there is more than one mesh besides that of the whole.
+    """
+    for part in parts:
+        runner = part.runner
+        theirs = runner.tracer.spec.experts
+        if runner.mesh != mesh:
+            if theirs is not None:
+                raise UnsupportedError(
+                    f"mesh: parameters of {part.label} are on {runner.mesh} and on {theirs.data}, and the whole is to "
+                    f"be over {mesh}. One mesh besides that of the whole is supported."
+                )
+            if runner.tracer.spec.mesh.regather is not None:
+                raise UnsupportedError(
+                    f"reshard_after_forward: {part.label} is sharded over another mesh than the whole, and gathers "
+                    "again among neighbours on it. Give True or False."
+                )
+            theirs = ExpertMeshes(runner.mesh, runner.tracer.spec.tensor)
+            check_meshes(theirs, mesh, part.label)
+        if theirs is None:
+            continue
+        if own is not None and (own.data, own.axis) != (theirs.data, theirs.axis):
+            raise UnsupportedError(
+                f"mesh: {part.label} was sharded over {theirs.data}, others over {own.data}, and the whole is to be "
+                f"over {mesh}. One mesh besides that of the whole is supported."
+            )
+        own = own or ExpertMeshes(theirs.data, theirs.axis)
     return own
 
 
@@ -242,6 +278,7 @@ def shard_unit(
     options: Options,
     recorder: Callable[[str], Recorder | None],
     cache: Cache | None = None,
+    experts: ExpertMeshes | None = None,
 ) -> None:
     """Shard modules as one unit, and let what was sharded inside be units of theirs.
 
@@ -250,22 +287,27 @@ def shard_unit(
         tensor: the tensor axis, if it was given; if not, parameters say it.
         recorder: what records a program, by its name.
         cache: programs of earlier launches.
+        experts: what the axes of the mesh say about experts by their names.
 
     Raises:
         ArgumentError: an argument does not fit the modules; nothing was changed.
-        UnsupportedError: a unit inside is on another mesh or kept on another device.
+        UnsupportedError: units inside are on different other meshes, or one is kept on another device.
     """
     model = modules[0] if len(modules) == 1 else Group(_outermost(modules))
     options = replace(options, ignored_params=_ignored_in(model, options.ignored_params))
     parts = parts_of(model)
     tied = tie_again(model, mesh)
-    axes = mesh_with(mesh, check_mesh(mesh), options, parts)
-    known = {**tied, **{param: row for part in parts for param, row in part.rows().items()}}
-    tensor = tensor_of_parts(tensor_axis(model, mesh, tensor, known, whole_model=False), parts)
+    axes = mesh_with(check_mesh(mesh), options, [part for part in parts if part.runner.mesh == mesh])
+    known = {**tied, **{param: row for part in parts for param, row in part.rows(mesh).items()}}
+    leave = {*known, *check_ignored(model, options.ignored_params)}
+    answers = placements_of(model, options.shard_placement_fn, leave)
+    own = experts_of(model, mesh, experts, answers, leave, whole_model=False)
+    tensor = tensor_axis(model, mesh, tensor, {*known, *params_of(model, own)}, whole_model=False)
+    tensor, experts = tensor_of_parts(tensor, parts, mesh), experts_of_parts(own, parts, mesh)
     whole = options_with(options, parts, model)
     # What needs units is found out when a program is made: those of other calls may be still to come.
     fitting = whole if whole.units else replace(whole, activation=None)
-    tracer = prepare(model, fitting, axes, device_of(mesh), known, tensor)
+    tracer = prepare(model, fitting, axes, device_of(mesh), known, tensor, experts, answers)
     tracer.options = whole
     check_storage(tracer, parts)
     runner = make_runner(model, tracer, mesh, recorder, cache)

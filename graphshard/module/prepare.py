@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from graphshard.cost.costs import Costs
+from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow
 from graphshard.module.agreement import Agreement
@@ -23,10 +25,11 @@ from graphshard.module.sharded_module import attach, retie, sharded_class
 from graphshard.module.tracer import Tracer
 from graphshard.options.options import Options
 from graphshard.options.passes import pipeline_of, profile_here
-from graphshard.options.table import capture_spec
+from graphshard.options.table import capture_spec, even_pieces, not_by_cost
 from graphshard.pipeline.observe import Recorder
 from graphshard.runtime.groups import make_groups, whole_mesh
 from graphshard.runtime.peers import peers_of
+from graphshard.runtime.replays import Replaying
 from graphshard.runtime.shards import Storage, aliases, param_refs, shard_module
 from graphshard.state.load_hook import shard_values
 
@@ -38,6 +41,8 @@ def prepare(
     device: torch.device,
     known: Mapping[nn.Parameter, ParamRow] = MappingProxyType({}),
     tensor: DeviceMesh | None = None,
+    experts: ExpertMeshes | None = None,
+    answers: Mapping[str, Any] | None = None,
 ) -> Tracer:
     """Make the tracer of a module; nothing is changed.
 
@@ -46,13 +51,16 @@ def prepare(
         device: this rank's; where it is not here, what the program is for.
         known: parameters of parts of the module that are sharded already.
         tensor: the tensor axis, if there is one.
+        experts: where parameters are that lie otherwise on the ranks.
+        answers: of `shard_placement_fn`, if it was asked already.
 
     Raises:
         ArgumentError: an option does not fit the model or the mesh.
     """
-    spec = capture_spec(model, options, mesh, device, known, tensor)
+    spec = capture_spec(model, options, mesh, device, known, tensor, experts, answers)
     profile = profile_here(device, options.hardware)
-    costs = Costs(profile, mesh=spec.mesh) if profile is not None and len(spec.mesh.axes) == 1 else None
+    by_cost = not_by_cost(spec.mesh, spec.params) is None
+    costs = Costs(profile, mesh=spec.mesh) if profile is not None and by_cost else None
     return Tracer(
         spec=spec,
         params=tuple(param_refs(model, spec.params)),
@@ -75,6 +83,7 @@ def make_runner(
     mesh: DeviceMesh,
     recorder: Callable[[str], Recorder | None] = lambda name: None,
     cache: Cache | None = None,
+    replaying: Replaying | None = None,
 ) -> Runner:
     """The runner of a module on a mesh; all ranks must call this together.
 
@@ -82,14 +91,13 @@ def make_runner(
         mesh: the data axes.
         recorder: what records a program, by its name.
         cache: programs of earlier launches.
+        replaying: what launches runs of regions by one launch each.
     """
     spec = tracer.spec
     whole = whole_mesh(mesh, spec.tensor)
-    groups = make_groups(spec.mesh, whole)
+    groups = make_groups(spec.mesh, whole, spec.experts)
     # Pieces of different sizes on the tensor axis make programs of different sizes: those of data ranks are compared.
-    alike = spec.tensor is None or all(
-        row.split is None or row.split.is_even(spec.tensor.size()) for row in spec.params
-    )
+    alike = even_pieces(spec.mesh, spec.params)
     return Runner(
         replace(tracer, mesh=mesh, spec=replace(spec, groups=groups)),
         mesh,
@@ -98,13 +106,14 @@ def make_runner(
         recorder=recorder,
         aliases=tuple(aliases(model, tracer.params)),
         cache=cache,
+        replaying=replaying,
     )
 
 
 def shard(model: nn.Module, runner: Runner) -> None:
     """Shard a module over the runner's mesh and let the runner run it, in place."""
     spec = runner.tracer.spec
-    shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage, spec.tensor)
+    shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage, spec.tensor, spec.experts)
     object.__setattr__(model, "__class__", sharded_class(type(model)))
     model.register_load_state_dict_pre_hook(shard_values)
     attach(model, runner)

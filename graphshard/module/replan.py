@@ -40,6 +40,11 @@ def customize(runner: Runner, setter: str, chosen: Custom) -> None:
     Args:
         setter: the method that was called.
     """
+    if runner.tracer.spec.experts is not None:
+        raise UnsupportedError(
+            f"{setter}: parameters of this model lie on two meshes, as those of experts do, and units have collectives "
+            "in two process groups. Leave it out."
+        )
     pipeline = _pipeline_of(runner, setter)
     runner.begin_again(planned_by_unit(pipeline, setter))
     runner.custom.update(chosen)

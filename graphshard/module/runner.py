@@ -19,13 +19,13 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.entry import install_entries
 from graphshard.capture.signature import Signature
-from graphshard.ir.errors import CaptureLimitError, UnsupportedError
+from graphshard.ir.errors import CaptureLimitError
 from graphshard.ir.program import Program
 from graphshard.ir.progress import progress
 from graphshard.ir.state import Place
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.torch_internals import forget_sources, without_dispatch_modes
-from graphshard.lower.backends import compiler_for
+from graphshard.lower.backends import begin_compiling, compiler_for
 from graphshard.lower.regions import RegionCall, lower
 from graphshard.module.agreement import Agreement
 from graphshard.module.callchecks import check_materialized, check_no_new_parameters, check_not_transformed
@@ -41,6 +41,7 @@ from graphshard.runtime.accumulation import Accumulation
 from graphshard.runtime.call import free
 from graphshard.runtime.custom import Custom
 from graphshard.runtime.groups import whole_mesh
+from graphshard.runtime.replays import Replaying
 from graphshard.runtime.shards import Alias, aliases
 from graphshard.runtime.step import BackwardFactory, Executable, Strides, Variant
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
@@ -114,6 +115,7 @@ class Runner:
         custom: collectives that the user runs, by unit.
         event: that the next call waits for before it gathers.
         cache: programs of earlier launches; None keeps none.
+        replaying: what launches runs of regions by one launch each; None leaves them to themselves.
     """
 
     tracer: Tracer
@@ -138,6 +140,7 @@ class Runner:
     custom: Custom = field(default_factory=Custom)
     event: torch.Event | None = None
     cache: Cache | None = None
+    replaying: Replaying | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _rerun: set[str] = field(default_factory=set)
     _partitioned: dict[Signature, Partitioned | Callable[[], Partitioned] | None] = field(default_factory=dict)
@@ -176,8 +179,7 @@ class Runner:
         if "backward" in program.phases:
             self.unsharded.calls[tracer.name] += 1
         if self.unsharded.full and not tracer.name:
-            by_hand = self.unsharded.by_hand - self.unsharded.left.keys()
-            self.unsharded.show([ref for ref in tracer.params if ref.row.name in by_hand], self.aliases)
+            self.unsharded.show_after_call(tracer.params, self.aliases)
         return pytree.tree_unflatten(results[: program.out_spec.num_leaves], program.out_spec)
 
     def call_entry(
@@ -236,6 +238,7 @@ class Runner:
         """Make other choices for parameters from the next call on; the program for them is captured then."""
         if "reshard" in choices:
             self.reshard_chosen.update(names)
+            choices["shown"] = not choices["reshard"]
         self.tracer.change(names, **choices)
         for entry in self.entries.values():
             own = entry.tracer.model_names
@@ -254,30 +257,27 @@ class Runner:
         """
         chosen = [ref for ref in self.tracer.params if ref.row.name in names and ref.row.num_shards > 1]
         chosen = [ref for ref in chosen if not is_extended(ref.param)]
-        for ref in chosen:
-            if ref.row.split is not None:
-                raise UnsupportedError(
-                    f"unshard: parameter {ref.row.name} is distributed over the tensor axis, and is gathered by "
-                    "programs only, as yet. Leave unshard() out; param.full_tensor() has its value."
-                )
         missing = [ref for ref in chosen if ref.row.name not in self.unsharded.full]
         if missing:
             current = {row.name: row for row in self.tracer.current_spec().params}
             pairs = [(current[ref.row.name], ref.param) for ref in missing]
-            self.unsharded.full.update(start_gathering(pairs, self.tracer.spec.mesh.shard, self.groups))
+            spec = self.tracer.spec
+            self.unsharded.full.update(start_gathering(pairs, spec.mesh, self.groups, spec.device))
             self.change({ref.row.name for ref in missing}, held=True)
         return UnshardHandle(self.unsharded, chosen, self.aliases)
 
     def reshard(self, names: Collection[str]) -> None:
         """Free parameters that were gathered by hand, or that forward left to a backward, which gathers them again."""
         free(self.accumulation.calls, names)
+        self.unsharded.shown.hide_left(names)
         held = [name for name in names if name in self.unsharded.full]
         if held:
             self.unsharded.free(held)
             self.change(held, held=False)
 
     def reshard_all(self) -> None:
-        """Free all that was gathered by hand."""
+        """Free all that was gathered by hand, and let modules hold their shards."""
+        self.unsharded.shown.forget()
         if self.unsharded.full:
             self.reshard(list(self.unsharded.full))
 
@@ -320,7 +320,7 @@ class Runner:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature, reason: str
     ) -> Program:
         tracer, number = self.tracer, len(self.executables)
-        self.unsharded.hide()
+        self.unsharded.shown.hide()
         if number >= tracer.options.max_captures:
             raise CaptureLimitError(
                 f"{tracer.label} was captured {number} times, which is "
@@ -346,6 +346,7 @@ class Runner:
                 kept.program.capture = number
                 return kept.program
             show("capture")
+            begin_compiling(tracer.options.backend, tracer.spec.device)
             watching = search.watching() if search is not None else None
             observer = Observer(tracer.options.level, recorder, tracer.pipeline.passes, show)
             program, partitioned = tracer.trace(
@@ -358,6 +359,7 @@ class Runner:
                 number=number,
                 passes=self.passes,
                 watching=watching,
+                few=recorder is None,
             )
             self._partitioned[signature] = partitioned
             show("compare with the other ranks")
@@ -421,6 +423,9 @@ class Runner:
             self.groups,
             self.agreement.peers,
             self.custom,
+            self.tracer.spec.experts,
+            self.replaying,
+            self.aliases,
             follows_strides=follows_strides,
             defers=defers,
         )

@@ -27,7 +27,7 @@ class ShardedModule(UnitModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A compiled module of its own: shards are copied, programs are captured again, compiled regions are shared."""
-        self._graphshard.unsharded.hide()
+        self._graphshard.unsharded.shown.hide()
         for param in self.parameters():
             if id(param) not in memo:
                 memo[id(param)] = copy_of(param)

@@ -13,8 +13,10 @@ from torch.optim import optimizer as of_optimizers
 
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.text import brief
-from graphshard.runtime.updates import ELEMENTWISE, is_elementwise
+from graphshard.runtime.updates import ELEMENTWISE, is_elementwise, is_whole
 
+# Whose updates fail on parameters that are sharded.
+_NOT_ON_DTENSORS = (torch.optim.Adafactor, torch.optim.Rprop)
 _SEPARATELY = "Call loss.backward(), optimizer.step() and optimizer.zero_grad() one after the other instead."
 
 
@@ -27,7 +29,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {brief(optimizer)}.")
-    if not is_elementwise(optimizer):
+    if not (is_elementwise(optimizer) or is_whole(optimizer)):
         raise UnsupportedError(f"compile_step: optimizer: {_other_step(optimizer)} {_SEPARATELY}")
     replaced = optimizer.__dict__.get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):  # that of schedules only counts
@@ -96,6 +98,11 @@ def _other_step(optimizer: Optimizer) -> str:
     known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS computes the loss several times in a step, by a closure."
+    if type(optimizer) in _NOT_ON_DTENSORS:
+        return (
+            f"{_name(optimizer)} has no step on DTensors in torch 2.13, which parameters of a sharded model are, so "
+            "it fails with FSDP2, too. Take another optimizer; or if your torch has such a step:"
+        )
     name = "_init_group" if _step_is_torchs(optimizer) else "step"
     method = inspect.unwrap(getattr(type(optimizer), name))
     return (

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,17 +24,24 @@ from graphshard.capture.modes import Modes
 from graphshard.capture.signature import Signature, leaf_key
 from graphshard.capture.variables import relied_on
 from graphshard.ir.classes import users_class
+from graphshard.ir.collector import collector_paused
+from graphshard.ir.errors import DivergenceError, GraphshardError, PeerError
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Program
+from graphshard.ir.repeats import Uneven
 from graphshard.ir.state import Place
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.units import modules_of, units_within
 from graphshard.lower.regions import RegionCall
+from graphshard.module.few_blocks import program_of_few, repeats_of
 from graphshard.options.options import Options
+from graphshard.passes import Pass
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, run_pipeline
 from graphshard.runtime.groups import sharding_mesh
 from graphshard.runtime.shards import ParamRef, Storage, param_refs
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -62,7 +70,9 @@ class Tracer:
     compiled: dict[str, RegionCall] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
     _modes: Modes | None = field(default=None, init=False, repr=False)
+    _every_block: bool = field(default=False, init=False, repr=False)
 
+    @collector_paused()
     def trace(
         self,
         module: nn.Module,
@@ -75,6 +85,7 @@ class Tracer:
         number: int = 0,
         passes: Pipeline | None = None,
         watching: contextlib.AbstractContextManager[None] | None = None,
+        few: bool = False,
     ) -> tuple[Program, Partitioned | None]:
         """Capture a program and run the passes; `Partitioned` is where another backward begins.
 
@@ -84,13 +95,45 @@ class Tracer:
             number: how many programs were captured before.
             passes: to run in the place of the tracer's.
             watching: is around the capture; None is nothing.
+            few: of many equal blocks a few may be captured.
         """
-        start = time.perf_counter()
+        spec, left = self.current_spec(), (passes or self.pipeline).passes
         with watching or contextlib.nullcontext():
-            program = capture(module, args, kwargs, self.current_spec(), grad=grad)
+            found = self._of_few(module, args, kwargs, spec, left, observer) if few and grad else None
+            if found is None:
+                start = time.perf_counter()
+                program = capture(module, args, kwargs, spec, grad=grad)
+        if found is not None:
+            program, left = found
         program.model, program.reason, program.capture = self.label, reason, number
-        observer.after(program, "capture", 0, time.perf_counter() - start)
-        return program, run_pipeline(passes or self.pipeline, program, observer)
+        if found is None:
+            observer.after(program, "capture", 0, time.perf_counter() - start)
+        return program, run_pipeline(left, program, observer)
+
+    def _of_few(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        spec: CaptureSpec,
+        passes: tuple[Pass, ...],
+        observer: Observer,
+    ) -> tuple[Program, tuple[Pass, ...]] | None:
+        """The program of a capture of few blocks, and the passes that are left; None if all are to be captured.
+
+        What has once been in doubt stays so.
+        """
+        repeats = None if self.name or self._every_block else repeats_of(module, spec, self.options)
+        if repeats is None:
+            return None
+        try:
+            return program_of_few(module, args, kwargs, spec, repeats, passes, replace(observer))
+        except (DivergenceError, PeerError):  # of another rank
+            raise
+        except (Uneven, GraphshardError) as error:
+            log.info("%s: every block is captured: %s", self.label, error)
+            self._every_block = True
+            return None
 
     def entry(self, name: str, method: str, module: nn.Module) -> Tracer:
         """The tracer of a submodule, or of another method of the model (its name is ""), that is called on its own."""
@@ -156,14 +199,15 @@ class Tracer:
         device_type = self.spec.device.type
         if self._modes is None or self._modes.root is not module:
             self._modes = Modes(module)
+        params = [ref.param for ref in self.params]  # to find one takes longer than to ask it
         return Signature(
             structure=structure,
             inputs=tuple(leaf_key(leaf) for leaf in leaves),
             training=self._modes.now(),
             grad=torch.is_grad_enabled(),
             autocast=torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
-            params=tuple((ref.param.requires_grad, ref.param.dtype) for ref in self.params),
-            extended=relied_on((ref.param, ref.owner) for ref in self.params),
+            params=tuple((param.requires_grad, param.dtype) for param in params),
+            extended=relied_on((param, ref.owner) for param, ref in zip(params, self.params)),
             settings=tuple(ref.row.settings for ref in self.params),
         )
 

@@ -215,7 +215,7 @@ class UnitModule(Unsupported, CustomCollectives, FSDPModule, nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of the user's class, of shards: what `unshard` shows is hidden until the next call or `unshard`."""
-        self._graphshard_unit.runner.unsharded.hide()
+        self._graphshard_unit.runner.unsharded.shown.hide()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -23,16 +23,17 @@ from graphshard.options.options import Options
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
-def takes_options(function: FunctionT, without: Collection[str] = ()) -> FunctionT:
+def takes_options(function: FunctionT, without: Collection[str] = (), also: Sequence[type] = ()) -> FunctionT:
     """Write out the options in the signature of a function that takes them as `**options`, behind its own arguments.
 
     Args:
         without: names of options that it does not take.
+        also: dataclasses whose fields it takes, too.
     """
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     known = {*signature.parameters, *without}
-    fields = [f for f in dataclasses.fields(Options) if f.name not in known]
+    fields = [f for kind in (*also, Options) for f in dataclasses.fields(kind) if f.name not in known]
     options = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in fields
     ]

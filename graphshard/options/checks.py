@@ -20,7 +20,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import named_parameters
 from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
 from graphshard.ir.text import brief, visible
-from graphshard.ir.torch_internals import is_replicated
+from graphshard.ir.torch_internals import ShardPlacementResult, is_replicated
 
 # What gloo and NCCL add up.
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -165,9 +165,9 @@ def check_params(
             continue
         if isinstance(param, DTensor) and not distributed:
             raise ArgumentError(
-                f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). Compile "
-                "the plain module; with tensor parallelism graphshard.compile and fully_shard work, explain, export "
-                "and load do not yet."
+                f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). Pass the "
+                "plain module, and to cut it along a tensor axis parallelize=, a function of (model, mesh); or, where "
+                "there are process groups, the DeviceMesh that its axis is of."
             )
         if not isinstance(param, DTensor):
             _check_class(name, param, ignored=param in ignored)
@@ -212,27 +212,42 @@ def _check_class(name: str, param: nn.Parameter, *, ignored: bool) -> None:
         )
 
 
-def check_placements(model: nn.Module, placement_fn: Any, left_out: Container[nn.Parameter]) -> dict[str, int]:
-    """The dim of each parameter that is sharded along another than 0, by its first name.
+def placements_of(model: nn.Module, placement_fn: Any, left_out: Container[nn.Parameter]) -> dict[str, Any]:
+    """What `shard_placement_fn` answers for parameters, by their first names, where that is not None.
 
-    The function is not asked for those to leave out.
+    It is asked once for each, as FSDP2 does it, and not for scalars and those to leave out.
 
     Raises:
-        ArgumentError: shard_placement_fn returns something else than a dim of the parameter.
+        ArgumentError: it raised something.
     """
     if placement_fn is None:
         return {}
+    named = {name: param for (name, *_), param in named_parameters(model).items()}
+    asked = {name: param for name, param in named.items() if param not in left_out and param.dim() > 0}
+    answers = {name: answer_of("shard_placement_fn", placement_fn, param) for name, param in asked.items()}
+    return {name: answer for name, answer in answers.items() if answer is not None}
+
+
+def check_placements(model: nn.Module, answers: Mapping[str, Any]) -> dict[str, int]:
+    """The dim of each parameter that is to be sharded along a certain one, by its first name.
+
+    Args:
+        answers: those of `placements_of`.
+
+    Raises:
+        ArgumentError: an answer is something else than a dim of the parameter.
+    """
     dims: dict[str, int] = {}
-    for (name, *_), param in named_parameters(model).items():
-        if param in left_out or param.dim() == 0:
-            continue
-        placement = answer_of("shard_placement_fn", placement_fn, param)
+    for name, answer in answers.items():
+        placement, param = answer, model.get_parameter(name)
+        if ShardPlacementResult is not None and isinstance(answer, ShardPlacementResult):
+            placement = answer.placement
         if placement is None:
             continue
         if not isinstance(placement, Shard):
             raise ArgumentError(
-                f"shard_placement_fn returned {brief(placement)} for parameter {name}. It must return Shard(dim) or "
-                "None; a mesh for each parameter (ShardPlacementResult) is not supported yet."
+                f"shard_placement_fn returned {brief(placement)} for parameter {name}. It must return Shard(dim), "
+                "FSDP2's ShardPlacementResult, or None."
             )
         if not -param.dim() <= placement.dim < param.dim():
             raise ArgumentError(

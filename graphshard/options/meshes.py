@@ -1,7 +1,7 @@
 """Which axes of a mesh are data axes, and which is the tensor axis, along which the model itself communicates.
 
     init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))         by their names
-    init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "cp"))         sharded over both, as one axis
+    init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "cp"))         sharded over both, as one axis; so is "ep"
     compile(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="x"))    as told; the other axis is the tensor axis
     fully_shard(block, mesh=mesh["dp"])                                   by the DTensors among the parameters
 
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphshard.ir.errors import ArgumentError, UnsupportedError
-from graphshard.ir.mesh import CONTEXT, DATA, OTHERS, REPLICATING, SHARDING, TENSOR
+from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, OTHERS, REPLICATING, SHARDING, TENSOR
 from graphshard.ir.params import named_parameters
 from graphshard.ir.subclasses import is_subclass
 from graphshard.ir.text import brief
@@ -49,28 +49,38 @@ def data_and_tensor(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> tuple[DeviceM
     """
     if not isinstance(mesh, DeviceMesh):
         return mesh, None  # which check_mesh refuses
+    return axes_by_role(mesh, dp_mesh_dims)
+
+
+def axes_by_role(mesh: DeviceMesh, dp_mesh_dims: Any, *, without: str = "") -> tuple[DeviceMesh, DeviceMesh | None]:
+    """What `data_and_tensor` returns, as if the mesh did not have one of its sharding axes.
+
+    Raises:
+        ArgumentError, UnsupportedError: as there.
+    """
     names = tuple(mesh.mesh_dim_names or ())
     if dp_mesh_dims is not None:
-        return _parts(mesh, names, *_named_axes(names, dp_mesh_dims))
+        replicating, sharding = dims_named(names, dp_mesh_dims)
+        return _parts(mesh, names, replicating, sharding, without)
     if not set(names).intersection((*TENSOR, *OTHERS)):
         return mesh, None  # one axis, or two of which the first replicates
     for name in names:
-        if name not in (*DATA, *TENSOR, *CONTEXT):
+        if name not in (*DATA, *TENSOR, *CONTEXT, *EXPERT):
             raise ArgumentError(
                 f"mesh {names}: the name of the axis {name!r} does not say what it is for. Data axes are "
-                f"{_listed(DATA)}, context axes {_listed(CONTEXT)}, tensor axes {_listed(TENSOR)}. Rename it, pass the "
-                "data axes alone, such as mesh['dp'], or name them: "
+                f"{_listed(DATA)}, context axes {_listed(CONTEXT)}, expert axes {_listed(EXPERT)}, tensor axes "
+                f"{_listed(TENSOR)}. Rename it, pass the data axes alone, such as mesh['dp'], or name them: "
                 "dp_mesh_dims=DataParallelMeshDims(shard='dp')."
             )
     data = [name for name in names if name in DATA]
     if len(data) > 2:
         raise ArgumentError(_NUMBER.format(names, _listed(data)))
     replicates = len(data) == 2 or data[:1] in [[name] for name in REPLICATING]
-    sharding = [name for name in names if name in CONTEXT]
-    return _parts(mesh, names, data[:replicates], [*data[replicates:], *sharding])
+    sharding = [name for name in names if name in (*CONTEXT, *EXPERT)]
+    return _parts(mesh, names, data[:replicates], [*data[replicates:], *sharding], without)
 
 
-def _named_axes(names: Sequence[str], dims: Any) -> tuple[list[str], list[str]]:
+def dims_named(names: Sequence[str], dims: Any) -> tuple[list[str], list[str]]:
     """The axes that `dp_mesh_dims` names to replicate and to shard over, as given."""
     if DataParallelMeshDims is None or not isinstance(dims, DataParallelMeshDims):
         raise ArgumentError(
@@ -93,7 +103,7 @@ def _named_axes(names: Sequence[str], dims: Any) -> tuple[list[str], list[str]]:
 
 
 def _parts(
-    mesh: DeviceMesh, names: tuple[str, ...], replicating: list[str], sharding: list[str]
+    mesh: DeviceMesh, names: tuple[str, ...], replicating: list[str], sharding: list[str], without: str
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     data = [*replicating, *sharding]
     others = [name for name in names if name not in data]
@@ -110,13 +120,18 @@ def _parts(
         )
     if data != [name for name in names if name in data]:
         raise ArgumentError(
-            f"mesh {names}: data axes that replicate are outermost, those that shard inside of them, and context axes "
-            f"inside of these, as in {(*data, *others)}."
+            f"mesh {names}: data axes that replicate are outermost, those that shard inside of them, and context and "
+            f"expert axes inside of these, as in {(*data, *others)}."
         )
     if any(name in SHARDING for name in replicating) or any(name in REPLICATING for name in sharding):
         raise ArgumentError(
             f"mesh {names}: of two data axes the outer one replicates and the inner one shards. Exchange "
             f"{_listed(data)}."
+        )
+    sharding = [name for name in sharding if name != without]
+    if not sharding:
+        raise ArgumentError(
+            f"mesh {names} has no axis besides {without!r} to shard experts over. Add one; of size 1 it cuts nothing."
         )
     parts = [_as_one(mesh, of) for of in (replicating, sharding) if of]
     whole = parts[0] if len(parts) == 1 else joined_mesh(*parts)
@@ -140,7 +155,7 @@ def tensor_axis(
     Args:
         data: the data axes.
         given: the tensor axis of the mesh that the model is to be compiled for.
-        known: parameters that are sharded already.
+        known: parameters that are sharded already, or are on a mesh of their own.
         whole_model: False for a part of one, which need not have DTensors.
 
     Raises:
@@ -171,7 +186,7 @@ def tensor_axis(
                 f"parameter {name} is distributed over {mesh}, and {others} on {found}. Distribute all parameters over "
                 "one axis of the mesh that the model is compiled for."
             )
-        _check_placement(name, param)
+        check_placement(name, param)
         found, of = mesh, of or name
     if found is not None and not of and whole_model:
         raise ArgumentError(
@@ -199,7 +214,8 @@ def _check_joins(name: str, data: DeviceMesh, tensor: DeviceMesh) -> None:
         ) from error
 
 
-def _check_placement(name: str, param: DTensor) -> None:
+def check_placement(name: str, param: DTensor) -> None:
+    """Raise UnsupportedError for a DTensor on one axis that cannot be sharded over others."""
     (placement,) = param.placements
     if type(placement) not in (Shard, Replicate):
         raise UnsupportedError(

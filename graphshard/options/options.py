@@ -28,7 +28,8 @@ from graphshard.options.values import check_options, level_of
 from graphshard.pipeline.observe import Level
 from graphshard.pipeline.pipeline import Pipeline
 
-PlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | None]
+# Or a ShardPlacementResult, which torch has from 2.12 on.
+PlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | Any | None]
 Activation: TypeAlias = Literal["full"] | Sequence[OpOverload] | float
 DynamicShapes: TypeAlias = Mapping[str, Any] | Sequence[Any]
 

@@ -21,7 +21,15 @@ from graphshard.cost.profile import Hardware, Profile, load_profile
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.mesh import Mesh
 from graphshard.options.options import Activation, Options
-from graphshard.passes import ActivationCheckpointing, GatherInFloat8, MakePlan, Offload, Pass, RegatherInGroup
+from graphshard.passes import (
+    ActivationCheckpointing,
+    GatherInFloat8,
+    MakePlan,
+    Offload,
+    Pass,
+    RegatherInGroup,
+    ReshardAfterForward,
+)
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.schedule.build import Constraints
 from graphshard.schedule.by_cost import PlanByCost
@@ -163,7 +171,9 @@ def _planner_by_unit(pipeline: Pipeline) -> PlanByUnit:
 
 
 def with_offload(pipeline: Pipeline) -> Pipeline:
-    """With `offload` before the plan is made, unless the user put it somewhere."""
+    """With `offload` before the plan is made, unless the user put it somewhere; backward copies what it needs again."""
+    default, offloaded = ReshardAfterForward(), ReshardAfterForward(offloaded=True)
+    pipeline = pipeline.replace(default.name, offloaded) if default in tuple(pipeline) else pipeline
     return _before_plan(pipeline, Offload())
 
 

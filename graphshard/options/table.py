@@ -5,22 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.capture.capture import CaptureSpec
-from graphshard.ir.errors import ArgumentError
+from graphshard.ir.device_meshes import ExpertMeshes
+from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import is_int
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, build_table
 from graphshard.ir.precision import precision_of
 from graphshard.ir.text import brief
 from graphshard.ir.units import find_units
-from graphshard.options.checks import check_ignored, check_params, check_placements
+from graphshard.options.checks import check_ignored, check_params, check_placements, placements_of
 from graphshard.options.meshes import axis_name
 from graphshard.options.options import Options
 
@@ -32,6 +34,8 @@ def capture_spec(
     device: torch.device,
     known: Mapping[nn.Parameter, ParamRow] = MappingProxyType({}),
     tensor: DeviceMesh | None = None,
+    experts: ExpertMeshes | None = None,
+    answers: Mapping[str, Any] | None = None,
 ) -> CaptureSpec:
     """What a capture of a model that is to be sharded depends on.
 
@@ -40,28 +44,47 @@ def capture_spec(
         device: what programs are captured for.
         known: parameters of parts of the model that are sharded already.
         tensor: the tensor axis, inside of those of `mesh`, if there is one.
+        experts: where parameters are that lie otherwise on the ranks, if there are such.
+        answers: of `shard_placement_fn`, if it was asked already.
 
     Raises:
         ArgumentError: an option does not fit the model or the mesh, or a parameter cannot be sharded.
+        UnsupportedError: parameters are to be gathered again among neighbours, and there are experts.
     """
     units = find_units(model, options.units)
     precision = precision_of(options.mp_policy, units)
     mesh = _with_regather(mesh, options.reshard_after_forward)
     if tensor is not None:
         mesh = mesh.with_tensor(axis_name(tensor), tensor.size())
+    if experts is not None:
+        if mesh.regather is not None:
+            raise UnsupportedError(
+                f"reshard_after_forward={options.reshard_after_forward} with parameters on another mesh, as experts "
+                "are, is not supported. Give True or False."
+            )
+        mesh = mesh.with_experts(experts.mesh)
     check_fit(options, model, units, mesh)
     ignored = check_ignored(model, options.ignored_params)
-    check_params(model, device.type, ignored, known, distributed=tensor is not None)
+    check_params(model, device.type, ignored, known, distributed=tensor is not None or experts is not None)
+    if answers is None:
+        answers = placements_of(model, options.shard_placement_fn, {*ignored, *known})
     table = build_table(
         model,
         mesh=mesh,
         units=units,
         precision=precision,
         reshard_after_forward=_gathers_again(options.reshard_after_forward),
-        dims=check_placements(model, options.shard_placement_fn, {*ignored, *known}),
+        dims=check_placements(model, answers),
         ignored=ignored,
         known=known,
+        experts=experts.params if experts is not None else (),
     )
+    unplanned = not_by_cost(mesh, table)
+    if options.memory_limit is not None and unplanned:
+        raise ArgumentError(
+            f"memory_limit={options.memory_limit} cannot be kept with {unplanned}: such programs are planned unit by "
+            "unit, without costs. Leave it out."
+        )
     return CaptureSpec(
         table,
         units,
@@ -72,6 +95,7 @@ def capture_spec(
         options.dynamic_shapes,
         allow=tuple(options.allow),
         tensor=tensor,
+        experts=experts,
     )
 
 
@@ -97,12 +121,21 @@ def check_fit(options: Options, model: nn.Module, units: Sequence[str], mesh: Me
             f"{num_shards}. Give one of {divisors}; 1 is False, {num_shards} is True."
         )
     check_activation(options, type(model).__name__, units)
-    if options.memory_limit is not None and len(mesh.axes) > 1:
-        raise ArgumentError(
-            f"memory_limit={options.memory_limit} cannot be kept with replicas, a tensor axis or a smaller group to "
-            "gather again in: such programs are planned unit by unit, without costs. Shard over one axis, or leave it "
-            "out."
-        )
+
+
+def not_by_cost(mesh: Mesh, params: Iterable[ParamRow]) -> str | None:
+    """Why programs are planned unit by unit, without costs; None if costs decide."""
+    if mesh.experts is not None:
+        return "experts on a mesh of their own"
+    if not even_pieces(mesh, params):  # plans of ranks on the tensor axis would differ
+        return "parameters in pieces of different sizes on the tensor axis"
+    return None
+
+
+def even_pieces(mesh: Mesh, params: Iterable[ParamRow]) -> bool:
+    """Whether all ranks on the tensor axis, if there is one, have pieces of the same sizes."""
+    size = 1 if mesh.tensor is None else mesh.tensor.size
+    return all(row.split is None or row.expert or row.split.is_even(size) for row in params)
 
 
 def check_activation(options: Options, model: str, units: Sequence[str]) -> None:

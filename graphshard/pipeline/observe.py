@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from graphshard.ir.errors import PassError
 from graphshard.ir.liveness import peak_gathered
 from graphshard.ir.plan import Plan
-from graphshard.ir.printer import print_communication, print_program
+from graphshard.ir.printer import number, print_communication, print_program
 from graphshard.ir.program import Program, Stage
 from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
@@ -46,12 +46,15 @@ class Observer:
         recorder: what writes stages down.
         passes: those that are going to run, so that a record of a stage can say what comes next.
         show: told which pass begins.
+        most: operators of a program whose text the history has after each pass; None is any number. Rules that are
+            checked need the text.
     """
 
     level: Level = "ends"
     recorder: Recorder | None = None
     passes: tuple[Pass, ...] = ()
     show: Callable[[str], None] = lambda _: None
+    most: int | None = None
     _last: tuple[str, Plan | None] | None = field(default=None, init=False)
 
     def after(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True) -> None:
@@ -86,7 +89,10 @@ class Observer:
 
     def _record(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool) -> Stage:
         num_nodes = sum(n.op.startswith("call") for p in program.phases.values() for n in p.module.graph.nodes)
-        stage = Stage(name, rewrites, seconds, print_program(program), num_nodes, exact)
+        number(program)
+        printed = self.most is None or num_nodes <= self.most or self.level != "off"
+        text = print_program(program) if printed else f"{num_nodes:,} operators: too many to print\n"
+        stage = Stage(name, rewrites, seconds, text, num_nodes, exact)
         program.history.append(stage)
         log.info("%s: %d rewrites in %.2f s%s", name, rewrites, seconds, "" if exact else ", may change numerics")
         if log.isEnabledFor(logging.DEBUG):

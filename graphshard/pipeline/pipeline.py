@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from graphshard.ir.collector import collector_paused
 from graphshard.ir.errors import ArgumentError, GraphshardError, PassError
 from graphshard.ir.graph import fake
 from graphshard.ir.program import Phase, Program
@@ -23,6 +24,7 @@ from graphshard.passes import (
     InsertCollectives,
     MakePlan,
     MixedPrecision,
+    OverlapCollectives,
     Partition,
     Pass,
     Reorder,
@@ -39,6 +41,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
     ReshardAfterForward(),  # what the partitioner must recompute or save
     Partition(),  # joint -> forward + backward
     DropUnusedTangents(),  # outputs that are not differentiated cost nothing in backward
+    OverlapCollectives(),  # the model's own run beside compute that does not need them
     MakePlan(),  # which collectives travel together, and when
     Bucketing(),  # they travel together
     Reorder(),  # they start and are waited for when the plan says
@@ -140,18 +143,24 @@ class Partitioned:
                 yield step
 
 
-def run_pipeline(pipeline: Pipeline, program: Program, observer: Observer) -> Partitioned | None:
-    """Run all passes over a captured program, in place; None if the program has no backward."""
-    partitioned = None
-    for index, step in enumerate(pipeline.passes):
-        run_pass(step, program, observer)
+def run_pipeline(passes: Iterable[Pass], program: Program, observer: Observer) -> Partitioned | None:
+    """Run all passes over a captured program, or those left over a partitioned one, in place.
+
+    None if the program has no backward.
+    """
+    partitioned, left = None, tuple(passes)
+    while True:
         if partitioned is None and "backward" in program.phases:
-            rest = pipeline.passes[index + 1 :]
-            partitioned = Partitioned(program.phases["backward"].clone(), rest, frozenset(program.established))
+            partitioned = Partitioned(program.phases["backward"].clone(), left, frozenset(program.established))
+        if not left:
+            break
+        run_pass(left[0], program, observer)
+        left = left[1:]
     observer.end(program)
     return partitioned
 
 
+@collector_paused()
 def rerun_backward(
     partitioned: Partitioned,
     program: Program,

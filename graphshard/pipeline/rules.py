@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from graphshard.ir.graph import ALL_REDUCES, WAIT, fake, is_collective, is_communication, is_reduced, launch_of
+from graphshard.ir.graph import ALL_REDUCES, WAIT, aten, fake, is_collective, is_communication, is_reduced, launch_of
 from graphshard.ir.layout import collectives
 from graphshard.ir.liveness import peak_gathered_bytes
 from graphshard.ir.printer import describe, dtype_name
@@ -23,7 +23,7 @@ from graphshard.ir.program import Program
 from graphshard.ir.sizes import numbers_in, symbols_of
 from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.ir.tracing_internals import is_unknown
-from graphshard.ir.transport import reduced_over
+from graphshard.ir.transport import ROWS_REDUCED, reduced_over
 from graphshard.lower.executor import Executor
 from graphshard.lower.lines import print_line
 from graphshard.pipeline.frees import faults
@@ -106,7 +106,7 @@ def no_rank(program: Program, phase_name: str) -> Iterator[Violation]:
     """No value of the graph depends on the rank: constants are plain, collectives name a mesh axis and its size."""
     for node in program.phases[phase_name].module.graph.nodes:
         if is_collective(node) and not _runs_over_an_axis(node, program):
-            wanted = " or ".join(f"{axis.size} ranks of axis {axis.name!r}" for axis in program.mesh.axes)
+            wanted = " or ".join(f"{axis.size} ranks of axis {axis.name!r}" for axis in program.mesh.every_axis)
             size = "" if node.target in ALL_REDUCES else f"{node.args[-2]} ranks of "
             yield Violation(f"the collective runs over {size}{node.args[-1]!r}, not {wanted}", node)
         for leaf in pytree.tree_leaves((node.args, node.kwargs)):
@@ -118,8 +118,8 @@ def no_rank(program: Program, phase_name: str) -> Iterator[Violation]:
 
 def _runs_over_an_axis(node: Node, program: Program) -> bool:
     if node.target in ALL_REDUCES:  # these are not told how many ranks there are
-        return node.args[-1] in [axis.name for axis in program.mesh.axes]
-    return node.args[-2:] in [(axis.size, axis.name) for axis in program.mesh.axes]
+        return node.args[-1] in [axis.name for axis in program.mesh.every_axis]
+    return node.args[-2:] in [(axis.size, axis.name) for axis in program.mesh.every_axis]
 
 
 def consistent_values(program: Program, phase_name: str) -> Iterator[Violation]:
@@ -152,7 +152,12 @@ def wrong_values(graph: Graph) -> Iterator[Violation]:
 
 
 def _makes_symbol(node: Node) -> bool:
-    """Whether a size that depends on values is first known here: another call would give it another name."""
+    """Whether a size that depends on values is first known here: another call would give it another name.
+
+    What is read of a tensor may be a number by now that something else has to be equal to.
+    """
+    if node.target is aten._local_scalar_dense.default:
+        return True
     given = symbols_of([n.meta.get("val") for n in node.all_input_nodes])
     return any(n.node.expr.free_symbols - given for n in numbers_in(node.meta.get("val")) if is_unknown(n))
 
@@ -200,7 +205,7 @@ def reduced_once(program: Program, phase_name: str) -> Iterator[Violation]:
             axes = axes[1:]
             ways = _reductions_behind(value, len(axes), set())
         (way, *others) = ways
-        found = [str(launch_of(wait).args[-1]) for wait, _ in reversed(way)]
+        found = [_axis_of(wait) for wait, _ in reversed(way)]
         if others:
             how = f"comes out of {len(ways)} reductions"
         elif found != axes:
@@ -234,6 +239,9 @@ def _reductions_behind(value: Node, most: int, partial: set[Node]) -> set[tuple[
         if is_reduced(node):
             way = (*way, (node, part))
             sources = [_sent(node)]
+        elif ROWS_REDUCED in node.meta:  # the first of all reductions
+            found.add((*way, (node, part)))
+            continue
         elif way and part is not None and node.target is torch.ops.aten.cat.default:
             index: Any = part.args[1]  # of what was packed for this reduction
             sources, part = [sources[index]], None
@@ -243,6 +251,11 @@ def _reductions_behind(value: Node, most: int, partial: set[Node]) -> set[tuple[
         part = node if node.target is operator.getitem else part
         stack.extend((source, part, way) for source in sources if source not in partial)
     return found
+
+
+def _axis_of(reduced: Node) -> str:
+    """The axis that a sum is taken over."""
+    return str(reduced.meta[ROWS_REDUCED] if ROWS_REDUCED in reduced.meta else launch_of(reduced).args[-1])
 
 
 def _sent(wait: Node) -> Node:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from types import MappingProxyType
 
 import torch
 
@@ -31,7 +32,8 @@ _LANES = {
     "": "compute",
     "node": "communication",
     "network": "communication between nodes",
-    "host": "copies to the host",
+    "host": "copies from the host",
+    "to_host": "copies to the host",
 }
 
 
@@ -55,7 +57,7 @@ def report_of(
     program: Program,
     *,
     error: str = "",
-    kernels: Collection[str] = (),
+    kernels: Mapping[str, Sequence[str]] = MappingProxyType({}),
     costs: Costs | None = None,
     measured: MeasuredProgram | None = None,
     files: bool = True,
@@ -64,7 +66,7 @@ def report_of(
 
     Args:
         error: text of the error that ended compilation.
-        kernels: names of the regions that have a file of generated kernels.
+        kernels: of the regions that have a file of generated kernels, what the kernels take, for each kind of GPU.
         costs: what the timeline is estimated with; None is an H100 node.
         measured: shown beside the estimate.
         files: the report lies in a dump, and links to its files.
@@ -77,14 +79,15 @@ def report_of(
         )
         for i, s in enumerate(program.history)
     )
-    facts = (
-        ("captured because", program.reason),
-        ("mesh", ", ".join(f"{axis.size} ranks, axis {axis.name}" for axis in program.mesh.axes)),
+    facts: tuple[tuple[str, str], ...] = (
+        ("mesh", ", ".join(f"{axis.size} ranks, axis {axis.name}" for axis in program.mesh.every_axis)),
         ("device", program.device.type),
         ("torch", str(torch.__version__)),
         ("times and memory", f"estimated for {costs.profile.title}"),
         ("plan", program.plan.hash[:12] if program.plan else "none"),
     )
+    if program.reason:  # a program that was not called has none
+        facts = (("captured because", program.reason), *facts)
     if not program.regions or error:
         return Report(_title(program), facts, stages, error=error)
     found = estimate(program, costs)
@@ -201,7 +204,7 @@ def _detail(step: Step, found: Estimate) -> str:
 
 
 def _regions(
-    program: Program, found: Estimate, costs: Costs, kernels: Collection[str], *, files: bool
+    program: Program, found: Estimate, costs: Costs, kernels: Mapping[str, Sequence[str]], *, files: bool
 ) -> tuple[RegionView, ...]:
     views = []
     for name, key in program.region_names.items():
@@ -217,6 +220,7 @@ def _regions(
                 seconds=costs.region(region),
                 file=f"regions/{name}.py" if files else "",
                 kernels=f"regions/{name}.kernels.py" if name in kernels else "",
+                resources="; ".join(kernels.get(name, ())),
             )
         )
     return tuple(views)

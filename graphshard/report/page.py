@@ -154,7 +154,8 @@ class Timeline:
 class RegionView:
     """A distinct compiled region.
 
-    `seconds` is for one call, `measured` for all of a step; `file` and `kernels` are relative links, or "".
+    `seconds` is for one call, `measured` for all of a step; `file` and `kernels` are relative links, or "". `resources`
+    is what kernels for GPUs take, if they were compiled where there is none.
     """
 
     name: str
@@ -165,6 +166,7 @@ class RegionView:
     seconds: float
     file: str = ""
     kernels: str = ""
+    resources: str = ""
     measured: Spread | None = None
 
 

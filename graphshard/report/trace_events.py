@@ -17,7 +17,7 @@ _PROCESS = 1
 _LANES = ("compute", "communication")
 _MOST_ROWS = 1000  # of one lane
 _TRACKS = {"": (1, "compute"), "node": (2, "communication"), "network": (3, "communication between nodes")}
-_TRACKS |= {"host": (4, "copies to and from the host")}
+_TRACKS |= {"host": (4, "copies from the host"), "to_host": (5, "copies to the host")}
 
 
 def trace_events(timeline: Estimate, memory: Memory, title: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 `accumulation.py` keeps what microbatches leave, `unsharded.py` what was gathered by hand. `gloo.py`
 is how collectives run on CPUs. `arrivals.py` hands gradients over where they arrive, to an optimizer on shards
 (`updates.py`), by way of their norm (`clipping.py`); `graphs.py` asks autograd whether that is all of a gradient.
+`replays.py` launches runs of regions by one launch each, with what `device_graphs.py` captures.
 
 `peers.py` is what ranks agree on and know of each other: they meet in the rendezvous store (`meeting.py`), wait with
 patience (`waiting.py`), and say how they are doing (`status.py`). A thread looks at one other rank (`watch.py`), so
@@ -19,7 +20,7 @@ that nobody waits for one that is not going to come (`hang_up.py`).
   brings them side by side, which Inductor fuses into whatever reads the parameter.
 * **Gathers on gloo are launched as `torch.distributed` launches them**, not as functional collectives. Those corrupt
   the heap now and then while several are under way (torch 2.11 and 2.13; `benchmarks/gloo_gathers.py`). In the graphs
-  they stay functional; only the bound executor differs, and only on CPUs.
+  they stay functional; only the bound executor differs, and only where gloo is the backend.
 * **Reduce-scatter as all-to-all is no pass.** Rules, plans, estimates and dumps see a marked reduce-scatter. The
   executor gets the all-to-all when the group is bound. It is for two ranks only, because of the bits, and not under a
   memory limit: its buffer is as large as the gradients and not part of the problem.

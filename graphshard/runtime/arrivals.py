@@ -15,6 +15,7 @@ from graphshard.ir.program import Phase, Slot
 from graphshard.ir.subclasses import shard_in
 from graphshard.lower.arrivals import Arrived, Groups, Taken
 from graphshard.lower.executor import Boxed, Executor
+from graphshard.lower.replays import Replays
 from graphshard.runtime.shards import ParamRef
 
 # What a phase is given that shares memory with a shard, whatever the phase.
@@ -54,6 +55,7 @@ class Taker:
         local: Callable[[torch.Tensor, Slot], torch.Tensor],
         *,
         ranges: bool,
+        replays: Replays | None = None,
     ) -> Any:
         """Run a backward.
 
@@ -63,12 +65,13 @@ class Taker:
             names: of these in the model.
             local: the shard of a gradient without padding, of the value that the executor makes.
             ranges: whether a profiler is to see what the executor does.
+            replays: who launches runs of regions, where none does.
         """
         self.ran = True
         codes = self._codes.setdefault(phase.module, {})
         key = frozenset(name for name, ref in zip(names, refs) if ref is not None), ranges
         if key not in codes:
-            codes[key] = _code(phase, inputs, refs, ranges=ranges)
+            codes[key] = _code(phase, inputs, refs, ranges=ranges, replays=replays)
         code = codes[key]
 
         def arrived(number: int, grads: list[torch.Tensor]) -> None:
@@ -89,18 +92,25 @@ class Taker:
 class _Code:
     """An executor's code that hands gradients over, to whom it is told to."""
 
-    def __init__(self, executor: Executor, taken: Sequence[Taken], *, ranges: bool) -> None:
+    def __init__(self, executor: Executor, taken: Sequence[Taken], *, ranges: bool, replays: Replays | None) -> None:
         self.hand_to: Arrived | None = None
         self.run: Boxed
         self.groups: Groups
-        self.run, self.groups = executor.with_arrivals(taken, self._arrived, ranges=ranges)
+        self.run, self.groups = executor.with_arrivals(taken, self._arrived, ranges=ranges, replays=replays)
 
     def _arrived(self, number: int, grads: list[torch.Tensor]) -> None:
         assert self.hand_to is not None
         self.hand_to(number, grads)
 
 
-def _code(phase: Phase, inputs: Sequence[Any], refs: Sequence[ParamRef | None], *, ranges: bool) -> _Code:
+def _code(
+    phase: Phase,
+    inputs: Sequence[Any],
+    refs: Sequence[ParamRef | None],
+    *,
+    ranges: bool,
+    replays: Replays | None,
+) -> _Code:
     memory = [_memory(value) if isinstance(value, torch.Tensor) else 0 for value in inputs]
     taken = []
     for place, ref in enumerate(refs):
@@ -113,7 +123,7 @@ def _code(phase: Phase, inputs: Sequence[Any], refs: Sequence[ParamRef | None], 
             )
             taken.append(Taken(place, tuple(sources), gathered=ref.row.num_shards > 1))
     assert isinstance(phase.module, Executor)
-    return _Code(phase.module, taken, ranges=ranges)
+    return _Code(phase.module, taken, ranges=ranges, replays=replays)
 
 
 def _memory(tensor: torch.Tensor) -> int:

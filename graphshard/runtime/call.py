@@ -42,6 +42,12 @@ class Runs(Protocol):
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
         """The dynamic sizes of a call."""
 
+    def show(self, full: Mapping[Slot, torch.Tensor]) -> None:
+        """Let modules show what forward has kept for that."""
+
+    def hide(self) -> None:
+        """Let modules show shards again."""
+
 
 class Call(torch.autograd.Function):
     """One call of a program with gradients. The parameters are passed so that autograd sees them."""
@@ -53,6 +59,7 @@ class Call(torch.autograd.Function):
         executable.accumulation.calls.add(ctx)
         ctx.set_materialize_grads(False)
         ctx.full = {slot: value for slot, value in saved.items() if slot.is_full}
+        executable.show({**ctx.full, **{slot: saved.pop(slot) for slot in list(saved) if slot.kind == "shown"}})
         numbers = {slot: value for slot, value in saved.items() if not isinstance(value, torch.Tensor)}
         ctx.numbers = {**numbers, **executable.sizes(tensors)}
         ctx.slots = [slot for slot in saved if slot not in numbers and slot not in ctx.full]
@@ -66,6 +73,7 @@ class Call(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         executable: Runs = ctx.executable
+        executable.hide()
         saved = {**dict(zip(ctx.slots, ctx.saved_tensors, strict=True)), **ctx.numbers}
         ctx.full.update(executable.gather(slot for slot, value in ctx.full.items() if value is None))
         saved.update(ctx.full)

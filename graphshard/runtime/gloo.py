@@ -1,8 +1,8 @@
 """Collectives that gloo runs in another way than the graph says; an executor is changed so when it is bound.
 
 All-gathers: the functional ones of torch 2.11 to 2.13 corrupt the heap on gloo now and then while several are under way
-(`benchmarks/gloo_gathers.py`). Those of `torch.distributed`, which FSDP2 calls, take another way through gloo, and
-have not been seen to.
+(`benchmarks/gloo_gathers.py`), and several tensors at once may lie in the host's memory only. Those of
+`torch.distributed`, which FSDP2 calls, take another way through gloo, and have not been seen to.
 
     %g = all_gather_into_tensor(%s, n, shard)          %g = all_gather(%s, n, shard)
 
@@ -27,6 +27,7 @@ from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.torch_internals import all_gather_into
 from graphshard.runtime.custom import undo
+from graphshard.runtime.in_place import FUNCTIONAL
 
 
 def gather_into_buffers(phase: Phase) -> None:
@@ -52,7 +53,7 @@ _LAUNCHES = {
     c10d.all_gather_into_tensor_coalesced.default: all_gather_coalesced,
 }
 
-_PLANNED = {launched: planned for planned, launched in _LAUNCHES.items()}
+_PLANNED = {launched: planned for planned, launched in _LAUNCHES.items()} | FUNCTIONAL
 
 EXCHANGE = c10d.all_to_all_single.default
 

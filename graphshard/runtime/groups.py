@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph
 
+from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.graph import is_collective
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import NAMING_GROUPS
@@ -20,11 +21,12 @@ def shard_index(mesh: DeviceMesh) -> int:
     return int(mesh.get_local_rank(axes.place(axes.shard)))
 
 
-def make_groups(mesh: Mesh, device_mesh: DeviceMesh) -> dict[str, str]:
+def make_groups(mesh: Mesh, device_mesh: DeviceMesh, experts: ExpertMeshes | None = None) -> dict[str, str]:
     """Names of the process groups by the names of the axes; all ranks must call this together.
 
     Args:
         device_mesh: of all axes that lay out the ranks.
+        experts: where experts are.
     """
     groups = {}
     for axis in mesh.axes:
@@ -32,6 +34,8 @@ def make_groups(mesh: Mesh, device_mesh: DeviceMesh) -> dict[str, str]:
         if axis not in mesh.grid:  # one of neighbours, who lie one behind another in memory here
             place, of = 1, DeviceMesh(of.device_type, of.mesh.movedim(place, -1).reshape(-1, axis.size))
         groups[axis.name] = str(of.get_group(place).group_name)
+    if mesh.experts is not None and experts is not None:
+        groups |= make_groups(mesh.experts, experts.whole)
     return groups
 
 
@@ -60,3 +64,8 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 def is_fake(mesh: DeviceMesh) -> bool:
     """Whether nothing is sent at all."""
     return str(dist.get_backend(mesh.get_group(0))) == "fake"
+
+
+def on_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether gloo sends what a group sends of tensors on such devices: it does on CPUs, and may for a shared GPU."""
+    return f"{device_type}:gloo" in dist.get_backend_config(group).split(",")

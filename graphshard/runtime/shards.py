@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from graphshard.ir.errors import ParameterError, UnsupportedError
+from graphshard.ir.device_meshes import ExpertMeshes
+from graphshard.ir.errors import ParameterError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.subclasses import (
@@ -30,6 +31,7 @@ from graphshard.ir.subclasses import (
 )
 from graphshard.ir.torch_internals import dtensor_of, joined_mesh, sharded_like
 from graphshard.runtime.groups import shard_index
+from graphshard.runtime.shown_parameter import behind
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ def shard_module(
     device: torch.device,
     storage: Storage,
     tensor: DeviceMesh | None = None,
+    experts: ExpertMeshes | None = None,
 ) -> None:
     """Replace every parameter by its shard, and move the buffers to the device, in place.
 
@@ -56,12 +59,14 @@ def shard_module(
     Args:
         mesh: the data axes.
         tensor: the tensor axis, if there is one.
+        experts: where parameters are that lie otherwise on the ranks.
     """
     shards = {}
     for row in table:
         param = module.get_parameter(row.name)
         if not (row.ignored or is_sharded(param, row)):
-            shards[row.name] = _shard(param, row, mesh, tensor, storage)
+            data, axis = (experts.data, experts.axis) if row.expert and experts is not None else (mesh, tensor)
+            shards[row.name] = _shard(param, row, data, axis, storage)
     for prefix, owner in module.named_modules():
         dot = f"{prefix}." if prefix else ""
         for name, param in owner._parameters.items():
@@ -174,36 +179,6 @@ def _has_room(local: torch.Tensor, row: ParamRow) -> bool:
     numel = torch.Size(row.padded_shape).numel()
     laid_out = local.numel() == 0 or local.stride() == row.stride_of(local.shape)
     return laid_out and local.untyped_storage().nbytes() >= (local.storage_offset() + numel) * local.element_size()
-
-
-class FullParameter(nn.Parameter):
-    """A gathered parameter that its module shows in the place of the shard.
-
-    It shares memory with what the programs read. Gradients cannot reach the shard through it.
-    """
-
-    shard: nn.Parameter
-
-    @staticmethod
-    def of(full: torch.Tensor, shard: nn.Parameter, name: str) -> FullParameter:
-        """Args: `name` is that of the parameter, for the error."""
-        shown = FullParameter(full, requires_grad=shard.requires_grad)
-        shown.shard = shard
-        if shard.requires_grad:
-            shown.register_hook(lambda _: _refuse_gradient(name))
-        return shown
-
-
-def _refuse_gradient(name: str) -> None:
-    raise UnsupportedError(
-        f"a gradient reached the gathered parameter {name}, which unshard() shows: something outside of the model's "
-        "forward computed with it. Compute that in forward, or under torch.no_grad()."
-    )
-
-
-def behind(param: nn.Parameter | None) -> nn.Parameter | None:
-    """The shard behind a parameter that is shown gathered, or the parameter."""
-    return param.shard if type(param) is FullParameter else param
 
 
 @dataclass(frozen=True)

@@ -19,26 +19,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
+from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.graph import base_of, fake, is_collective, kind_of, restride
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.operators import finish_downloads
+from graphshard.ir.operators import finish_copies
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes, sizes_in
 from graphshard.ir.strides import strides_without_gaps
 from graphshard.ir.subclasses import shard_in
 from graphshard.ir.torch_internals import Fate, disable_autocast, sharded_like
 from graphshard.lower.executor import Boxed, Executor
+from graphshard.lower.replays import Replays
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
 from graphshard.runtime.call import Call
 from graphshard.runtime.custom import Custom
 from graphshard.runtime.gloo import exchange_reductions, gather_into_buffers
-from graphshard.runtime.groups import bind_groups, is_fake, shard_index
+from graphshard.runtime.groups import bind_groups, on_gloo, shard_index
+from graphshard.runtime.in_place import reduce_in_place
 from graphshard.runtime.peers import Peers
 from graphshard.runtime.recording import current_recording
-from graphshard.runtime.shards import ParamRef, dense, padded_shard, shard_parts
-from graphshard.runtime.unsharded import Unsharded, start_gathering
+from graphshard.runtime.replays import Replaying
+from graphshard.runtime.shards import Alias, ParamRef, dense, padded_shard, shard_parts
+from graphshard.runtime.shown import places_of
+from graphshard.runtime.unsharded import Unsharded, landed, start_gathering
 
 # Which tangents arrive, and what is done about microbatches.
 Variant = tuple[frozenset[str], AccumulateGradients | None]
@@ -63,6 +68,9 @@ class Executable:
         groups: names of the process groups by the names of the axes.
         peers: the other ranks; None where there are none.
         custom: collectives that the user runs.
+        experts: where parameters are that lie otherwise on the ranks.
+        replaying: what launches runs of regions by one launch each; None leaves them to themselves.
+        aliases: names under which tied parameters are known besides.
         follows_strides: each layout of tangents has a backward of its own, as in eager mode; otherwise they are copied.
         defers: gradients of several calls that one backward goes through are added up before they are reduced.
     """
@@ -80,6 +88,9 @@ class Executable:
         groups: Mapping[str, str],
         peers: Peers | None = None,
         custom: Custom | None = None,
+        experts: ExpertMeshes | None = None,
+        replaying: Replaying | None = None,
+        aliases: Sequence[Alias] = (),
         *,
         follows_strides: bool,
         defers: bool = True,
@@ -89,6 +100,7 @@ class Executable:
         # Not where backwards are in a file: it has none that leave gradients to each other.
         self.defers = defers
         self._rank = shard_index(mesh)
+        self._expert_rank = shard_index(experts.data) if experts is not None else 0
         self._module = module
         self._params = {ref.row.name: ref for ref in params}
         self._make_backward = make_backward
@@ -98,12 +110,19 @@ class Executable:
         self._groups = groups
         self._peers = peers
         self._custom = custom
+        self._replaying = replaying
+        self._replayed: dict[GraphModule, Boxed] = {}
         # What each phase that communicates is called, and what it sends.
         self._sent: dict[GraphModule, tuple[str, str]] = {}
         self._forward = self._bind(program.phases["forward"])
         outputs = zip(self._forward.results, self._forward.outputs)
         self._results = [(value, slot.name) for value, slot in outputs if slot.kind == "output"]
         self._updated = _updated_but_saved(self._forward)
+        self._shown = {
+            slot: places_of(self._params[slot.name], aliases, names[slot.name])
+            for slot in self._forward.outputs
+            if (slot.of == "gathered" or slot.kind == "shown") and program.params[slot.name].shows
+        }
         # Names of the outputs that are tensors; the others are constants.
         self.names = [name for value, name in self._results if isinstance(value, Node)]
         self._grads: tuple[Slot, ...] = ()
@@ -143,9 +162,12 @@ class Executable:
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[Slot, Any]]:
         """Run the forward executor; return the module's tensors and the values saved for backward."""
+        self.hide()
         with disable_autocast(), self._step(self._forward):
             run = self._code(self._forward)
             values = run([self._given(slot, tensors) for slot in self._forward.inputs])
+        if self.program.offloaded:  # or the user, who may write to a shard now, would change what is still copied
+            finish_copies(self.program.device)
         results: list[torch.Tensor] = []
         saved: dict[Slot, Any] = {}
         mutations: dict[Slot, torch.Tensor] = {}
@@ -201,7 +223,7 @@ class Executable:
             values = self._run_backward(phase, inputs)
         self._unsharded.end()
         if self.program.offloaded:
-            finish_downloads(self.program.device)
+            finish_copies(self.program.device)
         results = dict(zip(phase.outputs, values, strict=True))
         for slot, value in results.items():
             if slot.kind in LEFT:
@@ -218,7 +240,8 @@ class Executable:
         of_params = [slot.kind == "grad" and slot.of == "param" for slot in phase.outputs]
         names = [self.names_in_model[slot.name] if own else "" for slot, own in zip(phase.outputs, of_params)]
         refs = [self.trained[name] if name in taker.params else None for name in names]
-        return taker.run(phase, inputs, refs, names, self._local_gradient, ranges=_profiling())
+        replays = self._replays(phase.module)
+        return taker.run(phase, inputs, refs, names, self._local_gradient, ranges=_profiling(), replays=replays)
 
     def reduce_left(self) -> list[torch.Tensor | None]:
         """Gradients of `trained` as a backward returns them that has none of its own to add."""
@@ -230,8 +253,19 @@ class Executable:
         """Full parameters that forward left to backward, from the shards as they are now."""
         wanted = {slot.name: slot for slot in slots}
         pairs = [(self.program.params[name], self._params[name].param) for name in wanted]
-        arriving = start_gathering(pairs, self.program.mesh.shard, self._groups) if pairs else {}
+        device = self.program.device
+        arriving = start_gathering(pairs, self.program.mesh, self._groups, device) if pairs else {}
         return {wanted[name]: value.wait(wanted[name].index) for name, value in arriving.items()}
+
+    def show(self, full: Mapping[Slot, torch.Tensor]) -> None:
+        """Let modules show full parameters that forward has kept for that, until the next forward or backward."""
+        if self._shown:
+            left = [(places, landed(full[slot], places.ref.row, slot.index)) for slot, places in self._shown.items()]
+            self._unsharded.shown.show_left(left)
+
+    def hide(self) -> None:
+        """Let modules show shards again; raises UnsupportedError if somebody wrote to what they showed."""
+        self._unsharded.shown.hide_left(self.names_in_model.values())
 
     def _microbatches(self, fates: Sequence[Fate], deferred: Collection[str]) -> AccumulateGradients | None:
         """What is done about microbatches; nothing in a backward that is asked for no parameter's gradient."""
@@ -275,13 +309,28 @@ class Executable:
         """The phase's code; while it is measured or a profiler runs, one that shows: other steps pay nothing."""
         executor, recording = phase.module, current_recording()
         if recording is None and not _profiling():
-            return executor.forward
+            return executor.forward if self._replaying is None else self._with_replays(executor)
         assert isinstance(executor, Executor)
         if recording is not None:
             return recording.code(executor, self._others.get(executor, self.program), phase)
         if executor not in self._ranged:
             self._ranged[executor] = executor.with_ranges()
         return self._ranged[executor]
+
+    def _with_replays(self, executor: GraphModule) -> Boxed:
+        if executor not in self._replayed:
+            replays = self._replays(executor)
+            assert isinstance(executor, Executor)
+            assert replays is not None
+            self._replayed[executor] = executor.with_replays(replays)
+        return self._replayed[executor]
+
+    def _replays(self, executor: GraphModule) -> Replays | None:
+        """Who launches the executor's runs of regions, if anybody does."""
+        if self._replaying is None:
+            return None
+        assert isinstance(executor, Executor)
+        return self._replaying.of(self._others.get(executor, self.program), executor)
 
     def _step(self, phase: Phase) -> AbstractContextManager[None]:
         """What others are told while a phase runs; those that do not communicate are nobody's business."""
@@ -325,7 +374,10 @@ class Executable:
         param, row = self._params[slot.name].param, self._params[slot.name].row
         if row.ignored or not isinstance(param, DTensor):
             return value
-        local = row.without_padding(value, self._rank)
+        rank = self._expert_rank if row.expert else self._rank
+        # A view of all of it would cost as much as the rest.
+        whole = row.num_shards == 1 or row.local_range(rank)[1] == value.shape[row.dim]
+        local = value if whole else row.without_padding(value, rank)
         if row.memory_dim > 0 and local.shape != value.shape:
             local = dense(local, row, local.device)
         return local
@@ -342,8 +394,9 @@ class Executable:
         bind_groups(phase.module.graph, self._groups)
         if self._custom is not None:
             self._custom.bind(phase, Mesh.of(self.mesh))
+        reduce_in_place(phase)  # knows what reductions make, not what takes their place on gloo
         exchange_reductions(phase)
-        if self.mesh.device_type == "cpu" and not is_fake(self.mesh):
+        if on_gloo(self.mesh.get_group(0), self.mesh.device_type):
             gather_into_buffers(phase)
         phase.module.recompile()
         return phase

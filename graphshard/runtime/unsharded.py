@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 import torch
 
 from graphshard.ir.graph import c10d
-from graphshard.ir.mesh import Axis
+from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import SMALL
 from graphshard.ir.subclasses import shard_in
-from graphshard.ir.transport import landing, prologue
+from graphshard.ir.torch_internals import process_group
+from graphshard.ir.transport import Steps, landing, prologue
 from graphshard.runtime.gloo import all_gather_coalesced
-from graphshard.runtime.shards import Alias, FullParameter, ParamRef, behind, padded_shard
+from graphshard.runtime.groups import on_gloo
+from graphshard.runtime.shards import Alias, ParamRef, padded_shard
+from graphshard.runtime.shown import Shown, places_of
 
 
 @dataclass
@@ -24,7 +27,7 @@ class Unsharded:
 
     Attributes:
         full: gathered parameters, or what is on its way.
-        kept: those that stay gathered after a backward. Modules show them when `unshard` is called, not by themselves.
+        kept: those that stay gathered after a backward.
         calls: how often the model and entries, by name, were called with gradients since the last backward.
         several: how often that was before the last backward, where it was more than once.
         left: what tells whether a parameter that was gathered for several calls was written to since, as far as torch
@@ -36,7 +39,7 @@ class Unsharded:
     calls: Counter[str] = field(default_factory=Counter)
     several: dict[str, int] = field(default_factory=dict)
     left: dict[str, _Written] = field(default_factory=dict)
-    _shown: dict[str, list[tuple[torch.nn.Module, str]]] = field(default_factory=dict)
+    shown: Shown = field(default_factory=Shown)
 
     @property
     def by_hand(self) -> set[str]:
@@ -57,12 +60,12 @@ class Unsharded:
                 self.read(name)
                 del self.full[name]
                 self.left.pop(name, None)
-            self.hide([name])
+            self.shown.hide([name])
 
     def end(self) -> None:
         """A backward has ended: free what is not kept for others."""
         self.free(self.by_hand)
-        self.hide()
+        self.shown.hide()
         if self.calls and not self.kept:  # others of the same step are to come
             self.several = {name: count for name, count in self.calls.items() if count > 1}
             self.calls.clear()
@@ -82,21 +85,16 @@ class Unsharded:
     def show(self, refs: Iterable[ParamRef], aliases: Sequence[Alias]) -> None:
         """Let modules show the gathered parameters that have arrived, as FSDP2's do, until the next backward."""
         for ref in refs:
-            name, full = ref.row.name, self.full.get(ref.row.name)
-            if not isinstance(full, torch.Tensor) or name in self._shown:
-                continue
-            tied = ((alias.owner, alias.attribute) for alias in aliases if alias.ref.row.name == name)
-            self._shown[name] = [(ref.owner, ref.attribute), *tied]
-            shown = FullParameter.of(full, ref.param, name)
-            for owner, attribute in self._shown[name]:
-                owner._parameters[attribute] = shown
+            full = self.full.get(ref.row.name)
+            if isinstance(full, torch.Tensor):
+                self.shown.show(places_of(ref, aliases, ref.row.name), full)
 
-    def hide(self, names: Iterable[str] | None = None) -> None:
-        """Let modules hold their shards again; by default all of them."""
-        for name in list(self._shown if names is None else names):
-            for owner, attribute in self._shown.pop(name, ()):
-                if attribute in owner._parameters:
-                    owner._parameters[attribute] = behind(owner._parameters[attribute])
+    def show_after_call(self, refs: Iterable[ParamRef], aliases: Sequence[Alias]) -> None:
+        """As `show`; of those that nobody has unsharded, which would be shown if this call had gathered them."""
+        several = self.left.keys() | self.kept
+        self.show((ref for ref in refs if ref.row.name not in several), aliases)
+        kept = [ref for ref in refs if ref.row.shows and ref.row.name in several and ref.row.name in self.full]
+        self.shown.show_left((places_of(ref, aliases, ref.row.name), self.read(ref.row.name)) for ref in kept)
 
 
 # A shard, and how often it and the parameter were written to.
@@ -119,9 +117,19 @@ class _Gathering:
         """The parameter, but for steps of its landing that are left to do."""
         full = self.buffer.wait() if isinstance(self.buffer, _Packed) else c10d.wait_tensor(self.buffer)
         steps = landing(self.row)
-        for target, args, kwargs in steps[: len(steps) - left]:
-            full = target(full, *args, **kwargs)
-        return full
+        return _after(full, steps[: len(steps) - left])
+
+
+def landed(full: torch.Tensor, row: ParamRow, left: int) -> torch.Tensor:
+    """A parameter, after the last steps of its landing."""
+    steps = landing(row)
+    return _after(full, steps[len(steps) - left :])
+
+
+def _after(full: torch.Tensor, steps: Steps) -> torch.Tensor:
+    for target, args, kwargs in steps:
+        full = target(full, *args, **kwargs)
+    return full
 
 
 @dataclass(frozen=True)
@@ -142,28 +150,29 @@ class _Packed:
 
 @torch.no_grad()
 def start_gathering(
-    params: Iterable[tuple[ParamRow, torch.nn.Parameter]], axis: Axis, groups: Mapping[str, str]
+    params: Iterable[tuple[ParamRow, torch.nn.Parameter]], mesh: Mesh, groups: Mapping[str, str], device: torch.device
 ) -> dict[str, _Gathering]:
-    """Start to gather parameters over an axis, in their compute dtypes; one launch for each dtype that travels.
+    """Start to gather parameters, in their compute dtypes; one launch for each axis and dtype that travels.
 
     Args:
         groups: names of the process groups by the names of the axes.
+        device: that gathers; shards that are offloaded are copied there first.
     """
-    sent: dict[torch.dtype, list[tuple[ParamRow, torch.Tensor]]] = {}
+    sent: dict[tuple[Axis, torch.dtype], list[tuple[ParamRow, torch.Tensor]]] = {}
     for row, param in params:
-        shard = padded_shard(param, row).to(row.compute_dtype)
+        shard = padded_shard(param, row).to(device, non_blocking=True).to(row.compute_dtype)
         for target, args, kwargs in prologue(row):
             shard = target(shard, *args, **kwargs)
-        sent.setdefault(shard.dtype, []).append((row, shard))
+        sent.setdefault((row.on(mesh).shard, shard.dtype), []).append((row, shard))
     found: dict[str, _Gathering] = {}
-    for members in sent.values():
+    for (axis, _), members in sent.items():
         small = [(row, shard) for row, shard in members if shard.nbytes < SMALL]
         large = [(row, shard) for row, shard in members if shard.nbytes >= SMALL]
         shards = [shard.contiguous() for _, shard in large]
         if small:
             shards.append(torch.cat([shard.flatten() for _, shard in small]))
-        on_cpu = shards[0].device.type == "cpu"
-        gather = all_gather_coalesced if on_cpu else c10d.all_gather_into_tensor_coalesced
+        by_gloo = on_gloo(process_group(groups[axis.name]), device.type)
+        gather = all_gather_coalesced if by_gloo else c10d.all_gather_into_tensor_coalesced
         buffers = gather(shards, axis.size, groups[axis.name])
         found.update((row.name, _Gathering(buffer, row)) for (row, _), buffer in zip(large, buffers))
         sizes = [shard.numel() for _, shard in small]

@@ -6,7 +6,10 @@ they are now. State is read from the optimizer and what is new is put there, as 
 itself, so that state dicts and checkpoints are what they are without this.
 
 For optimizers only that compute each element of a parameter by itself: `ELEMENTWISE`. Rprop does, but has no step on
-DTensors to be equal to (torch 2.13).
+DTensors to be equal to (torch 2.13), and neither has Adafactor.
+
+Others are known that need nothing but gradients, but more of a parameter than a shard's elements, or DTensors:
+`is_whole`. Muon multiplies whole matrices, and torchao keeps states of few bits in DTensors.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch.optim import (
     Adam,
     Adamax,
     AdamW,
+    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -38,6 +42,8 @@ from graphshard.ir.torch_internals import sharded_like
 from graphshard.runtime.arrivals import Arrival
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop)
+# Where torchao has the step of its optimizers with states of eight and four bits, and in float8.
+_TORCHAO = "torchao.optim.adam"
 # State that is one number for a parameter, and no DTensor.
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
@@ -49,6 +55,12 @@ def is_elementwise(optimizer: Optimizer) -> bool:
         and all(_plain(type(optimizer), name) is _plain(known, name) for name in ("step", "_init_group"))
         for known in ELEMENTWISE
     )
+
+
+def is_whole(optimizer: Optimizer) -> bool:
+    """Whether the step of an optimizer is one that is known to run on DTensors, behind a backward."""
+    step = _plain(type(optimizer), "step")
+    return step is _plain(Muon, "step") or getattr(step, "__module__", "") == _TORCHAO
 
 
 def _plain(cls: type, name: str) -> Callable[..., Any]:

@@ -1,9 +1,10 @@
 """When collectives start and which travel together: the problem in the abstract, a simulator, bounds and solvers.
 
-    problem     compute items in a chain, transfers that gate or follow them, one link; what a schedule of it is
+    problem     compute items in a chain, transfers that gate or follow them, links; what a schedule of it is
     simulate    a schedule's time, exposed communication and memory, event by event
     rates       what no bucket beats, for bounds
     deadlines   the least work of the link with which gathers alone, or reductions alone, keep to a step's time
+    legs        what is certain of reductions with two legs
     bounds      what no schedule can beat
     budget      what a search may do, in steps that are the same on all machines
     simple      schedules that need no search
@@ -13,6 +14,7 @@
     place       launch positions of given buckets under a memory limit
     phase       the best schedule of one phase that a budget finds, and what is proven of it
     solve       which parameters stay gathered, and all phases
+    ways        which axes a phase's collectives run over, and what its link is
     build       from a program to its problem, and from a schedule to buckets and events
     footprint   what is alive in a program whatever the schedule
     by_unit     PlanByUnit: FSDP2's order, which needs no costs
@@ -23,7 +25,7 @@
     memory      what memory its values hold meanwhile
     dag         the timeline as a graph: critical path, slack, what delays a wait
 
-The first thirteen know neither graphs nor tensors.
+The first fourteen know neither graphs nor tensors.
 
 Which plan is taken:
 
@@ -35,8 +37,11 @@ Which plan is taken:
   replaces.
 * **A known plan serves other sizes**, because a rank may capture one alone and could not ask the others. Its positions
   are fitted to what that size computes; its buckets and the order of its events stay.
-* **Meshes of two axes and regathering in subgroups are planned by unit** (with `memory_limit=` it is an error). The
-  scheduling problem has one link, and no all-reduce behind a reduction.
+* **Each phase has a link of its own, with up to two channels**: collectives whose axes share a node's link, or the
+  network, queue. Where parameters are replicated a reduction has a second leg, which carries what one bucket reduced: a
+  packed reduction's buffer is all-reduced as it is. FSDP2's order continues a reduction when the next one starts.
+* **Experts are planned by unit** (with `memory_limit=` it is an error): transfers of one kind cost as on two links. So
+  are pieces of different sizes on the tensor axis, as ranks along it would make different plans.
 * **Backwards for other tangents are planned by unit**, as a rank may need one alone and could not ask the others.
 * **A plan holds what it was made with** (name and hash of the profile, network), inside `Plan.hash`. Costs come from a
   file.
@@ -72,8 +77,14 @@ How it is found:
 * **Searches end after a number of steps, never of seconds**: ranks and machines must find the same plan. What was found
   by then stands.
 
+* **Of two legs `exact` knows all, the other searches one at a time**: the first alone, the second alone, and both as
+  one. None of them is exact then, so `place` tries second legs as soon as the first have ended, and at the end. The
+  proof leaves second legs out, which is true and weak; `legs` has the rest of the bound.
+
 Pitfalls:
 
+* Which of two states of `exact` is better depends on the buckets whose second legs are still to come, not on clocks
+  alone: those are part of what is compared.
 * A packed reduction behind the last item of a phase needs its buffer, too, under a memory limit.
 """
 

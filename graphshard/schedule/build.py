@@ -6,24 +6,26 @@ gained by sending them alone. Items are the compute between the positions at whi
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch.fx import Node
+from torch.fx import Graph
 
 from graphshard.cost.costs import Costs
+from graphshard.cost.kernels import Work, work_of
+from graphshard.cost.model_collectives import ModelCollective, split_off
 from graphshard.ir.graph import with_parts
 from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.liveness import last_use
-from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
-from graphshard.schedule.by_unit import first_use, last_input, next_boundary
+from graphshard.schedule.by_unit import first_use, is_scalar, last_input, next_boundary
 from graphshard.schedule.footprint import base_bytes, item_at, lasting_beside
+from graphshard.schedule.known import remembered
 from graphshard.schedule.problem import Chain, Link, Problem, Transfer
+from graphshard.schedule.ways import Ways, link_of, ways_of
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,11 @@ class Atom:
 
 @dataclass(frozen=True)
 class PhaseMap:
-    """What a chain's numbers mean: the compute position of each item, and the atoms of each kind in order."""
+    """What a chain's numbers mean: the compute position of each item, the atoms of each kind in order, their axes."""
 
     cuts: tuple[int, ...]
     atoms: dict[CollectiveKind, tuple[Atom, ...]]
+    ways: Ways
 
 
 @dataclass(frozen=True)
@@ -101,20 +104,22 @@ class Built:
 
 
 def build(program: Program, costs: Costs, settings: Settings) -> Built:
-    """The scheduling problem of a program."""
-    link = make_link(costs, program.mesh.shard, exchange=settings.exchange)
-    maker = _Maker(program, costs, settings, link)
+    """The scheduling problem of a program; experts, which lie on a mesh of their own, count as if on that of others."""
+    maker = _Maker(program, costs, settings)
     chains = [maker.chain(name, phase) for name, phase in program.phases.items()]
     trained = [row for row in program.params if row.trainable]
     if "backward" in program.phases and trained:
         chains.append(optimizer_chain(program, costs, settings.optimizer_states, trained))
     keepable: frozenset[str] = frozenset()
-    if settings.constraints.keep and {"forward", "backward"} <= set(program.phases):
+    # What is gathered again among neighbours is there in part anyway.
+    keep = settings.constraints.keep and program.mesh.regather is None
+    if keep and {"forward", "backward"} <= set(program.phases):
         names = [{t.name for t in chain.gathers} for chain in chains[:2]]
         keepable = frozenset(names[0] & names[1])
     state = settings.optimizer_states * sum(row.shard_bytes(row.dtype) for row in trained)
     chains = [replace(chain, base=tuple(b + state for b in chain.base)) for chain in chains]
-    return Built(Problem(tuple(chains), link, keepable), maker.maps)
+    # Phases without collectives, as the optimizer, have any link.
+    return Built(Problem(tuple(chains), maker.link, keepable, maker.links), maker.maps)
 
 
 def optimizer_chain(program: Program, costs: Costs, states: int, trained: Iterable[ParamRow]) -> Chain:
@@ -125,47 +130,31 @@ def optimizer_chain(program: Program, costs: Costs, states: int, trained: Iterab
     return Chain("optimizer", (seconds,), (held + moved,))
 
 
-def make_link(costs: Costs, axis: Axis, *, exchange: bool = False) -> Link:
-    """What collectives over an axis cost; equal questions are answered once."""
-
-    def rate(kind: str) -> functools._lru_cache_wrapper[float]:
-        @functools.cache
-        def seconds(num_bytes: int, num_tensors: int) -> float:
-            return float(costs.collective(kind, num_bytes, num_tensors, axis))
-
-        return seconds
-
-    reduced = rate("reduce")
-
-    @functools.cache
-    def reduce(num_bytes: int, num_tensors: int) -> float:
-        seconds = reduced(num_bytes, num_tensors)
-        return min(seconds, float(costs.exchange(num_bytes, axis))) if exchange and num_tensors == 1 else seconds
-
-    return Link(
-        rate("gather"),
-        reduce,
-        functools.cache(lambda n: float(costs.copy(n))),
-        axis.size,
-        contention=costs.profile.contention,
-    )
-
-
 class _Maker:
-    def __init__(self, program: Program, costs: Costs, settings: Settings, link: Link) -> None:
-        self.program, self.costs, self.settings, self.link = program, costs, settings, link
+    def __init__(self, program: Program, costs: Costs, settings: Settings) -> None:
+        self.program, self.costs, self.settings = program, costs, settings
         self.maps: dict[str, PhaseMap] = {}
+        self.links: dict[str, Link] = {}
+        self.made: dict[Ways, Link] = {}
+        self.ways: Ways  # of the phase at hand, and the link there
+        self.link: Link
         self.gathered: dict[str, str] = {}  # by parameter, its atom's name in the phase before
 
     def chain(self, phase_name: str, phase: Phase) -> Chain:
         """One phase as a chain."""
-        layout = Layout.of(phase)
-        position = {**layout.index, phase.module.graph.output_node(): len(layout.compute)}
-        found = collectives(phase)
+        graph = phase.module.graph
+        ways = ways_of(self.program, phase)
+        link = self.made.get(ways) or link_of(self.costs, ways, exchange=self.settings.exchange)
+        self.ways, self.link = ways, link
+        self.made[ways] = self.links[phase_name] = link
+        layout = remembered(graph, "layout", lambda: Layout.of(phase))
+        position = {**layout.index, graph.output_node(): len(layout.compute)}
+        found = remembered(graph, "collectives", lambda: collectives(phase))
+        launches = [c for c in found if c.kind == ways.reduction and not is_scalar(self.program, c)]
         of_row = {(c.kind, c.params[0]): c for c in found}
         final = max(len(layout.compute) - 1, 0)
         used = {c.params[0]: min(first_use([c], layout), final) for c in found if c.kind == "gather"}
-        ready = {c.params[0]: last_input([c], layout) for c in found if c.kind == "reduce"}
+        ready = {c.params[0]: last_input([c], layout) for c in launches}
         gathers = list(self._atoms("gather", used))
         reductions = list(self._atoms("reduce", ready))
         needs = [min(used[row.name] for row in atom.rows) for atom in gathers]
@@ -186,27 +175,39 @@ class _Maker:
         reduced.sort(key=lambda t: t.at)
         transfers = self._pinned(phase_name, transfers, order)
         at = {row.name: t.at for t in reduced for row in order[t.name].rows}
-        launches = [c for c in found if c.kind == "reduce"]
         beside = lasting_beside(self.program, phase)
-        base = [
-            beside + n for n in base_bytes(phase, layout, cuts, launches, {c.node: at[c.params[0]] for c in launches})
-        ]
-        nodes = [[n for node in layout.compute[a:b] for n in with_parts(node)] for a, b in itertools.pairwise(cuts)]
+        ends = {c.node: at[c.params[0]] for c in launches}
+        alive = remembered(
+            graph, ("bytes", cuts, *ends.values()), lambda: base_bytes(phase, layout, cuts, launches, ends)
+        )
+        base = [beside + n for n in alive]
         self.maps[phase_name] = PhaseMap(
             cuts,
             {"gather": tuple(order[t.name] for t in transfers), "reduce": tuple(order[t.name] for t in reduced)},
+            ways,
         )
-        seconds = tuple(map(self._seconds, nodes))
+        seconds = tuple(self._seconds(graph, layout, a, b) for a, b in itertools.pairwise(cuts))
         return Chain(phase_name, seconds, tuple(base), tuple(transfers), tuple(reduced))
 
-    def _seconds(self, nodes: list[Node]) -> float:
-        return float(self.costs.compute(nodes))
+    def _seconds(self, graph: Graph, layout: Layout, start: int, end: int) -> float:
+        """Of the compute between two positions, and of what the model communicates there at once."""
+
+        def kernels() -> tuple[list[Work], list[ModelCollective]]:
+            nodes, sent = split_off([n for node in layout.compute[start:end] for n in with_parts(node)])
+            return work_of(nodes, fused=self.costs.fused), sent
+
+        works, sent = remembered(graph, (start, end, self.costs.fused), kernels)
+        mesh = self.program.mesh
+        return float(self.costs.kernels(works)) + sum(
+            float(each.seconds(self.costs, mesh.named(each.axis))) for each in sent if each.at_once
+        )
 
     def _atoms(self, kind: CollectiveKind, at: Mapping[str, int]) -> Iterator[Atom]:
         """Parameters of a unit and dtype in order of use, cut where they are worth a collective of their own."""
         whole = self.settings.constraints.by_unit or (kind == "reduce" and self.settings.exact_reductions)
         groups: dict[tuple[str, ...], list[ParamRow]] = {}
         order = [row for row in self.program.params.in_packing_order if row.name in at]
+        place = {row.name: index for index, row in enumerate(order)}
         for row in order if whole else sorted(order, key=lambda row: at[row.name]):
             before = "" if whole or kind == "reduce" else self.gathered.get(row.name, "")
             groups.setdefault((row.unit, str(row.sent_dtype(kind)), before), []).append(row)
@@ -218,7 +219,7 @@ class _Maker:
                     name = before or name
                     self.gathered.update({row.name: name for row in part})
                 # Packed tensors, and their gradients' bits, follow the parameter table.
-                table = tuple(row for row in order if row in part)
+                table = tuple(sorted(part, key=lambda row: place[row.name]))
                 yield Atom(name, unit, table)
 
     def _parts(self, kind: CollectiveKind, rows: list[ParamRow]) -> list[list[ParamRow]]:
@@ -234,21 +235,26 @@ class _Maker:
         return parts
 
     def _moving(self, kind: CollectiveKind, rows: list[ParamRow], latency: float) -> float:
-        return self.link.seconds(kind, sum(row.sent_bytes(kind) for row in rows), 1) - latency
+        return self.link.seconds(kind, sum(row.sent_bytes(self._sent(kind)) for row in rows), 1) - latency
+
+    def _sent(self, kind: CollectiveKind) -> CollectiveKind:
+        """What transfers of a kind are in the plan."""
+        return self.ways.reduction if kind == "reduce" else kind
 
     def _transfer(self, kind: CollectiveKind, atom: Atom, at: int, last: int = -1) -> Transfer:
         exact = kind == "reduce" and self.settings.exact_reductions
         whole = exact or self.settings.constraints.by_unit
         small = [row for row in atom.rows if exact or row.piece_bytes(kind) < self.settings.pack_below]
+        sent = self._sent(kind)
         return Transfer(
             name=atom.name,
-            num_bytes=sum(row.sent_bytes(kind) for row in atom.rows),
+            num_bytes=sum(row.sent_bytes(sent) for row in atom.rows),
             at=at,
             last=last,
             group=f"{atom.rows[0].sent_dtype(kind)} {atom.name if whole else ''}",
             num_tensors=len(atom.rows),
             num_small=len(small),
-            small_bytes=sum(row.sent_bytes(kind) for row in small),
+            small_bytes=sum(row.sent_bytes(sent) for row in small),
             packed=len(small) > 1 if exact else None,
         )
 

@@ -11,19 +11,18 @@ from dataclasses import dataclass, field, replace
 from graphshard.cost.costs import Costs
 from graphshard.ir.errors import ArgumentError, InfeasibleError
 from graphshard.ir.layout import collectives
-from graphshard.ir.plan import EXCHANGE_RANKS, SMALL, Bucket, Event, Plan, Prediction
+from graphshard.ir.plan import EXCHANGE_RANKS, Bucket, Event, Plan, Prediction
 from graphshard.ir.program import Program
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.buckets import to_buckets
 from graphshard.schedule.build import Built, Constraints, Settings, build
 from graphshard.schedule.by_unit import PlanByUnit, account, plan_scalars
+from graphshard.schedule.known import within_one_plan
 from graphshard.schedule.problem import Problem, Schedule
 from graphshard.schedule.solve import STEPS, Solution, Solver, one_ahead
 
 log = logging.getLogger(__name__)
-
-# Bytes of a shard below which NCCL's bandwidth falls off, so that a copy pays.
 
 
 @dataclass(frozen=True)
@@ -55,14 +54,14 @@ class PlanByCost:
     same plan.
 
     Attributes:
-        costs: of compute, collectives and copies.
+        costs: of compute, collectives and copies, on the mesh of the program.
         memory_limit: bytes that shards, optimizer state, gathered parameters, gradients and saved values may take at
             any time; None does not limit them.
         constraints: what the user fixes.
         exact_reductions: gradients are reduced in FSDP2's buckets and packed in its order, which keeps its bits where
             the sum depends on the place in the buffer, as on gloo. None does so on CPUs.
-        pack_below: bytes of a shard below which a tensor may be packed with others; None is 64 KiB, and on CPUs, where
-            each tensor of a coalesced collective takes long, as many as are copied in that time.
+        pack_below: bytes of a shard below which a tensor may be packed with others; None is what the profile says, and
+            on CPUs, where each tensor of a coalesced collective takes long, as many as are copied in that time.
         optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam.
         worth, worth_seconds: share of the step, and seconds for each unit, that must be gained before the plan departs
             from FSDP2's order, one unit ahead, and again before it departs from its buckets; without a memory limit
@@ -87,6 +86,7 @@ class PlanByCost:
         if self.steps < 0:
             raise ArgumentError(f"steps must not be negative, got {self.steps}. 0 searches nothing.")
 
+    @within_one_plan()
     def __call__(self, program: Program) -> Plan:
         """Plan a partitioned program.
 
@@ -94,20 +94,22 @@ class PlanByCost:
             InfeasibleError: no plan fits in the memory limit; the message has the least bytes that one needs.
         """
         self._check_units(program)
-        if len(program.mesh.axes) > 1:
+        if program.mesh.experts is not None:
             return self._unplanned(program)
-        settings = self._settings(program)
+        # Which ranks share a node is the program's mesh to say.
+        here = replace(self, costs=replace(self.costs, mesh=program.mesh))
+        settings = here._settings(program)
         if not (self.worth or self.worth_seconds):
-            return self._shortest(program, settings).plan
-        return self._worthwhile(program, settings).plan
+            return here._shortest(program, settings).plan
+        return here._worthwhile(program, settings).plan
 
     def _unplanned(self, program: Program) -> Plan:
-        """The plan by units, where there are links that the problem does not have.
+        """The plan by units, where transfers of a kind cost as on several links.
 
         Raises:
             ArgumentError: a memory limit was given.
         """
-        why = f"collectives run over {' and '.join(axis.name for axis in program.mesh.axes)}"
+        why = "experts lie on a mesh of their own"
         if self.memory_limit is not None:
             raise ArgumentError(
                 f"memory_limit={self.memory_limit} cannot be kept: {why}, which is not planned by cost."
@@ -122,7 +124,7 @@ class PlanByCost:
         if pack_below is None:
             profile = self.costs.profile
             copied = profile.inside["gather"].tensor_seconds * profile.memory_bandwidth / 2 / program.mesh.shard.size
-            pack_below = max(SMALL, int(copied)) if on_cpu else SMALL
+            pack_below = int(max(profile.pack_below, copied) if on_cpu else profile.pack_below)
         # An exchange makes a second buffer, which the memory of the problem does not count, and its order of summation
         # is the same on two ranks only.
         exchange = on_cpu and program.mesh.shard.size == EXCHANGE_RANKS and self.memory_limit is None
@@ -214,7 +216,7 @@ class PlanByCost:
             if chain.name not in program.phases:
                 continue
             phase, mapped = program.phases[chain.name], built.maps[chain.name]
-            made, placed = to_buckets(chain.name, chain, mapped, placement, axis, settings.pack_below, exchange)
+            made, placed = to_buckets(chain.name, chain, mapped, placement, settings.pack_below, exchange)
             of_row = {(c.kind, c.params[0]): c for c in collectives(phase)}
             groups = [(bucket, [of_row[bucket.kind, name] for name in bucket.members]) for bucket in made]
             scalars, theirs = plan_scalars(program, chain.name, [event.at for event in placed])

@@ -105,7 +105,7 @@ class PlanByUnit:
             row = program.params[collective.params[0]]
             dtypes = f"{row.sent_dtype(collective.kind)} as {fake(collective.node.all_input_nodes[0]).dtype}"
             # What is not cut is reduced over one axis after the other, on a way of its own.
-            key = collective.kind, row.unit, collective.axis, dtypes, str(row.num_shards)
+            key = collective.kind, row.unit, collective.axis, dtypes, f"{row.num_shards} {row.expert}"
             groups.setdefault(key, []).append(collective)
         found: list[tuple[Bucket, list[Collective]]] = []
         for (kind, unit, axis, *_), members in groups.items():
@@ -145,37 +145,44 @@ class PlanByUnit:
 
 
 def plan_scalars(program: Program, phase_name: str, starts: Iterable[int]) -> tuple[list[Bucket], list[Event]]:
-    """One bucket for the gradients that are all-reduced instead of scattered; waited for at the end.
+    """Buckets for the gradients that are all-reduced instead of scattered, over one axis after the other, at the end.
 
     Args:
         starts: positions at which something starts anyway, so that no region is split.
     """
     phase = program.phases[phase_name]
-    groups: dict[tuple[str, ...], list[Collective]] = {}
+    groups: dict[tuple[str, ...], dict[str, list[Collective]]] = {}
     for collective in collectives(phase):
-        if collective.kind == "all_reduce":
-            _, operation, _ = collective.node.args
+        if is_scalar(program, collective):
+            _, operation, axis = collective.node.args
             sent = program.params[collective.params[0]].reduce_dtype
-            groups.setdefault((str(sent), str(operation)), []).append(collective)
+            groups.setdefault((str(sent), str(operation)), {}).setdefault(str(axis), []).append(collective)
     layout = Layout.of(phase)
     end = len(layout.compute)
     buckets, events = [], []
-    for (dtype, operation), members in groups.items():
-        names = tuple(collective.params[0] for collective in members)
-        bucket = Bucket(
-            name=f"all_reduce {operation} of {dtype} scalars in {phase_name}",
-            kind="all_reduce",
-            phase=phase_name,
-            params=names if len(names) == 1 else (),
-            packed=names if len(names) > 1 else (),
-            axis=members[0].axis,
-            num_bytes=sum(program.params[name].sent_bytes("all_reduce") for name in names),
-        )
-        buckets.append(bucket)
-        ready = last_input(members, layout)
-        events.append(Event("start", bucket.name, min((at for at in starts if at >= ready), default=end)))
-        events.append(Event("wait", bucket.name, end))
+    for (dtype, operation), by_axis in groups.items():
+        for index, (axis, members) in enumerate(by_axis.items()):
+            names = tuple(collective.params[0] for collective in members)
+            bucket = Bucket(
+                name=f"all_reduce {operation} of {dtype} scalars in {phase_name}{f' over {axis}' if index else ''}",
+                kind="all_reduce",
+                phase=phase_name,
+                params=names if len(names) == 1 else (),
+                packed=names if len(names) > 1 else (),
+                axis=axis,
+                num_bytes=sum(program.params[name].sent_bytes("all_reduce") for name in names),
+            )
+            buckets.append(bucket)
+            ready = end if index else last_input(members, layout)
+            events.append(Event("start", bucket.name, min((at for at in starts if at >= ready), default=end)))
+            events.append(Event("wait", bucket.name, end))
     return buckets, sorted(events, key=lambda event: event.at)
+
+
+def is_scalar(program: Program, collective: Collective) -> bool:
+    """Whether it all-reduces gradients that are whole on every rank, beside others that are scattered."""
+    whole = program.params[collective.params[0]].num_shards == 1 and program.mesh.shard.size > 1
+    return whole and collective.kind == "all_reduce"
 
 
 def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]], prefetch: Prefetch, most: int) -> list[Event]:

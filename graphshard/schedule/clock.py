@@ -1,8 +1,10 @@
 """The clock of a step: what the executors of a lowered program do, in order, and when that begins and ends.
 
 One compute stream, one channel for each link: in the node, beyond it, and to the host. A collective or a copy begins
-when it is launched and its link is free; compute waits where the program waits. Seconds and bytes may be numbers (then
-`timeline` shows the step) or sympy expressions (then `formulas` does): both are the result of this one clock.
+when it is launched and its link is free; compute waits where the program waits. What the model itself communicates is
+launched where the model has it; where compute waits for it at once, contention slows it down as it does compute.
+Seconds and bytes may be numbers (then `timeline` shows the step) or sympy expressions (then `formulas` does): both are
+the result of this one clock.
 
 `simulate` has a clock of its own. It runs schedules of the abstract problem, before there is a program: with items and
 positions in place of regions and waits, copies of packed buckets on the compute stream, and the memory after every
@@ -17,15 +19,18 @@ from typing import Literal
 
 from torch.fx import Node
 
-from graphshard.cost.costs import Costs, maximum, slowed
+from graphshard.cost.costs import Costs, is_zero, maximum, slowed
+from graphshard.cost.model_collectives import ModelCollective, ModelKind, model_collective
 from graphshard.cost.multiplications import Scalar
 from graphshard.ir.graph import WAIT, is_collective, kind_of, launch_of, module_of
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
+from graphshard.ir.operators import ARRIVED, DOWNLOAD, SETTLED, UPLOAD
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 
-LaunchKind = CollectiveKind | Literal["upload", "download"]
+# The links of copies.
+HOST_LINKS = ("host", "to_host")
+LaunchKind = CollectiveKind | ModelKind | Literal["upload", "download"]
 
 
 @dataclass(frozen=True)
@@ -65,15 +70,19 @@ class Launch(Event):
     """A collective, or a copy to or from the host, is launched.
 
     Attributes:
-        link: "node" or "network" of a collective, "host" of a copy.
+        link: "node" or "network" of a collective, "host" of an upload and "to_host" of a download, which do not meet.
         num_bytes: of the full tensors of a collective.
         seconds: that it takes once its link is free.
+        where: the module of the model that communicates; "" for what carries parameters and gradients.
+        at_once: the model communicates, and compute waits until it has ended.
     """
 
     kind: LaunchKind
     link: str
     num_bytes: Scalar
     seconds: Scalar
+    where: str = ""
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,8 @@ class Sizes:
         costs: seconds of collectives and copies.
         mesh: whose axes the collectives run over.
         region: seconds of one call of a region, by its name.
-        sent: bytes of a collective, from its node.
+        sent: bytes of a collective that carries parameters or gradients, from its node.
+        model: what a node sends if it is a collective of the model.
         copied: bytes of a copy to or from the host, from its node.
     """
 
@@ -100,6 +110,7 @@ class Sizes:
     region: Mapping[str, Scalar]
     sent: Callable[[Node], Scalar]
     copied: Callable[[Node], Scalar]
+    model: Callable[[Node], ModelCollective | None] = model_collective
 
 
 def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[Event]:
@@ -109,6 +120,7 @@ def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[Event]:
         costs: on the program's own mesh, which says what link a collective takes.
     """
     measured = {name for name, key in program.region_names.items() if key in costs.measured}
+    axes = {axis.name for axis in program.mesh.every_axis}  # one that is installed names process groups instead
     events: list[Event] = []
     for name, phase in program.phases.items():
         order = 0
@@ -120,7 +132,14 @@ def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[Event]:
             elif node.target in (UPLOAD, DOWNLOAD):
                 started[node] = len(events)
                 events.append(_copy(phase, sizes, node, name, order))
-            elif node.target in (WAIT, ARRIVED):
+            elif (sent := sizes.model(node)) is not None and sent.axis in axes:
+                started[node] = len(events)
+                events.append(_of_model(program, costs, sizes, node, sent, name, order))
+                if sent.at_once:
+                    events.append(Wait(sent.name, name, order, node, len(events) - 1))
+            elif node.target is SETTLED and node.all_input_nodes[0] not in started:
+                pass  # of a collective of the model that is left out
+            elif node.target in (WAIT, ARRIVED, SETTLED):
                 launch = started[launch_of(node) if node.target is WAIT else node.all_input_nodes[0]]
                 events.append(Wait(events[launch].name, name, order, node, launch))
             elif node.op == "call_module":
@@ -144,13 +163,23 @@ def _collective(program: Program, costs: Costs, sizes: Sizes, node: Node, phase:
     return Launch(bucket.name, phase, order, node, kind, link, size, seconds)
 
 
+def _of_model(
+    program: Program, costs: Costs, sizes: Sizes, node: Node, sent: ModelCollective, phase: str, order: int
+) -> Launch:
+    seconds = sent.seconds(sizes.costs, sizes.mesh.named(sent.axis))
+    link = costs.link(program.mesh.named(sent.axis))
+    where = module_of(node)
+    return Launch(sent.name, phase, order, node, sent.kind, link, sent.num_bytes, seconds, where, sent.at_once)
+
+
 def _copy(phase: Phase, sizes: Sizes, node: Node, name: str, order: int) -> Launch:
     kind: LaunchKind = "upload" if node.target is UPLOAD else "download"
     (source,) = node.all_input_nodes
     slots = phase.slot_of()
     what = slots[source].name if source in slots else f"%{node.meta['number']}"
     size = sizes.copied(node)
-    return Launch(f"{kind} {what}", name, order, node, kind, "host", size, sizes.costs.host_copy(size))
+    link = "host" if kind == "upload" else "to_host"
+    return Launch(f"{kind} {what}", name, order, node, kind, link, size, sizes.costs.host_copy(size))
 
 
 @dataclass
@@ -175,7 +204,7 @@ def _undefined(_: str, value: Scalar) -> Scalar:
     return value
 
 
-def run(events: Sequence[Event], contention: float, define: Callable[[str, Scalar], Scalar] = _undefined) -> Times:
+def run(events: Sequence[Event], contention: Scalar, define: Callable[[str, Scalar], Scalar] = _undefined) -> Times:
     """Run events through the clock.
 
     Args:
@@ -190,13 +219,18 @@ def run(events: Sequence[Event], contention: float, define: Callable[[str, Scala
         begin = compute
         if isinstance(event, Launch):
             begin = maximum(compute, free.get(event.link, compute))
-            end = free[event.link] = define(f"end {event.name}", begin + event.seconds)
+            end = begin + event.seconds
+            if event.at_once and not is_zero(contention):
+                beside = [free[link] for link in free if link != event.link]
+                busy = maximum(*beside, begin) - begin if beside else 0.0
+                end += slowed(event.seconds, busy, contention) - event.seconds
+            end = free[event.link] = define(f"end {event.name}", end)
         elif isinstance(event, Wait):
             end = compute = define(f"after wait {event.name}", maximum(found.ends[event.launch], compute))
         else:
             assert isinstance(event, Call)
             end = compute + event.seconds
-            if contention and event.alone:
+            if event.alone and not is_zero(contention):
                 busy = maximum(*free.values(), compute) - compute
                 found.slower.append(define("slower", slowed(event.seconds, busy, contention) - event.seconds))
                 end = define(f"after {event.name}", end + found.slower[-1])

@@ -8,26 +8,22 @@ before it, what was on its link before it, and, for a wait, what it waits for. S
 as long as the step.
 
 Contention: calls take as long as on the timeline, where what runs beside them has slowed them down. On a machine with
-contention, something longer also slows down the calls beside it, which no edge says: slack is then searched, with the
-clock. What a step gains without something stays as the edges say, which leaves out that calls beside it get faster.
+contention, something longer also slows down the calls beside it, and calls get faster without it, which no edge says:
+slack and gains leave that out. With it nothing that runs beside compute would have any slack.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import networkx as nx
 
-from graphshard.schedule.clock import Event, Launch, Times, Wait, run
+from graphshard.schedule.clock import Event, Launch, Times, Wait
 
 # Of the step: seconds below are rounding.
 _ROUNDING = 1e-12
-
-# Of the step: a slack that is searched is known to this.
-_KNOWN = 1e-9
 
 # A node before all events.
 _BEGIN = -1
@@ -43,8 +39,7 @@ class TimelineDag:
         end: the last event of compute, where the step ends.
     """
 
-    def __init__(self, events: Sequence[Event], times: Times, contention: float = 0.0) -> None:
-        self.events, self.contention = events, contention
+    def __init__(self, events: Sequence[Event], times: Times) -> None:
         self.graph = nx.DiGraph()
         self.graph.add_node(_BEGIN)
         self.seconds = {_BEGIN: 0.0}
@@ -86,44 +81,14 @@ class TimelineDag:
 
     @cached_property
     def slack(self) -> dict[int, float]:
-        """Seconds by which an event may end later, because it begins later or takes longer, and the step does not.
-
-        With contention those of collectives and copies are of taking longer.
-        """
+        """Seconds by which an event may end later, because it begins later or takes longer, and the step does not."""
         ends = self._ends
         latest = dict.fromkeys(self.graph, ends[self.end])
         for node in sorted(self.graph, reverse=True):
             for after in self.graph.successors(node):
                 latest[node] = min(latest[node], latest[after] - self.seconds[after])
         rounding = _ROUNDING * ends[self.end]
-        found = {n: late - ends[n] if late - ends[n] > rounding else 0.0 for n, late in latest.items()}
-        if self.contention:
-            found |= {n: self._searched(n, found[n]) for n, e in enumerate(self.events) if isinstance(e, Launch)}
-        return found
-
-    def _searched(self, index: int, most: float) -> float:
-        """The slack of a launch that slows calls down; `most` is what it would be if it did not.
-
-        The step never gets shorter when a launch takes longer, so halving an interval finds where it begins to grow.
-        """
-        known = _KNOWN * self._ends[self.end]
-        if not most or self._longer(index, most) <= known:
-            return most
-        if self._longer(index, 2 * known) > known:  # as of most: something is always beside them
-            return 0.0
-        least = 0.0
-        while most - least > known:
-            middle = (least + most) / 2
-            least, most = (least, middle) if self._longer(index, middle) > known else (middle, most)
-        return 0.0 if least <= known else least
-
-    def _longer(self, index: int, seconds: float) -> float:
-        """By how much the step gets longer, as the clock runs, if a launch takes so many seconds more."""
-        events = list(self.events)
-        event = events[index]
-        assert isinstance(event, Launch)
-        events[index] = replace(event, seconds=event.seconds + seconds)
-        return float(run(events, self.contention).step(events)) - self._ends[self.end]
+        return {n: late - ends[n] if late - ends[n] > rounding else 0.0 for n, late in latest.items()}
 
     def gains(self, target: int) -> dict[int, float]:
         """By the events but for which another would end earlier: by how much, if one of them took no time."""

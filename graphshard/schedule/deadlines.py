@@ -37,12 +37,13 @@ class Costs:
     per_tensor: float
 
     @staticmethod
-    def of(chain: Chain, link: Link, kind: CollectiveKind) -> Costs:
-        """For the transfers of a chain."""
+    def of(chain: Chain, link: Link, kind: CollectiveKind, share: float = 1.0) -> Costs:
+        """For the transfers of a chain; `share` is what of the seconds counts."""
         transfers = chain.transfers(kind)
         lines = tuple(lines_below(transfers, link, kind))
         # With more than a latency for a tensor it would pay to send each by itself, as the first one is free.
-        return Costs(lines, min(tensor_below(transfers, link, kind), *(rate.latency for rate in lines)))
+        per_tensor = min(tensor_below(transfers, link, kind), *(rate.latency for rate in lines))
+        return Costs(tuple(Rate(share * r.latency, share * r.per_byte) for r in lines), share * per_tensor)
 
     def __call__(self, num_bytes: _Numbers, num_tensors: _Numbers) -> _Numbers:
         """Seconds of buckets."""
@@ -127,13 +128,13 @@ class Jobs:
         return work, before
 
 
-def jobs(chain: Chain, link: Link) -> tuple[Jobs, Jobs]:
-    """The gathers of a chain, and its reductions."""
+def jobs(chain: Chain, link: Link, share: float = 1.0) -> tuple[Jobs, Jobs]:
+    """The gathers of a chain, and its reductions; `share` is what of the link's seconds counts."""
     total, elapsed = chain.elapsed[-1], np.array(chain.elapsed)
     used = elapsed[[g.at for g in chain.gathers]]
     ready = total - elapsed[[r.at for r in reversed(chain.reductions)]]
-    gathers = _alone(Costs.of(chain, link, "gather"), chain.gathers, total - used)
-    reductions = _alone(Costs.of(chain, link, "reduce"), chain.reductions[::-1], total - ready)
+    gathers = _alone(Costs.of(chain, link, "gather", share), chain.gathers, total - used)
+    reductions = _alone(Costs.of(chain, link, "reduce", share), chain.reductions[::-1], total - ready)
     # What takes longest behind a position: the compute that is left, or some of it and what it releases.
     tails = np.maximum.accumulate([total, *(reductions.together[1:] + total - ready)])
     heads = np.maximum.accumulate([total, *(gathers.together[1:] + total - used)])

@@ -5,22 +5,29 @@ are two clocks, the channel's and compute's there. When a bucket starts at an ea
 most the seconds of the items between earlier: if it was held up in between, then by something that ended on the
 channel before, so the channel is later than either. States keep the clocks that no other pair beats. Without a memory
 limit, without copies and with one channel this is exact; the number of states is linear in depth.
+
+With contention c what is found is the least of c W + T', which no step beats (`bounds`): a bucket of w seconds puts
+both clocks forward by c w, and takes (1 - c) w on the channel. The step takes just that if the link is busy from the
+first wait of compute to the last.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule.budget import Budget
 from graphshard.schedule.coarse import coarsen
-from graphshard.schedule.deadlines import jobs
+from graphshard.schedule.latest import Latest
 from graphshard.schedule.problem import Bucketed, Chain, Link, Load, Together, load, runs
 
 
@@ -54,6 +61,9 @@ _EXACT = Effort(window=1 << 30, lag=1 << 30, labels=1 << 30)
 
 # Steps of a budget for what is found out about each transfer, and for the costs of a bucket.
 _TRANSFER, _BUCKET = 40, 4
+# For a state, and for each of its labels with each bucket; one that is kept is a step.
+_VISIT, _LOOK = 40, 0.03
+_Numbers = NDArray[np.float64]
 
 # Two clocks, the channel's and compute's, the last bucket, and the label before it.
 _Label = tuple[float, float, "Bucketed | None", Any]
@@ -80,7 +90,10 @@ def channel_order(
 
 
 def shortest_order(chain: Chain, link: Link, budget: Budget, below: float) -> tuple[float, list[Bucketed]] | None:
-    """The shortest schedule of a chain without copies on one channel, and its seconds; None as for `channel_order`."""
+    """The shortest schedule of a chain without copies on one channel, and its seconds; None as for `channel_order`.
+
+    With contention no schedule beats the seconds, and this one may take longer.
+    """
     found = _Program(chain, link, replace(_EXACT, below=below), budget, math.inf).run()
     return None if found is None else (max(found[:2]), _path(found))
 
@@ -107,12 +120,33 @@ class _Program:
         self.use = [chain.elapsed[at] for at in (*(g.at for g in chain.gathers), end)]
         self.used_at = [*(g.at for g in chain.gathers), end]
         self.launch = [chain.elapsed[p] for p in earliest_launches(chain, limit, effort.reserve)]
-        self.latest = _Latest(chain, link, effort.below)
+        self.latest = Latest(chain, link, effort.below)
         budget.spend(_TRANSFER * (len(chain.gathers) + len(chain.reductions)))
         self.options = {
-            "gather": [list(self._buckets("gather", first)) for first in range(len(chain.gathers))],
-            "reduce": [list(self._buckets("reduce", first)) for first in range(len(chain.reductions))],
+            "gather": [self._gathers(first) for first in range(len(chain.gathers))],
+            "reduce": [self._reductions(first) for first in range(len(chain.reductions))],
         }
+
+    def _gathers(self, first: int) -> _Options:
+        """Every bucket of gathers that begins with one; `back` is from its launch to its use, `ahead` to the next."""
+        use = self.use[first]
+        found = []
+        for bucket, cost in self._buckets("gather", first):
+            if self.launch[bucket.end - 1] > use and bucket.end > first + 1:
+                # It does not fit when its first transfer is needed. Nor does a longer one: launches are in order.
+                break
+            ahead = self.use[bucket.end] - use + cost.copy_in + cost.copy_out
+            found.append((bucket, cost, use - self.launch[bucket.end - 1], ahead))
+        return _Options.of(found, self.link.contention)
+
+    def _reductions(self, first: int) -> _Options:
+        """Every bucket of reductions that begins with one; `back` is when it is ready, `ahead` its copies."""
+        elapsed, reductions = self.chain.elapsed, self.chain.reductions
+        found = (
+            (bucket, cost, elapsed[reductions[bucket.end - 1].at], cost.copy_in)
+            for bucket, cost in self._buckets("reduce", first)
+        )
+        return _Options.of(found, self.link.contention)
 
     def _buckets(self, kind: CollectiveKind, first: int) -> Iterator[tuple[Bucketed, Load]]:
         """Every bucket that begins with a transfer, and its costs."""
@@ -126,8 +160,9 @@ class _Program:
             costs = [(packed, together.load(self.link, kind, packed)) for packed in together.modes]
             self.budget.spend(_BUCKET)
             for packed, cost in costs:
-                total = cost.seconds + cost.copy_in + cost.copy_out
-                if not any(c.seconds <= cost.seconds and total > c.seconds for p, c in costs if p != packed):
+                # The other way is better if it takes less of the channel, and no more with its copies.
+                others = (c for p, c in costs if p != packed and c.seconds < cost.seconds)
+                if not any(c.seconds + c.copy_in + c.copy_out <= cost.seconds for c in others):
                     yield Bucketed(kind, first, end, packed), cost
 
     def run(self) -> _Label | None:
@@ -135,6 +170,8 @@ class _Program:
         chain = self.chain
         num_gathers, num_reductions = len(chain.gathers), len(chain.reductions)
         states: list[dict[int, list[_Label]]] = [{} for _ in range(num_gathers + 1)]
+        if self.use[0] >= self.latest.compute[0, 0] or self.latest.channel[0, 0] <= 0:
+            return None
         states[0][0] = [(0.0, self.use[0], None, None)]
         ready_at = [bisect.bisect_right([r.at for r in chain.reductions], at) for at in self.used_at]
         for gathered in range(num_gathers + 1):
@@ -145,9 +182,7 @@ class _Program:
             for reduced in range(min(here, default=0), num_reductions + 1):
                 if reduced not in here:
                     continue
-                labels = here[reduced] = self._best(here[reduced], gathered, reduced)
-                if not labels:
-                    continue
+                labels = here[reduced] = self._best(here[reduced])
                 if self.budget.ended:
                     return None
                 if reduced < ready:
@@ -160,53 +195,55 @@ class _Program:
         return min(final, key=lambda label: max(label[:2])) if final else None
 
     def _gather(self, labels: list[_Label], gathered: int, reduced: int, states: list[dict[int, list[_Label]]]) -> None:
-        use = self.use[gathered]
-        for bucket, cost in self.options["gather"][gathered]:
-            if self.launch[bucket.end - 1] > use and bucket.end > bucket.first + 1:
-                # It does not fit when its first transfer is needed. Nor does a longer one: launches are in order.
-                break
-            back = use - self.launch[bucket.end - 1]
-            ahead = self.use[bucket.end] - use + cost.copy_in + cost.copy_out
-            new = states[bucket.end].setdefault(reduced, [])
-            seconds = cost.seconds
-            self.budget.spend(len(labels))
-            for label in labels:
-                before, compute, _, _ = label
-                # `compute` is the clock at the use, and `compute - back` that at the launch if nothing held compute up
-                # in between. If something did, it was a bucket that ended by `before`, and compute has run for at most
-                # `back` since. Then `before` is the later of the two. It also is the later one in truth, as compute
-                # came to the launch earlier still.
-                channel = (before if before > compute - back else compute - back) + seconds
-                new.append((channel, (compute if compute > channel else channel) + ahead, bucket, label))
+        options = self.options["gather"][gathered]
+        before, compute = _clocks(labels)
+        # `compute` is the clock at the use, and `compute - back` that at the launch if nothing held compute up in
+        # between. If something did, it was a bucket that ended by `before`, and compute has run for at most `back`
+        # since. Then `before` is the later of the two. It also is the later one in truth, as compute came to the launch
+        # earlier still.
+        channel = np.maximum(before, compute - options.back) + options.seconds
+        compute = np.maximum(compute + options.lost, channel) + options.ahead
+        latest = self.latest.channel[options.ends, reduced], self.latest.compute[options.ends, reduced]
+        for bucket, label in self._of_interest(labels, options.buckets, channel, compute, *latest):
+            states[bucket.end].setdefault(reduced, []).append(label)
 
     def _reduce(
         self, labels: list[_Label], gathered: int, reduced: int, ready: int, here: dict[int, list[_Label]]
     ) -> None:
-        use, elapsed, reductions = self.use[gathered], self.chain.elapsed, self.chain.reductions
-        for bucket, cost in self.options["reduce"][reduced]:
-            if bucket.end > ready:
-                return
-            back = use - elapsed[reductions[bucket.end - 1].at]
-            new = here.setdefault(bucket.end, [])
-            seconds, copy_in = cost.seconds, cost.copy_in
-            self.budget.spend(len(labels))
-            for label in labels:
-                before, compute, _, _ = label
-                # Ready `back` before the position at which this clock of compute is; the same argument as for gathers.
-                compute += copy_in
-                channel = (before if before > compute - back else compute - back) + seconds
-                new.append((channel, compute, bucket, label))
+        options = self.options["reduce"][reduced].until(ready)
+        before, compute = _clocks(labels)
+        # Ready `back` before the position at which this clock of compute is; the same argument as for gathers.
+        compute = compute + options.ahead
+        channel = np.maximum(before, compute - (self.use[gathered] - options.back)) + options.seconds
+        latest = self.latest.channel[gathered, options.ends], self.latest.compute[gathered, options.ends]
+        for bucket, label in self._of_interest(labels, options.buckets, channel, compute + options.lost, *latest):
+            here.setdefault(bucket.end, []).append(label)
 
-    def _best(self, labels: list[_Label], gathered: int, reduced: int) -> list[_Label]:
-        """Those of interest whose clocks no other has both as early; evenly among them if they are too many."""
-        channel, compute = self.latest(gathered, reduced)
+    def _of_interest(
+        self,
+        labels: list[_Label],
+        buckets: list[Bucketed],
+        channel: _Numbers,
+        compute: _Numbers,
+        latest_channel: _Numbers,
+        latest_compute: _Numbers,
+    ) -> Iterator[tuple[Bucketed, _Label]]:
+        """What the labels lead to, by bucket and label, if the step can still end below the best."""
+        good = (channel < latest_channel[:, None]) & (compute < latest_compute[:, None])
+        which, of = (index.tolist() for index in good.nonzero())
+        self.budget.spend(_VISIT + good.size * _LOOK + len(which))
+        for option, label, link, here in zip(which, of, channel[good].tolist(), compute[good].tolist()):
+            yield buckets[option], (link, here, buckets[option], labels[label])
+
+    def _best(self, labels: list[_Label]) -> list[_Label]:
+        """Those whose clocks no other has both as early; evenly among them if they are too many."""
         # No label before one in this order has a later channel. So it is beaten if any of them has compute as early,
-        # and `earliest` is the earliest of theirs; it begins with what could still end below the best.
+        # and `earliest` is the earliest of theirs.
         labels.sort(key=_CHANNEL)
         found: list[_Label] = []
-        earliest = compute
+        earliest = math.inf
         for label in labels:
-            if label[1] < earliest and label[0] < channel:
+            if label[1] < earliest:
                 found.append(label)
                 earliest = label[1]
         most = self.effort.labels
@@ -216,30 +253,43 @@ class _Program:
         return found
 
 
-class _Latest:
-    """When the clocks must have come to a state if the step is to end before so many seconds."""
+@dataclass(frozen=True)
+class _Options:
+    """Buckets that begin with one transfer, and their costs as columns.
 
-    def __init__(self, chain: Chain, link: Link, below: float) -> None:
-        gathers, reductions = jobs(chain, link)
-        num = len(gathers.behind)
-        self.below = below
-        # Compute, at the use of the next gather; the link, if what is left of gathers comes next.
-        self.compute = [*(below - gathers.behind).tolist(), below]
-        self.together = gathers.together.tolist()
-        self.seconds = [gathers.between(first) for first in range(num)]
-        latest = [below - gathers.behind[first:] - self.seconds[first] for first in range(num)]
-        self.channel = [*(float(times.min()) for times in latest), math.inf]
-        self.gathering = [*(float(times[-1]) for times in self.seconds), 0.0]
-        self.reducing = reductions.work(below)[::-1].tolist()
+    Attributes:
+        ends: of the buckets, in order.
+        seconds: on the channel.
+        lost: what contention takes.
+        back, ahead: see `_Program`.
+    """
 
-    def may_gather(self, first: int, end: int) -> bool:
-        """Whether a bucket of these gathers can end in time, if all gathers before travel as one."""
-        return bool(self.together[first] + self.seconds[first][end - first - 1] <= self.compute[first])
+    buckets: list[Bucketed]
+    ends: NDArray[np.int64]
+    seconds: _Numbers
+    lost: _Numbers
+    back: _Numbers
+    ahead: _Numbers
 
-    def __call__(self, gathered: int, reduced: int) -> tuple[float, float]:
-        """The latest clocks of the link and of compute."""
-        left = self.below - self.gathering[gathered] - self.reducing[reduced]
-        return min(left, self.channel[gathered]), self.compute[gathered]
+    @staticmethod
+    def of(found: Iterable[tuple[Bucketed, Load, float, float]], contention: float) -> _Options:
+        """Of buckets, their costs, and what lies back and ahead."""
+        rows = list(found)
+        numbers = np.array([(cost.seconds, back, ahead) for _, cost, back, ahead in rows], dtype=np.float64)
+        seconds, back, ahead = numbers.reshape(-1, 3).T[:, :, None]
+        ends = np.array([bucket.end for bucket, *_ in rows], dtype=np.int64)
+        return _Options([bucket for bucket, *_ in rows], ends, seconds, contention * seconds, back, ahead)
+
+    def until(self, end: int) -> _Options:
+        """Those that end there or before."""
+        num = int(np.searchsorted(self.ends, end, side="right"))
+        seconds, lost, back, ahead = (c[:num] for c in (self.seconds, self.lost, self.back, self.ahead))
+        return _Options(self.buckets[:num], self.ends[:num], seconds, lost, back, ahead)
+
+
+def _clocks(labels: list[_Label]) -> tuple[_Numbers, _Numbers]:
+    """The channel's and compute's, as rows."""
+    return np.array([label[0] for label in labels]), np.array([label[1] for label in labels])
 
 
 def _path(label: _Label) -> list[Bucketed]:

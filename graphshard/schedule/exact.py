@@ -1,11 +1,13 @@
 """The best schedule of a small phase, exactly: every sequence of events, except those that another is no worse than.
 
-A state is what has happened: items run, buckets started, buckets waited for. It is reached with several clocks; one
-set of clocks is no worse than another of the same items and starts if compute, every channel, and every transfer in
+A state is what has happened: items run, buckets started, continued and waited for. It is reached with several clocks;
+one set of clocks is no worse than another of the same items and starts if compute, every channel, and every transfer in
 flight are no later, and no more is in flight. States only grow, so they are taken in order.
 
 Waiting for a reduction that has ended costs nothing and frees its gradients, so it is done at once. Waiting for one
-that has not ended is only ever useful to free memory.
+that has not ended is only ever useful to free memory. One that has a second leg is continued at once, too, if nothing
+else uses the channel of that and it slows nothing down; what is there twice then is no more than the gradients that are
+freed.
 
 The number of states grows exponentially, so there is a budget. It is counted in steps, not in seconds: all ranks, and
 all machines, must find the same schedule. Where it ends the search, what has been found stands, and the states that are
@@ -20,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from graphshard.cost.costs import slowed
 from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule.budget import Budget
 from graphshard.schedule.problem import (
@@ -50,6 +53,8 @@ class _Flight(NamedTuple):
     done: float
     copy_out: float
     transient: int
+    second: float
+    twice: int
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,9 @@ class _State:
         at: items that have run.
         compute, channels: clocks.
         gathered, reduced: transfers that were started.
-        freed: reductions that were waited for.
+        freed: reductions whose gradients are not needed any more: that were continued, or waited for.
         gathers, reductions: in flight, oldest first.
+        seconds: second legs in flight, oldest first.
         num_buckets: that were started.
         path: the last decision and those before it.
     """
@@ -74,6 +80,7 @@ class _State:
     freed: int
     gathers: tuple[_Flight, ...]
     reductions: tuple[_Flight, ...]
+    seconds: tuple[_Flight, ...]
     num_buckets: int
     path: _Path | None
 
@@ -115,10 +122,13 @@ class _Search:
         self.end = len(chain.seconds)
         # Fewer buckets never take longer in all than more of them: what is left takes at least what it takes as one.
         self.rest = {kind: list(_rests(chain, link, kind)) for kind in KINDS}
-        self.kept: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
+        self.rest["all_reduce"] = [link.seconds("all_reduce", n, 1) if n else 0.0 for n in rests(chain.reductions)]
+        # Whether to continue what has ended is a question where others want the channel, or it slows compute down.
+        self.continues = link.all_reduce is None or not (link.shares or link.contention)
+        self.kept: dict[tuple[object, ...], list[tuple[float, ...]]] = {}
 
     def run(self) -> Found:
-        frontier = deque([_State(0, 0.0, (0.0, 0.0), 0, 0, 0, (), (), 0, None)])
+        frontier = deque([_State(0, 0.0, (0.0, 0.0), 0, 0, 0, (), (), (), 0, None)])
         best: _State | None = None
         # An item is run last, so all states of a position are there when its first successor is taken.
         while frontier:
@@ -128,11 +138,10 @@ class _Search:
                     left = min(map(self._least, (*frontier, *following)))
                     return self._found(best, min(left, self.below))
                 state = frontier.popleft()
-                if state.at == self.end:
+                done = self._finish(state) if state.at == self.end else None
+                if done is not None and done.compute < self.below:
                     # From here on every complete schedule found is what the rest must beat.
-                    done = self._finish(state)
-                    if done is not None and done.compute < self.below:
-                        best, self.below = done, done.compute
+                    best, self.below = done, done.compute
                 frontier.extend(new for new in map(self._settle, self._events(state)) if self._is_new(new))
                 if (advanced := self._advance(state)) is not None:
                     following.append(advanced)
@@ -149,8 +158,11 @@ class _Search:
             yield from self._starts(kind, state)
         if state.gathers and self.chain.gathers[state.gathers[0].first].at == state.at:
             yield from self._wait_gather(state)
-        if state.reductions and self.limit < math.inf:
-            yield self._wait_reduction(state)
+        # Continuing one is the start of its second leg, which may be wanted whether or not there is a limit.
+        if state.reductions and (self.limit < math.inf or self.link.all_reduce is not None):
+            yield self._pass_on(state)
+        if state.seconds and self.limit < math.inf:
+            yield self._wait_second(state)
 
     def _starts(self, kind: CollectiveKind, state: _State) -> Iterator[_State]:
         """Every bucket of a kind that could start now."""
@@ -170,11 +182,13 @@ class _Search:
         channel = self.link.channel(bucket.kind)
         # The channel takes buckets in the order of their starts: this one begins when both clocks have come to it.
         done = max(compute, state.channels[channel]) + cost.seconds
-        flight = _Flight(state.num_buckets, bucket.first, bucket.end, done, cost.copy_out, cost.transient)
+        flight = _Flight(
+            state.num_buckets, bucket.first, bucket.end, done, cost.copy_out, cost.transient, cost.second, cost.twice
+        )
         new = replace(
             state,
             compute=compute,
-            channels=(done, state.channels[1]) if channel == 0 else (state.channels[0], done),
+            channels=_with_clock(state.channels, channel, done),
             num_buckets=state.num_buckets + 1,
             path=_Path(bucket, Occurrence("start", state.num_buckets, state.at), state.path),
         )
@@ -192,20 +206,37 @@ class _Search:
                 path=_Path(None, Occurrence("wait", flight.bucket, state.at), state.path),
             )
 
-    def _wait_reduction(self, state: _State) -> _State:
+    def _pass_on(self, state: _State) -> _State:
+        """Wait for the oldest reduction, and start its second leg if it has one."""
         flight = state.reductions[0]
+        compute, freed = max(state.compute, flight.done), flight.end
+        new = replace(state, compute=compute, freed=freed, reductions=state.reductions[1:])
+        if self.link.all_reduce is None:
+            return replace(new, path=_Path(None, Occurrence("wait", flight.bucket, state.at), state.path))
+        channel = self.link.channel("all_reduce")
+        done = max(compute, state.channels[channel]) + flight.second
+        return replace(
+            new,
+            channels=_with_clock(state.channels, channel, done),
+            seconds=(*state.seconds, flight._replace(done=done)),
+            path=_Path(None, Occurrence("continue", flight.bucket, state.at), state.path),
+        )
+
+    def _wait_second(self, state: _State) -> _State:
+        flight = state.seconds[0]
         return replace(
             state,
             compute=max(state.compute, flight.done),
-            freed=flight.end,
-            reductions=state.reductions[1:],
+            seconds=state.seconds[1:],
             path=_Path(None, Occurrence("wait", flight.bucket, state.at), state.path),
         )
 
     def _settle(self, state: _State) -> _State:
-        """Wait for the reductions that have ended."""
-        while state.reductions and state.reductions[0].done <= state.compute:
-            state = self._wait_reduction(state)
+        """Go on with the reductions that have ended."""
+        while self.continues and state.reductions and state.reductions[0].done <= state.compute:
+            state = self._pass_on(state)
+        while state.seconds and state.seconds[0].done <= state.compute:
+            state = self._wait_second(state)
         return state
 
     def _advance(self, state: _State) -> _State | None:
@@ -219,15 +250,20 @@ class _Search:
             return None
         if self.chain.base[state.at] + self._gathered(state, state.at) + self._unreduced(state, state.at) > self.limit:
             return None
-        seconds = self.chain.seconds[state.at]
+        # What is launched later is launched behind this item, so nothing else slows it down.
+        busy = max(state.channels) - state.compute
+        seconds = slowed(self.chain.seconds[state.at], busy, self.link.contention)
         return self._settle(replace(state, at=state.at + 1, compute=state.compute + seconds))
 
     def _finish(self, state: _State) -> _State | None:
         """Wait for everything, if everything was started."""
         if state.reduced < len(self.chain.reductions):
             return None
+        # Nothing else wants a channel any more.
         while state.reductions:
-            state = self._wait_reduction(state)
+            state = self._pass_on(state)
+        while state.seconds:
+            state = self._wait_second(state)
         return state
 
     def _fits(self, state: _State, transient: int = 0) -> bool:
@@ -239,7 +275,8 @@ class _Search:
         return sum(g.num_bytes for g in self.chain.gathers[: state.gathered] if g.last >= item)
 
     def _unreduced(self, state: _State, item: int) -> int:
-        return sum(r.num_bytes for r in self.chain.reductions[state.freed :] if r.at - 1 <= item)
+        twice = sum(flight.twice for flight in state.seconds)
+        return twice + sum(r.num_bytes for r in self.chain.reductions[state.freed :] if r.at - 1 <= item)
 
     def _is_new(self, state: _State) -> bool:
         """Whether it may become the best and no state that was seen is as good; what it is as good as is forgotten."""
@@ -248,7 +285,9 @@ class _Search:
             return False
         if self.budget.ended:
             return True
-        key = (state.at, state.gathered, state.reduced)
+        key: tuple[object, ...] = (state.at, state.gathered, state.reduced)
+        if self.link.all_reduce is not None:  # what second legs are left, and of which buckets
+            key = (*key, state.freed, *((flight.end, flight.second) for flight in state.reductions))
         clocks = self._clocks(state)
         others = self.kept.setdefault(key, [])
         self.budget.spend(len(others))
@@ -264,6 +303,7 @@ class _Search:
         left = [0.0, 0.0]
         left[0] += self.rest["gather"][state.gathered]
         left[self.link.channel("reduce")] += self.rest["reduce"][state.reduced]
+        left[self.link.channel("all_reduce")] += self.rest["all_reduce"][state.freed]
         compute = state.compute + self.chain.elapsed[-1] - self.chain.elapsed[state.at]
         return max(compute, state.channels[0] + left[0], state.channels[1] + left[1])
 
@@ -290,9 +330,13 @@ class _Search:
                 flight.copy_out if flight else 0,
                 flight.transient if flight else 0,
             ]
-        ends = {i: f.done for f in state.reductions for i in range(f.first, f.end)}
+        ends = {i: f.done for f in (*state.reductions, *state.seconds) for i in range(f.first, f.end)}
         clocks += [ends.get(i, -math.inf) for i in range(state.reduced)]
         return tuple(clocks)
+
+
+def _with_clock(channels: tuple[float, float], channel: int, clock: float) -> tuple[float, float]:
+    return (clock, channels[1]) if channel == 0 else (channels[0], clock)
 
 
 def _rests(chain: Chain, link: Link, kind: CollectiveKind) -> Iterator[float]:

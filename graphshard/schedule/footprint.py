@@ -9,8 +9,9 @@ from itertools import accumulate, pairwise
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.graph import is_part, is_view
+from graphshard.ir.graph import base_of, is_part, is_view
 from graphshard.ir.layout import Collective, Layout
+from graphshard.ir.operators import OWN_CHUNK, SETTLED
 from graphshard.ir.program import LASTING, Phase, Program
 
 
@@ -35,6 +36,11 @@ def base_bytes(
             change[start] += size
             change[last + 1] -= size
 
+    for wait, following in layout.after.items():
+        for piece in (node for node in following if node.target is OWN_CHUNK):  # what backward gathers again
+            users = (user for node in (wait, *following) for user in node.users)
+            first = min((index[user] for user in users if user in layout.index), default=end)
+            alive(first, end, num_bytes(piece))
     ours = {node for nodes in (*layout.before.values(), *layout.after.values()) for node in nodes}
     spans: dict[Node, list[int]] = {}
     for node in layout.compute:
@@ -43,9 +49,11 @@ def base_bytes(
         spans[node] = [0, end if slot.kind in LASTING else 0]
     for node in phase.module.graph.nodes:
         for source in () if node in ours or node not in index else node.all_input_nodes:
-            owner = _owner(source)
-            if owner in spans:
-                spans[owner][1] = max(spans[owner][1], index[node])
+            # What a collective of the model is given is held until it is settled.
+            for held in (source, *source.all_input_nodes) if node.target is SETTLED else (source,):
+                owner = _owner(held)
+                if owner in spans:
+                    spans[owner][1] = max(spans[owner][1], index[node])
     for reduction in reductions:
         for node in (*layout.before[reduction.node], reduction.node):
             for owner in map(_owner, node.all_input_nodes):
@@ -74,6 +82,4 @@ def item_at(cuts: Sequence[int], position: int) -> int:
 
 def _owner(node: Node) -> Node:
     """The value whose memory a value has."""
-    while node.op == "call_function" and node.all_input_nodes and (is_view(node) or is_part(node)):
-        node = node.all_input_nodes[0]
-    return node
+    return base_of(node, lambda each: is_view(each) or is_part(each) or each.target is SETTLED)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.graph import WAIT, is_collective, is_view, module_of
-from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
+from graphshard.ir.graph import WAIT, is_collective, is_view, launch_of, module_of
+from graphshard.ir.operators import ARRIVED, DOWNLOAD, SETTLED, UPLOAD
 from graphshard.ir.program import LASTING, Phase, Program, Slot
 from graphshard.schedule.timeline import Estimate
 
@@ -85,7 +85,7 @@ def memory_of(program: Program, found: Estimate) -> Memory:
 
 
 def tensors(program: Program, found: Estimate) -> list[Tensor]:
-    """What is alive between regions, and when; what a region holds while it runs is not seen."""
+    """What is alive between regions and inside them, and when."""
     held: dict[tuple[str, ...], Tensor] = {}
     for phase_name, phase in program.phases.items():
         for tensor in _of_phase(program, phase, phase_name, found):
@@ -108,15 +108,26 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
     for node in nodes:
         owner[node] = owner[node.all_input_nodes[0]] if _shares(node) else node
         time = ended if node.op == "output" else found.node_times[node]
-        for source in node.all_input_nodes:
+        # What a collective is given is held until it is waited for.
+        given = launch_of(node).all_input_nodes if node.target is WAIT else ()
+        for source in (*node.all_input_nodes, *given):
             last[owner[source]] = time
         last[owner[node]] = max(time, last.get(owner[node], 0.0))
     slots = phase.slot_of()
-    saved = {n: slot for n, slot in zip(phase.results, phase.outputs) if isinstance(n, Node) and slot.kind == "saved"}
+    saved = {
+        n: slot
+        for n, slot in zip(phase.results, phase.outputs)
+        if isinstance(n, Node) and slot.kind in ("saved", "shown")
+    }
     results = {owner[n] for n in phase.results if isinstance(n, Node)}
     before = began
     for node in nodes:
         start, before = before, found.node_times.get(node, ended)
+        if node.op == "call_module" and (inside := found.workspace[str(node.target)]):
+            yield Tensor(f"{node.name} {module_of(node)}", "inside regions", inside, start, before)
+        if is_collective(node) and node.meta.get("exchanged"):
+            (gradient,) = node.all_input_nodes
+            yield Tensor(node.meta["bucket"], "communication buffers", num_bytes(gradient), start, last[node])
         if owner[node] is not node or not num_bytes(node) or node.op in ("call_module", "output") or _on_host(node):
             continue
         end = ended if node in results else last[node]
@@ -140,7 +151,7 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
 
 def _saved(slot: Slot) -> str:
     """What a value that forward leaves to backward is."""
-    return "gathered parameters" if slot.of == "gathered" else "saved for backward"
+    return "gathered parameters" if slot.is_full or slot.kind == "shown" else "saved for backward"
 
 
 def _on_host(node: Node) -> bool:
@@ -153,4 +164,6 @@ def _shares(node: Node) -> bool:
     if node.op != "call_function" or not node.all_input_nodes:
         return False
     source = node.all_input_nodes[0]
-    return node.target in (WAIT, ARRIVED) or is_view(node) or (is_collective(source) and not is_collective(node))
+    return (
+        node.target in (WAIT, ARRIVED, SETTLED) or is_view(node) or (is_collective(source) and not is_collective(node))
+    )

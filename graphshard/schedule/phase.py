@@ -6,12 +6,16 @@
     fine      every transfer may be cut off, but buckets are no longer than a window
     proof     every cut and every order, of what is shorter than the best: without a limit of memory nothing is left out
 
+Where reductions have two legs the searches but the exact one look at the first ones alone, at the second ones, and at
+both as one; what they find is placed and simulated with both.
+
 It ends as soon as a schedule is as short as the bound. Of equally short ones that with the least memory counts. Where
-communication slows compute down, that is counted when schedules are compared, not in the search.
+communication slows compute down, searches count what it takes at the least (`deep`), and the simulator all of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +54,7 @@ _AROUND = (8, 4, 2, 1)
 # Longer than the bound by so much, the least work that keeps to it tells where rough buckets may be cut, too.
 _BEYOND = (1e-6, 0.003, 0.01)
 # Shares by which a schedule must be shorter to be looked for, one after the other: the larger, the sooner ruled out.
-_GAINS = (0.02, 0.005, 0.001)
+_GAINS = (0.02, 0.01, 0.005, 0.001)
 # Under a limit of memory, which the proof does not know, it is only tried for gaps that are smaller.
 _PROVABLE = 0.03
 # Steps of a budget for an item or a bucket that is placed and simulated.
@@ -91,6 +95,9 @@ class _Phase:
     def __init__(self, chain: Chain, link: Link, budget: Budget, limit: float, margin: float) -> None:
         self.chain, self.link, self.budget, self.limit, self.margin = chain, link, budget, limit, margin
         self.bound = chain_bound(chain, link)
+        two = link.all_reduce is not None and bool(chain.reductions)
+        # What a search for buckets and their order takes the link to be.
+        self.looks = [link.first_legs, link.second_legs, link.both_legs] if two else [link.first_legs]
         self.seconds, self.peak, self.placement = math.inf, 0, Placement()
 
     def found(self, exact_transfers: int) -> Found:
@@ -113,18 +120,20 @@ class _Phase:
         return self.seconds <= self.bound * (1 + _EQUAL)
 
     def _start(self) -> None:
-        self._consider(laziest(self.chain))
+        second = self.link.all_reduce is not None
+        self._consider(laziest(self.chain, second=second))
         if all(g.start is None for g in self.chain.gathers):
-            self._consider(one_ahead(self.chain))
+            self._consider(one_ahead(self.chain, second=second))
         self._order(Budget(0), singles(self.chain))
 
     def _rough(self, budget: Budget) -> None:
-        gathers, reductions = jobs(self.chain, self.link)
         cuts = [even_cuts(self.chain.transfers(kind), _PLACES) for kind in KINDS]
         num = len(self.chain.reductions)
-        for beyond in _BEYOND:
-            cuts[0] += gathers.cuts(self.bound * (1 + beyond))
-            cuts[1] += [num - cut for cut in reductions.cuts(self.bound * (1 + beyond))]
+        for look in self.looks:
+            gathers, reductions = jobs(self.chain, look)
+            for beyond in _BEYOND:
+                cuts[0] += gathers.cuts(self.bound * (1 + beyond))
+                cuts[1] += [num - cut for cut in reductions.cuts(self.bound * (1 + beyond))]
         self._search(at_cuts(self.chain, *cuts), Effort(window=1 << 30, lag=1 << 30), budget)
         self._refine(budget)
 
@@ -143,7 +152,7 @@ class _Phase:
         typical = float(sizes[len(sizes) * 9 // 10])
         tried = [(2 * typical, 0.0), (math.inf, 1.0)]
         latencies = sum(
-            rate_below(self.chain, self.link, kind).latency * len(self.chain.transfers(kind)) for kind in KINDS
+            rate_below(self.chain, self.looks[-1], kind).latency * len(self.chain.transfers(kind)) for kind in KINDS
         )
         if latencies > _LONG * self.chain.elapsed[-1]:
             tried.append((math.inf, 4.0))
@@ -154,12 +163,15 @@ class _Phase:
     def _search(self, chain: Chain | Coarse, effort: Effort, budget: Budget) -> None:
         """Consider the best order of a chain, or of a coarse one, with and without room for gradients."""
         sizes = sorted(t.num_bytes for t in (*self.chain.gathers, *self.chain.reductions))
-        for reserve in (0.0, float(sizes[len(sizes) * 9 // 10])) if self.limit < math.inf else (0.0,):
+        reserves = (0.0, float(sizes[len(sizes) * 9 // 10])) if self.limit < math.inf else (0.0,)
+        for look, reserve in itertools.product(self.looks, reserves):
             if self._met:
                 return
-            looking = replace(effort, below=self.seconds, reserve=reserve)
+            # Two legs one behind the other may take longer than what they are to beat.
+            below = math.inf if look.reduce is not self.link.reduce else self.seconds
+            looking = replace(effort, below=below, reserve=reserve)
             joined = chain.joined if isinstance(chain, Coarse) else chain
-            order = channel_order(joined, self.link, looking, budget, self.limit)
+            order = channel_order(joined, look, looking, budget, self.limit)
             if order is not None:
                 self._order(budget, chain.original(order) if isinstance(chain, Coarse) else order)
 
@@ -174,9 +186,10 @@ class _Phase:
             gathers=tuple(map(_without_copies, self.chain.gathers)),
             reductions=tuple(map(_without_copies, self.chain.reductions)),
         )
+        first, seconds = self.link.first_legs, self.seconds
         for gain in _GAINS:
-            below = self.seconds / (1 + gain)
-            found = shortest_order(free, self.link, budget, below) if below > self.bound else None
+            below = seconds / (1 + gain)
+            found = shortest_order(free, first, budget, below) if below > self.bound else None
             if found is not None:  # nothing is shorter than this
                 self.bound = max(self.bound, found[0])
                 self._order(budget, [self._with_copies(bucket) for bucket in found[1]])
@@ -196,15 +209,22 @@ class _Phase:
             return
         found = best_placement(self.chain, self.link, budget, self.limit, self.seconds * (1 - 1e-12))
         if found.placement is not None:
-            self._consider(delay(self.chain, self.link, found.placement, self.margin))
+            self._delayed(found.placement)
         self.bound = max(self.bound, found.bound)
 
     def _order(self, budget: Budget, order: Sequence[Bucketed]) -> None:
-        for margin in (math.inf, self.margin):
+        lates = (False, True) if self.link.all_reduce is not None and self.chain.reductions else (False,)
+        for margin, late in itertools.product((math.inf, self.margin), lates):
             budget.spend(_PLACED * (len(self.chain.seconds) + 2 * len(order)))
-            placement = place(self.chain, self.link, order, self.limit, margin)
+            placement = place(self.chain, self.link, order, self.limit, margin, late=late)
             if placement is not None:
-                self._consider(delay(self.chain, self.link, placement, self.margin))
+                self._delayed(placement)
+
+    def _delayed(self, placement: Placement) -> None:
+        """Consider it with starts as late as they may be; that is no slower if nothing slows compute down."""
+        if self.link.contention:
+            self._consider(placement)
+        self._consider(delay(self.chain, self.link, placement, self.margin))
 
     def _consider(self, placement: Placement) -> None:
         timeline = simulate(Problem((self.chain,), self.link), Schedule((placement,)))

@@ -1,8 +1,8 @@
 """Launch positions of given buckets: as early as their order and the memory allow, then as late as costs nothing.
 
 A bucket is started when its turn has come, what it carries is ready, and it fits until its last use beside what must be
-there. A reduction is waited for once it has ended, or when an item would not fit otherwise. Gathers are then moved
-behind, to where they still end well before they are needed: memory is held no longer than it pays.
+there. A reduction is continued, or waited for, once it has ended, or when an item would not fit otherwise. Gathers are
+then moved behind, to where they still end well before they are needed: memory is held no longer than it pays.
 """
 
 from __future__ import annotations
@@ -17,20 +17,32 @@ from graphshard.schedule.problem import Bucketed, Chain, Link, Load, Occurrence,
 
 
 def place(
-    chain: Chain, link: Link, order: Sequence[Bucketed], limit: float = math.inf, margin: float = math.inf
+    chain: Chain,
+    link: Link,
+    order: Sequence[Bucketed],
+    limit: float = math.inf,
+    margin: float = math.inf,
+    *,
+    late: bool = False,
 ) -> Placement | None:
     """Start and wait for buckets in this order; None if they do not fit in `limit` bytes.
 
     Reductions may overtake gathers that do not fit yet or that are not urgent, and a gather that is needed overtakes
     reductions. A gather is urgent if starting it at the next position would leave less than `margin` times its length
     between its end and its use, were the link otherwise idle.
+
+    Args:
+        late: second legs start behind the last item, or where the memory allows no other; otherwise when the first has
+            ended.
     """
-    return _Placing(chain, link, order, limit, margin).run()
+    return _Placing(chain, link, order, limit, margin, late).run()
 
 
 class _Placing:
-    def __init__(self, chain: Chain, link: Link, order: Sequence[Bucketed], limit: float, margin: float) -> None:
-        self.chain, self.link, self.limit = chain, link, limit
+    def __init__(
+        self, chain: Chain, link: Link, order: Sequence[Bucketed], limit: float, margin: float, late: bool
+    ) -> None:
+        self.chain, self.link, self.limit, self.late = chain, link, limit, late
         self.order = order
         self.loads = [load(link, b.kind, chain.transfers(b.kind)[b.first : b.end], b.packed) for b in order]
         self.waiting = {
@@ -39,12 +51,13 @@ class _Placing:
         }
         self.urgent = self._latest_starts(margin)
         self.gathers: deque[int] = deque()
-        self.reductions: deque[int] = deque()
+        self.reductions: deque[int] = deque()  # first legs that are under way
+        self.second_legs: deque[int] = deque()  # second legs that are
         self.done: dict[int, float] = {}
         self.compute = 0.0
         self.channels = [0.0, 0.0]
         self.least = least_memory(chain)
-        self.unreduced = 0  # bytes of gradients that are not waited for
+        self.unreduced = 0  # bytes of gradients that are not waited for, and of what second legs have twice
         self.gathered = 0
         self.dies: dict[int, int] = {}
         self.events: list[Occurrence] = []
@@ -86,7 +99,9 @@ class _Placing:
             elif not self._relieve(end):
                 return None
         while self.reductions:
-            self._wait_reduction(end)
+            self._pass_on(end)
+        while self.second_legs:
+            self._wait_second(end)
         return self._result()
 
     def _result(self) -> Placement:
@@ -180,28 +195,51 @@ class _Placing:
 
     def _relieve(self, position: int) -> bool:
         """Free gradients by waiting for a reduction; False if none is ready."""
-        if not self.reductions:
-            if not self.waiting["reduce"] or not self._may_reduce(self.waiting["reduce"][0], position):
-                return False
+        if not self.reductions and self.waiting["reduce"] and self._may_reduce(self.waiting["reduce"][0], position):
             self._start(self.waiting["reduce"][0], position)
-        self._wait_reduction(position)
+        if self.reductions:
+            self._pass_on(position)
+        elif self.second_legs:
+            self._wait_second(position)
+        else:
+            return False
         return True
 
     def _settle(self, position: int) -> None:
-        while self.reductions and self.done[self.reductions[0]] <= self.compute:
-            self._wait_reduction(position)
+        while self.reductions and not self._waits_for_the_end and self.done[self.reductions[0]] <= self.compute:
+            self._pass_on(position)
+        while self.second_legs and self.done[self.second_legs[0]] <= self.compute:
+            self._wait_second(position)
 
-    def _wait_reduction(self, position: int) -> None:
+    @property
+    def _waits_for_the_end(self) -> bool:
+        return self.late and self.link.all_reduce is not None
+
+    def _pass_on(self, position: int) -> None:
+        """Wait for the oldest reduction, and start its second leg if it has one."""
         index = self.reductions.popleft()
         self.compute = max(self.compute, self.done[index])
-        bucket = self.order[index]
+        bucket, cost = self.order[index], self.loads[index]
         self.unreduced -= sum(m.num_bytes for m in self.chain.reductions[bucket.first : bucket.end])
+        if self.link.all_reduce is None:
+            self.events.append(Occurrence("wait", index, position))
+            return
+        self.unreduced += cost.twice
+        channel = self.link.channel("all_reduce")
+        self.channels[channel] = self.done[index] = max(self.compute, self.channels[channel]) + cost.second
+        self.events.append(Occurrence("continue", index, position))
+        self.second_legs.append(index)
+
+    def _wait_second(self, position: int) -> None:
+        index = self.second_legs.popleft()
+        self.compute = max(self.compute, self.done[index])
+        self.unreduced -= self.loads[index].twice
         self.events.append(Occurrence("wait", index, position))
 
 
 def delay(chain: Chain, link: Link, placement: Placement, margin: float = 1.0) -> Placement:
     """Start gathers as late as keeps every clock, but so early that they end `margin` times their length before use."""
-    arrival, starts, needed = _clocks(chain, link, placement)
+    arrival, starts, continued, needed = _clocks(chain, link, placement)
     loads = _loads(chain, link, placement)
     behind = [(len(chain.seconds), math.inf)] * 2  # by channel: position and time of the start that follows
     first: defaultdict[int, deque[Occurrence]] = defaultdict(deque)  # what was moved comes first at its position
@@ -209,6 +247,10 @@ def delay(chain: Chain, link: Link, placement: Placement, margin: float = 1.0) -
     for event in reversed(placement.events):
         if event.action == "wait":
             rest[event.at].append(event)
+            continue
+        if event.action == "continue":
+            rest[event.at].append(event)
+            behind[link.channel("all_reduce")] = event.at, continued[event.bucket]
             continue
         bucket, cost = placement.buckets[event.bucket], loads[event.bucket]
         # From the last event to the first, so the start that follows on the channel has found its place. This one must
@@ -236,26 +278,36 @@ def _loads(chain: Chain, link: Link, placement: Placement) -> list[Load]:
     return [load(link, b.kind, chain.transfers(b.kind)[b.first : b.end], b.packed) for b in placement.buckets]
 
 
-def _clocks(chain: Chain, link: Link, placement: Placement) -> tuple[list[float], dict[int, float], dict[int, float]]:
-    """When compute comes to each position, when each bucket starts, and when compute comes to its wait."""
+def _clocks(
+    chain: Chain, link: Link, placement: Placement
+) -> tuple[list[float], dict[int, float], dict[int, float], dict[int, float]]:
+    """When compute comes to each position, when each bucket starts and is continued, when compute comes to its wait."""
     loads = _loads(chain, link, placement)
     compute, channels = 0.0, [0.0, 0.0]
     arrival: list[float] = []
     starts: dict[int, float] = {}
+    continued: dict[int, float] = {}
     needed: dict[int, float] = {}
+    done: dict[int, float] = {}  # when what was started of a bucket last ends
     upcoming = deque(placement.events)
     for position in range(len(chain.seconds) + 1):
         arrival.append(compute)
         while upcoming and upcoming[0].at == position:
             event = upcoming.popleft()
             cost = loads[event.bucket]
-            channel = link.channel(placement.buckets[event.bucket].kind)
+            kind = placement.buckets[event.bucket].kind
             if event.action == "start":
                 compute += cost.copy_in
+                channel = link.channel(kind)
                 starts[event.bucket] = max(compute, channels[channel])
-                channels[channel] = starts[event.bucket] + cost.seconds
+                done[event.bucket] = channels[channel] = starts[event.bucket] + cost.seconds
+            elif event.action == "continue":
+                compute = max(compute, done[event.bucket])
+                channel = link.channel("all_reduce")
+                continued[event.bucket] = max(compute, channels[channel])
+                done[event.bucket] = channels[channel] = continued[event.bucket] + cost.second
             else:
                 needed[event.bucket] = compute
-                compute = max(compute, starts[event.bucket] + cost.seconds) + cost.copy_out
+                compute = max(compute, done[event.bucket]) + cost.copy_out
         compute += chain.seconds[position] if position < len(chain.seconds) else 0.0
-    return arrival, starts, needed
+    return arrival, starts, continued, needed

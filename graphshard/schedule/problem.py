@@ -11,6 +11,10 @@ starts when compute has come to its position and everything started before on it
 compute up until the bucket has ended. A phase waits for everything that it starts.
 While a channel is busy, items run slower by the link's contention.
 
+Where parameters are replicated a reduction has two legs: what a reduce-scatter made is all-reduced over the replicas,
+by a channel that may be another one. In between the schedule continues it: compute is held up until the first leg has
+ended, and the second one starts. What was scattered is there twice until the second one is waited for.
+
 Memory of an item: `base`, gathered tensors from their start to the last item that reads them, gradients from the
 item that makes them to their wait. Between two items the smaller base counts. A packed bucket is copied into one
 buffer when it starts and out of it when it is waited for; both are alive while they are copied: a gather's at its
@@ -19,8 +23,9 @@ wait, a reduction's at its start.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -122,9 +127,13 @@ class Link:
     Attributes:
         gather, reduce: seconds for (bytes in full, number of tensors); they must not fall with either.
         copy: seconds for a copy of so many bytes within device memory.
-        num_shards: ranks; a shard is that part of a full tensor.
+        num_shards: a shard is that part of a full tensor.
+        num_pieces: what is gathered of each rank is that part; 0 is for a shard.
         separate: gathers and reductions do not share a channel.
         contention: share of the compute that is lost while a channel is busy.
+        all_reduce: seconds of the second leg of a reduction for the same arguments, that is, for bytes of the full
+            tensors; None if there is none.
+        all_reduce_on: index of its channel.
     """
 
     gather: Callable[[int, int], float]
@@ -133,14 +142,47 @@ class Link:
     num_shards: int
     separate: bool = False
     contention: float = 0.0
+    num_pieces: int = 0
+    all_reduce: Callable[[int, int], float] | None = None
+    all_reduce_on: int = 0
 
     def seconds(self, kind: CollectiveKind, num_bytes: int, num_tensors: int) -> float:
         """Seconds of one collective."""
+        if kind == "all_reduce":
+            return self.all_reduce(num_bytes, num_tensors) if self.all_reduce else 0.0
         return self.gather(num_bytes, num_tensors) if kind == "gather" else self.reduce(num_bytes, num_tensors)
 
     def channel(self, kind: CollectiveKind) -> int:
-        """Index of the channel that a kind uses."""
-        return int(self.separate and kind == "reduce")
+        """Index of the channel that a kind uses, 0 or 1."""
+        return self.all_reduce_on if kind == "all_reduce" else int(self.separate and kind == "reduce")
+
+    @property
+    def shares(self) -> bool:
+        """Whether second legs share their channel with others."""
+        return self.all_reduce_on in (self.channel("gather"), self.channel("reduce"))
+
+    @cached_property
+    def first_legs(self) -> Link:
+        """The same without second legs: no schedule takes longer."""
+        return replace(self, all_reduce=None)
+
+    @cached_property
+    def second_legs(self) -> Link:
+        """Reductions are their second legs alone: no schedule takes longer."""
+        assert self.all_reduce is not None
+        return replace(self, reduce=self.all_reduce, separate=self.all_reduce_on != 0, all_reduce=None)
+
+    @cached_property
+    def both_legs(self) -> Link:
+        """Reductions take as long as both legs; where these share a channel, the work on it is the same."""
+        legs = self.reduce, self.all_reduce
+        if all(isinstance(leg, Rate) for leg in legs):
+            sums = (sum(getattr(leg, name) for leg in legs) for name in ("latency", "per_byte", "per_tensor"))
+            return replace(self, reduce=Rate(*sums), all_reduce=None)
+        return replace(self, reduce=functools.cache(self._both), all_reduce=None)
+
+    def _both(self, num_bytes: int, num_tensors: int) -> float:
+        return self.reduce(num_bytes, num_tensors) + self.seconds("all_reduce", num_bytes, num_tensors)
 
 
 @dataclass(frozen=True)
@@ -155,9 +197,9 @@ class Bucketed:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """Bucket `bucket` of a placement is started, or waited for, at a position."""
+    """Bucket `bucket` of a placement is started, continued with its second leg, or waited for, at a position."""
 
-    action: Literal["start", "wait"]
+    action: Literal["start", "continue", "wait"]
     bucket: int
     at: int
 
@@ -185,6 +227,7 @@ class Problem:
     Attributes:
         chains: forward, backward and optimizer, or fewer.
         link: costs of transfers.
+        links: those of chains in which they are others, by name.
         keepable: names of forward gathers that may stay gathered until backward has read them, which then does not
             gather them again; each is the name of one gather in both chains.
     """
@@ -192,6 +235,11 @@ class Problem:
     chains: tuple[Chain, ...]
     link: Link
     keepable: frozenset[str] = frozenset()
+    links: Mapping[str, Link] = field(default_factory=dict, hash=False)
+
+    def link_of(self, chain: Chain) -> Link:
+        """What transfers of a chain cost."""
+        return self.links.get(chain.name, self.link)
 
     def keep(self, names: frozenset[str]) -> Problem:
         """The problem in which these parameters stay gathered."""
@@ -212,12 +260,22 @@ class Problem:
 
 @dataclass(frozen=True)
 class Load:
-    """What a bucket costs: seconds on its channel, copies on the compute stream, and bytes while it is copied."""
+    """What a bucket costs.
+
+    Attributes:
+        seconds: on its channel.
+        copy_in, copy_out: seconds of copies on the compute stream.
+        transient: bytes while it is copied.
+        second: seconds of its second leg on the channel of that.
+        twice: bytes of what was scattered, which are there twice while the second leg is under way.
+    """
 
     seconds: float
     copy_in: float
     copy_out: float
     transient: int
+    second: float = 0.0
+    twice: int = 0
 
 
 def load(link: Link, kind: CollectiveKind, members: Sequence[Transfer], packed: bool) -> Load:
@@ -255,13 +313,16 @@ class Together:
 
     def load(self, link: Link, kind: CollectiveKind, packed: bool) -> Load:
         """Costs of them as a bucket."""
-        if not packed:
-            return Load(link.seconds(kind, self.num_bytes, self.num_tensors), 0.0, 0.0, 0)
-        seconds = link.seconds(kind, self.num_bytes, self.num_tensors - self.num_small + 1)
-        copy = link.copy(self.small_bytes)
+        num_tensors = self.num_tensors - self.num_small + 1 if packed else self.num_tensors
+        seconds, transient = link.seconds(kind, self.num_bytes, num_tensors), self.small_bytes if packed else 0
+        copy = link.copy(self.small_bytes) if packed else 0.0
         if kind == "gather":
-            return Load(seconds, link.copy(self.small_bytes // link.num_shards), copy, self.small_bytes)
-        return Load(seconds, copy, 0.0, self.small_bytes)
+            copy_in = link.copy(self.small_bytes // (link.num_pieces or link.num_shards)) if packed else 0.0
+            return Load(seconds, copy_in, copy, transient)
+        if link.all_reduce is None:
+            return Load(seconds, copy, 0.0, transient)
+        second = link.all_reduce(self.num_bytes, num_tensors)
+        return Load(seconds, copy, 0.0, transient, second, self.num_bytes // link.num_shards)
 
 
 def modes(members: Sequence[Transfer]) -> tuple[bool, ...]:

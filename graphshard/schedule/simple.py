@@ -14,25 +14,41 @@ def singles(chain: Chain) -> list[Bucketed]:
     return [bucket for *_, bucket in sorted(found, key=lambda entry: entry[:3])]
 
 
-def laziest(chain: Chain) -> Placement:
-    """Everything by itself and at the last moment: no schedule needs less memory."""
+def laziest(chain: Chain, *, second: bool = False) -> Placement:
+    """Everything by itself and at the last moment: no schedule needs less memory.
+
+    Args:
+        second: reductions have a second leg.
+    """
     buckets = singles(chain)
     events: list[Occurrence] = []
     for index, bucket in enumerate(buckets):
         member = chain.transfers(bucket.kind)[bucket.first]
         start = member.at if member.start is None else member.start
-        events += [Occurrence("start", index, start), Occurrence("wait", index, max(start, member.at))]
+        events.append(Occurrence("start", index, start))
+        if bucket.kind == "reduce" and second:
+            events.append(Occurrence("continue", index, start))
+        events.append(Occurrence("wait", index, max(start, member.at)))
     return Placement(tuple(buckets), tuple(sorted(events, key=lambda event: event.at)))
 
 
-def one_ahead(chain: Chain) -> Placement:
-    """FSDP2's order: a gather starts when the one before it has arrived; a reduction ends when the next one starts."""
+def one_ahead(chain: Chain, *, second: bool = False) -> Placement:
+    """FSDP2's order: a gather starts when the one before it has arrived; a reduction ends when the next one starts.
+
+    Args:
+        second: reductions have a second leg: it starts then, and is waited for at the end.
+    """
     buckets = [replace(b, packed=modes([chain.transfers(b.kind)[b.first]])[-1]) for b in singles(chain)]
     at = [chain.transfers(bucket.kind)[bucket.first].at for bucket in buckets]
     gathers, reductions = ([i for i, b in enumerate(buckets) if b.kind == kind] for kind in KINDS)
     events: list[Occurrence] = []
-    for index, end in zip(reductions, [*(at[i] for i in reductions[1:]), len(chain.seconds)]):
-        events += [Occurrence("start", index, at[index]), Occurrence("wait", index, end)]
+    for index, following in zip(reductions, [*(at[i] for i in reductions[1:]), len(chain.seconds)]):
+        events += [
+            Occurrence("start", index, at[index]),
+            Occurrence("continue" if second else "wait", index, following),
+        ]
     for index, start in zip(gathers, [0, *(at[i] for i in gathers)]):
         events += [Occurrence("start", index, start), Occurrence("wait", index, at[index])]
+    if second:
+        events += [Occurrence("wait", index, len(chain.seconds)) for index in reductions]
     return Placement(tuple(buckets), tuple(sorted(events, key=lambda event: event.at)))

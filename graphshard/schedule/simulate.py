@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from graphshard.cost.costs import slowed
+from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule.problem import Chain, Link, Load, Occurrence, Placement, Problem, Schedule, load
 
-Why = Literal["head", "tail", "link", "late"]
+Why = Literal["head", "tail", "link", "late", "model"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Span:
     """An item or a bucket in time, seconds from the start of the first step.
 
     Attributes:
-        kind: "compute", "copy", "gather" or "reduce".
+        kind: "compute", "copy", "gather", "reduce" or "all_reduce".
         phase: name of the chain.
         name: of the item or bucket.
         index: of the item in its chain, of the bucket in its placement.
@@ -102,7 +103,7 @@ def simulate(problem: Problem, schedule: Schedule, *, steps: int = 1) -> Timelin
     for _ in range(steps):
         began = clock
         for chain, placement in zip(problem.keep(schedule.kept).chains, schedule.placements, strict=True):
-            run = _Run(chain, problem.link, placement, found, clock)
+            run = _Run(chain, problem.link_of(chain), placement, found, clock)
             end = run.play()
             found.phases.append((chain.name, clock, end))
             clock = end
@@ -142,13 +143,14 @@ class _Run:
         self.last_on: list[str] = ["", ""]
         self.names = [bucket_name(chain, placement, i) for i in range(len(placement.buckets))]
         self.loads: dict[int, Load] = {}
-        self.starts: dict[int, tuple[float, float, float, str]] = {}  # launched, started, ended, behind
+        self.launched: dict[int, tuple[float, str]] = {}  # by bucket: when what was launched last ends, behind what
         self.dies: defaultdict[int, list[str]] = defaultdict(list)  # gathered tensors by the position they die at
         self.born: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)  # gradients by the item that makes them
         for reduction in chain.reductions:
             self.born[reduction.at - 1].append((f"gradient {reduction.name}", reduction.num_bytes))
         self.held: dict[str, int] = {}
         self.bytes = 0
+        self._play = {"start": self._start, "continue": self._continue, "wait": self._wait}
 
     def play(self) -> float:
         """Run all items and events; the time at which the chain ends."""
@@ -159,10 +161,10 @@ class _Run:
             for name in self.dies.pop(position, ()):
                 self._free(name)
             for event in due[position]:
-                (self._start if event.action == "start" else self._wait)(event.bucket, position)
+                self._play[event.action](event.bucket, position)
             if position < len(self.chain.seconds):
                 self._item(position)
-        assert len(self.starts) == len(self.placement.buckets), "a bucket was never started"
+        assert len(self.launched) == len(self.placement.buckets), "a bucket was never started"
         return self.compute
 
     def _item(self, index: int) -> None:
@@ -183,36 +185,57 @@ class _Run:
                 self.dies[member.last + 1].append(f"gathered {member.name}")
         self._observe(self.chain.boundary[position], cost.transient if bucket.kind == "reduce" else 0)
         self._busy("copy", self.names[index], cost.copy_in, index)
-        channel = self.link.channel(bucket.kind)
+        self._launch(bucket.kind, index, cost.seconds)
+
+    def _launch(self, kind: CollectiveKind, index: int, seconds: float) -> None:
+        channel = self.link.channel(kind)
         # Two clocks: it is launched when compute is here, and begins when the channel has ended what came before.
         start = max(self.compute, self.channels[channel])
         behind = self.last_on[channel] if self.channels[channel] > self.compute else ""
-        self.starts[index] = self.compute, start, start + cost.seconds, behind
-        self.channels[channel] = start + cost.seconds
+        self.launched[index] = start + seconds, behind
+        self.channels[channel] = start + seconds
         self.last_on[channel] = self.names[index]
-        self.found.spans.append(
-            Span(bucket.kind, self.chain.name, self.names[index], start, start + cost.seconds, index)
-        )
+        self.found.spans.append(Span(kind, self.chain.name, self.names[index], start, start + seconds, index))
+
+    def _continue(self, index: int, position: int) -> None:
+        """The first leg has ended, and the second starts."""
+        self._arrive(index, position)
+        self._free_gradients(index)
+        cost = self.loads[index]
+        self._hold(f"all-reduce {self.names[index]}", cost.twice)
+        self._observe(self.chain.boundary[position])
+        self._launch("all_reduce", index, cost.second)
 
     def _wait(self, index: int, position: int) -> None:
-        bucket = self.placement.buckets[index]
-        _, _, end, behind = self.starts[index]
+        self._arrive(index, position)
+        bucket, cost = self.placement.buckets[index], self.loads[index]
+        if bucket.kind == "gather":
+            self._observe(self.chain.boundary[position], cost.transient)
+        self._busy("copy", self.names[index], cost.copy_out, index)
+        if bucket.kind == "reduce":
+            if self.link.all_reduce is None:
+                self._free_gradients(index)
+            else:
+                self._free(f"all-reduce {self.names[index]}")
+            self._observe(self.chain.boundary[position])
+
+    def _arrive(self, index: int, position: int) -> None:
+        """Compute is held up until what was launched of a bucket has ended."""
+        end, behind = self.launched[index]
         if end > self.compute:
+            kind = self.placement.buckets[index].kind
             end_of_chain = position == len(self.chain.seconds)
-            why = why_waits(bucket.kind, behind, first=position == 0, last=end_of_chain)
+            why = why_waits(kind, behind, first=position == 0, last=end_of_chain)
             seconds = end - self.compute
             self.found.exposed.append(
                 Exposed(self.names[index], self.chain.name, position, self.compute, seconds, why, behind)
             )
             self.compute = end
-        cost = self.loads[index]
-        if bucket.kind == "gather":
-            self._observe(self.chain.boundary[position], cost.transient)
-        self._busy("copy", self.names[index], cost.copy_out, index)
-        if bucket.kind == "reduce":
-            for member in self.chain.reductions[bucket.first : bucket.end]:
-                self._free(f"gradient {member.name}")
-            self._observe(self.chain.boundary[position])
+
+    def _free_gradients(self, index: int) -> None:
+        bucket = self.placement.buckets[index]
+        for member in self.chain.reductions[bucket.first : bucket.end]:
+            self._free(f"gradient {member.name}")
 
     def _busy(self, kind: str, name: str, seconds: float, index: int) -> None:
         if seconds > 0 or kind == "compute":

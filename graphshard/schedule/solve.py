@@ -17,7 +17,7 @@ from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.budget import Budget
 from graphshard.schedule.phase import Found, best_of
 from graphshard.schedule.problem import Chain, Link, Problem, Schedule
-from graphshard.schedule.simulate import simulate
+from graphshard.schedule.simulate import Timeline, simulate
 
 # Steps of a solver: some seconds.
 STEPS = 2_000_000
@@ -71,7 +71,7 @@ class Solver:
         Raises:
             InfeasibleError: no schedule fits in the limit; it has the least bytes one needs.
         """
-        smallest = max(smallest_peak(chain, problem.link) for chain in problem.chains)
+        smallest = _smallest(problem)
         if smallest > self.limit:
             raise InfeasibleError(
                 f"no schedule fits in a memory_limit of {self.limit:,.0f} bytes. The least possible is {smallest:,} "
@@ -84,7 +84,7 @@ class Solver:
         choices = list(self._choices(problem))
         for index, kept in enumerate(choices):
             with_kept = problem.keep(kept)
-            if max(smallest_peak(chain, problem.link) for chain in with_kept.chains) > self.limit:
+            if _smallest(with_kept) > self.limit:
                 continue
             if best is not None and lower_bound(with_kept, kept=frozenset()) >= best[0] * (1 - 1e-12):
                 continue
@@ -105,9 +105,8 @@ class Solver:
     def _phases(self, problem: Problem, budget: Budget) -> Iterator[Found]:
         for index, chain in enumerate(problem.chains):
             part = budget.part(len(problem.chains) - index)
-            yield best_of(
-                chain, problem.link, part, limit=self.limit, margin=self.margin, exact_transfers=self.exact_transfers
-            )
+            link = problem.link_of(chain)
+            yield best_of(chain, link, part, limit=self.limit, margin=self.margin, exact_transfers=self.exact_transfers)
             budget.take(part)
 
     def _choices(self, problem: Problem) -> Iterator[frozenset[str]]:
@@ -125,26 +124,35 @@ class Solver:
                 yield frozenset(names[:k])
 
     def _fits(self, problem: Problem, names: Sequence[str]) -> bool:
-        chains = problem.keep(frozenset(names)).chains
-        return max(smallest_peak(chain, problem.link) for chain in chains) <= self.limit
+        return _smallest(problem.keep(frozenset(names))) <= self.limit
 
 
 def one_ahead(problem: Problem) -> Solution:
     """FSDP2's order: a gather starts when the one before it has arrived; a reduction ends when the next one starts."""
-    schedule = Schedule(tuple(map(simple.one_ahead, problem.chains)))
+    found = (simple.one_ahead(chain, second=problem.link_of(chain).all_reduce is not None) for chain in problem.chains)
+    schedule = Schedule(tuple(found))
     timeline = simulate(problem, schedule)
     return Solution(schedule, timeline.step_seconds, lower_bound(problem, kept=frozenset()), timeline.peak)
 
 
 def smallest_peak(chain: Chain, link: Link) -> int:
     """The least bytes in which a chain can run."""
-    return simulate(Problem((chain,), link), Schedule((simple.laziest(chain),))).peak
+    return _laziest(chain, link).peak
+
+
+def _smallest(problem: Problem) -> int:
+    return max(smallest_peak(chain, problem.link_of(chain)) for chain in problem.chains)
+
+
+def _laziest(chain: Chain, link: Link) -> Timeline:
+    placement = simple.laziest(chain, second=link.all_reduce is not None)
+    return simulate(Problem((chain,), link), Schedule((placement,)))
 
 
 def _explain(problem: Problem, smallest: int) -> str:
     """Where the least memory is needed and for what."""
     for chain in problem.chains:
-        timeline = simulate(Problem((chain,), problem.link), Schedule((simple.laziest(chain),)))
+        timeline = _laziest(chain, problem.link_of(chain))
         if timeline.peak == smallest:
             largest = sorted(timeline.alive.items(), key=lambda pair: -pair[1])[:3]
             what = ", ".join(f"{size:,} {name or 'activations, shards and inputs'}" for name, size in largest)

@@ -14,9 +14,11 @@ from torch.fx import Node
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
+from graphshard.cost.model_collectives import MODEL_KINDS
+from graphshard.cost.workspace import BLOCK, workspace
 from graphshard.ir.graph import kind_of
 from graphshard.ir.program import Program
-from graphshard.schedule.clock import Call, Event, Launch, Sizes, Times, Wait, events_of, run
+from graphshard.schedule.clock import HOST_LINKS, Call, Event, Launch, Sizes, Times, Wait, events_of, run
 from graphshard.schedule.dag import TimelineDag
 from graphshard.schedule.simulate import Why, why_waits
 
@@ -26,6 +28,7 @@ WHY: dict[Why, str] = {
     "tail": "the phase's last collective",
     "link": "it had to queue for the link",
     "late": "launched too late, or longer than what it could hide behind",
+    "model": "the model's own collective, which runs where the model has it",
 }
 
 # Waits that are explained: in a deep model all of them take seconds.
@@ -37,16 +40,17 @@ class Step:
     """One call of a region, one collective, or one wait that holds compute up.
 
     Attributes:
-        kind: "compute", "gather", "reduce", "all_reduce", "upload", "download" or "exposed".
+        kind: "compute", "gather", "reduce", "all_reduce", "upload", "download" or "exposed"; of a collective of the
+            model "reduced", "joined", "scattered" or "exchanged".
         name: of the region or bucket, or of what is copied.
-        where: the modules a region computes.
+        where: the modules a region computes, or the one that communicates.
         phase: "forward" or "backward".
         start, end: seconds from the start of the step.
         num_bytes: of the full tensors of a collective.
         event: index of what it is in `Estimate.events`.
         order: regions that were called before, in the phase; for a collective when it is launched, for a wait when
             it waits.
-        link: "node" or "network" of a collective, "host" of a copy to or from it.
+        link: "node" or "network" of a collective, "host" of an upload, "to_host" of a download.
         why: compute waits, see `graphshard.schedule.simulate.Exposed`.
         behind: the bucket that a collective had to queue behind, or "".
     """
@@ -76,18 +80,20 @@ class Estimate:
     Attributes:
         events, times: what runs, and when.
         compute: seconds that the regions take alone; with collectives beside them it may be more.
+        at_once: seconds that collectives of the model take once their link is free.
         phases: when each begins and ends.
         node_times: where compute is behind each node.
-        contention: share by which compute is slower while a link is busy.
+        workspace: by region, most bytes that it allocates while it runs, beyond what it returns.
     """
 
     events: list[Event]
     times: Times
     steps: list[Step]
     compute: float
+    at_once: float
     phases: dict[str, tuple[float, float]]
     node_times: dict[Node, float]
-    contention: float = 0.0
+    workspace: dict[str, int]
 
     def total(self, *kinds: str) -> float:
         """Seconds of all steps of the given kinds."""
@@ -101,7 +107,7 @@ class Estimate:
     @cached_property
     def dag(self) -> TimelineDag:
         """What must end before what begins: critical path and slack, by indices of events."""
-        return TimelineDag(self.events, self.times, self.contention)
+        return TimelineDag(self.events, self.times)
 
     @cached_property
     def critical(self) -> list[Step]:
@@ -123,7 +129,7 @@ class Estimate:
     @property
     def communication(self) -> float:
         """Seconds of all collectives."""
-        return self.total("gather", "reduce", "all_reduce")
+        return self.total("gather", "reduce", "all_reduce", *MODEL_KINDS)
 
     def by_link(self) -> dict[str, float]:
         """Seconds of the collectives on each link."""
@@ -152,12 +158,23 @@ def estimate(program: Program, costs: Costs) -> Estimate:
     return Estimate(
         events=events,
         times=times,
-        contention=costs.profile.contention,
         steps=list(steps_of(events, times)),
         compute=sum(event.seconds for event in events if isinstance(event, Call)),
+        at_once=sum(event.seconds for event in events if isinstance(event, Launch) and event.at_once),
         phases=_phases(program, events, times),
         node_times=_node_times(program, events, times),
+        workspace=_workspaces(program, costs),
     )
+
+
+def _workspaces(program: Program, costs: Costs) -> dict[str, int]:
+    """By region, equal ones asked once; the allocator of a GPU rounds up."""
+    block = BLOCK if costs.profile.device == "cuda" else 1
+    found = {
+        key: workspace(list(region.module.graph.nodes), fused=costs.fused, block=block)
+        for key, region in program.regions.items()
+    }
+    return {name: found[key] for name, key in program.region_names.items()}
 
 
 def sent_bytes(node: Node) -> int:
@@ -168,7 +185,8 @@ def sent_bytes(node: Node) -> int:
 def steps_of(events: Sequence[Event], times: Times) -> Iterator[Step]:
     """Events with their times; a wait only if it holds compute up."""
     behind = _queued(events, times)
-    collectives = [event for event in events if isinstance(event, Launch) and event.link != "host"]
+    launches = [event for event in events if isinstance(event, Launch)]
+    collectives = [event for event in launches if event.link not in HOST_LINKS and event.kind not in MODEL_KINDS]
     first = {event.phase: event for event in reversed(collectives)}
     last = {event.phase: event for event in collectives}
     for index, event in enumerate(events):
@@ -178,13 +196,13 @@ def steps_of(events: Sequence[Event], times: Times) -> Iterator[Step]:
             yield replace(step, where=event.where)
         elif isinstance(event, Launch):
             found = {"kind": event.kind, "num_bytes": event.num_bytes, "link": event.link}
-            yield replace(step, **found, behind=behind[index])
+            yield replace(step, **found, where=event.where, behind=behind[index])
         elif isinstance(event, Wait) and end > begin:
             sent = events[event.launch]
             assert isinstance(sent, Launch)
             ends = {"first": sent is first.get(sent.phase), "last": sent is last.get(sent.phase)}
-            why = why_waits(sent.kind, behind[event.launch], **ends)
-            yield replace(step, kind="exposed", why=why, behind=behind[event.launch])
+            why: Why = "model" if sent.kind in MODEL_KINDS else why_waits(sent.kind, behind[event.launch], **ends)
+            yield replace(step, kind="exposed", where=sent.where, why=why, behind=behind[event.launch])
 
 
 def _queued(events: Sequence[Event], times: Times) -> dict[int, str]:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 WITHOUT_ROWS = {
     "unsharded_init()",
     *("export(sign)", "load(trust)"),  # which tests/artifact/test_signing.py has
-    *(f"explain_grid({name})" for name in ("model", "example_inputs", "example_kwargs", "symbols")),
+    *(f"explain_grid({name})" for name in ("model", "example_inputs", "example_kwargs", "symbols", "every_block")),
 }
 
 
@@ -49,8 +49,16 @@ def name_of(row: Row) -> str:
 
 
 FUNCTIONS = (
-    *("compile", "fully_shard", "export", "Call", "of_a_call", "load", "explain", "explain_grid", "bisect", "programs"),
-    *("register_forward_method", "compile_step", "measure_regions", "profile_step", "load_profile", "from_json"),
+    *("compile", "fully_shard", "export", "Call", "of_a_call", "load", "explain", "explain_grid", "what_if", "bisect"),
+    *(
+        "programs",
+        "register_forward_method",
+        "compile_step",
+        "measure_regions",
+        "profile_step",
+        "load_profile",
+        "from_json",
+    ),
     *("load_measured", "save_measured", "schedule_graph", "Group"),
     *("latest_checkpoint", "save_checkpoint", "async_save_checkpoint", "load_checkpoint"),
     *("Pipeline", "insert", "replace", "<lambda>"),
@@ -58,6 +66,13 @@ FUNCTIONS = (
     *("set_reshard_after_backward", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor"),
     *("unshard", "reshard", "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"),
 )
+
+
+# Parameters that explain has not.
+OF_ITS_OWN = {
+    "explain_grid": ("meshes", "hardware", "network", "settings", "show"),
+    "what_if": ("changes", "ranks", "show"),
+}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -77,10 +92,9 @@ def test_every_function_and_parameter_has_a_row(table: dict[str, list[Row]]) -> 
         if inspect.isfunction(function):
             parameters = inspect.signature(function).parameters or {"": None}
             wanted = {f"{name}({parameter})" for parameter in parameters}
-            if name == "explain_grid":  # options are those of explain, which a grid makes
-                wanted = {f"{name}({p})" for p in inspect.signature(inspect.unwrap(function)).parameters} & known | {
-                    f"{name}({p})" for p in ("meshes", "hardware", "network", "settings", "show")
-                }
+            if name in OF_ITS_OWN:  # the others are those of explain, which a grid and answers make
+                shown = inspect.signature(inspect.unwrap(function)).parameters
+                wanted = {f"{name}({p})" for p in shown} & known | {f"{name}({p})" for p in OF_ITS_OWN[name]}
             assert wanted - known <= WITHOUT_ROWS, name
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.export import Dim
+from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard.artifact.fingerprint import differences, environment
@@ -280,6 +281,9 @@ def test_compile_says_why_it_compiles(net_file: Path, mesh: DeviceMesh, caplog: 
     assert "none.gshard cannot be read: No such file" in caplog.text
 
 
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13", reason="fake process groups of torch 2.12 do not write what they reduce"
+)
 def test_compile_makes_backwards_that_the_file_lacks(
     tmp_path: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -114,3 +115,27 @@ def test_everything_is_put_back() -> None:
 def test_allow_names_sources(value: Any) -> None:
     with pytest.raises(ArgumentError, match=r"allow must be a tuple of some of 'random', 'numpy.random', 'time', 'os'"):
         Options(allow=value)
+
+
+def test_other_threads_are_answered() -> None:
+    """What runs beside a capture, such as a loader of data or a compiler of kernels, asks the clock as always."""
+    stop, failed, asked = threading.Event(), [], []
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                asked.append(time.perf_counter())
+            except Exception as error:
+                failed.append(error)
+                return
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        before = len(asked)
+        captured(_Net(lambda net: 2.0), (X,))
+    finally:
+        stop.set()
+        thread.join()
+    assert not failed
+    assert len(asked) > before

@@ -100,6 +100,47 @@ def test_flags_are_options(factory, tmp_path, capsys):
     assert "activation=0.5 is about the units of Small, and none were found" in capsys.readouterr().err
 
 
+def test_how_a_model_is_trained(factory, tmp_path, capsys):
+    """Microbatches, clipping, the optimizer, tokens and price are those of the prediction."""
+    flags = ["--accumulate", "4", "--foreach", "--clip-norm", "1", "--tokens", "1e9", "--price", "2.5"]
+    json_file = str(tmp_path / "x.json")
+    assert main(["explain", f"{factory}:Small", "--mesh", "8", "--batch", "2,8", "--json", json_file, *flags]) == 0
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert found["microbatches"] == 4
+    assert found["cost"]["money"] == pytest.approx(2.5 * found["cost"]["gpu_hours"])
+    assert "1e+09 tokens in 1,953,125 steps" in capsys.readouterr().out
+
+
+def test_what_if(factory, tmp_path, capsys):
+    """Tables on stdout, progress on stderr, the page and the timeline beside it."""
+    files = ["--html", str(tmp_path / "plan.html"), "--json", str(tmp_path / "plan.json")]
+    options = [
+        "--mesh",
+        "16",
+        "--batch",
+        "2,8",
+        "--what-if",
+        "accumulate",
+        "network",
+        "--ranks",
+        "32",
+        "--tokens",
+        "1e9",
+    ]
+    assert main(["explain", f"{factory}:Small", *options, *files, "--trace", str(tmp_path / "trace.json")]) == 0
+    out, err = capsys.readouterr()
+    assert "accumulate 4 microbatches" in out
+    assert "network in-training" in out
+    assert "shard 32" in out
+    assert "network in-training, 16 ranks, h100: predict" in err
+    assert "scaling, 32 ranks: lower" in err
+    assert "Timeline for engineers" in (tmp_path / "plan.html").read_text()
+    assert "<html" in (tmp_path / "plan.timeline.html").read_text()
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    changes = json.loads((tmp_path / "plan.json").read_text())["changes"]
+    assert {change["about"] for change in changes} == {"accumulate", "network"}
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [(None, None), ("full", "full"), ("0.25", 0.25), ("1", 1.0), ("aten.mm.default", (MM,))]
 )
@@ -147,6 +188,23 @@ def test_command_with_two_axes(factory, tmp_path):
         (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--activation", "2"], "share of memory from 0 to 1 that"),
         (["FILE:Small", "--mesh", "8", "16", "--batch", "1,2", "--html", "x"], "need one mesh, machine"),
         (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--hardware", "tpu"], "hardware 'tpu' is neither"),
+        (
+            ["FILE:Small", "--mesh", "8", "--batch", "1,2", "--what-if", "bach"],
+            "--what-if has 'bach', which is no kind",
+        ),
+        (["FILE:Small", "--mesh", "8", "16", "--batch", "1,2", "--what-if"], "--what-if needs one mesh, machine"),
+        (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--what-if", "--symbols", "b=0"], "--what-if makes several"),
+        (
+            ["FILE:Small", "--mesh", "8", "--batch", "1,2", "--ranks", "16"],
+            "--ranks are those that --what-if scales to",
+        ),
+        (
+            ["FILE:Small", "--mesh", "8", "--batch", "1,2", "--what-if", "--ranks", "0"],
+            "ranks must be a positive number",
+        ),
+        (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--tokens", "-1"], "tokens must be a positive number such as"),
+        (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--price", "2"], "price=2.0 is of a GPU hour, and tokens,"),
+        (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--accumulate", "0"], "accumulate must be a positive number"),
     ],
 )
 def test_wrong_commands(factory, capsys, arguments, message):
@@ -156,3 +214,57 @@ def test_wrong_commands(factory, capsys, arguments, message):
     *phases, error = capsys.readouterr().err.splitlines()
     assert message in error
     assert all(re.fullmatch(r"graphshard explain: +\d+\.\d s  [\w ]+", line) for line in phases)
+
+
+PARALLEL = """
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(32, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, tokens):
+        return self.down(self.up(self.embed(tokens))).sum()
+
+def tp(model, mesh):
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+"""
+
+
+def test_meshes_with_a_tensor_axis(tmp_path, capsys):
+    """The function that makes the model for a mesh, microbatches, and the best of several."""
+    file = tmp_path / "parallel.py"
+    file.write_text(PARALLEL)
+    options = ["explain", f"{file}:Two", "--parallelize", f"{file}:tp", "--batch", "1,8", "--global-batch", "8"]
+    assert main([*options, "--mesh", "dp=4,tp=2", "dp=2,tp=2", "dp=16,tp=2", "--best", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "is best, because" in out
+    assert "left out: mesh dp 16, tp 2 is larger than the batch: 16 ranks with inputs of their own, 1 each" in out
+    assert main([*options, "--mesh", "dp=4,tp=2", "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["mesh"], found["microbatches"], found["data_ranks"]) == ({"dp": 4, "tp": 2}, 2, 4)
+    assert "reduced over tp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mesh", "dp=4,tp=2,pp=2", "--parallelize", "FILE:tp"], "mesh has a pipeline axis, 'pp', and stages are"),
+        (["--mesh", "dp=4,tp=2"], "is made for them by parallelize=, a function of (model, mesh)"),
+        (["--mesh", "dp=4,dp=2", "--parallelize", "FILE:tp"], "--mesh must name each axis, with a name of its own"),
+        (["--mesh", "dp=4,tp=2", "--parallelize", "FILE:no"], "has no function or class no"),
+        (["--mesh", "dp=4,tp=2", "--parallelize", "tp"], "--parallelize must be module:name or file.py:name, got 'tp'"),
+        (["--mesh", "dp=3,tp=2", "--parallelize", "FILE:tp", "--global-batch", "8"], "does not divide the batch"),
+        (["--mesh", "8", "--best", "0"], "--best"),
+    ],
+)
+def test_wrong_axes(tmp_path, capsys, options, message):
+    """An error in one line."""
+    file = tmp_path / "parallel.py"
+    file.write_text(PARALLEL)
+    given = [text.replace("FILE", str(file)) for text in options]
+    assert main(["explain", f"{file}:Two", "--batch", "1,8", *given]) == 2
+    assert message in capsys.readouterr().err

@@ -71,6 +71,6 @@ def test_generation(mesh: DeviceMesh) -> None:
     expected = plain.generate(tokens, max_new_tokens=2, do_sample=False)
     assert torch.equal(compiled.generate(tokens, max_new_tokens=2, do_sample=False, use_cache=False), expected)
     with pytest.raises(
-        graphshard.InputError, match=r"past_key_values is a DynamicCache, .* Pass use_cache=False: model"
+        graphshard.InputError, match=r"(past_key_values|cache) is a DynamicCache, .* Pass use_cache=False: model"
     ):
         compiled.generate(tokens, max_new_tokens=2, do_sample=False)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import graphshard
-from graphshard.cost.profile import KINDS
+from graphshard.cost.profile_checks import KINDS
 from graphshard.measure import calibrate
 from graphshard.measure import chip as calibrate_chip
 from graphshard.measure import links as calibrate_links
@@ -17,6 +17,7 @@ from tests.ranks import Ranks
 
 def _links(rank: int, world_size: int) -> Links:
     calibrate_links._SIZES["cpu"] = (2**12, 2**20)
+    calibrate_links._SHARDS = (2**10, 2**12)
     calibrate_links._REPEATS = 2
     return calibrate_links.measure_links("cpu", lambda _: None)
 
@@ -29,11 +30,13 @@ def test_links(ranks: Ranks) -> None:
     assert first.inside.keys() == set(KINDS)
     assert all(link.bandwidth > 0 and link.latency > 0 for link in first.inside.values())
     assert first.outside == {"isolated": first.inside["gather"].bandwidth}
+    assert first.pack_below in (2**10, 2**12)
     assert 0 < first.contention < 1  # gloo's threads work while the main thread waits
 
 
 def _profile(rank: int, world_size: int) -> str:
     calibrate_links._SIZES["cpu"] = (2**12, 2**20)
+    calibrate_links._SHARDS = (2**10, 2**12)
     calibrate_links._REPEATS = 2
 
     def seconds_of(fn: object, device: str, budget: float = 0.0) -> float:

@@ -22,6 +22,7 @@ from tests.distributed.twins import (
     assert_same,
     example_llama,
     grads_of,
+    local,
     params_of,
     sharded_alike,
     twins,
@@ -483,3 +484,32 @@ def test_loaded(ranks: Ranks, tmp_path: Path) -> None:
     """Programs of a file."""
     path = graphshard.export(Net(), (2,), tmp_path / "net.gshard", example_inputs=(_input(0),), backend="eager")
     ranks(2).run(_loaded, path)
+
+
+def _muon(rank: int, world_size: int, clip_norm: float | None) -> None:
+    """Biases are no matrices, and their gradients stay; torch's step fails on DTensors of one row (2.13)."""
+    pair = twins(Net(), world_mesh())
+    optims = [
+        torch.optim.Muon([p for p in model.parameters() if p.dim() == 2 and len(p) > 1], lr=0.02) for model in pair
+    ]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optim, lambda epoch: 1 / (1 + epoch)) for optim in optims]
+    step = graphshard.compile_step(pair[0], optims[0], _loss, clip_norm=clip_norm)
+    for number in range(3):
+        before = local(next(pair[0].parameters())).clone()
+        x = _input(rank, number)
+        loss, (expected, norm) = step(x), _separate(pair[1], optims[1], [(x,)], clip_norm=clip_norm)
+        assert torch.equal(loss, expected)
+        assert norm is None or torch.equal(step.grad_norm, norm)
+        assert not step.updated_in_backward
+        assert_same(*map(params_of, pair), f"step {number}")
+        assert_same(*map(grads_of, pair), f"gradients of step {number}")
+        assert_same(*(_states_of(*both) for both in zip(pair, optims)), f"state, step {number}")
+        assert not torch.equal(local(next(pair[0].parameters())), before)
+        for schedule in schedules:
+            schedule.step()
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1e-4])
+def test_muon(ranks: Ranks, clip_norm: float | None) -> None:
+    """Torch's multiplies whole matrices, as DTensors; its updates run behind the backward."""
+    ranks(2).run(_muon, clip_norm)

@@ -76,7 +76,7 @@ def _beside_fsdp2(rank: int, world_size: int, shape: tuple[int, ...], name: str,
 def test_equal_to_fsdp2(ranks: Ranks, name: str, policy: str) -> None:
     """Two data ranks of two context ranks each."""
     for lines in ranks(4).run(_beside_fsdp2, (2, 2), name, policy, False, share=False):
-        kind = {"gathered": "joined", "by heads": "exchanged", "ring": "exchanged"}[name]
+        kind = {"gathered": "joined", "by heads": "exchanged", "ring": "exchanging"}[name]  # beside a product
         assert f"forward: {kind} over dp_shard_cp/2" in lines
 
 
@@ -165,4 +165,4 @@ def _over_the_data_axis(rank: int, world_size: int) -> list[str]:
 def test_collectives_over_the_sharding_axis(ranks: Ranks) -> None:
     """Which are the model's own, beside those of its parameters."""
     for lines in ranks(2).run(_over_the_data_axis, share=False):
-        assert lines == ["forward: reduced over shard", "backward: reduced over shard"]
+        assert lines == ["forward: reduced over shard", "backward: reducing over shard"]

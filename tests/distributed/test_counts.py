@@ -177,7 +177,7 @@ def _written(rank: int, world_size: int) -> None:
     """Nobody has asked that weights stay as they are between two calls."""
     plain = Chunked()
     ours = copy.deepcopy(plain)
-    graphshard.compile(ours, init_device_mesh("cpu", (world_size,)), backend="eager", reshard_after_forward=False)
+    graphshard.compile(ours, init_device_mesh("cpu", (world_size,)), backend="eager")
     x = torch.randn(6, 8)
     for how, write in WRITES.items():
         _twice(ours, x)

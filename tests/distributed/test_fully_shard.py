@@ -100,9 +100,17 @@ def _in_replicas(shard: Shard, model: Any) -> None:
         shard(module, mesh=mesh)
 
 
+def _on_two_meshes(shard: Shard, model: Any) -> None:
+    """One block is sharded over all ranks, the rest is replicated."""
+    whole = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "one"))
+    shard(model.blocks[1], mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",)))
+    for module in (model.blocks[0], model):
+        shard(module, mesh=whole)
+
+
 PARALLELIZE = [
     *(_blocks_and_root, _blocks_only, _root_only, _nested, _groups, _policies, _ignored, _ignored_alike, _offloaded),
-    *(_settings_before, _in_replicas),
+    *(_settings_before, _in_replicas, _on_two_meshes),
 ]
 
 
@@ -270,7 +278,7 @@ ERRORS: dict[str, Callable[[Any], Any]] = {
     r"^module: Linear cannot be compiled: it is already compiled\. Compile the root module, once": _twice,
     r"^module: Block is a part of a compiled model": _inside,
     r"^module: up of Block was sharded together with modules that are not in it": _half_a_group,
-    r"^mesh: stem was sharded over DeviceMesh.*Units on meshes of their own are not supported yet": _two_meshes,
+    r"^mesh has an axis 'shard', and the mesh that some parameters lie on has another one of this name": _two_meshes,
     r"^activation: blocks\.0 of Net was sharded with 'full', the whole is to be with 0\.5\. Give it in the outer": (
         _two_numbers
     ),

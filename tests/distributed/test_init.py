@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from graphshard.ir.units import find_units
 from graphshard.runtime.shards import Storage, shard_module
 from tests.distributed.nets import Net, Tied, full, largest_dim, rows, train
 from tests.distributed.twins import assert_same, fsdp2, grads_of, local, params_of, twins, world_mesh
+from tests.helpers import resident
 from tests.ranks import Ranks
 
 
@@ -116,23 +116,16 @@ def test_hugging_face_init(ranks: Ranks) -> None:
 MIB = 2**20
 
 
-def _resident(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    found = re.search(rf"{field}:\s+(\d+) kB", status)
-    assert found
-    return int(found[1]) * 1024
-
-
 def _peak_memory(rank: int, world_size: int) -> dict[str, float]:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(6)))  # 64 MiB each
     model = graphshard.compile(model, world_mesh(), backend="eager")
     Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark again
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     model.to_empty(device="cpu")
     with graphshard.unsharded_init():
         _reset(model)
-    peak = _resident("VmHWM") - before
+    peak = resident("VmHWM") - before
     shards = sum(local(p).untyped_storage().nbytes() for p in model.parameters())
     one = math.prod(model[0].weight.shape) * 4
     assert shards == 6 * one / world_size

@@ -22,7 +22,7 @@ def _offload(rank: int, world_size: int, backend: str) -> None:
     for policy in (MixedPrecisionPolicy(), BF16):
         torch.manual_seed(0)
         model = Net(dim=7)
-        twins = [copy.deepcopy(model) for _ in range(2)]
+        twins = [copy.deepcopy(model) for _ in range(3)]
         theirs = fsdp2(twins[0], mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
         options = {"mp_policy": policy, "backend": "eager", "offload_policy": CPUOffloadPolicy()}
         ours = graphshard.compile(model, mesh, **options)
@@ -31,6 +31,10 @@ def _offload(rank: int, world_size: int, backend: str) -> None:
         inputs = [rows(rank + 10 * step) for step in range(3)]
         expected = train(theirs, inputs)
         assert_same(train(ours, inputs), expected, "offloaded")
+        if backend == "eager":
+            host = graphshard.Pipeline().insert(Offload(always=True, cast_on_host=True), before="plan")
+            cast = graphshard.compile(twins[2], mesh, passes=host, **options)
+            assert_same(train(cast, inputs), expected, "cast on the host")
         got = train(forced, inputs)
         if backend == "eager":
             assert_same(got, expected, "with copies")

@@ -13,16 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
 from graphshard.passes import MakePlan
 from graphshard.schedule.by_unit import PlanByUnit
 from tests.distributed.nets import Block
-from tests.distributed.twins import assert_same, fsdp2, grads_of, world_mesh
+from tests.distributed.twins import AliveBytes, assert_same, fsdp2, grads_of, world_mesh
 from tests.ranks import Ranks
 
 BLOCKS = 4
@@ -122,37 +120,6 @@ ACTIVATIONS = 0.1
 EXPECTED = 2 + ACTIVATIONS, 2 + BLOCKS / 2 + ACTIVATIONS
 
 
-class _Memory(TorchDispatchMode):
-    """The most bytes of tensors that are there at the same time, but for those that were there before.
-
-    Above what is expected it gives gloo's threads a moment, as above.
-    """
-
-    def __init__(self, before: list[Tensor], expected: float) -> None:
-        super().__init__()
-        self.before = {tensor.untyped_storage()._cdata for tensor in before}
-        self.expected = expected
-        self.found: dict[int, StorageWeakRef] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves((args, result)):
-            if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):  # whose shard is seen, too
-                continue
-            if tensor.untyped_storage()._cdata not in self.before:
-                self.found[tensor.untyped_storage()._cdata] = StorageWeakRef(tensor.untyped_storage())
-        patience = time.monotonic() + 0.5
-        while (alive := self._alive()) > self.expected and time.monotonic() < patience:
-            time.sleep(0.001)
-        self.most = max(self.most, alive)
-        return result
-
-    def _alive(self) -> int:
-        storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.found.values()]
-        return sum(storage.nbytes() for storage in storages if storage is not None)
-
-
 def _peaks(rank: int, world_size: int) -> list[tuple[float, float]]:
     """The memory that forward takes, and backward, of ours and of FSDP2, in weights."""
     weight_bytes = WIDTH * WIDTH * 4
@@ -165,7 +132,7 @@ def _peaks(rank: int, world_size: int) -> list[tuple[float, float]]:
         model(x).backward()
         model.zero_grad()
         before = [x, x.grad, *(param.to_local() for param in model.parameters())]
-        modes = [_Memory(before, bound * weight_bytes) for bound in expected]
+        modes = [AliveBytes(before, bound * weight_bytes) for bound in expected]
         with modes[0]:
             loss = model(x)
         with modes[1]:

@@ -18,6 +18,8 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphshard
 from graphshard.runtime.hang_up import hang_up
@@ -41,6 +43,15 @@ class Stage(nn.Module):
         return x * self.scale
 
 
+def _parallelized(axis: DeviceMesh) -> nn.Module:
+    stage = Stage(2)
+    plan = {
+        "layers.0": ColwiseParallel(output_layouts=Replicate()),
+        "layers.1": RowwiseParallel(input_layouts=Replicate()),
+    }
+    return parallelize_module(stage, axis, plan)
+
+
 def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
@@ -62,14 +73,24 @@ SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 class Pipeline:
-    """A model's stages on this rank, sharded by one of the two, and the schedule that runs them."""
+    """A model's stages on this rank, sharded by one of the two, and the schedule that runs them.
 
-    def __init__(self, shard: Callable[..., nn.Module], schedule: str, policy: MixedPrecisionPolicy) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    Args:
+        shape: of the mesh; a third axis is one that products of the stages are cut over.
+    """
+
+    def __init__(
+        self,
+        shard: Callable[..., nn.Module],
+        schedule: str,
+        policy: MixedPrecisionPolicy,
+        shape: tuple[int, ...] = (2, 2),
+    ) -> None:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp")[: len(shape)])
         make, stages = SCHEDULES.get(schedule, (ScheduleInterleavedZeroBubble, 2))
         rank, self.group = mesh.get_local_rank("pp"), mesh.get_group("pp")
         torch.manual_seed(0)
-        parts = [Stage(2) for _ in range(2 * stages)]
+        parts = [Stage(2) if len(shape) == 2 else _parallelized(mesh["tp"]) for _ in range(2 * stages)]
         mine = range(rank, 2 * stages, 2)
         self.models = {index: shard(parts[index], mesh["dp"], policy) for index in mine}
         made = [PipelineStage(self.models[i], i, 2 * stages, torch.device("cpu"), group=self.group) for i in mine]
@@ -88,11 +109,14 @@ class Pipeline:
         return {f"{index}.{name}": value for index, model in self.models.items() for name, value in of(model).items()}
 
 
-def _train(rank: int, world_size: int, schedule: str, policy: MixedPrecisionPolicy) -> list[dict[str, int]]:
-    pair = [Pipeline(shard, schedule, policy) for shard in (_ours, _theirs)]
+def _train(
+    rank: int, world_size: int, schedule: str, policy: MixedPrecisionPolicy, shape: tuple[int, ...] = (2, 2)
+) -> list[dict[str, int]]:
+    pair = [Pipeline(shard, schedule, policy, shape) for shard in (_ours, _theirs)]
     counts = []
     for step in range(3):
-        random = torch.Generator().manual_seed(10 * step + rank % 2)
+        place = rank // (world_size // 4) % 2  # on the data axis: ranks of a tensor axis have the same inputs
+        random = torch.Generator().manual_seed(10 * step + place)
         x, target = torch.randn(8, 8, generator=random), torch.randn(8, 8, generator=random)
         losses, counts = [], []
         for pipeline in pair:
@@ -114,6 +138,16 @@ def _train(rank: int, world_size: int, schedule: str, policy: MixedPrecisionPoli
 def test_stages_equal_fsdp2(ranks: Ranks, schedule: str, policy: MixedPrecisionPolicy) -> None:
     """Gradients are reduced once a step; parameters are gathered as often as with FSDP2, or less."""
     for ours, theirs in ranks(4).run(_train, schedule, policy, share=False):
+        assert ours["scatter"] <= theirs["scatter"], (ours, theirs)
+        assert ours["gather"] <= theirs["gather"], (ours, theirs)
+        assert min(ours.values()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_with_a_tensor_axis(ranks: Ranks, schedule: str) -> None:
+    """2 stages x 2 data ranks x 2 that products are cut over: all three at once."""
+    for ours, theirs in ranks(8).run(_train, schedule, FP32, (2, 2, 2), share=False):
         assert ours["scatter"] <= theirs["scatter"], (ours, theirs)
         assert ours["gather"] <= theirs["gather"], (ours, theirs)
         assert min(ours.values()) > 0

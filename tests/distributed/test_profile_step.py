@@ -17,7 +17,8 @@ import graphshard
 from graphshard import ArgumentError, StepProfile
 from graphshard.runtime.recording import HostClock, current_recording, recording
 from tests.distributed.twins import assert_same, grads_of, params_of, world_mesh
-from tests.ranks import Ranks
+from tests.helpers import Blocks
+from tests.ranks import FakeWorld, Ranks
 
 
 class _Block(nn.Module):
@@ -301,3 +302,13 @@ def _watched(rank: int, world_size: int) -> None:
 
 def test_while_another_profiler_runs(ranks: Ranks) -> None:
     ranks(2).run(_watched)
+
+
+def test_a_rank_of_several_that_do_not_exist(fake_world: FakeWorld) -> None:
+    """With a fake process group one rank is measured, and nobody is asked."""
+    fake_world(8)
+    model = graphshard.compile(Blocks(3, 16), world_mesh(), backend="eager")
+    profile = graphshard.profile_step(model, (torch.randn(2, 16),))
+    assert [step.rank for step in profile.ranks] == [0]
+    assert len(profile.regions) > 2
+    assert profile.step.measured.median > 0

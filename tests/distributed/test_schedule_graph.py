@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphshard import Profile, ScheduledGraph, load_profile, schedule_graph
 from graphshard.ir.program import Phase
 from graphshard.runtime.gloo import gather_into_buffers
+from tests.foreign.planes import planes
 from tests.ranks import Ranks
 
 c10d = torch.ops._c10d_functional
@@ -81,7 +83,12 @@ def _exchange(names: list[str], size: int) -> tuple[Callable[..., Any], list[tor
     return run, [torch.randn(ROWS, DIM), torch.randn(DIM // size, DIM), torch.randn(DIM // size, DIM), *vectors]
 
 
-PROGRAMS = {"data parallel": _data_parallel, "exchange": _exchange, "two axes": _two_axes}
+def _planes(names: list[str], size: int) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """As AutoParallel captures them: parameters that are cut over both axes."""
+    return planes(*names, size)
+
+
+PROGRAMS = {"data parallel": _data_parallel, "exchange": _exchange, "two axes": _two_axes, "planes": _planes}
 
 
 def _run(module: GraphModule, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -113,7 +120,7 @@ def _compare(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> A
     function, inputs = PROGRAMS[name](names, shape[0])
     gm = make_fx(function)(*inputs)
     inputs = [tensor + rank * 0.37 * torch.rand_like(tensor) for tensor in inputs]
-    found = schedule_graph(gm, mesh, hardware=_machine())
+    found = schedule_graph(gm, mesh, hardware=_machine(), memory_limit=math.inf)
     launches = _launches(found, names)
     before, after = _run(gm, inputs), _run(found.module, inputs)
     equal = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
@@ -127,6 +134,7 @@ SHAPES = [
     ("data parallel", (4,)),
     ("exchange", (4,)),
     ("two axes", (2, 2)),
+    ("planes", (2, 2)),
 ]
 
 

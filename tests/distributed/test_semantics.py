@@ -43,16 +43,16 @@ def _same_after(pair: tuple[nn.Module, nn.Module], step: Any, when: str) -> None
 
 
 def _types(rank: int, world_size: int) -> None:
-    for reshard in (True, False):
+    for reshard in (True, None, False):
         model = graphshard.compile(Blocks(2, 8), world_mesh(), reshard_after_forward=reshard, backend="eager")
         loss = model(X)
-        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert all(isinstance(p, DTensor) for p in model.parameters()) == (reshard is not False)
         loss.backward()
         assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in model.parameters())
 
 
-def test_parameters_are_always_dtensors(ranks: Ranks) -> None:
-    """FSDP2 swaps in plain tensors where parameters stay gathered."""
+def test_parameters_are_dtensors_unless_they_were_told_to_stay_gathered(ranks: Ranks) -> None:
+    """FSDP2 swaps in plain tensors where parameters stay gathered, of the root also where nobody said so."""
     ranks(2).run(_types)
 
 

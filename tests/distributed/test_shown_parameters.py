@@ -1,17 +1,19 @@
-"""After `unshard()` modules show full parameters, as FSDP2's do; what works with shards still finds these."""
+"""Modules show full parameters as FSDP2's do; what works with shards still finds these."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphshard
-from tests.distributed.twins import assert_same, grads_of, twins, world_mesh
+from tests.distributed.twins import CountLaunches, assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks
 
 
@@ -114,8 +116,8 @@ def _while_shown(rank: int, world_size: int) -> None:
     with pytest.raises(graphshard.UnsupportedError) as error:
         ours.embed.weight.square().sum().backward()
     assert str(error.value) == (
-        "a gradient reached the gathered parameter embed.weight, which unshard() shows: something outside of the "
-        "model's forward computed with it. Compute that in forward, or under torch.no_grad()."
+        "a gradient reached the gathered parameter embed.weight, which modules show after unshard() or a forward: "
+        "something outside of the model's forward computed with it. Compute that in forward, or under torch.no_grad()."
     )
 
 
@@ -156,5 +158,163 @@ def _after_a_forward(rank: int, world_size: int) -> None:
     assert torch.equal(plain(_tokens(rank)), outputs[0][1])
 
 
-def test_a_forward_leaves_no_full_parameters_behind(ranks: Ranks) -> None:
+def test_a_forward_leaves_no_full_parameters_behind_unless_it_is_told_to_keep_them(ranks: Ranks) -> None:
     ranks(2).run(_after_a_forward)
+
+
+def _shown(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param for name, param in model.named_parameters() if _is_full(param)}
+
+
+def _kept(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
+    """What is shown, and when; the bits of steps in which somebody looks, and how often parameters are gathered."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    pair = ours, theirs = twins(Tied(), world_mesh(), mp_policy=policy, reshard_after_forward=False)
+    shards = dict(ours.named_parameters())
+    optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in pair]
+    for step in range(4):
+        counts: list[dict[str, int]] = []
+        seen: list[dict[str, Tensor]] = []
+        for model, optim in zip(pair, optims):
+            with CountLaunches() as launches:
+                loss = model(_tokens(rank + 10 * step)).square().sum()
+            assert len(_shown(model)) == 5, step
+            assert model.embed.weight is model.head.weight
+            assert all(full.dtype == (dtype or torch.float32) for full in _shown(model).values())
+            seen.append({name: full.detach().clone() for name, full in _shown(model).items()})
+            with launches:
+                if step == 1:
+                    model.layers[1].reshard()
+                    assert sorted(_shown(model)) == ["embed.weight", "layers.0.bias", "layers.0.weight"]
+                if step == 2:
+                    for module in model.modules():
+                        if isinstance(module, FSDPModule):
+                            module.reshard()
+                    assert not _shown(model)
+                loss.backward()
+            assert not _shown(model)
+            counts.append({kind: launches.of(kind) for kind in ("gather", "scatter")})
+            optim.step()
+            optim.zero_grad()
+        again = 2 if step == 2 else 0  # what all units have freed is gathered at once
+        assert counts[0] == {**counts[1], "gather": counts[1]["gather"] - again}, step
+        assert_same(*seen, f"what is shown in step {step}")
+        assert_same(ours.state_dict(), theirs.state_dict(), f"parameters after step {step}")
+    assert all(param is shards[name] for name, param in ours.named_parameters())
+
+
+def _some_kept(rank: int, world_size: int) -> None:
+    """Of the units that are told to keep theirs; not under no_grad, which keeps nothing for a backward."""
+    ours = graphshard.compile(Tied(), world_mesh(), backend="eager")
+    ours(_tokens(rank))
+    assert not _shown(ours)
+    ours.layers[0].set_reshard_after_forward(False)
+    ours(_tokens(rank))
+    assert sorted(_shown(ours)) == ["layers.0.bias", "layers.0.weight"]
+    with torch.no_grad():
+        ours(_tokens(rank))
+    assert not _shown(ours)
+    ours.set_reshard_after_forward(True)
+    ours(_tokens(rank))
+    assert not _shown(ours)
+
+
+def _looked_at(rank: int, world_size: int) -> None:
+    """What loops do between forward and backward reaches the shards, or is an error."""
+    ours = graphshard.compile(Tied(), world_mesh(), reshard_after_forward=False, backend="eager")
+    shard = ours.layers[0].weight
+    ours(_tokens(rank)).square().sum().backward()
+    before = {name: grad.clone() for name, grad in grads_of(ours).items() if grad is not None}
+    assert len(before) == 5
+
+    loss = ours(_tokens(rank)).square().sum()
+    weight = ours.layers[0].weight
+    assert weight is not shard
+    assert weight.grad is shard.grad
+    repr(weight)
+    norm = torch.nn.utils.clip_grad_norm_(ours.parameters(), 1e-3)
+    assert isinstance(norm, DTensor)
+    ours.zero_grad()
+    assert shard.grad is None
+    assert isinstance(copy.deepcopy(weight), DTensor)
+    refused = "was given to an optimizer, or asked whether it is a leaf of autograd, and gradients go to its shard. Do"
+    with pytest.raises(graphshard.UnsupportedError, match=f"^the gathered parameter layers.0.weight {refused}"):
+        torch.optim.SGD([weight], lr=0.1)
+    with pytest.raises(graphshard.UnsupportedError, match=r"^the gathered parameter layers\.0\.weight was given a"):
+        weight.register_post_accumulate_grad_hook(print)
+    assert all(isinstance(value, DTensor) for value in ours.state_dict().values())
+    assert not _shown(ours)
+    loss.backward()
+    assert_same(grads_of(ours), before, "gradients")
+
+    ours(_tokens(rank))
+    for param in ours.parameters():
+        param.requires_grad_(False)
+    assert not any(param.requires_grad for param in ours.parameters())
+    ours.reshard(units=["*", ""])
+    assert not any(param.requires_grad for param in ours.parameters())
+    ours.requires_grad_(True)
+
+    again: list[Callable[[Tensor], object]] = [
+        lambda loss: loss.backward(),
+        lambda _: ours(_tokens(rank)),
+        lambda _: ours.layers[0].reshard(),
+    ]
+    for goes_on in again:
+        loss = ours(_tokens(rank)).square().sum()
+        with torch.no_grad():
+            ours.layers[0].weight.mul_(2)
+        with pytest.raises(
+            graphshard.UnsupportedError,
+            match=r"^the gathered parameter layers\.0\.weight was written to after a forward that has kept it\. The sh",
+        ):
+            goes_on(loss)
+    ours(_tokens(rank)).square().sum().backward()
+
+    ours.load_state_dict({name: value * 2 for name, value in ours.state_dict().items()})
+    ours.zero_grad()
+    ours(_tokens(rank))
+    twin = copy.deepcopy(ours)
+    assert not _shown(twin)
+    ours.double()
+    assert ours.layers[0].weight.dtype == torch.float64
+
+
+def _freed(rank: int, world_size: int) -> None:
+    """Nothing holds what modules showed: not after `reshard`, another forward, or a backward."""
+    pair = twins(Tied(), world_mesh(), reshard_after_forward=False)
+    for model in pair:
+        for end in ("reshard", "backward"):
+            loss = model(_tokens(rank)).square().sum()
+            storages = [StorageWeakRef(full.untyped_storage()) for full in _shown(model).values()]
+            kept = list(_shown(model).values())
+            assert len(storages) == 5
+            assert not any(map(_is_empty, kept))
+            if end == "reshard":
+                model.reshard()
+                for layer in model.layers:
+                    layer.reshard()
+                assert all(storage.expired() or _is_empty(full) for storage, full in zip(storages, kept))
+            loss.backward()
+            assert all(storage.expired() or _is_empty(full) for storage, full in zip(storages, kept))
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_forward_that_keeps_parameters_shows_them_as_fsdp2s_does(ranks: Ranks, dtype: torch.dtype | None) -> None:
+    ranks(2).run(_kept, dtype)
+
+
+def test_which_units_show_what_a_forward_keeps(ranks: Ranks) -> None:
+    ranks(2).run(_some_kept)
+
+
+def test_what_is_done_to_shown_parameters_is_done_to_shards_or_refused(ranks: Ranks) -> None:
+    ranks(2).run(_looked_at)
+
+
+def test_shown_parameters_are_freed(ranks: Ranks) -> None:
+    ranks(2).run(_freed)

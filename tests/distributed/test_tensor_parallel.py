@@ -24,8 +24,20 @@ from torch.export import Dim
 from torch.torch_version import TorchVersion
 
 import graphshard
-from tests.distributed.tensor_parallel import Mlp, llama, mesh_of, mlps, pair_of, rows, tied, tokens, train_alike, words
-from tests.distributed.twins import BF16, assert_same, grads_of
+from tests.distributed.tensor_parallel import (
+    Mlp,
+    llama,
+    mesh_of,
+    mlps,
+    pair_of,
+    placed,
+    rows,
+    tied,
+    tokens,
+    train_alike,
+    words,
+)
+from tests.distributed.twins import BF16, assert_same, grads_of, params_of
 from tests.ranks import Ranks
 
 OPTIMIZERS = {
@@ -63,10 +75,9 @@ def _one_data_rank(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_data_axis_of_one_rank(ranks: Ranks) -> None:
-    """Nothing is gathered or reduced but by the model."""
+    """Nothing is gathered or reduced but by the model: beside the gradient of a weight, where there is one."""
     for lines in ranks(2).run(_one_data_rank):
-        assert lines
-        assert all(line.endswith("reduced over tp") for line in lines)
+        assert {line.partition(": ")[2] for line in lines} == {"reduced over tp", "reducing over tp"}
 
 
 @pytest.mark.slow
@@ -277,6 +288,32 @@ def test_autocast(ranks: Ranks) -> None:
     for message in ranks(4).run(_autocast, share=False):
         assert "Autocast casts a parameter that is a DTensor once for all its uses" in message
         assert "(parameter mlp.up.weight, linear)" in message
+
+
+def _gathered_by_hand(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    pair = pair_of(mlps, mesh)
+    torch.manual_seed(10 * mesh.get_local_rank("dp"))
+    batch = rows()
+    for layer in ("layers.0", "layers.1", ""):
+        for model in pair:
+            handle = model.get_submodule(layer).unshard(async_op=True)
+            handle.wait()
+        ours, theirs = (params_of(model.get_submodule(layer)) for model in pair)
+        assert_same(ours, theirs, "gathered")
+        assert placed(pair[0]) == placed(pair[1])
+        assert [isinstance(p, DTensor) for p in ours.values()] == [isinstance(p, DTensor) for p in theirs.values()]
+    losses = [model(*batch) for model in pair]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_same(grads_of(pair[0]), grads_of(pair[1]), "gradients")
+    train_alike(pair, mesh, rows, steps=1)
+
+
+def test_parameters_that_are_gathered_by_hand(ranks: Ranks) -> None:
+    """Modules show DTensors on the tensor axis, as FSDP2's do; the next forward reads them."""
+    ranks(4).run(_gathered_by_hand, share=False)
 
 
 def _differing(rank: int, world_size: int) -> str:

@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
@@ -112,6 +115,37 @@ def load_example(name: str) -> Any:
 def tokens(length: int = 8) -> Tensor:
     """A batch of the example's inputs or targets."""
     return torch.randint(0, VOCAB, (2, length))
+
+
+class AliveBytes(TorchDispatchMode):
+    """The most bytes of tensors that are there at the same time, but for those that were there before.
+
+    Above what is expected it gives gloo's threads a moment.
+    """
+
+    def __init__(self, before: list[Tensor], expected: float) -> None:
+        super().__init__()
+        self.before = {tensor.untyped_storage()._cdata for tensor in before}
+        self.expected = expected
+        self.found: dict[int, StorageWeakRef] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves((args, result)):
+            if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):  # whose shard is seen, too
+                continue
+            if tensor.untyped_storage()._cdata not in self.before:
+                self.found[tensor.untyped_storage()._cdata] = StorageWeakRef(tensor.untyped_storage())
+        patience = time.monotonic() + 0.5
+        while (alive := self._alive()) > self.expected and time.monotonic() < patience:
+            time.sleep(0.001)
+        self.most = max(self.most, alive)
+        return result
+
+    def _alive(self) -> int:
+        storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.found.values()]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
 class CountLaunches(TorchDispatchMode):

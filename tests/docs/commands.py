@@ -124,6 +124,12 @@ def _without_arguments(arguments: list[str]) -> None:
     assert not arguments, arguments
 
 
+def _on_a_gpu(arguments: list[str]) -> None:
+    """`tests/gpu/run.sh`, which starts a module."""
+    assert "-m benchmarks.gpu " in (ROOT / "tests/gpu/run.sh").read_text()
+    _python(["-m", "benchmarks.gpu", *arguments])
+
+
 def _mkdocs(arguments: list[str]) -> None:
     assert arguments in (["serve"], ["build", "--strict"]), arguments
     assert (ROOT / "mkdocs.yml").is_file()
@@ -137,4 +143,5 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "pip": _pip,
     "pytest": _without_arguments,
     "mkdocs": _mkdocs,
+    "tests/gpu/run.sh": _on_a_gpu,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from graphshard.schedule.by_unit import PlanByUnit
 from tests.explain.test_explain import BF16, RANKS, TOKENS, Net, meta_net
 from tests.ranks import FakeWorld
 
-H100 = graphshard.load_profile("h100")
+H100 = replace(graphshard.load_profile("h100"), contention=0.0)
 DYNAMIC = ({0: Dim("batch"), 1: Dim("seq", max=4096)},)
 
 
@@ -97,7 +97,7 @@ def test_activation(plain: Explanation) -> None:
     """Less is saved for backward, which computes it again; the model's multiplications are what they were."""
     half, full = predicted(activation=0.5), predicted(activation="full")
     sizes = [found.memory["saved for backward"] for found in (full, half, plain)]
-    assert sizes[0] < 0.1 * sizes[2]
+    assert sizes[0] < 0.15 * sizes[2]
     assert sizes[0] < sizes[1] < 0.7 * sizes[2]
     assert plain.compute_s < half.compute_s < full.compute_s
     assert flop_run(plain) == plain.flop <= flop_run(half) < flop_run(full)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,17 @@ from graphshard import ArgumentError, Group, InfeasibleError, UnsupportedError, 
 from graphshard.foreign.groups import Wire
 from graphshard.ir.torch_internals import FakeTensorMode
 from tests.foreign.emulation import results, same
+from tests.foreign.planes import planes
 from tests.ranks import FakeWorld
+
+# Kernels that are no longer than gathers; longer ones hide each gather alone, and plans are others.
+SHORT = dataclasses.replace(
+    graphshard.load_profile("h100"),
+    contention=0.0,
+    kernel_seconds=3e-6,
+    tile_seconds=0.0,
+    host_seconds={"eager": 0.0, "compiled": 0.0},
+)
 
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -48,7 +60,7 @@ def gathered(weights: int = 4, dim: int = DIM) -> tuple[Callable[..., Any], list
 def test_gathers_start_ahead_and_casts_with_them() -> None:
     function, inputs = gathered(2, 4096)
     gm = traced(function, *inputs)
-    found = schedule_graph(gm, GROUPS)
+    found = schedule_graph(gm, GROUPS, memory_limit=math.inf)
     assert calls(gm)[:6] == ["_to_copy", "all_gather_into_tensor", "wait_tensor", "mm", "relu", "_to_copy"]
     after = calls(found.module)
     assert after.index("mm") > len(after) - 1 - after[::-1].index("all_gather_into_tensor")
@@ -58,7 +70,7 @@ def test_gathers_start_ahead_and_casts_with_them() -> None:
 
 def test_small_gathers_travel_together() -> None:
     function, inputs = gathered(6, 64)
-    found = schedule_graph(traced(function, *inputs), GROUPS, hardware="h100")
+    found = schedule_graph(traced(function, *inputs), GROUPS, hardware=SHORT, memory_limit=math.inf)
     assert "all_gather_into_tensor_coalesced" in calls(found.module)
     assert sum(len(bucket.members) for bucket in found.buckets) == 6
     assert found.seconds_after < found.seconds_before
@@ -78,7 +90,7 @@ def test_only_equals_travel_together() -> None:
 
     gm = traced(run, *(torch.zeros(8, 8) for _ in range(3)))
     nodes = {node.name: node for node in gm.graph.nodes}
-    found = schedule_graph(gm, {"dp": Group(8, link="one"), "tp": Group(2, link="one")})
+    found = schedule_graph(gm, {"dp": Group(8, link="one"), "tp": Group(2, link="one")}, memory_limit=math.inf)
     assert sorted(len(bucket.members) for bucket in found.buckets) == [1] * 6 + [3] * 10
     for bucket in found.buckets:
         members = [nodes[name] for name in bucket.members]
@@ -118,7 +130,7 @@ def test_reductions_follow_compute_to_the_end() -> None:
             found.append(wait(c10d.reduce_scatter_tensor(x, "avg", 8, "dp")) / 2)
         return found
 
-    found = schedule_graph(traced(run, torch.zeros(DIM, DIM)), GROUPS)
+    found = schedule_graph(traced(run, torch.zeros(DIM, DIM)), GROUPS, memory_limit=math.inf)
     after = calls(found.module)
     assert after.index("wait_tensor") > after.index("mm") + 2
     assert found.exposed_after < found.exposed_before
@@ -137,7 +149,7 @@ def test_a_write_is_not_crossed() -> None:
 
     inputs = [torch.randn(64, 64), torch.randn(8, 64), torch.randn(8, 64, dtype=torch.float64)]
     gm = traced(run, *inputs)
-    found = schedule_graph(gm, GROUPS)
+    found = schedule_graph(gm, GROUPS, hardware=SHORT)
     after = [node.name for node in found.module.graph.nodes]
     assert after.index("mul_") < after.index("all_gather_into_tensor") < after.index("add_")
     assert after.index("all_gather_into_tensor_1") < after.index("mm")
@@ -211,8 +223,9 @@ def test_dynamic_sizes_count_at_their_hints() -> None:
 def test_a_memory_limit_is_kept_and_the_least_is_named() -> None:
     function, inputs = gathered()
     gm = traced(function, *inputs)
-    free = schedule_graph(gm, GROUPS)
+    free = schedule_graph(gm, GROUPS, memory_limit=math.inf)
     tight = schedule_graph(gm, GROUPS, memory_limit=free.peak_before)
+    assert schedule_graph(gm, GROUPS).buckets == tight.buckets, "what the graph takes as it is limits it by itself"
     assert tight.peak_after <= free.peak_before < free.peak_after
     assert free.seconds_after <= tight.seconds_after <= tight.seconds_before
     with pytest.raises(
@@ -223,6 +236,29 @@ def test_a_memory_limit_is_kept_and_the_least_is_named() -> None:
     assert least.peak_after <= error.value.smallest
     with pytest.raises(InfeasibleError):
         schedule_graph(gm, GROUPS, memory_limit=error.value.smallest - 1)
+
+
+def test_parameters_cut_over_two_axes() -> None:
+    """As AutoParallel captures them: the same bits; a gather over tp starts where that over dp has ended."""
+    function, inputs = planes("dp", "tp", 2, dim=64, rows=16)
+    gm = traced(function, *inputs)
+    found = {}
+    for name, groups in {
+        "apart": {"dp": Group(2, link="network"), "tp": Group(2, link="node")},
+        "shared": {"dp": Group(2, link="one"), "tp": Group(2, link="one")},
+    }.items():
+        for limit in (None, math.inf):
+            each = found[name, limit] = schedule_graph(gm, groups, hardware=SHORT, memory_limit=limit)
+            assert same(results(gm, inputs), results(each.module, inputs))
+            assert each.lower_bound <= each.seconds_after <= each.seconds_before
+            assert limit == math.inf or each.peak_after <= each.peak_before
+        assert each.seconds_after < 0.8 * each.seconds_before
+        assert {(bucket.kind, bucket.group) for bucket in each.buckets if len(bucket.members) > 1} >= {
+            ("gather", "dp"),
+            ("reduce", "dp"),
+        }
+    assert found["apart", math.inf].seconds_after < found["shared", math.inf].seconds_after
+    assert found["apart", math.inf].seconds_after <= found["apart", None].seconds_after
 
 
 def test_the_bound_of_one_link_is_nearly_met() -> None:
@@ -241,7 +277,7 @@ def test_the_bound_of_one_link_is_nearly_met() -> None:
 
     inputs = [torch.empty(4096, 2048, dtype=torch.bfloat16, device="meta")]
     inputs += [torch.empty(256, 2048, dtype=torch.bfloat16, device="meta") for _ in range(8)]
-    found = schedule_graph(traced(run, *inputs), GROUPS)
+    found = schedule_graph(traced(run, *inputs), GROUPS, memory_limit=math.inf)
     assert found.gap < 0.02
     assert found.seconds_after < 0.9 * found.seconds_before
 

@@ -74,3 +74,14 @@ def test_finish_adds_the_code(tmp_path: Path, mesh: DeviceMesh) -> None:
     assert main(["finish", str(path)]) == 0
     assert read_artifact(path).native
     trained(graphshard.load(path, Blocks(2, 64, bias=True), mesh))
+
+
+def test_compile_has_the_regions_of_the_prediction(mesh: DeviceMesh) -> None:
+    """So what is measured here replaces estimates, and kernels are found by key."""
+    inputs = (torch.zeros(8, 64),)
+    explained = graphshard.explain(
+        Blocks(2, 64, bias=True), (1,), example_inputs=inputs, mp_policy=POLICY, device="cuda"
+    )
+    model = graphshard.compile(Blocks(2, 64, bias=True), mesh, mp_policy=POLICY, example_inputs=inputs)
+    (program,) = graphshard.programs(model)
+    assert {row.key for row in explained.regions} == set(program.regions)

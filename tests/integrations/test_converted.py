@@ -58,3 +58,10 @@ def test_fsdp2_example(tmp_path: Path) -> None:
     for key in ("losses", "norms"):
         assert ours[key] == theirs[key] + rest[key]
     assert sorted(path.name for path in folder.iterdir()) == ["00000003.pt", "00000005.pt"]
+
+
+def test_mixture_of_experts(tmp_path: Path) -> None:
+    """Experts that are dealt out to two ranks, by one grouped product, in bfloat16: FSDP2's losses."""
+    ours, theirs = (_train("train_moe.py", tmp_path, "--impl", impl, "--steps", 4) for impl in ("graphshard", "fsdp2"))
+    assert ours == theirs
+    assert len(set(ours["losses"])) == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch import nn
 import graphshard
 from graphshard.integrations.safetensors import load_safetensors, save_safetensors
 from tests.distributed.twins import assert_same, local, world_mesh
+from tests.helpers import resident
 from tests.integrations.hugging_face import gpt2, llama, loss_of
 from tests.ranks import Ranks
 
@@ -55,20 +55,14 @@ def test_models_of_transformers_both_ways(ranks: Ranks, tmp_path: Path, name: st
     ranks(2).run(_both_ways, name, str(tmp_path))
 
 
-def _resident(field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
-
-
 def _peak(rank: int, world_size: int, folder: str) -> float:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))
     graphshard.compile(model, world_mesh(), backend="eager")
     Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark again
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     load_safetensors(model, folder)
-    peak = (_resident("VmHWM") - before) / MIB
+    peak = (resident("VmHWM") - before) / MIB
     assert all(bool((local(param) == index).all()) for index, param in enumerate(model.parameters()))
     return peak
 

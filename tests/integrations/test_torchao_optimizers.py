@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import graphshard
 from tests.distributed.extended import tell
 from tests.distributed.nets import rows
 from tests.distributed.twins import assert_same, params_of, twins, world_mesh
@@ -27,15 +28,24 @@ class Wide(nn.Module):
         return self.head(sum(block(x).relu() for block in self.blocks))
 
 
-def _steps(rank: int, world_size: int, name: str) -> None:
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def _steps(rank: int, world_size: int, name: str, whole: bool) -> None:
     import torchao.optim
 
     pair = twins(Wide(), world_mesh())
     optims = [getattr(torchao.optim, name)(model.parameters(), lr=1e-2) for model in pair]
+    whole_step = graphshard.compile_step(pair[0], optims[0], _loss)
     with torch.compiler.set_stance("force_eager"):  # or Inductor would compile the step for each shape
         for step in range(3):
             for model, optim in zip(pair, optims):
-                model(rows(10 * step + rank, 4, 64)).square().mean().backward()
+                x = rows(10 * step + rank, 4, 64)
+                if whole and model is pair[0]:
+                    whole_step(x)
+                    continue
+                _loss(model, x).backward()
                 optim.step()
                 optim.zero_grad()
             assert_same(*map(params_of, pair), f"step {step}")
@@ -54,7 +64,7 @@ def _steps(rank: int, world_size: int, name: str) -> None:
     assert type(average.to_local()).__name__ == STATES[name]
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_states_of_few_bits(ranks: Ranks, name: str) -> None:
-    """Parameters and states bit for bit."""
-    ranks(2).run(_steps, name)
+@pytest.mark.parametrize(("name", "whole"), [*((name, False) for name in STATES), ("Adam8bit", True)])
+def test_states_of_few_bits(ranks: Ranks, name: str, whole: bool) -> None:
+    """Parameters and states bit for bit; also as a step in one call."""
+    ranks(2).run(_steps, name, whole)

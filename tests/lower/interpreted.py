@@ -1,7 +1,8 @@
 """Run the code of regions for GPUs on the CPU, with Triton's interpreter in the place of the kernels' cubins.
 
-`python -m tests.lower.interpreted FILE` prints, for each region of a file that was compiled without a GPU, how far its
-code is from its operators. Its process must have TRITON_INTERPRET=1 before Triton is imported.
+`python -m tests.lower.interpreted FILE DIRECTORY` prints, for each output of each region of a file that was compiled
+without a GPU, how far kernels and operators are from the same region in float64. Its process must have
+TRITON_INTERPRET=1 before Triton is imported. Attention, which the CPU has not, is computed from its definition.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,37 @@ from graphshard.artifact.cubins import capabilities_of, read_gpu_code
 from graphshard.artifact.members import read_artifact
 from graphshard.codec.lowered import decode_region
 from graphshard.ir.program import Region
-from graphshard.lower.kernels import GpuRegion, Kernel, Launch
-from graphshard.lower.operators import outputs_of
+from graphshard.lower.kernels import GpuCode, GpuRegion, Kernel, Launch
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far an output is from the region in float64, relative to its largest value.
+
+    Attributes:
+        region: its key.
+        index: of the output.
+        eps: of the coarsest dtype that the region computes in; 0 of an output of integers.
+        kernels: of Triton's kernels, under the interpreter.
+        operators: of the region's operators, one by one. For integers both are the share that differs.
+    """
+
+    region: str
+    index: int
+    eps: float
+    kernels: float
+    operators: float
 
 
 class LibDevice:
     """CUDA's functions that Triton has, too; the interpreter exchanges those of Triton while a kernel runs."""
+
+    @staticmethod
+    def tanh(x: Any) -> Any:
+        return 1 - 2 / (1 + tl.exp(2 * x))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(tl.math, name)
@@ -58,52 +83,165 @@ def interpreted(kernel: Kernel) -> Launch:
 
 
 def on_cpu(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """The graph with what it makes on the CPU."""
+    """The graph with what it makes on the CPU, and attention that the CPU has."""
     for node in graph.nodes:
         move = lambda arg: CPU if isinstance(arg, torch.device) else arg  # noqa: E731
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), move)
+        node.target = ATTENTION.get(node.target, node.target)
     return graph
 
 
-def value_of(fake: torch.Tensor) -> torch.Tensor:
+def in_float64(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """The graph with every floating dtype that it names replaced by float64."""
+    for node in graph.nodes:
+        widen = lambda arg: torch.float64 if isinstance(arg, torch.dtype) and arg.is_floating_point else arg  # noqa: E731
+        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), widen)
+    return graph
+
+
+# --- attention ---------------------------------------------------------------------------------------------
+
+
+def _scores(query: Any, key: Any, bias: Any, causal: bool, scale: float | None) -> torch.Tensor:
+    found = query @ key.transpose(-1, -2) * (scale if scale is not None else query.shape[-1] ** -0.5)
+    if bias is not None:
+        found = found + bias
+    if causal:
+        found = found.masked_fill(torch.ones(found.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    return found
+
+
+def _attention(query: Any, key: Any, value: Any, bias: Any, causal: bool, scale: float | None) -> list[torch.Tensor]:
+    """The result, and the logarithm of the sum of exponentials for each query."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = _scores(query, key, bias, causal, scale)
+    return [scores.softmax(-1) @ value, scores.logsumexp(-1)]
+
+
+def _laid_out(operator: Any, args: Any, kwargs: Any, values: list[Any]) -> tuple[Any, ...]:
+    """Values as an operator returns them: sizes, strides and dtypes are those of its meta kernel."""
+    meta = lambda arg: arg.to("meta") if isinstance(arg, torch.Tensor) else arg  # noqa: E731
+    expected = operator(*map_aggregate(args, meta), **map_aggregate(kwargs, meta))
+    found = []
+    for like, value in zip(expected, [*values, *[None] * (len(expected) - len(values))], strict=True):
+        if isinstance(like, torch.Tensor):
+            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).fill_(0)
+            if value is not None:  # sums of exponentials are padded
+                made[tuple(slice(size) for size in value.shape)] = value.to(like.dtype)
+            found.append(made)
+        else:
+            found.append(like)
+    return tuple(found)
+
+
+def _wide(*tensors: Any) -> list[Any]:
+    return [None if t is None else t if t.dtype == torch.float64 else t.float() for t in tensors]
+
+
+def _forward(operator: Any, bias_at: int | None, causal_at: int) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        bias = args[bias_at] if bias_at is not None and len(args) > bias_at else None
+        causal = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
+        query, key, value, bias = _wide(*args[:3], bias)
+        return _laid_out(operator, args, kwargs, _attention(query, key, value, bias, causal, kwargs.get("scale")))
+
+    run.__name__ = f"cpu{operator.name().partition('::')[2].replace('.', '_')}"
+    return run
+
+
+def _backward(operator: Any, bias_at: int | None, causal_at: int) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        bias = args[bias_at] if bias_at is not None else None
+        causal = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
+        grad, *inputs, bias = _wide(*args[:4], bias)
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            out, _ = _attention(*leaves, bias, causal, kwargs.get("scale"))
+            return _laid_out(operator, args, kwargs, list(torch.autograd.grad(out, leaves, grad)))
+
+    run.__name__ = f"cpu{operator.name().partition('::')[2].replace('.', '_')}"
+    return run
+
+
+# Where each has a bias, and whether it is causal.
+ATTENTION = {
+    operator: make(operator, bias_at, causal_at)
+    for operator, make, bias_at, causal_at in (
+        (aten._scaled_dot_product_flash_attention.default, _forward, None, 4),
+        (aten._scaled_dot_product_flash_attention_backward.default, _backward, None, 11),
+        (aten._scaled_dot_product_efficient_attention.default, _forward, 3, 6),
+        (aten._scaled_dot_product_efficient_attention_backward.default, _backward, 4, 11),
+    )
+}
+
+
+# --- regions -----------------------------------------------------------------------------------------------
+
+
+def value_of(fake: torch.Tensor, *, positive: bool) -> torch.Tensor:
     """Values for an input."""
-    if fake.dtype.is_floating_point:
-        made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
-        return made.copy_(torch.randn(fake.shape) * 0.5)
     made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
-    return made.copy_(torch.randint(0, 4, fake.shape))
+    if fake.dtype.is_floating_point:
+        drawn = torch.randn(fake.shape) * 0.5
+        return made.copy_(drawn.abs() + 0.1 if positive else drawn)
+    return made.copy_(torch.randint(0, 2, fake.shape))
 
 
 class OnCpu(torch.fx.Interpreter):
-    """Runs operators that the CPU has not by their decompositions."""
+    """Runs operators that the CPU has not, or not with the dtypes that CUDA takes, by their decompositions."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return super().call_function(target, args, kwargs)
-        except NotImplementedError:
+        except RuntimeError:  # NotImplementedError is one
+            if target not in decomposition_table:
+                raise
             return decomposition_table[target](*args, **kwargs)
 
 
-def differences(path: Path) -> dict[str, float]:
-    """How far the code of each region is from its operators, relative to their largest value."""
+def differences(path: Path) -> Iterator[Difference]:
+    """Of every output of every region that has kernels."""
     torch.manual_seed(0)
     artifact = read_artifact(path)
-    found = {}
     for key, row in artifact.facts["regions"].items():
-        if row["code"] != "gpu":
-            continue
-        code = read_gpu_code(artifact.archive, key, capabilities_of(artifact.facts)[0], CUDA)
-        run = GpuRegion(replace(code, graph=on_cpu(code.graph)), CPU, interpreted)
-        region: Region = decode_region(key, artifact.archive.json(f"regions/{key}.json"), CUDA)
-        inputs = [value_of(node.meta["val"]) for node in region.module.graph.find_nodes(op="placeholder")]
-        on_cpu(region.module.graph)
-        expected = OnCpu(region.module).run(*(value.clone() for value in inputs))
-        for mine, theirs, fake in zip(run(inputs), expected, outputs_of(region.module), strict=True):
-            assert mine.stride() == fake.stride(), (key, mine.stride(), fake.stride())
-            scale = max(1.0, float(theirs.abs().max()))
-            found[key] = max(found.get(key, 0.0), float((mine.float() - theirs.float()).abs().max()) / scale)
-    return found
+        if row["code"] == "gpu":
+            code = read_gpu_code(artifact.archive, key, capabilities_of(artifact.facts)[0], CUDA)
+            stored = artifact.archive.json(f"regions/{key}.json")
+            region, wide = (decode_region(key, stored, CUDA) for _ in range(2))
+            yield from _differences(code, region, wide)
+
+
+def _differences(code: GpuCode, region: Region, wide: Region) -> Iterator[Difference]:
+    run = GpuRegion(replace(code, graph=on_cpu(code.graph)), CPU, interpreted)
+    (output,) = region.module.graph.find_nodes(op="output")
+    fakes = [node.meta["val"] for node in output.args[0]]
+    given = [node.meta["val"] for node in region.module.graph.find_nodes(op="placeholder")]
+    on_cpu(region.module.graph)
+    in_float64(on_cpu(wide.module.graph))
+    for positive in (False, True):  # variances and their like must be
+        inputs = [value_of(fake, positive=positive) for fake in given]
+        doubles = [value.double() if value.is_floating_point() else value.clone() for value in inputs]
+        exact = OnCpu(wide.module).run(*doubles)
+        if all(value.isfinite().all() for value in exact):
+            break
+    eps = max(map(_eps, [*given, *(node.meta.get("val") for node in region.module.graph.nodes)]))
+    eager = OnCpu(region.module).run(*(value.clone() for value in inputs))
+    for index, (mine, theirs, right, fake) in enumerate(zip(run(inputs), eager, exact, fakes, strict=True)):
+        assert (mine.shape, mine.stride(), mine.dtype) == (fake.shape, fake.stride(), fake.dtype), region.text
+        exactly = not fake.dtype.is_floating_point
+        yield Difference(region.key, index, 0.0 if exactly else eps, _error(mine, right), _error(theirs, right))
+
+
+def _eps(value: Any) -> float:
+    is_float = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+    return torch.finfo(value.dtype).eps if is_float else 0.0
+
+
+def _error(found: torch.Tensor, right: torch.Tensor) -> float:
+    if not found.dtype.is_floating_point:
+        return float((found != right).double().mean())
+    return float((found.double() - right).abs().max() / right.abs().max().clamp(min=1e-30))
 
 
 if __name__ == "__main__":
-    print(json.dumps(differences(Path(sys.argv[1]))))
+    print(json.dumps([asdict(found) for found in differences(Path(sys.argv[1]))]))

@@ -19,7 +19,7 @@ from graphshard.ir.program import Program, Region
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.inductor import compile_inductor
 from graphshard.lower.operators import compile_eager
-from graphshard.lower.regions import Boxed, RegionCall, cut, lower, make_region
+from graphshard.lower.regions import Boxed, RegionCall, cut, extract, lower
 from tests.helpers import Blocks, Scales, assert_gradients, captured, copied, step, through
 
 BATCH = (torch.ones(3, 4),)
@@ -45,7 +45,7 @@ def _region(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Regi
     """The region of a traced function."""
     graph = make_fx(compute, tracing_mode="fake")(*inputs).graph
     calls = [n for n in graph.nodes if n.op == "call_function"]
-    return make_region(calls, graph.find_nodes(op="placeholder"), calls[-1:])
+    return extract(calls, graph.find_nodes(op="placeholder"), calls[-1:]).as_region()
 
 
 def test_distinct_regions_do_not_grow_with_depth(program: Program) -> None:
@@ -233,7 +233,8 @@ def test_a_decomposition_with_other_strides() -> None:
         fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
         graph = make_fx(backward, tracing_mode="real")(*fakes).graph
     nodes = [node for node in graph.nodes if node.op == "call_function"]
-    region = make_region(nodes, graph.find_nodes(op="placeholder"), list(graph.output_node().all_input_nodes))
+    outputs = list(graph.output_node().all_input_nodes)
+    region = extract(nodes, graph.find_nodes(op="placeholder"), outputs).as_region()
     expected = backward(*inputs)
     (value,) = compile_inductor(region, "region_0")(inputs)
     assert value.stride() == expected.stride() == (20, 5, 1)

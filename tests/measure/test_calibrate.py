@@ -13,8 +13,10 @@ import graphshard
 from graphshard.cli.main import main
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Link
+from graphshard.cost.schemas import from_schema_1
 from graphshard.ir.mesh import Axis
 from graphshard.measure import chip as calibrate_chip
+from graphshard.measure import links
 from graphshard.measure.links import Links, fit
 from tests.explain.test_explain import TOKENS, meta_net
 
@@ -55,6 +57,7 @@ def test_command(quick, tmp_path, capsys):
     assert profile.made["date"].startswith("20")
     assert profile.sources["memory_bandwidth"].startswith("measured, 1 ranks")
     assert profile.sources["inside.gather.bandwidth"] == "assumed: not measured, one rank"
+    assert profile.sources["pack_below"] == "assumed: not measured, one rank"
     # 2 * 64**3 and 2 * 128**3 in a millisecond, less half of it for the launch.
     assert profile.rate("float32").peak == pytest.approx((64**3 + 128**3) / 5e-4)
     found = graphshard.explain(meta_net(width=16, vocab=32), (2,), example_inputs=(TOKENS,), hardware=path)
@@ -95,9 +98,31 @@ def test_the_best_of_several_rounds():
     slow = calibrate_chip.Chip(2e-6, 5e9, 2e9, 5e9, {"float32": 2e11}, {"float32": 5e9})
     best = calibrate_chip.Chip(1e-6, 1e10, 2e9, 1e10, {"float32": 2e11}, {"float32": 1e10})
     assert fast.better(slow) == slow.better(fast) == best
-    once = Links(1, {"gather": Link(1e9, 1e-3, 1e-4)}, {"isolated": 1e9}, 0.8)
-    again = Links(1, {"gather": Link(5e8, 5e-3, 5e-5)}, {"isolated": 5e8}, 0.7)
-    assert once.better(again) == again.better(once) == replace(once, contention=0.7)
+    once = Links(1, {"gather": Link(1e9, 1e-3, 1e-4)}, {"isolated": 1e9}, 0.8, 8192)
+    again = Links(1, {"gather": Link(5e8, 5e-3, 5e-5)}, {"isolated": 5e8}, 0.7, 4096)
+    assert once.better(again) == again.better(once) == replace(once, contention=0.7, pack_below=4096)
+
+
+@pytest.mark.parametrize(("packed", "found"), [([2, 2, 2], 1024), ([0.5, 1, 2], 4096), ([0.5, 0.5, 0.5], 4096)])
+def test_packing_is_measured(fake_world, monkeypatch, packed, found):
+    """Until it takes longer than tensors as they are; where it never does, up to the largest size that is tried."""
+    fake_world(2)
+    times = iter([t for each in packed for t in (1, each)])
+
+    def seconds_together(call, device, repeats):
+        call()
+        return next(times)
+
+    monkeypatch.setattr(links, "seconds_together", seconds_together)
+    monkeypatch.setattr(links, "_SHARDS", (1024, 2048, 4096))
+    assert links._pack_below("cpu", torch.distributed.group.WORLD) == found
+
+
+def test_a_profile_without_the_bytes_of_packing():
+    """One that was written before they were measured; a file of the first schema may say them."""
+    assert from_schema_1({})["pack_below"] == {"value": 64 * 1024, "source": "not modelled: the file is of schema 1"}
+    said = {"value": 1024, "source": "measured"}
+    assert from_schema_1({"pack_below": said})["pack_below"] == said
 
 
 def test_builtin_profile_of_a_cpu():

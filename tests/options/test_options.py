@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
 from graphshard.artifact.stored_options import FACTS, NOT_COMPARED, ROWS
+from graphshard.explain.training import ExplainArguments
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
 from graphshard.options.options import CompileArguments, OptionArguments, Options
@@ -26,11 +27,12 @@ from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
 from tests.helpers import Blocks
 
-FUNCTIONS = (graphshard.compile, graphshard.explain, graphshard.explain_grid, graphshard.export, graphshard.load)
+EXPLAINING = (graphshard.explain, graphshard.explain_grid, graphshard.what_if)
+FUNCTIONS = (graphshard.compile, *EXPLAINING, graphshard.export, graphshard.load)
 NAMES = {field.name for field in fields(Options)}
 
 # Where a function takes something of the same name in another sense, and of its own documentation.
-OF_ITS_OWN = {("explain", "hardware"), ("explain_grid", "hardware")}
+OF_ITS_OWN = {(function.__name__, "hardware") for function in EXPLAINING}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
@@ -52,7 +54,7 @@ def test_what_type_checkers_see_are_the_fields() -> None:
     assert typing.get_type_hints(CompileArguments) == {name: known[name] for name in NAMES}
     assert typing.get_type_hints(OptionArguments).keys() == NAMES - {"hardware"}
     for function in FUNCTIONS:
-        unpacked = OptionArguments if (function.__name__, "hardware") in OF_ITS_OWN else CompileArguments
+        unpacked = ExplainArguments if function in EXPLAINING else CompileArguments
         assert function.__annotations__["options"] == f"Unpack[{unpacked.__name__}]"
 
 
@@ -143,12 +145,6 @@ def test_every_option_is_checked() -> None:
         ({"units": ["blocks.*"]}, None, r"units: the pattern 'blocks\.\*' matches no submodule with parameters"),
         ({"reshard_after_forward": 3}, None, r"reshard_after_forward=3 must divide .* 4\. Give one of 1, 2, 4; 1 is"),
         ({"activation": "full", "units": []}, None, r"activation='full' is about the units of Blocks, and none were"),
-        ({"memory_limit": 9}, (2, 4), "memory_limit=9 cannot be kept with replicas, a tensor axis or a smaller group"),
-        (
-            {"memory_limit": 9, "reshard_after_forward": 2},
-            None,
-            "memory_limit=9 cannot be kept with replicas, a tensor axis or",
-        ),
         (
             {"ignored_params": [nn.Parameter(torch.ones(3))]},
             None,

@@ -170,7 +170,7 @@ def test_nothing_to_do() -> None:
 
 def test_share_of_memory() -> None:
     """More may be saved, less is computed again; 0 is "full" and 1 is the partitioner's own choice."""
-    model, tokens = _Net(4, width=128), torch.zeros(16, 64, dtype=torch.int64)
+    model, tokens = _Net(4, width=512), torch.zeros(16, 64, dtype=torch.int64)
     found = [_scheduled(model, (tokens,), ActivationCheckpointing(b / 8)) for b in range(9)]
     sizes = list(map(_saved_bytes, found))
     products = [sum(row.recomputed.get("mm", 0) for row in program.saved) for program in found]

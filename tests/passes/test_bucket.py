@@ -77,6 +77,8 @@ def test_coalesced_gathers() -> None:
   %10: f32[4, 2] = add.Tensor(%6, %9)
   return %10 as output:0
   return %2 as input:0
+  return %5 as shown:a
+  return %8 as shown:b
 """,
     )
     run_pass(Bucketing(), program)
@@ -97,6 +99,8 @@ def test_coalesced_gathers() -> None:
   %10: f32[4, 2] = add.Tensor(%6, %9)
   return %10 as output:0
   return %2 as input:0
+  return %22 as shown:a
+  return %21 as shown:b
 """,
     )
 
@@ -167,6 +171,8 @@ def test_packed_gathers() -> None:
   %10: f32[4, 2] = add.Tensor(%6, %9)
   return %10 as output:0
   return %2 as input:0
+  return %30 as shown:a
+  return %27 as shown:b
 """,
     )
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.fx import Node
 
 from graphshard.codec.stage import program_from_json, program_to_json
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import calls_of, is_collective
+from graphshard.ir.graph import base_of, calls_of, fake, is_collective
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.ir.printer import print_phase, print_program
 from graphshard.ir.program import Program
 from graphshard.options.passes import with_offload
-from graphshard.passes import Offload
+from graphshard.passes import Offload, ReshardAfterForward
 from graphshard.pipeline.pipeline import Pipeline, run_pass
-from tests.helpers import Blocks, Scale, captured, copied, step, through
+from tests.helpers import Blocks, Scale, captured, copied, step, target_name, through
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def _partitioned(depth: int = 3, world_size: int = 2) -> Program:
@@ -53,6 +57,38 @@ def test_before_and_after() -> None:
   return %11 as grad:w
 """,
     )
+
+
+def test_shards_are_cast_before_they_are_copied() -> None:
+    program = through(captured(Scale(4), (torch.ones(4),), mp_policy=BF16), "partition")
+    run_pass(Offload(always=True, cast_on_host=True), program)
+    assert_expected_inline(
+        print_phase(program.phases["forward"]),
+        """\
+  %0: f32[2] = param:w
+  %1: f32[4] = input:0
+  %3: bf16[4] = _to_copy(%1, dtype=bf16)
+  %12: bf16[2] = upload(%0, cpu, bf16)
+  %13: bf16[2] = arrived(%12)
+* %4: bf16[4] = all_gather_into_tensor(%13, 2, shard)
+  %5: bf16[4] = wait_tensor(%4)
+  %6: bf16[4] = mul.Tensor(%3, %5)
+  return %6 as output:0
+  return %3 as saved
+""",
+    )
+
+
+def test_what_gets_no_smaller_is_copied_as_it_is() -> None:
+    """A shard in the compute dtype, one that is read as it is, too, and one that is widened."""
+    plain = _partitioned()
+    run_pass(Offload(always=True, cast_on_host=True), plain)
+    assert all(len(node.args) == 2 for phase in plain.phases.values() for node in calls_of(phase, UPLOAD))
+    wide = MixedPrecisionPolicy(param_dtype=torch.float64)
+    program = through(captured(Scale(4), (torch.ones(4),), mp_policy=wide), "partition")
+    run_pass(Offload(always=True, cast_on_host=True), program)
+    (upload,) = calls_of(program.phases["forward"], UPLOAD)
+    assert (len(upload.args), fake(upload).dtype) == (2, torch.float32)
 
 
 def test_nothing_to_do_on_a_cpu_mesh() -> None:
@@ -97,12 +133,73 @@ def test_uploads_run_one_gather_ahead() -> None:
     assert len(calls_of(program.phases["backward"], DOWNLOAD)) == 3
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_numerics(world_size: int) -> None:
-    model, batches = Blocks(3), [(torch.randn(3, 4),) for _ in range(world_size)]
-    program = through(captured(model, (torch.ones(3, 4),), world_size=world_size), "partition")
-    plain = through(copied(program), "reorder")
+def test_uploads_run_one_unit_ahead_where_nothing_is_gathered() -> None:
+    """On one rank: they start where what the unit before needs has arrived, and not before, as it waits for them."""
+    program = through(captured(Blocks(3, bias=True), (torch.ones(3, 4),), world_size=1), "partition")
+    before = [node.name for node in program.phases["forward"].module.graph.nodes]
     run_pass(Offload(always=True), program)
+    through(program, "reorder")
+    graph = program.phases["forward"].module.graph
+    graph.lint()
+    slots = program.phases["forward"].slot_of()
+    order = []
+    for node in graph.nodes:
+        if node.target is UPLOAD:
+            order.append(f"upload {slots[node.args[0]].name}")
+        elif node.target is ARRIVED:
+            order.append(f"arrived {slots[node.args[0].args[0]].name}")
+        elif target_name(node) == "addmm":
+            order.append("compute")
+    names = [[f"layers.{i}.weight", f"layers.{i}.bias"] for i in range(3)]
+    uploads, arrivals = ([[f"{what} {name}" for name in unit] for unit in names] for what in ("upload", "arrived"))
+    assert order == [
+        *(*uploads[0], *arrivals[0]),
+        *(*uploads[1], "compute", *arrivals[1]),
+        *(*uploads[2], "compute", *arrivals[2], "compute"),
+    ]
+    assert [node.name for node in graph.nodes if node.name in before] == before
+
+
+@pytest.mark.parametrize("policy", [None, BF16], ids=["float32", "bfloat16"])
+def test_backward_uploads_again_where_nothing_is_gathered(policy: MixedPrecisionPolicy | None) -> None:
+    """On one rank, too, nothing of a unit stays on the device between forward and backward."""
+    model, batches = Blocks(3), [(torch.randn(3, 4),)]
+    plain = through(captured(model, batches[0], world_size=1, mp_policy=policy), "mixed-precision")
+    program = copied(plain)
+    passes = {p.name: p for p in with_offload(Pipeline())}
+    program.device = torch.device("cuda")  # the pass leaves programs for CPUs alone
+    run_pass(passes["reshard-after-forward"], program)
+    program.device = torch.device("cpu")
+    through(program, "partition")
+    run_pass(Offload(always=True), program)
+    through(program, "reorder")
+    kept = [value for value in program.phases["forward"].results if isinstance(value, Node)]
+    assert not any(node.target is ARRIVED for node in map(base_of, kept))
+    assert all(fake(node).shape != (4, 4) for node in kept if node.op != "placeholder")
+    assert len(calls_of(program.phases["backward"], UPLOAD)) == 2  # the first layer's weight has no further use
+    ((ours,), (theirs,)) = (step(p, model, batches) for p in (program, through(plain, "reorder")))
+    results = [slot for slot in theirs if slot.startswith(("output:", "grad:"))]
+    assert len(results) == 4
+    for slot in results:
+        assert torch.equal(ours[slot], theirs[slot]), slot
+
+
+def test_what_backward_finds_is_the_users_choice() -> None:
+    """A pass that the user put there stays."""
+    chosen = Pipeline().replace("reshard-after-forward", ReshardAfterForward(offloaded=True))
+    assert with_offload(chosen).disable("offload") == chosen
+    without = Pipeline().disable("reshard-after-forward")
+    assert with_offload(without).disable("offload") == without
+
+
+@pytest.mark.parametrize("cast_on_host", [False, True])
+@pytest.mark.parametrize("policy", [None, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_numerics(world_size: int, policy: MixedPrecisionPolicy | None, cast_on_host: bool) -> None:
+    model, batches = Blocks(3), [(torch.randn(3, 4),) for _ in range(world_size)]
+    program = through(captured(model, (torch.ones(3, 4),), world_size=world_size, mp_policy=policy), "partition")
+    plain = through(copied(program), "reorder")
+    run_pass(Offload(always=True, cast_on_host=cast_on_host), program)
     through(program, "reorder")
     results = step(program, model, batches)
     for ours, theirs in zip(results, step(plain, model, batches), strict=True):

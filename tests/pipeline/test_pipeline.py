@@ -38,6 +38,7 @@ STAGES = [
     "reshard-after-forward",
     "partition",
     "drop-unused-tangents",
+    "overlap-collectives",
     "plan",
     "bucket",
     "reorder",
@@ -177,7 +178,7 @@ def test_default_pipeline_is_exact() -> None:
 def test_insert_replace_disable() -> None:
     """An edit gives a new pipeline and leaves the old one as it was."""
     default = Pipeline()
-    assert _names(default.insert(_Nothing(), after="plan"))[5:8] == ["plan", "nothing", "bucket"]
+    assert _names(default.insert(_Nothing(), after="plan"))[6:9] == ["plan", "nothing", "bucket"]
     assert _names(default.insert(_Nothing(), before="insert-collectives"))[:2] == ["nothing", "insert-collectives"]
     assert _names(default.replace("reorder", _Nothing()))[-1] == "nothing"
     assert _names(default.disable("reorder", "bucket")) == STAGES[1:-2]
@@ -188,7 +189,7 @@ def test_pipeline_as_text() -> None:
     lines = str(Pipeline().insert(_Silu(), after="partition")).splitlines()
     assert len(lines) == len(DEFAULT_PASSES) + 1
     assert re.fullmatch(r"silu +Says that it changes numerics\.  \[inexact\]", lines[4])
-    assert re.fullmatch(r"bucket +Let collectives travel together .*\.", lines[7])
+    assert re.fullmatch(r"bucket +Let collectives travel together .*\.", lines[8])
 
 
 @pytest.mark.parametrize(

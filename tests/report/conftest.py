@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,19 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     browser.close()
 
 
+OpenText = Callable[..., Page]
+
+
 @pytest.fixture
-def show(browser: Browser, tmp_path: Path) -> Iterator[Show]:
-    """`show(report)` opens the report and waits for its diff. At the end the page must not have had any problems."""
+def open_text(browser: Browser, tmp_path: Path) -> Iterator[OpenText]:
+    """`open_text(html, **options)` opens a page. At the end it must not have had any problems."""
     pages = []
 
-    def open_page(report: Report, **options: Any) -> Page:
-        file = tmp_path / "report.html"
-        file.write_text(render(report))
+    def open_page(html: str, **options: Any) -> Page:
+        file = tmp_path / "page.html"
+        file.write_text(html)
         pages.append(Page(browser, **options))
         pages[-1].open(file)
-        pages[-1].wait("!document.getElementById('diff-summary')?.textContent.startsWith('Comparing')")
-        pages[-1].settle()
         return pages[-1]
 
     yield open_page
@@ -45,3 +46,16 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Show]:
     for page in pages:
         page.close()
     assert problems == [[] for _ in pages]
+
+
+@pytest.fixture
+def show(open_text: OpenText) -> Show:
+    """`show(report)` opens the report and waits for its diff."""
+
+    def open_page(report: Report, **options: Any) -> Page:
+        page = open_text(render(report), **options)
+        page.wait("!document.getElementById('diff-summary')?.textContent.startsWith('Comparing')")
+        page.settle()
+        return page
+
+    return open_page

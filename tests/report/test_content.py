@@ -40,7 +40,7 @@ def test_hostile_names_are_text() -> None:
             plain.timeline, spans=(Span("shard", "gather", HOSTILE, 0, 1, HOSTILE),), assumptions=HOSTILE
         ),
         dataclasses.replace(plain.memory, alive=(Alive(HOSTILE, HOSTILE, 1),)),
-        (RegionView(HOSTILE, HOSTILE, 1, 1, HOSTILE, 1.0, HOSTILE, HOSTILE),),
+        (RegionView(HOSTILE, HOSTILE, 1, 1, HOSTILE, 1.0, HOSTILE, HOSTILE, HOSTILE),),
         HOSTILE,
     )
     page = render(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
@@ -14,9 +15,11 @@ from graphshard.ir.program import Program
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.runtime.gloo import EXCHANGE, exchange_reductions, pair_sum
-from graphshard.schedule.build import make_link
+from graphshard.runtime.groups import on_gloo
 from graphshard.schedule.by_cost import PlanByCost
+from graphshard.schedule.ways import make_link
 from tests.helpers import Blocks, captured
+from tests.ranks import FakeWorld, reset_distributed
 
 GLOO = Costs(load_profile("cpu-gloo"))
 BATCH = (torch.randn(3, 16),)
@@ -73,3 +76,13 @@ def test_the_sum_of_two(dtype: torch.dtype) -> None:
     parts = torch.randn(6, 4).to(dtype)
     assert torch.equal(pair_sum(parts, "sum"), parts[3:] + parts[:3])
     assert torch.equal(pair_sum(parts, "avg"), (parts[:3] + parts[3:]) / 2)
+
+
+def test_what_gloo_sends_goes_by_the_group(fake_world: FakeWorld) -> None:
+    """Not by the device: ranks that share a GPU send through gloo, whose coalesced gathers are of the host's memory."""
+    fake_world(2)
+    assert not on_gloo(dist.group.WORLD, "cpu")
+    for backend, found in {"gloo": (True, True), "cpu:gloo": (True, False)}.items():
+        reset_distributed()
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        assert (on_gloo(dist.group.WORLD, "cpu"), on_gloo(dist.group.WORLD, "cuda")) == found

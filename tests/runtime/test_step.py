@@ -25,13 +25,22 @@ class _Mine(Offload):
 
 
 @pytest.mark.parametrize("offloads", [True, False])
-def test_downloads_are_waited_for(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, offloads: bool) -> None:
-    """Once behind each backward of a program that offloads, whatever the pass is called."""
+def test_copies_are_waited_for(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, offloads: bool) -> None:
+    """Once behind each phase of a program that offloads, whatever the pass is called.
+
+    Behind backward for gradients; behind forward, as nobody knows if a backward follows before a shard is written to.
+    """
     fake_world(2)
     finished: list[torch.device] = []
-    monkeypatch.setattr(graphshard.runtime.step, "finish_downloads", finished.append)
+    monkeypatch.setattr(graphshard.runtime.step, "finish_copies", finished.append)
     passes = Pipeline().insert(_Mine(always=offloads), before="plan")
     model = graphshard.compile(Blocks(2), init_device_mesh("cpu", (2,)), backend="eager", passes=passes)
     for _ in range(2):
-        model(torch.ones(3, 4)).backward()
-    assert finished == [torch.device("cpu")] * (2 * offloads)
+        loss = model(torch.ones(3, 4))
+        assert finished == [torch.device("cpu")] * offloads
+        loss.backward()
+        assert finished == [torch.device("cpu")] * (2 * offloads)
+        finished.clear()
+    with torch.no_grad():
+        model(torch.ones(3, 4))
+    assert finished == [torch.device("cpu")] * offloads

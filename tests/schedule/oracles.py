@@ -17,15 +17,18 @@ def halves(num_bytes: int) -> float:
 
 
 @st.composite
-def links(draw: st.DrawFn, *, separate: bool | None = None) -> Link:
-    """A link with whole seconds for everything."""
+def links(draw: st.DrawFn, *, separate: bool | None = None, legs: bool = False) -> Link:
+    """A link with whole seconds for everything; `legs` for reductions with two, on any of the channels."""
     latency, per_tensor = st.integers(0, 4), st.integers(0, 2)
+    second = Rate(draw(latency), draw(st.integers(0, 2)), draw(per_tensor)) if legs else None
     return Link(
         gather=Rate(draw(latency), draw(st.integers(0, 2)), draw(per_tensor)),
         reduce=Rate(draw(latency), draw(st.integers(0, 2)), draw(per_tensor)),
         copy=halves,
         num_shards=2,
         separate=draw(st.booleans()) if separate is None else separate,
+        all_reduce=second,
+        all_reduce_on=draw(st.integers(0, 1)) if legs else 0,
     )
 
 
@@ -63,8 +66,8 @@ def chains(draw: st.DrawFn, *, layers: int = 6, reductions: bool | None = None, 
 
 
 @st.composite
-def placements(draw: st.DrawFn, chain: Chain) -> Placement:
-    """Any schedule of a chain that keeps the orders: random cuts, starts and waits."""
+def placements(draw: st.DrawFn, chain: Chain, *, legs: bool = False) -> Placement:
+    """Any schedule of a chain that keeps the orders: random cuts, starts and waits, and starts of second legs."""
     end = len(chain.seconds)
     events: list[tuple[int, int, int, str, Bucketed]] = []
     for kind in ("gather", "reduce"):
@@ -83,7 +86,9 @@ def placements(draw: st.DrawFn, chain: Chain) -> Placement:
             else:
                 start = draw(st.integers(max(start, members[-1].at), end))
                 wait = draw(st.integers(max(start, wait), end))
-            tie = draw(st.integers(0, 1)) if kind == "reduce" and wait > start else 0
+            tie = draw(st.integers(0, 1)) if kind == "reduce" and wait > start and not legs else 0
+            if kind == "reduce" and legs:
+                events.append((draw(st.integers(start, wait)), 1, len(events), "continue", bucket))
             events += [(start, tie, len(events), "start", bucket), (wait, 2 - tie, len(events) + 1, "wait", bucket)]
             first = stop
     events.sort(key=lambda e: e[:3])
@@ -111,7 +116,7 @@ def ticks(chain: Chain, link: Link, placement: Placement) -> tuple[int, int]:
         while not busy and (todo or pending):
             action, index = pending or todo.pop(0)
             bucket = placement.buckets[index] if action != "item" else None
-            peak = max(peak, _bytes_at(chain, placement, done, (action, index))) if not pending else peak
+            peak = max(peak, _bytes_at(chain, link, placement, done, (action, index))) if not pending else peak
             if action == "item":
                 busy = int(chain.seconds[index])
                 done.append((action, index))
@@ -123,10 +128,15 @@ def ticks(chain: Chain, link: Link, placement: Placement) -> tuple[int, int]:
                 queues[link.channel(bucket.kind)].append([index, _length(chain, link, bucket)])
                 done.append((action, index))
                 _finish(queues, finished)
+            elif index not in finished:
+                todo.insert(0, (action, index))
+                break
+            elif action == "continue":
+                finished.remove(index)
+                queues[link.all_reduce_on].append([index, _length(chain, link, bucket, second=True)])
+                done.append((action, index))
+                _finish(queues, finished)
             else:
-                if index not in finished:
-                    todo.insert(0, (action, index))
-                    break
                 busy = _copy(chain, link, bucket, "wait")
                 done.append((action, index))
         if not todo and not busy and not pending:
@@ -150,10 +160,10 @@ def _members(chain: Chain, bucket: Bucketed) -> tuple[Transfer, ...]:
     return chain.transfers(bucket.kind)[bucket.first : bucket.end]
 
 
-def _length(chain: Chain, link: Link, bucket: Bucketed) -> int:
+def _length(chain: Chain, link: Link, bucket: Bucketed, *, second: bool = False) -> int:
     members = _members(chain, bucket)
     tensors = sum(m.num_tensors - m.num_small * bucket.packed for m in members) + bucket.packed
-    rate = link.gather if bucket.kind == "gather" else link.reduce
+    rate = link.all_reduce if second else link.gather if bucket.kind == "gather" else link.reduce
     return int(rate(sum(m.num_bytes for m in members), tensors))
 
 
@@ -164,7 +174,12 @@ def _copy(chain: Chain, link: Link, bucket: Bucketed, action: str) -> int:
     return int(link.copy(small // link.num_shards if action == "start" else small))
 
 
-def _bytes_at(chain: Chain, placement: Placement, done: list[tuple[str, int]], now: tuple[str, int]) -> int:
+def _twice(chain: Chain, link: Link, bucket: Bucketed) -> int:
+    """Bytes of what was scattered."""
+    return sum(m.num_bytes for m in _members(chain, bucket)) // link.num_shards
+
+
+def _bytes_at(chain: Chain, link: Link, placement: Placement, done: list[tuple[str, int]], now: tuple[str, int]) -> int:
     """Bytes alive while an entry of the program runs, counted from what was done before."""
     action, index = now
     items = sum(a == "item" for a, _ in done)
@@ -173,7 +188,9 @@ def _bytes_at(chain: Chain, placement: Placement, done: list[tuple[str, int]], n
     started = [placement.buckets[i] for a, i in [*done, now] if a == "start"]
     waited = [placement.buckets[i] for a, i in done if a == "wait"]
     total += sum(m.num_bytes for b in started if b.kind == "gather" for m in _members(chain, b) if m.last >= items)
-    freed = {m for b in waited if b.kind == "reduce" for m in range(b.first, b.end)}
+    continued = [placement.buckets[i] for a, i in [*done, now] if a == "continue"]
+    freed = {m for b in (*waited, *continued) if b.kind == "reduce" for m in range(b.first, b.end)}
+    total += sum(_twice(chain, link, b) for b in continued if b not in waited)
     made = items + 1 if action == "item" else items
     total += sum(r.num_bytes for i, r in enumerate(chain.reductions) if r.at <= made and i not in freed)
     if action != "item":
@@ -201,12 +218,14 @@ def exhaustive(chain: Chain, link: Link, limit: float = math.inf) -> float:
 
     @functools.cache
     def best(at: int, g: int, r: int, compute: float, channels: tuple[float, float], flying: tuple) -> float:
-        """`flying` has (bucket, end) for what was started and not waited for, in order of start."""
+        """`flying` has (bucket, end, whether it was continued) for what is not waited for, in order of start."""
         gathers = [f for f in flying if f[0].kind == "gather"]
-        reductions = [f for f in flying if f[0].kind == "reduce"]
+        reductions = [f for f in flying if f[0].kind == "reduce" and not f[2]]
+        continued = [f for f in flying if f[2]]
         freed = reductions[0][0].first if reductions else r
         alive = sum(t.num_bytes for t in chain.gathers[:g] if t.last >= at)
-        ready = sum(t.num_bytes for t in chain.reductions[freed:] if t.at <= at)
+        twice = sum(_twice(chain, link, f[0]) for f in continued)
+        ready = twice + sum(t.num_bytes for t in chain.reductions[freed:] if t.at <= at)
         edge = min(chain.base[max(at - 1, 0)], chain.base[min(at, end - 1)])
         options = []
         if at == end and g == len(chain.gathers) and r == len(chain.reductions) and not flying:
@@ -227,22 +246,38 @@ def exhaustive(chain: Chain, link: Link, limit: float = math.inf) -> float:
                     stop = max(began, channels[channel]) + _length(chain, link, bucket)
                     now = (stop, channels[1]) if channel == 0 else (channels[0], stop)
                     counts = (bucket.end, r) if kind == "gather" else (g, bucket.end)
-                    options.append(best(at, *counts, began, now, (*flying, (bucket, stop))))
+                    options.append(best(at, *counts, began, now, (*flying, (bucket, stop, False))))
         if gathers and chain.gathers[gathers[0][0].first].at == at:
-            bucket, stop = gathers[0]
+            bucket, stop, _ = gathers[0]
             small = sum(m.small_bytes for m in _members(chain, bucket)) if bucket.packed else 0
             if edge + alive + ready + small <= limit:
                 after = max(compute, stop) + _copy(chain, link, bucket, "wait")
                 options.append(best(at, g, r, after, channels, tuple(f for f in flying if f != gathers[0])))
         if reductions:
+            bucket, stop, _ = reductions[0]
             rest = tuple(f for f in flying if f != reductions[0])
-            options.append(best(at, g, r, max(compute, reductions[0][1]), channels, rest))
+            after = max(compute, stop)
+            if link.all_reduce is None:
+                options.append(best(at, g, r, after, channels, rest))
+            else:
+                channel = link.all_reduce_on
+                stop = max(after, channels[channel]) + _length(chain, link, bucket, second=True)
+                now = (stop, channels[1]) if channel == 0 else (channels[0], stop)
+                options.append(best(at, g, r, after, now, (*rest, (bucket, stop, True))))
+        if continued:
+            rest = tuple(f for f in flying if f != continued[0])
+            options.append(best(at, g, r, max(compute, continued[0][1]), channels, rest))
         gated = any(chain.gathers[f[0].first].at <= at for f in gathers)
         gated = gated or (g < len(chain.gathers) and chain.gathers[g].at <= at)
         if at < end and not gated:
             making = sum(t.num_bytes for t in chain.reductions[freed:] if t.at == at + 1)
             if chain.base[at] + alive + ready + making <= limit:
-                options.append(best(at + 1, g, r, compute + chain.seconds[at], channels, flying))
+                # Beside a busy channel it advances by (1 - contention) a second, after that by one.
+                advanced = max(max(channels) - compute, 0.0) * (1 - link.contention)
+                left = chain.seconds[at] - advanced
+                after = max(channels) + left if 0 < advanced < chain.seconds[at] else None
+                slow = chain.seconds[at] / (1 - link.contention) if advanced else chain.seconds[at]
+                options.append(best(at + 1, g, r, compute + slow if after is None else after, channels, flying))
         return min(options, default=math.inf)
 
     return best(0, 0, 0, 0.0, (0.0, 0.0), ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -224,3 +225,13 @@ def test_the_simulator_runs_a_program(partitioned: Program) -> None:
     assert timeline.exposed[0].why == "head"
     assert timeline.exposed[0].bucket.startswith("gather layers.0.weight")
     assert {s.phase for s in timeline.spans} == {"forward", "backward", "optimizer"}
+
+
+def test_what_may_be_packed_is_a_number_of_the_profile() -> None:
+    """On CPUs it is at least that."""
+    program = through(captured(Blocks(2), (torch.ones(2, 4),)), "partition")
+    profile = load_profile("h100")
+    free = replace(profile.inside["gather"], tensor_seconds=0.0)
+    costs = Costs(replace(profile, pack_below=100.0, inside={**profile.inside, "gather": free}))
+    assert PlanByCost(costs)._settings(program).pack_below == 100
+    assert PlanByCost(costs, pack_below=7)._settings(program).pack_below == 7

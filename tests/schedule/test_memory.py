@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import graphshard
 from graphshard.cost.costs import Costs
+from graphshard.ir.graph import WAIT, kind_of, launch_of
 from graphshard.ir.program import Program
 from graphshard.schedule.memory import Memory, memory_of, tensors
 from graphshard.schedule.timeline import estimate
@@ -60,3 +61,39 @@ def test_parameters_that_stay_gathered_are_alive_between_the_phases() -> None:
     rows = [program.params[name] for name in read]
     assert gathered == {row.name: math.prod(row.shape) * row.compute_dtype.itemsize for row in rows}
     assert read <= {tensor.name for tensor in alive if tensor.what == "shards"}
+
+
+def test_what_regions_allocate_inside() -> None:
+    """While a region runs its values are alive, too, more of them if each operator writes its own."""
+    sizes = {}
+    for backend in ("inductor", "eager"):
+        found = graphshard.explain(meta_net(width=64), (8,), example_inputs=(TOKENS,), mp_policy=BF16, backend=backend)
+        step = found._timeline
+        inside = [tensor for tensor in tensors(found._program, step) if tensor.what == "inside regions"]
+        calls = {(call.start, call.end): call.name for call in step.steps if call.kind == "compute"}
+        assert inside
+        for tensor in inside:
+            ran = next(name for (start, end), name in calls.items() if math.isclose(end, tensor.end))
+            assert tensor.num_bytes == step.workspace[ran]
+        sizes[backend] = sum(tensor.num_bytes for tensor in inside)
+    assert sizes["eager"] > sizes["inductor"]
+
+
+def test_gradients_are_alive_until_their_reduction_is_waited_for() -> None:
+    """And where a reduction is an exchange, so is what it receives."""
+    net = {"example_inputs": (TOKENS,), "mp_policy": BF16}
+    found = graphshard.explain(meta_net(), (8,), **net)  # wide enough that gradients are not packed
+    ends = {tensor.name.split()[0]: tensor.end for tensor in tensors(found._program, found._timeline)}
+    held = 0
+    for node in found._program.phases["backward"].module.graph.nodes:
+        if node.target is WAIT and kind_of(launch_of(node)) == "reduce":
+            for source in launch_of(node).all_input_nodes:
+                if (name := f"%{source.meta['number']}") in ends:
+                    assert ends[name] >= found._timeline.node_times[node]
+                    held += 1
+    assert held
+    assert "communication buffers" not in {t.what for t in tensors(found._program, found._timeline)}
+    pair = graphshard.explain(meta_net(width=64), (2,), hardware="cpu-gloo", **net)
+    buffers = [t for t in tensors(pair._program, pair._timeline) if t.what == "communication buffers"]
+    exchanged = [b for b in pair._program.plan.buckets if b.exchanged]
+    assert {t.name for t in buffers} == {b.name for b in exchanged} != set()

@@ -30,7 +30,6 @@ from graphshard.schedule import (
 )
 from graphshard.schedule.bounds import chain_bound
 from graphshard.schedule.budget import Budget
-from graphshard.schedule.build import make_link
 from graphshard.schedule.deadlines import jobs
 from graphshard.schedule.deep import shortest_order
 from graphshard.schedule.exact import best_placement
@@ -38,6 +37,7 @@ from graphshard.schedule.phase import best_of
 from graphshard.schedule.problem import KINDS, modes, startable
 from graphshard.schedule.simple import one_ahead
 from graphshard.schedule.solve import STEPS
+from graphshard.schedule.ways import make_link
 from tests.schedule.oracles import chains, exhaustive, halves, links
 
 LIMITS = st.one_of(st.just(math.inf), st.integers(5, 60))
@@ -70,7 +70,7 @@ def twelve() -> Problem:
         Transfer(f"w{i}", 2 * n, i, i, num_tensors=2, num_small=1, small_bytes=2 * width) for i, n in enumerate(many)
     )
     seconds = tuple(4 * n * 2048 / (0.65 * 989e12) + 1e-5 for n in many)
-    link = make_link(Costs(load_profile("h100")), Axis("shard", 128, "shard"))
+    link = make_link(Costs(replace(load_profile("h100"), contention=0.0)), Axis("shard", 128, "shard"))
     return Problem((Chain("forward", seconds, (0,) * 12, gathers),), link)
 
 
@@ -163,6 +163,42 @@ def test_the_proof_is_exact_on_a_shared_link(chain: Chain, link: Link) -> None:
     assert found is not None
     assert found[0] == pytest.approx(best)
     assert shortest_order(chain, link, Budget(math.inf), best * (1 - 1e-6)) is None
+
+
+@settings(max_examples=80, deadline=None)
+@given(chains(layers=3, reductions=True), st.one_of(links(), protocols()), st.sampled_from((0.1, 0.25, 0.5)), LIMITS)
+def test_under_contention_the_best_is_found_and_no_bound_is_above_it(
+    chain: Chain, link: Link, contention: float, limit: float
+) -> None:
+    """Small phases are searched with what collectives take from compute."""
+    link = replace(link, contention=contention)
+    best = exhaustive(chain, link, limit)
+    assume(best < math.inf)
+    assert chain_bound(chain, link) <= best * (1 + 1e-9)
+    found = Solver(limit)(Problem((chain,), link))
+    assert found.step_seconds == pytest.approx(best, rel=2e-4)
+    assert found.lower_bound <= best * (1 + 1e-9)
+    assert Solver(limit, exact_transfers=0)(Problem((chain,), link)).lower_bound <= best * (1 + 1e-9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(chains(layers=4, reductions=True, small=False), protocols(), st.sampled_from((0.1, 0.25, 0.5)))
+def test_the_proof_holds_under_contention(chain: Chain, link: Link, contention: float) -> None:
+    link = replace(link, contention=contention)
+    best = exhaustive(chain, link)
+    found = shortest_order(chain, link, Budget(math.inf), best * (1 + 1e-6) + 1e-6)
+    assert found is not None
+    assert chain_bound(chain, link) * (1 - 1e-9) <= found[0] <= best * (1 + 1e-9)
+
+
+def test_the_bound_knows_waits_and_slower_compute_together() -> None:
+    """36 s of compute wait 4 s for the first gather and 4 s for the reduction; 32 s of gathers lie beside them."""
+    gathers = tuple(Transfer(f"w{i}", 4, i, i) for i in range(9))
+    chain = Chain("backward", (4.0,) * 9, (0,) * 9, gathers, (Transfer("w0", 4, 9),))
+    link = Link(Rate(0, 1), Rate(0, 1), halves, 2, contention=0.1)
+    found = Solver()(Problem((chain,), link))
+    assert found.step_seconds == pytest.approx(4 + 36 + 0.1 * 32 + 4)
+    assert found.lower_bound == pytest.approx(found.step_seconds)
 
 
 def test_the_least_work_that_meets_deadlines() -> None:

@@ -34,9 +34,10 @@ def one(chain: Chain, link: Link, placement: Placement) -> tuple[Problem, Schedu
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_equal_to_a_clock_that_ticks(data: st.DataObject) -> None:
-    """Time and peak memory of random schedules, packed and coalesced, on one channel and on two."""
-    chain, link = data.draw(chains()), data.draw(links())
-    placement = data.draw(placements(chain))
+    """Time and peak memory of random schedules, packed and coalesced, on one channel and on two, with two legs."""
+    legs = data.draw(st.booleans())
+    chain, link = data.draw(chains()), data.draw(links(legs=legs))
+    placement = data.draw(placements(chain, legs=legs))
     timeline = simulate(*one(chain, link, placement))
     assert (timeline.step_seconds, timeline.peak) == ticks(chain, link, placement)
 
@@ -44,11 +45,13 @@ def test_equal_to_a_clock_that_ticks(data: st.DataObject) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_what_is_exposed_is_what_compute_does_not_fill(data: st.DataObject) -> None:
-    chain, link = data.draw(chains()), data.draw(links())
-    timeline = simulate(*one(chain, link, data.draw(placements(chain))))
+    legs = data.draw(st.booleans())
+    chain, link = data.draw(chains()), data.draw(links(legs=legs))
+    timeline = simulate(*one(chain, link, data.draw(placements(chain, legs=legs))))
     busy = sum(s.seconds for s in timeline.spans if s.kind in ("compute", "copy"))
     assert timeline.step_seconds == busy + timeline.exposed_seconds
-    for kinds in (("gather",), ("reduce",)) if link.separate else (("gather", "reduce"),):
+    for channel in (0, 1):
+        kinds = [kind for kind in ("gather", "reduce", "all_reduce") if link.channel(kind) == channel]
         spans = sorted((s.start, s.end) for s in timeline.spans if s.kind in kinds)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "two buckets on one channel at once"
     assert sum(timeline.alive.values()) == timeline.peak == max((m for _, m in timeline.memory), default=0)

@@ -73,6 +73,32 @@ def test_six_layers_backward_equal_exhaustive_search(chain: Chain, link: Link, l
 
 
 @settings(max_examples=100, deadline=None)
+@given(chains(layers=3, reductions=True), links(legs=True), LIMITS)
+def test_two_legs_equal_exhaustive_search(chain: Chain, link: Link, limit: float) -> None:
+    """A reduce-scatter and an all-reduce, on one channel with gathers or on another; the bound is never above."""
+    assume(len(chain.gathers) + len(chain.reductions) <= 5)
+    found = solved(Problem((chain,), link), Solver(limit))
+    best = exhaustive(chain, link, limit)
+    assert (found.step_seconds if found else math.inf) == best
+    assert chain_bound(chain, link) <= best * (1 + 1e-9)
+
+
+def test_a_second_leg_waits_for_a_gather_that_is_urgent() -> None:
+    """By hand: the second gather fits when the first is read, at 5; the first leg has ended at 4. Gather first: 16."""
+    gathers = Transfer("w0", 4, 0, 1), Transfer("w1", 4, 2, 2)
+    chain = Chain("backward", (2.0, 2.0, 5.0), (0, 0, 0), gathers, (Transfer("w0", 2, 1),))
+    link = Link(Rate(1, 0), Rate(1, 0), halves, num_shards=2, all_reduce=Rate(10, 0))
+    found = solved(Problem((chain,), link), Solver(limit=6))
+    assert found.step_seconds == exhaustive(chain, link, 6) == 16
+
+
+@settings(max_examples=60, deadline=None)
+@given(chains(layers=12, reductions=True), links(legs=True), LIMITS)
+def test_deep_chains_of_two_legs_keep_to_memory_and_bound(chain: Chain, link: Link, limit: float) -> None:
+    solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
+
+
+@settings(max_examples=100, deadline=None)
 @given(chains(reductions=False, small=False), links())
 def test_the_dynamic_program_is_exact_for_gathers(chain: Chain, link: Link) -> None:
     """Without copies and without a limit the search has nothing left to find."""

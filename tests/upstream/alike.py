@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.fsdp import FSDPModule
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +21,10 @@ from tests.distributed.nets import Block
 from tests.distributed.twins import assert_same, grads_of, local, params_of
 
 Pair = tuple[nn.Module, nn.Module]
+# What is compared with FSDP2 beside it, which before torch 2.13 fails at it, or does not have it.
+needs_newer_fsdp2 = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13", reason="FSDP2 before torch 2.13 fails here"
+)
 
 
 def stack(depth: int = 3, dim: int = 8, hidden: int = 12) -> nn.Sequential:

@@ -67,7 +67,9 @@ OF_MODELS: Mapping[str, Counterparts] = {
         "TestFullyShardShardedParameterTensor.test_raise_noncontiguous_parameter": (
             f"{_RANKS}test_sharding.py::test_parameters_keep_their_memory_format",
         ),
-        "TestFullyShardShardedParameterDTensor.test_shard_dtensor_parameters": TENSOR_PARALLEL,
+        "TestFullyShardShardedParameterDTensor.test_shard_dtensor_parameters": (
+            f"{_RANKS}test_tensor_parallel.py::test_mlps_train_as_with_fsdp2",
+        ),
         "TestFullyShardLazyInit.test_fully_shard_is_root": IDENTITY,
         "TestFullyShardLazyInit.test_fully_shard_module_and_param_fqns": (
             f"{_HERE}test_init.py::test_parameters_belong_to_the_innermost_unit",
@@ -84,7 +86,7 @@ OF_MODELS: Mapping[str, Counterparts] = {
         "TestFullyShardMetaDeviceInit.test_meta_device_1d_init": (
             f"{_HERE}test_init.py::test_sharded_and_initialised_from_the_meta_device",
         ),
-        "TestFullyShardMetaDeviceInit.test_meta_device_2d_init": TENSOR_PARALLEL,
+        "TestFullyShardMetaDeviceInit.test_meta_device_2d_init": (f"{_RANKS}test_tensor_parallel.py::test_meta_init",),
         "TestFullyShardMetaDeviceInit.test_invalid_meta_device_init": (
             f"{_RANKS}test_wrong_parameters.py::test_meta_parameters_are_listed",
         ),
@@ -115,7 +117,9 @@ OF_MODELS: Mapping[str, Counterparts] = {
             f"{_RANKS}test_sharding.py::test_shard_dims_equal_fsdp2",
             f"{_RANKS}test_sharding.py::test_uneven_shards_on_any_dim",
         ),
-        "TestFullyShardShardPlacementFn.test_init_2d_transformer_shard_diff_dim": TENSOR_PARALLEL,
+        "TestFullyShardShardPlacementFn.test_init_2d_transformer_shard_diff_dim": (
+            f"{_RANKS}test_tensor_parallel.py::test_options",
+        ),
         "TestFullyShardShardPlacementFn.test_init_1d_uneven_shard_largest_dim": (
             f"{_RANKS}test_sharding.py::test_uneven_shards_on_any_dim",
         ),
@@ -141,7 +145,9 @@ OF_MODELS: Mapping[str, Counterparts] = {
     },
     "test_fully_shard_clip_grad_norm_.py": {
         "TestClipGradNormWorldSize2.test_clip_grad_norm_1d": (f"{_RANKS}test_optimizers.py::test_clip_grad_norm",),
-        "TestClipGradNormWorldSize4.test_clip_grad_norm_2d": TENSOR_PARALLEL,
+        "TestClipGradNormWorldSize4.test_clip_grad_norm_2d": (
+            f"{_RANKS}test_tensor_parallel.py::test_mlps_train_as_with_fsdp2",
+        ),
     },
     "test_fully_shard_ignore_params.py": {
         "TestFullyShardIgnoreParams.test_ddp_A_fsdp_B_ddp_C": (

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.upstream.of_values import GPU, IDENTITY, TENSOR_PARALLEL, Counterparts
+from tests.upstream.of_values import GPU, IDENTITY, Counterparts
 
 _HERE, _RANKS = "tests/upstream/", "tests/distributed/"
 
 _OPERATOR = "newer than torch 2.13: FSDP2's own operator for packing"
-_SHOWN = "full parameters are shown after `unshard()`, not by a forward that keeps them"
 
 OF_STEPS: Mapping[str, Counterparts] = {
     "test_fully_shard_comm.py": {
@@ -104,9 +103,12 @@ OF_STEPS: Mapping[str, Counterparts] = {
         "TestFullyShardForwardInputs.test_root_no_forward_inputs": (
             f"{_RANKS}test_semantics.py::test_layers_called_again_and_no_inputs",
         ),
-        "TestFullyShardRegisteredParams.test_param_registration_after_forward": _SHOWN,
+        "TestFullyShardRegisteredParams.test_param_registration_after_forward": (
+            f"{_HERE}test_training.py::test_which_parameters_are_registered_after_a_forward",
+            f"{_RANKS}test_shown_parameters.py::test_a_forward_that_keeps_parameters_shows_them_as_fsdp2s_does",
+        ),
         "TestFullyShardRegisteredParams.test_param_registration_after_backward": (
-            f"{_RANKS}test_semantics.py::test_parameters_are_always_dtensors",
+            f"{_RANKS}test_semantics.py::test_parameters_are_dtensors_unless_they_were_told_to_stay_gathered",
             f"{_RANKS}test_shown_parameters.py::test_modules_show_what_was_gathered_as_fsdp2s_do",
         ),
         "TestFullyShardRegisteredParams.test_modules_to_run_forward_empty_for_single_module": IDENTITY,
@@ -196,9 +198,15 @@ OF_STEPS: Mapping[str, Counterparts] = {
             f"{_HERE}test_accumulation.py::test_one_forward_one_backward",
             f"{_RANKS}test_accumulation.py::test_interleaved_microbatches_equal_fsdp2",
         ),
-        "TestFullyShardNDTraining.test_2d_mlp_with_nd_mesh": TENSOR_PARALLEL,
-        "TestFullyShardNDTraining.test_shard_placement_fn_tp_ep": TENSOR_PARALLEL,
-        "TestFullyShardHSDP3DTraining.test_3d_mlp_with_nd_mesh": TENSOR_PARALLEL,
+        "TestFullyShardNDTraining.test_2d_mlp_with_nd_mesh": (
+            f"{_RANKS}test_tensor_parallel.py::test_mlps_train_as_with_fsdp2",
+        ),
+        "TestFullyShardNDTraining.test_shard_placement_fn_tp_ep": (
+            f"{_RANKS}test_expert_parallel.py::test_beside_tensor_parallelism",
+        ),
+        "TestFullyShardHSDP3DTraining.test_3d_mlp_with_nd_mesh": (
+            f"{_RANKS}test_tensor_parallel.py::test_replicas_of_tensor_parallel_ranks",
+        ),
         "TestFullyShardHSDPTraining.test_train_parity_hsdp": (
             f"{_HERE}test_accumulation.py::test_microbatches_on_replicas",
             f"{_RANKS}test_hsdp.py::test_hsdp_equals_fsdp2",

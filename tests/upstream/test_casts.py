@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import graphshard
 from tests.distributed.twins import FP32, assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks
-from tests.upstream.alike import Pair, own_rows, squares, train_alike
+from tests.upstream.alike import Pair, needs_newer_fsdp2, own_rows, squares, train_alike
 
 FLOAT16 = MixedPrecisionPolicy(param_dtype=torch.float16)
 
@@ -139,6 +139,7 @@ def _recomputed(rank: int, world_size: int, casts: str) -> None:
         ours(own_rows(0))
 
 
+@needs_newer_fsdp2
 @pytest.mark.parametrize("casts", CASTS)
 def test_casts_are_made_again_in_checkpoints(ranks: Ranks, casts: str) -> None:
     """`TestFullyShardMixedPrecisionCasts.test_checkpoint_recompute_casts_forward_inputs` and

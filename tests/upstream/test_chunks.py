@@ -16,6 +16,7 @@ import graphshard
 from tests.distributed.nets import Block
 from tests.distributed.twins import CountLaunches, assert_same, grads_of, local, params_of, sharded_alike
 from tests.ranks import Ranks
+from tests.upstream.alike import needs_newer_fsdp2
 from tests.upstream.language import Language, language_loss, tokens
 
 Shard = Callable[..., Any]
@@ -73,6 +74,7 @@ def _chunks(rank: int, world_size: int, case: str) -> None:
         assert_same(*map(params_of, pair), f"parameters after step {step}")
 
 
+@needs_newer_fsdp2
 @pytest.mark.parametrize("case", CHUNKED)
 def test_a_head_that_forward_does_not_call(ranks: Ranks, case: str) -> None:
     """`TestFullyShard1DTrainingCompose.test_partial_group_forward_then_standalone`: its gradient after each chunk."""
@@ -95,6 +97,7 @@ def _accumulated_chunks(rank: int, world_size: int) -> None:
         assert_same(ours, theirs, f"{reshard=}")
 
 
+@needs_newer_fsdp2
 def test_chunks_of_microbatches(ranks: Ranks) -> None:
     """`TestFullyShard1DTrainingCompose.test_partial_group_forward_grad_accum_chunked`."""
     ranks(2).run(_accumulated_chunks)
@@ -127,6 +130,7 @@ def _kept_for_chunks(rank: int, world_size: int) -> None:
             assert_same(*map(params_of, pair), f"parameters after step {step}, {tied=}")
 
 
+@needs_newer_fsdp2
 def test_a_head_that_stays_gathered_for_all_chunks(ranks: Ranks) -> None:
     """`TestFullyShard1DTrainingCompose.test_partial_group_reshard_toggle`: as torchtitan switches it."""
     ranks(2).run(_kept_for_chunks)
@@ -174,6 +178,7 @@ def _after_an_exception(rank: int, world_size: int) -> None:
     assert_same(*map(grads_of, pair), "gradients")
 
 
+@needs_newer_fsdp2
 def test_a_step_after_forward_raised(ranks: Ranks) -> None:
     """`TestFullyShard1DTrainingCompose.test_reset_iter_state_after_exception`."""
     ranks(2).run(_after_an_exception)

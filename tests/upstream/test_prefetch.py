@@ -20,7 +20,7 @@ from tests.distributed.twins import (
     sharded_alike,
 )
 from tests.ranks import Ranks
-from tests.upstream.alike import Layer, launches, own_rows, squares
+from tests.upstream.alike import Layer, launches, needs_newer_fsdp2, own_rows, squares
 
 Shard = Callable[..., Any]
 
@@ -242,6 +242,7 @@ def _grouped(rank: int, world_size: int) -> None:
             assert mine["scatter"] == other["scatter"]
 
 
+@needs_newer_fsdp2
 def test_modules_in_groups(ranks: Ranks) -> None:
     """`TestFullyShardPrefetch.test_fully_shard_multi_module_backward_prefetch` and
     `TestFullyShardPrefetch.test_fully_shard_multi_module_unused_module`."""

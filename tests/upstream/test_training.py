@@ -11,15 +11,69 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.nets import Block, largest_dim
 from tests.distributed.twins import OURS, assert_same, grads_of, sharded_alike
 from tests.ranks import Ranks
-from tests.upstream.alike import own_rows, squares, train_alike
+from tests.upstream.alike import needs_newer_fsdp2, own_rows, squares, train_alike
 from tests.upstream.language import Language, language_loss
 
 Shard = Callable[..., Any]
+
+# --- what modules show --------------------------------------------------------------------------------------
+
+
+class _TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.scale = nn.Linear(8, 6), nn.Linear(6, 7), nn.Parameter(torch.rand(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()) * self.scale
+
+
+def _registered(rank: int, world_size: int, reshard: bool, units: bool) -> None:
+    def parallelize(shard: Shard, model: Any) -> None:
+        if units:
+            shard(model.first, reshard_after_forward=reshard)
+            shard(model.second, reshard_after_forward=reshard)
+        shard(model, reshard_after_forward=reshard)
+
+    def registered(model: nn.Module) -> dict[str, tuple[bool, Tensor]]:
+        params = model.named_parameters()
+        return {
+            n: (True, p.full_tensor()) if isinstance(p, DTensor) else (False, p.detach().clone()) for n, p in params
+        }
+
+    plain = dict(_TwoLayers().named_parameters())
+    pair = sharded_alike(parallelize, _TwoLayers())
+    for with_backward in (False, True):
+        seen = []
+        for model in pair:
+            loss = squares(model(own_rows(0)))
+            seen.append(registered(model))
+            if with_backward:
+                loss.backward()
+                assert all(sharded for sharded, _ in registered(model).values())
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            assert all(sharded for sharded, _ in registered(model).values())
+            assert all(torch.equal(full, plain[name]) for name, (_, full) in registered(model).items())
+        for name, (sharded, full) in seen[1].items():
+            assert seen[0][name][0] == sharded == (reshard is not False), name
+            assert torch.equal(seen[0][name][1], full)
+
+
+@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_which_parameters_are_registered_after_a_forward(ranks: Ranks, reshard: bool, units: bool) -> None:
+    """`TestFullyShardRegisteredParams.test_param_registration_after_forward`."""
+    ranks(2).run(_registered, reshard, units)
+
 
 # --- one unit, and none -------------------------------------------------------------------------------------
 
@@ -196,6 +250,7 @@ def _cast_in_groups(rank: int, world_size: int) -> None:
     train_alike(pair, steps=2)
 
 
+@needs_newer_fsdp2
 def test_every_module_of_a_group_casts_its_inputs(ranks: Ranks) -> None:
     """`TestFullyShard1DTrainingCompose.test_grouped_module_cast_forward_inputs`."""
     ranks(2).run(_cast_in_groups)

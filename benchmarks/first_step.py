@@ -1,0 +1,164 @@
+"""Seconds from a model to the end of its first training step on gloo ranks, with cold and with warm caches.
+
+    python -m benchmarks.first_step [--layers 4] [--variants graphshard fsdp2-blocks] [--repeats 1] [--json FILE]
+
+"cold" starts with empty caches: neither a kernel nor a precompiled header nor what Inductor knows of the CPU is there.
+"warm" runs the same again in new processes. Variants take turns, so that the load of a shared machine meets all alike.
+Importing torch and graphshard, making the model and joining the process group are not counted. "seconds" are those of
+the slower rank, "CPU s" are user and system time of all processes, compilers and imports included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+VARIANTS = ("graphshard", "fsdp2-blocks", "fsdp2")
+PHASES = ("compile", "capture", "passes", "lower", "rest")
+
+
+def main() -> None:
+    """Measure all variants in turns and print one table."""
+    args = _parse_args()
+    if args.child:
+        print(json.dumps(_child(args)))
+        return
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for _ in range(args.repeats):
+        for variant in args.variants:
+            with tempfile.TemporaryDirectory() as folder:
+                for caches in ("cold", "warm")[: 1 if args.without_warm else 2]:
+                    rows.setdefault((variant, caches), []).append(_ranks(variant, args, Path(folder)))
+    phases = "".join(f"{phase:>9}" for phase in PHASES)
+    print(f"{'':14}{'caches':>7}{'seconds':>9}{'CPU s':>8}{phases}{'compiled':>10}")
+    for (variant, caches), runs in rows.items():
+        found = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        numbers = "".join(f"{found[phase]:9.2f}" for phase in PHASES)
+        print(f"{variant:14}{caches:>7}{found['seconds']:9.2f}{found['cpu']:8.1f}{numbers}{found['compiled']:10.0f}")
+    if args.json:
+        args.json.write_text(json.dumps([[*key, runs] for key, runs in rows.items()], indent=1))
+
+
+def _ranks(variant: str, args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """The numbers of one launch: seconds of the slower rank, those of its phases, and CPU seconds of all processes."""
+    before = _cpu_seconds()
+    environment = {
+        **os.environ,
+        "TMPDIR": str(folder),  # precompiled headers lie here, whatever TORCHINDUCTOR_CACHE_DIR says
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "GRAPHSHARD_CACHE": "off",
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.ranks)),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
+        "LOCAL_WORLD_SIZE": str(args.ranks),
+        "WORLD_SIZE": str(args.ranks),
+    }
+    store = folder / f"store-{time.monotonic_ns()}"
+    command = [sys.executable, "-m", "benchmarks.first_step", "--child", variant, "--store", str(store)]
+    for name in ("ranks", "layers", "dim", "batch", "seq"):
+        command += [f"--{name}", str(getattr(args, name))]
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(args.ranks)
+    ]
+    found = []
+    for process in processes:
+        output, _ = process.communicate()
+        if process.returncode:
+            raise SystemExit(f"a rank of {variant} ended with {process.returncode}")
+        found.append(json.loads(output.splitlines()[-1]))
+    slower = max(found, key=lambda one: one["seconds"])
+    return {**slower, "compiled": sum(one["compiled"] for one in found), "cpu": _cpu_seconds() - before}
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _child(args: argparse.Namespace) -> dict[str, float]:
+    """One rank, timed from `compile`, or `fully_shard`, to the end of the first step."""
+    import torch
+    import torch.distributed as dist
+    from llama import Llama, LlamaConfig
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import graphshard
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=rank, world_size=args.ranks)
+    mesh = init_device_mesh("cpu", (args.ranks,))
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(layers=args.layers, dim=args.dim, seq=args.seq))
+    torch.manual_seed(rank)
+    tokens = torch.randint(256, (args.batch, args.seq))
+    _ = graphshard.compile  # what it needs is imported
+    dist.barrier()
+    start = time.perf_counter()
+    if args.child == "graphshard":
+        graphshard.compile(model, mesh)
+    else:
+        for block in model.layers:
+            if args.child == "fsdp2-blocks":
+                block.compile()
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    compiled = time.perf_counter()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss = model(tokens, tokens)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss.item()
+    seconds = time.perf_counter() - start
+    phases = dict.fromkeys(PHASES, 0.0) | {"compile": compiled - start}
+    if args.child == "graphshard":
+        (program,) = graphshard.programs(model)
+        taken = {stage.name: stage.seconds for stage in program.history}
+        phases["capture"] = taken.pop("capture", 0.0)
+        phases["lower"] = taken.pop("lower", program.lowering_seconds)
+        phases["passes"] = sum(taken.values())
+    phases["rest"] = seconds - sum(phases.values())
+    result = {**phases, "seconds": seconds, "compiled": _regions_compiled()}
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _regions_compiled() -> int:
+    """How many graphs Inductor made code of in this process, and did not find in its cache."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_miss"]
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("ranks", 2), ("layers", 4), ("dim", 256), ("batch", 4), ("seq", 128), ("repeats", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS[:2])
+    parser.add_argument("--without-warm", action="store_true", help="leave the second launch out")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
+    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Memory and time of a step with a large vocabulary: FSDP2, graphshard, and graphshard with the passes for it.
+
+    python -m benchmarks.giant_parameters [--vocab 50257] [--dim 256] [--layers 2] [--rows 2048] [--steps 5]
+
+Two gloo ranks train the example's Llama, whose embedding and head are most of it. Each variant has processes of its
+own, one after the other. Memory is the most that a rank's process has resident during a step (VmHWM), over what it has
+before one (SGD, so that there is no state of an optimizer). Seconds are CPU time of a rank, which other work on the
+machine hardly changes; medians of the steps after the first two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import graphshard
+from graphshard.passes import ChunkedLoss, ExchangeRows
+from tests.distributed.twins import fsdp2, load_example, world_mesh
+from tests.helpers import resident
+
+CHUNKED = graphshard.Pipeline().insert(ChunkedLoss(256), before="insert-collectives")
+PIPELINES = {
+    "graphshard": graphshard.Pipeline(),
+    "chunked loss": CHUNKED,
+    "and rows": CHUNKED.insert(ExchangeRows(), before="overlap-collectives"),
+}
+
+
+def main() -> None:
+    """Print a line for each variant."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in {"vocab": 50257, "dim": 256, "layers": 2, "rows": 2048, "steps": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
+    parser.add_argument("--variants", nargs="*", default=["fsdp2", *PIPELINES])
+    args = parser.parse_args()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+    for variant in args.variants:
+        mp.spawn(_rank, (variant, args), nprocs=2)
+
+
+def _rank(rank: int, variant: str, args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    llama = load_example("llama")
+    torch.manual_seed(0)
+    seq = 256
+    model = llama.Llama(llama.LlamaConfig(layers=args.layers, dim=args.dim, heads=4, seq=seq, vocab=args.vocab))
+    if variant == "fsdp2":
+        model = fsdp2(model, world_mesh())
+    else:
+        graphshard.compile(model, world_mesh(), backend=args.backend, passes=PIPELINES[variant])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    tokens, targets = torch.randint(args.vocab, (2, args.rows // seq, seq)).unbind()
+    before, seconds = 0, []
+    for step in range(args.steps):
+        if step == 1:
+            before = _reset()
+        start = time.process_time()
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.process_time() - start)
+    peak = (resident("VmHWM") - before) / 2**20
+    if rank == 0:
+        print(
+            f"{variant:16}{peak:8.0f} MiB{statistics.median(seconds[2:]):8.2f} s CPU   loss {loss.item():.6f}",
+            flush=True,
+        )
+    dist.destroy_process_group()
+
+
+def _reset() -> int:
+    """Forget the most so far; bytes that are resident."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""`python -m benchmarks.gpu` is what `tests/gpu/run.sh` runs."""
+
+import sys
+
+from benchmarks.gpu.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

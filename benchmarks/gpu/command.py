@@ -1,0 +1,180 @@
+"""The command that `tests/gpu/run.sh` runs; the package's docstring says what for.
+
+    tests/gpu/run.sh [--out gpu] [--budget 540] [--parts tests steps] [--artifact FILE]
+    tests/gpu/run.sh --wheels DIR                             with packages that are missing here
+    tests/gpu/run.sh --dry                                    all of it in small, on a CPU
+    tests/gpu/run.sh --export FILE --capability 9.0           the file for --artifact, where no GPU is
+
+It prints one Markdown table, and writes it and a JSON file to the folder `--out`, beside what the parts print. What
+fails is in the table, does not keep the rest from running, and makes the exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+
+from benchmarks.gpu.parts import Part, run_parts
+from benchmarks.gpu.table import Emit, Row, appending, markdown
+
+# Of the budget.
+SHARES = {"tests": 0.35, "artifact": 0.12, "steps": 0.4, "predicted": 0.13}
+# What each package is for; a machine with a GPU may have torch and little else.
+NEEDED = {
+    **dict.fromkeys(("cattrs", "filelock", "jinja2", "networkx", "numpy", "rich", "sympy", "torch"), "graphshard"),
+    "pytest": "the tests",
+    "triton": "kernels",
+    "cffi": "export without a GPU, unless --artifact gives a file",
+}
+# Seconds that a part takes to start, and to end.
+_STARTING = 15.0
+_ROOT = Path(__file__).parents[2]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all parts, or one of them in this process."""
+    args = _parse_args(argv)
+    if args.export is not None:
+        return _export(args)
+    return _all(args) if args.part is None else _part(args)
+
+
+def _all(args: argparse.Namespace) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that parts are ended, too
+    folder = args.out.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    if args.wheels is not None:
+        _install(args.wheels, folder / "site")
+
+    def show(line: str) -> None:
+        print(f"{time.monotonic() - began:5.0f} s  {line}", file=sys.stderr, flush=True)
+
+    missing = missing_packages()
+    if missing:
+        show(missing)
+    # Inductor's cache is the run's own, so that first steps are first.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    os.environ["GRAPHSHARD_CACHE"] = "off"
+    shares = {name: SHARES[name] for name in args.parts}
+    rest = [*(["--dry"] if args.dry else []), *(["--artifact", str(args.artifact.resolve())] if args.artifact else [])]
+    own = (sys.executable, "-m", "benchmarks.gpu", "--out", str(folder), *rest, "--part")
+    parts = [Part(name, share, (*own, name)) for name, share in shares.items()]
+    rows = run_parts(parts, args.budget, folder, show, _ROOT)
+    made = machine()
+    title = f"{made['device']}, torch {made['torch']}, Python {made['python']}, {made['date']}"
+    text = f"{title}{'; ' + missing if missing else ''}\n\n{markdown(rows)}\n"
+    (folder / "table.md").write_text(text, "utf-8")
+    found = {"machine": made, "command": sys.argv, "missing": missing, "rows": [asdict(row) for row in rows]}
+    (folder / "found.json").write_text(json.dumps(found, indent=1), "utf-8")
+    print(text)
+    return int(any(row.failed for row in rows))
+
+
+def _install(wheels: Path, site: Path) -> None:
+    """Unpack wheels where this process and the parts find them; nothing is downloaded."""
+    found = sorted(map(str, wheels.glob("*.whl")))
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target", str(site)]
+    subprocess.run([*pip, *found], check=True)
+    sys.path.append(str(site))
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", str(_ROOT)), str(site)])
+
+
+def _part(args: argparse.Namespace) -> int:
+    failed = []
+    write = appending(args.rows)
+
+    def emit(row: Row) -> None:
+        write(row)
+        if row.failed:
+            failed.append(row)
+
+    try:
+        _measure(args, emit)
+    except Exception as error:
+        from benchmarks.gpu.steps import said
+
+        emit(Row(args.part, failed=True, note=said(error)))
+    return int(bool(failed))
+
+
+def _measure(args: argparse.Namespace, emit: Emit) -> None:
+    if args.part == "tests":
+        from benchmarks.gpu import tests
+
+        return tests.measure(emit, dry=args.dry)
+    from benchmarks.gpu import artifact, predicted, steps
+    from benchmarks.gpu.settings import Setup
+
+    setup = Setup.of(dry=args.dry)
+    if args.part == "steps":
+        steps.measure(setup, emit, args.seconds - _STARTING)
+    elif args.part == "predicted":
+        predicted.measure(setup, emit, args.out)
+    else:
+        artifact.measure(setup, emit, args.out, args.artifact)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from benchmarks.gpu import artifact
+    from benchmarks.gpu.settings import Setup
+
+    major, _, minor = args.capability.partition(".")
+    artifact.export(Setup.of(dry=args.dry), args.export, (int(major), int(minor)))
+    return 0
+
+
+def missing_packages() -> str:
+    """One line that names what is not there, and what for; "" if all is."""
+    missing = [f"{name} ({use})" for name, use in NEEDED.items() if importlib.util.find_spec(name) is None]
+    return f"missing: {', '.join(missing)}. --wheels DIR takes wheels of them" if missing else ""
+
+
+def machine() -> dict[str, str]:
+    """What numbers depend on."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores, no GPU"
+    return {
+        "device": device,
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tests/gpu/run.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("gpu"), help="folder for the table, JSON, logs and caches")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all parts")
+    parser.add_argument("--parts", nargs="+", choices=SHARES, default=list(SHARES))
+    parser.add_argument("--artifact", type=Path, help="a file that --export made on another machine")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels of packages that are missing here")
+    parser.add_argument("--dry", action="store_true", help="all of it in small, on a CPU")
+    parser.add_argument("--export", type=Path, help="only write a file for --artifact; needs no GPU")
+    parser.add_argument("--capability", default="9.0", help="the GPU that --export writes for")
+    for hidden in ("--part", "--rows", "--seconds"):
+        kind = {"--rows": Path, "--seconds": float}.get(hidden, str)
+        parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.budget <= 0:
+        parser.error(f"--budget must be seconds, got {args.budget:g}")
+    if args.artifact is not None and not args.artifact.is_file():
+        parser.error(f"--artifact must be a file that --export made, got {args.artifact}")
+    if args.wheels is not None and not list(args.wheels.glob("*.whl")):
+        parser.error(f"--wheels must be a folder with wheels, got {args.wheels}")
+    return args

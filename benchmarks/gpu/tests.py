@@ -1,0 +1,52 @@
+"""Part "tests": those of `tests/gpu`, each as it ends."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+
+import pytest
+
+from benchmarks.gpu.settings import ROOT
+from benchmarks.gpu.table import Emit, Row
+
+# In this order: what takes longest comes last.
+FILES = ("test_cuda.py", "test_offload.py", "test_graphs.py", "test_two_ranks.py", "test_export.py")
+
+
+class _Tell:
+    """A plugin of pytest that makes rows of tests."""
+
+    def __init__(self, emit: Emit) -> None:
+        self.emit = emit
+        self.outcomes: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.outcome == "passed":
+            return
+        self.outcomes[report.outcome] += 1
+        if report.failed:
+            said = str(report.longrepr).strip().splitlines()
+            told = next((line for line in reversed(said) if line.startswith("E ")), said[-1] if said else "")
+            self.emit(Row("tests", variant=report.nodeid, failed=True, note=told.removeprefix("E").strip()[:300]))
+
+
+def measure(emit: Emit, *, dry: bool) -> None:
+    """Those that need a GPU; in a dry run the same on a CPU, where that is possible.
+
+    Options of the project's own runs are left out: what they need may not be there, and a warning is no error where
+    versions are others.
+    """
+    tell = _Tell(emit)
+    chosen = ["-k", "on_cpu"] if dry else ["-m", "gpu"]
+    options = ["-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-v", "--tb=short"]
+    options.append("--continue-on-collection-errors")
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # over its share: pytest stops, and says what it had found
+    files = [str(ROOT / "tests/gpu" / name) for name in FILES]
+    status = pytest.main([*options, *chosen, *files], plugins=[tell])
+    found = ", ".join(f"{number} {outcome}" for outcome, number in sorted(tell.outcomes.items()))
+    ended = status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    note = found or "no tests ran"
+    emit(Row("tests", variant="all", failed=not ended, note=note if ended else f"{note}; pytest: {status}"))

@@ -1,0 +1,46 @@
+"""Between which seconds a step lies, as far as constants of the machine are not known well.
+
+The schedule is fixed. Each number of the profile that has a range is replaced by samples, and regions, collectives and
+the clock are evaluated once for all of them. What the model leaves out is not in it: docs/explain.md says how far
+predictions of published steps were off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from graphshard.cost.costs import Costs
+from graphshard.cost.kernels import num_bytes
+from graphshard.cost.samples import sampled
+from graphshard.explain.training import Training
+from graphshard.ir.program import Program
+from graphshard.schedule.clock import Sizes, events_of, run
+from graphshard.schedule.timeline import sent_bytes
+
+# Of the samples: one in ten is below, one in ten is above.
+PERCENTILES = (10, 90)
+
+
+def step_range(
+    program: Program, costs: Costs, *, trained: int, training: Training, middle: float, microbatches: int = 1
+) -> tuple[float, float]:
+    """Seconds between which four of five samples of a step lie; `middle` twice if no constant has a range.
+
+    Args:
+        trained: bytes of the shards of trained parameters.
+        training: the optimizer, and what it follows.
+        middle: what the constants themselves give.
+        microbatches: forwards and backwards of a step.
+    """
+    if not costs.profile.ranges:
+        return middle, middle
+    drawn = replace(costs, profile=sampled(costs.profile))
+    seconds = {key: drawn.region(region) for key, region in program.regions.items()}
+    regions = {name: seconds[key] for name, key in program.region_names.items()}
+    events = events_of(program, costs, Sizes(drawn, program.mesh, regions, sent_bytes, num_bytes))
+    step = microbatches * run(events, drawn.profile.contention).step(events)
+    step += (microbatches - 1) * drawn.addition(trained) + training.update_seconds(drawn, program.mesh, trained)
+    low, high = np.percentile(step, PERCENTILES)
+    return min(float(low), middle), max(float(high), middle)

@@ -1,0 +1,187 @@
+"""What a study captures: a model, for all meshes of data axes or for one mesh along which it communicates itself."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from graphshard.capture.capture import CaptureSpec, capture
+from graphshard.capture.inputs import moved_to, stand_in
+from graphshard.capture.repeats import few_blocks
+from graphshard.cost.multiplications import flop_of
+from graphshard.explain.even import assume_even
+from graphshard.explain.symbols import Inputs, symbolize
+from graphshard.ir.driver_internals import stand_in as stand_in_for
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import check_choice
+from graphshard.ir.gpus import USUAL
+from graphshard.ir.mesh import Mesh, MeshLike
+from graphshard.ir.params import ParamTable
+from graphshard.ir.program import Program
+from graphshard.ir.repeats import Repeats, without_left_out
+from graphshard.ir.windows import flop_of_all
+from graphshard.options.axes import axes_of
+from graphshard.options.options import Options
+from graphshard.options.pretended import Parallelize, needs_parallelize, options_for, pretended, shape_of
+from graphshard.options.table import capture_spec
+from graphshard.pipeline.observe import Level, Observer
+from graphshard.runtime.groups import make_groups, whole_mesh
+
+# Data axes that need not exist; a mesh that does; or sizes by name of one that need not exist and for which the model
+# is parallelized.
+Place = Mesh | DeviceMesh | tuple[tuple[str, int], ...]
+
+
+def place_of(mesh: MeshLike, parallelize: Parallelize | None) -> Place:
+    """What a mesh is to a study.
+
+    Raises:
+        ArgumentError: it is none to study the model on.
+    """
+    if parallelize is not None:
+        return tuple(shape_of(mesh).items())
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if needs_parallelize(mesh):
+        shape = shape_of(mesh)
+        raise ArgumentError(
+            f"mesh {shape}: a model communicates along some of these axes, and is made for them by parallelize=, a "
+            "function of (model, mesh) such as one that calls parallelize_module(model, mesh['tp'], plan). Give it."
+        )
+    return Mesh.of_shape(mesh)
+
+
+def named_sizes(place: DeviceMesh | tuple[tuple[str, int], ...]) -> dict[str, int] | None:
+    """Sizes by axis, as given; None for axes without names."""
+    if isinstance(place, DeviceMesh):
+        return dict(zip(place.mesh_dim_names, place.shape)) if place.mesh_dim_names else None
+    return dict(place)
+
+
+def sizes_of(place: Place) -> dict[str, int]:
+    """Sizes by axis; axes without names have numbers."""
+    if isinstance(place, Mesh):
+        return place.shape
+    return named_sizes(place) or {str(axis): size for axis, size in enumerate(place.shape)}  # type: ignore[union-attr]
+
+
+@contextmanager
+def at_place(
+    model: nn.Module, options: Options, place: Place, parallelize: Parallelize | None, device: torch.device
+) -> Iterator[tuple[nn.Module, CaptureSpec]]:
+    """In the block there is such a mesh: the model to capture, and what else the capture depends on."""
+    if isinstance(place, Mesh):
+        yield model, capture_spec(model, options, place, device)
+    elif device.type != "cpu":
+        raise ArgumentError(
+            f"device={device.type!r}: a program is captured for a GPU on meshes of data axes only, given by their "
+            "shape. Leave device out."
+        )
+    elif isinstance(place, DeviceMesh):
+        yield model, _spec_on(model, options, place)
+    else:
+        assert parallelize is not None
+        with pretended(model, dict(place), parallelize) as (parallelized, mesh):
+            yield parallelized, _spec_on(parallelized, options_for(parallelized, model, options), mesh)
+
+
+def _spec_on(model: nn.Module, options: Options, device_mesh: DeviceMesh) -> CaptureSpec:
+    """What a capture depends on where process groups exist."""
+    data, mesh, tensor, experts, answers = axes_of(model, device_mesh, options)
+    spec = capture_spec(model, options, mesh, torch.device("cpu"), {}, tensor, experts, answers)
+    return replace(spec, groups=make_groups(spec.mesh, whole_mesh(data, tensor), experts))
+
+
+def with_found(rows: ParamTable, captured: ParamTable, repeats: Repeats | None) -> ParamTable:
+    """All rows, with what a capture found of how gradients are to be added up over a tensor axis.
+
+    Blocks that were left out are like one that was captured.
+    """
+    found = {row.name: row.split for row in captured}
+    named = [(row, row.name if repeats is None or row.name in found else repeats.name_at(2, row.name)) for row in rows]
+    return ParamTable(tuple(replace(row, split=found[name]) for row, name in named))
+
+
+def device_given(device: Any) -> torch.device:
+    """What a program is captured for; None is a CPU.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if device is not None:
+        check_choice("device", device, ("cpu", "cuda"))
+    return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+
+
+def standing_in(device: torch.device) -> AbstractContextManager[None]:
+    """In the block programs are captured for a GPU, also where there is none."""
+    there = device.type == "cpu" or torch.cuda.is_available()
+    return contextlib.nullcontext() if there else stand_in_for(USUAL)
+
+
+@dataclass
+class Subject:
+    """What was captured of a model, once.
+
+    Attributes:
+        inputs: args and kwargs of a call.
+        repeats: equal blocks of which a few are captured; None captures all.
+        symbols: dims of the inputs by the names that they have in formulas.
+        level: when rules are verified.
+        show: told what is being done.
+        device: that the program is captured for.
+        program: what was captured; None before.
+        flop: of the model, by dtype.
+        at: the value of each symbol.
+    """
+
+    inputs: Inputs
+    repeats: Repeats | None
+    symbols: Mapping[str, int]
+    level: Level
+    show: Callable[[str], None]
+    device: torch.device
+    program: Program | None = None
+    flop: dict[str, float] = field(default_factory=dict)
+    at: dict[str, int] = field(default_factory=dict)
+
+    def capture(self, model: nn.Module, spec: CaptureSpec) -> Program:
+        """The program of the first mesh; the graph is the same on all."""
+        if self.program is None:
+            self.show("capture")
+            repeats = self.repeats
+            leaves, structure = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, stand_in, self.inputs))
+            inputs = pytree.tree_unflatten(moved_to(self.device, leaves, structure), structure)
+
+            def trace(inputs: Inputs) -> Program:
+                if repeats is None:
+                    return capture(model, *inputs, spec, grad=True)
+                with few_blocks(model, repeats) as check_ended:
+                    program = capture(model, *inputs, spec, grad=True)
+                    check_ended()
+                without_left_out(program, repeats)
+                return program
+
+            start = time.perf_counter()
+            self.program = trace(inputs)
+            Observer(self.level).after(self.program, "capture", 0, time.perf_counter() - start)
+            if self.symbols:
+                self.show("capture at other sizes")
+                self.at = symbolize(self.program, inputs, self.symbols, trace)
+            (phase,) = self.program.phases.values()
+            assume_even(phase.module.graph)
+            self.flop = flop_of(phase.module.graph.nodes) if repeats is None else flop_of_all(phase, repeats, flop_of)
+        return self.program
+
+    def every_block(self) -> None:
+        """Forget what was captured, and capture all blocks from now on."""
+        self.repeats, self.program = None, None

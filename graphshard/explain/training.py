@@ -1,0 +1,171 @@
+"""How a model is trained, as far as its program does not say it: the optimizer's step, microbatches, tokens and price.
+
+    Training(accumulate=8, foreach=True, clip_norm=1.0, tokens=2e12, price=2.50)
+
+A new argument of this kind is a field here and the same key of `TrainingArguments`; `explain`, `explain_grid` and
+`what_if` take it then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+from graphshard.cost.costs import Costs
+from graphshard.cost.multiplications import Scalar
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.given import check_bool, check_count, check_number
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.text import format_amount
+from graphshard.options.options import OptionArguments, Options
+
+# No optimizer keeps more tensors like a parameter, and no step has more microbatches.
+_MOST_STATES, _MOST_MICROBATCHES = 1000, 1_000_000
+# The norm of all gradients, in float32.
+_NORM_BYTES = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What `explain` is told of a training; its docstring says what each field means.
+
+    Raises:
+        ArgumentError: one of them is wrong, or two do not fit together.
+    """
+
+    optimizer_states: int = 2
+    foreach: bool = False
+    clip_norm: float | None = None
+    accumulate: int = 1
+    global_batch: int | None = None
+    tokens: float | None = None
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        check_count(
+            "optimizer_states",
+            self.optimizer_states,
+            least=0,
+            most=_MOST_STATES,
+            what="number of tensors such as 2 for Adam",
+        )
+        check_bool("foreach", self.foreach)
+        if self.clip_norm is not None:
+            check_number("clip_norm", self.clip_norm, positive=True)
+        check_count("accumulate", self.accumulate, most=_MOST_MICROBATCHES, what="number of microbatches such as 8")
+        if self.global_batch is not None:
+            check_count("global_batch", self.global_batch, what="number of sequences of a step such as 1024")
+            if self.accumulate > 1:
+                raise ArgumentError(
+                    f"accumulate={self.accumulate} and global_batch={self.global_batch} both say how many microbatches "
+                    "a step has. Give one of them."
+                )
+        if self.tokens is not None:
+            check_number("tokens", self.tokens, positive=True, example="2e12, of the whole training")
+        if self.price is not None:
+            check_number("price", self.price, positive=True, example="2.50, of one GPU for an hour")
+            if self.tokens is None:
+                raise ArgumentError(
+                    f"price={self.price} is of a GPU hour, and tokens, which say how many hours there are, are not "
+                    "given. Give tokens such as 2e12."
+                )
+
+    def update_seconds(self, costs: Costs, mesh: Mesh, trained: Scalar) -> Scalar:
+        """What follows the last backward of a step: clipping, and the optimizer.
+
+        Args:
+            trained: bytes of the shards of trained parameters.
+        """
+        seconds = costs.optimizer(trained, self.optimizer_states, foreach=self.foreach)
+        if self.clip_norm is not None:
+            seconds += costs.clipping(trained) + costs.collective("all_reduce", _NORM_BYTES, 1, mesh.shard)
+        return seconds
+
+    def temporary_bytes(self, trained: int) -> int:
+        """What the optimizer allocates while it runs: with `foreach` Adam has the roots of its second moments."""
+        return trained if self.foreach and self.optimizer_states > 1 else 0
+
+
+class TrainingArguments(TypedDict, total=False):
+    """The fields of `Training` as keyword arguments."""
+
+    optimizer_states: int
+    foreach: bool
+    clip_norm: float | None
+    accumulate: int
+    global_batch: int | None
+    tokens: float | None
+    price: float | None
+
+
+class ExplainArguments(OptionArguments, TrainingArguments, total=False):
+    """What `explain` takes of `compile`, and of a training."""
+
+
+def chosen(given: Mapping[str, Any]) -> tuple[Options, Training]:
+    """What a function was given of `ExplainArguments`, as values.
+
+    Raises:
+        ArgumentError: one of them is wrong.
+    """
+    names = {field.name for field in fields(Training)}
+    training = Training(**{name: value for name, value in given.items() if name in names})
+    return Options(**{name: value for name, value in given.items() if name not in names}), training
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """What it takes to train on so many tokens, at the predicted step.
+
+    Attributes:
+        tokens: of the whole training.
+        steps: of the optimizer.
+        days: from begin to end, without checkpoints, failures and what else is beside steps.
+        gpu_hours: of all ranks.
+        price: of one GPU for an hour, as given; None if it was not.
+        money: `gpu_hours` times `price`, in its currency.
+        range: of the predicted step, as shares of it: from the tenth to the ninetieth percentile.
+    """
+
+    tokens: float
+    steps: float
+    days: float
+    gpu_hours: float
+    price: float | None
+    money: float | None
+    range: tuple[float, float]
+
+    def __str__(self) -> str:
+        low, high = self.range
+        between = f" ({format_amount(self.days * low)} to {format_amount(self.days * high)})" if low < high else ""
+        money = "" if self.money is None else f", {format_amount(self.money)} at {self.price:,.2f} for each"
+        return (
+            f"{self.tokens:.3g} tokens in {self.steps:,.0f} steps, {format_amount(self.days)} days{between}, "
+            f"{format_amount(self.gpu_hours)} GPU hours{money}"
+        )
+
+
+def training_cost(
+    training: Training, *, step_tokens: int, seconds: float, between: tuple[float, float], ranks: int
+) -> TrainingCost | None:
+    """What a training costs; None if it is not said how many tokens it has.
+
+    Args:
+        step_tokens: of all ranks.
+        seconds: of a step.
+        between: which seconds a step lies.
+    """
+    if training.tokens is None:
+        return None
+    steps = training.tokens / step_tokens
+    hours = steps * seconds / 3600 * ranks
+    return TrainingCost(
+        tokens=training.tokens,
+        steps=steps,
+        days=steps * seconds / 86400,
+        gpu_hours=hours,
+        price=training.price,
+        money=None if training.price is None else hours * training.price,
+        range=(between[0] / seconds, between[1] / seconds),
+    )

@@ -1,0 +1,42 @@
+"""Meshes of devices beside the one that a program is compiled for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.torch_internals import joined_mesh
+
+
+class ExpertMeshes(NamedTuple):
+    """Where parameters are that lie otherwise than the others on the ranks.
+
+    Attributes:
+        data: the axes that they are sharded and replicated over.
+        axis: along which the model itself communicates, and they are DTensors before they are sharded; None if they
+            are plain tensors.
+        params: first names of those that are no part's.
+    """
+
+    data: DeviceMesh
+    axis: DeviceMesh | None
+    params: frozenset[str] = frozenset()
+
+    @property
+    def whole(self) -> DeviceMesh:
+        """All of its axes."""
+        return self.data if self.axis is None else joined_mesh(self.data, self.axis)
+
+    @property
+    def axis_name(self) -> str:
+        """The name of the axis along which the model communicates."""
+        (name,) = (self.axis.mesh_dim_names if self.axis is not None else None) or ("expert",)
+        return name
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its axes by name and role."""
+        own = Mesh.of(self.data)
+        return own if self.axis is None else own.with_tensor(self.axis_name, self.axis.size())

@@ -1,0 +1,97 @@
+"""Equal groups of blocks that follow each other, of which a few are captured.
+
+blocks 0 1 2 3 4 5 ... in groups of two:    0 1 | 2 3 | 4 5 | ...
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from graphshard.ir.params import ParamTable
+from graphshard.ir.program import Program
+
+# Groups that are captured: three at the begin, two at the end.
+CAPTURED = 5
+
+
+class Uneven(Exception):
+    """A program whose blocks are not equal."""
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """Equal groups of blocks in a list of modules.
+
+    Attributes:
+        path: name of the list.
+        first: index of the first block.
+        period: blocks in a group.
+        groups: how many groups follow each other.
+    """
+
+    path: str
+    first: int
+    period: int
+    groups: int
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """The groups that are captured, in order."""
+        return 0, 1, 2, self.groups - 2, self.groups - 1
+
+    @property
+    def missing(self) -> range:
+        """The groups that are not."""
+        return range(3, self.groups - 2)
+
+    def is_captured(self, group: int) -> bool:
+        """Whether a group is among those that are captured."""
+        return group not in self.missing
+
+    @property
+    def left_out(self) -> int:
+        """Blocks that need not be captured."""
+        return (self.groups - CAPTURED) * self.period
+
+    def place_of(self, name: str) -> tuple[int, str] | None:
+        """The group of what is in a block, and its name relative to the group; None for what is in none."""
+        found = re.match(rf"{re.escape(self.path)}\.(\d+)(?=\.|@|$)", name)
+        if found is None:
+            return None
+        group, offset = divmod(int(found[1]) - self.first, self.period)
+        return (group, f"{offset}{name[found.end() :]}") if 0 <= group < self.groups else None
+
+    def name_at(self, group: int, name: str) -> str:
+        """What is in another group where `name` is in its own; what is in none keeps its name."""
+        place = self.place_of(name)
+        if place is None:
+            return name
+        offset, rest = re.match(r"(\d+)(.*)", place[1]).groups()  # type: ignore[union-attr]
+        return f"{self.path}.{self.first + group * self.period + int(offset)}{rest}"
+
+    def has_left_out(self, name: str) -> bool:
+        """Whether it is in a group that is not captured."""
+        place = self.place_of(name)
+        return place is not None and not self.is_captured(place[0])
+
+
+def without_left_out(program: Program, repeats: Repeats) -> None:
+    """Take parameters and buffers that no captured block has out of a program."""
+    for phase in program.phases.values():
+        slots = phase.slot_of()
+        gone = {node for node, slot in slots.items() if repeats.has_left_out(slot.name)}
+        kept = [(r, s) for r, s in zip(phase.results, phase.outputs, strict=True) if not repeats.has_left_out(s.name)]
+        phase.set_results([result for result, _ in kept])
+        if any(node.users for node in gone):
+            raise Uneven("a block that was left out is read")
+        phase.inputs = tuple(slot for node, slot in slots.items() if node not in gone)
+        phase.outputs = tuple(slot for _, slot in kept)
+        for node in gone:
+            phase.module.graph.erase_node(node)
+    program.params = captured_rows(program.params, repeats)
+
+
+def captured_rows(params: ParamTable, repeats: Repeats) -> ParamTable:
+    """The rows of a table that are not of blocks that were left out."""
+    return ParamTable(tuple(row for row in params if not repeats.has_left_out(row.name)))

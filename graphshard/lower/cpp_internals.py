@@ -1,0 +1,302 @@
+"""Inductor's C++ kernels: collected while code is generated, and compiled together in other threads.
+
+    generate region_1, region_2, ...        Python, in this thread
+        kernels, 64 KB of source            a compiler, in another: `together.py`
+        kernels, 64 KB of source            a compiler
+    load region_1, region_2, ...            finds libraries where Inductor looks for them
+
+What is not there by then, for whatever reason, is compiled by Inductor one by one. Before all that Inductor finds out
+what the CPU can do, and compiles a header; `begin` starts that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import logging
+import os
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch._inductor import async_compile, config, cpu_vec_isa
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.cpp_builder import get_cpp_compiler, is_gcc
+
+from graphshard.ir.torch_internals import replaced
+from graphshard.ir.wanted import still_wanted
+from graphshard.lower.cache import VARIABLE
+from graphshard.lower.together import Compilers, Job, compile_together
+
+log = logging.getLogger(__name__)
+
+# Characters of source that are compiled together: in half a second, as long as the header takes to read. Where there is
+# no core for that beside this thread, four times as many.
+_TOGETHER, _TOGETHER_ALONE = 64 << 10, 256 << 10
+_ASKS_EVERY = 0.5
+
+
+@dataclass
+class Pending:
+    """A kernel that is not loaded yet; it stands in generated code in the kernel's place.
+
+    Attributes:
+        argtypes, source: as generated code gives them to Inductor.
+        unit: what compiles it, with others.
+    """
+
+    argtypes: list[str]
+    source: str
+    unit: Future[None] | None = None
+    _load: Callable[[], Any] | None = None
+
+    def prepare(self, submit: Callable[[Any], Future[None]]) -> None:
+        """Let Inductor write the source, and say by `submit` how it would compile it, if it has to be."""
+        self._load = CppPythonBindingsCodeCache.load_pybinding_async(self.argtypes, self.source, submit_fn=submit)
+
+    def wait(self) -> None:
+        """Wait until it is compiled, or could not be; raises what ends the work."""
+        while self.unit is not None and not wait([self.unit], _ASKS_EVERY).done:
+            still_wanted()
+
+    def result(self) -> Any:
+        """The kernel, which is compiled by itself if it was not with others."""
+        if self._load is None:
+            self.prepare(lambda work: _done())
+            assert self._load is not None
+        return self._load()
+
+
+class Batch:
+    """Kernels of regions whose code is generated, on their way to compilers.
+
+    Args:
+        threads: how many compilers may run at once.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._compilers, self._pool = Compilers(), ThreadPoolExecutor(threads, "graphshard-compilers")
+        self._together = _TOGETHER if threads > 1 else _TOGETHER_ALONE
+        self._waiting: list[Pending] = []
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is not None:
+            self._compilers.end()
+        self._pool.shutdown(cancel_futures=kind is not None)
+
+    @contextlib.contextmanager
+    def collecting(self, *, wanted: bool = True) -> Iterator[list[dict[str, Any]]]:
+        """In the block this thread's generated code gets pending kernels; yields the names of each of its modules.
+
+        Args:
+            wanted: False changes nothing.
+        """
+        scopes: list[dict[str, Any]] = []
+        if not wanted:
+            yield scopes
+            return
+        before = _COLLECTS.set((self, scopes))
+        try:
+            with replaced(async_compile, "AsyncCompile", _Collecting):
+                yield scopes
+        finally:
+            _COLLECTS.reset(before)
+        if sum(len(kernel.source) for kernel in self._waiting) >= self._together:
+            self.submit()
+
+    def add(self, argtypes: list[str], source: str) -> Pending:
+        """One more kernel."""
+        self._waiting.append(Pending(argtypes, source))
+        return self._waiting[-1]
+
+    def submit(self) -> None:
+        """Compile what has been collected."""
+        kernels, self._waiting = self._waiting, []
+        if kernels:
+            # Settings of torch are those of a thread.
+            context = contextvars.copy_context()
+            unit = self._pool.submit(context.run, _compile, kernels, self._compilers)
+            for kernel in kernels:
+                kernel.unit = unit
+
+
+def pending_in(scopes: Iterable[dict[str, Any]]) -> list[Pending]:
+    """The kernels that generated modules wait for."""
+    return [value for scope in scopes for value in scope.values() if isinstance(value, Pending)]
+
+
+def load(scopes: Iterable[dict[str, Any]]) -> None:
+    """Put kernels into generated modules, in the place of pending ones.
+
+    Raises:
+        Exception: whatever Inductor says if it cannot compile or load one.
+    """
+    for scope in scopes:
+        for name, value in list(scope.items()):
+            if isinstance(value, Pending):
+                scope[name] = value.result()
+
+
+_COLLECTS: contextvars.ContextVar[tuple[Batch, list[dict[str, Any]]] | None] = contextvars.ContextVar(
+    "graphshard_collects", default=None
+)
+
+
+class _Collecting(async_compile.AsyncCompile):
+    """What generated code calls; in threads that collect nothing it is Inductor's."""
+
+    def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
+        if (collects := _COLLECTS.get()) is None:
+            return super().cpp_pybinding(argtypes, source_code)
+        return collects[0].add(argtypes, source_code)
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        if (collects := _COLLECTS.get()) is not None:
+            collects[1].append(scope)
+        super().wait(scope)
+
+
+def _compile(kernels: list[Pending], compilers: Compilers) -> None:
+    """Compile kernels that are not in Inductor's cache."""
+    while not _beginning().header.wait(_ASKS_EVERY):
+        if compilers.ended:
+            return
+    jobs: list[Job] = []
+
+    def submit(work: Any) -> Future[None]:
+        if (job := _job(work)) is not None:
+            jobs.append(job)
+        return _done()
+
+    for kernel in kernels:
+        kernel.prepare(submit)
+    _check_header(compile_together(jobs, compilers))
+
+
+def _job(work: Any) -> Job | None:
+    """How Inductor would compile a kernel; None if that is not by one command."""
+    try:
+        _, (builder,) = work.args
+        command, target = builder.get_command_line(), Path(builder.get_target_file_path())
+        (source,) = (word for word in shlex.split(command) if word.endswith(".cpp"))
+    except (AttributeError, TypeError, ValueError) as error:
+        log.debug("how Inductor compiles is not understood: %s", error)
+        return None
+    return Job(command, Path(source), target)
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+# --- what Inductor needs before the first kernel --------------------------------------------------------------
+
+
+@dataclass
+class _Beginning:
+    """Of a process that uses one directory for Inductor's cache.
+
+    Attributes:
+        cpu: set when it is known what the CPU can do, which generated code depends on.
+        header: set when the header is there as well.
+    """
+
+    cpu: threading.Event = field(default_factory=threading.Event)
+    header: threading.Event = field(default_factory=threading.Event)
+
+
+# By process, as a fork has none of the threads of the process that it comes from, and directory.
+_beginnings: dict[tuple[int, str], _Beginning] = {}
+
+
+def begin() -> None:
+    """Start to find out what the CPU can do, and to compile the header of kernels, in a thread; returns at once."""
+    _beginning()
+
+
+def wait_for_cpu() -> None:
+    """Wait until it is known what the CPU can do."""
+    while not _beginning().cpu.wait(_ASKS_EVERY):
+        still_wanted()
+
+
+def _beginning() -> _Beginning:
+    key = os.getpid(), os.environ.get(VARIABLE, "")
+    with _LOCK:
+        if key not in _beginnings:
+            _beginnings[key] = beginning = _Beginning()
+            run = functools.partial(contextvars.copy_context().run, _begin, beginning)
+            threading.Thread(target=run, name="graphshard-begin", daemon=True).start()
+        return _beginnings[key]
+
+
+_LOCK = threading.Lock()
+_NOTHING = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(float* nothing) {}\n'
+
+
+def _begin(beginning: _Beginning) -> None:
+    try:
+        _probe()
+        beginning.cpu.set()
+        # Inductor compiles the header before it has a kernel compiled; the kernel is not wanted here.
+        CppPythonBindingsCodeCache.load_pybinding_async(["float*"], _NOTHING, submit_fn=lambda work: _done())
+    except Exception:  # it comes again where a kernel is compiled
+        log.debug("Inductor cannot begin", exc_info=True)
+    finally:
+        beginning.cpu.set()
+        beginning.header.set()
+
+
+def _probe() -> None:
+    """Let Inductor find out which vector instructions the CPU, the compiler and torch have.
+
+    It compiles one file for each set of them, and takes the best. Where that works so do the others, which are parts of
+    it, and their files need not be compiled.
+    """
+    chosen = config.cpp.vec_isa_ok is not None or config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ
+    known = cpu_vec_isa.x86_isa_checker()
+    sets = (isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= set(known))
+    best = None if chosen else next(sets, None)
+    works = best is not None and best.check_build(cpu_vec_isa.VecISA._avx_code)
+    with config.patch({"cpp.vec_isa_ok": True}) if works else contextlib.nullcontext():
+        cpu_vec_isa.valid_vec_isa_list()
+
+
+def _check_header(said: str) -> None:
+    """Say so if the compiler does not use the header that Inductor has compiled for it."""
+    compiler = get_cpp_compiler()
+    for line in said.splitlines():
+        if "-Winvalid-pch" in line:
+            _warn_of_header(compiler, line.strip())
+    if said and not is_gcc() and "Free Software Foundation" in _version(compiler):
+        _warn_of_header(compiler, "it is GCC, and Inductor does not know that from its name")
+
+
+@functools.cache
+def _warn_of_header(compiler: str, why: str) -> None:
+    log.warning(
+        "%s does not use the header that Inductor has compiled, so that compiling takes about three times as long: %s. "
+        "Set CXX to a compiler with g++ or clang in its name, such as CXX=g++, and remove wrappers.",
+        compiler,
+        why,
+    )
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    try:
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,125 @@
+"""Who of a machine's ranks compiles which region: each takes a share, and what others have taken it finds in the cache.
+
+    rank 0    takes region_1, region_4, region_6       compiles them      waits for region_2: it is in the cache
+    rank 1    takes region_2, region_3, region_5       compiles them      region_1 is in the cache, ...
+
+What is taken is locked by a file. A rank that ends, however it ends, leaves its locks, and others compile what is not
+there. A rank waits for one region at a time and holds none while it does, so ranks never wait in a circle,
+whatever regions they have.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from filelock import BaseFileLock, FileLock, Timeout
+
+from graphshard.ir.wanted import still_wanted
+
+log = logging.getLogger(__name__)
+
+_ASKS_EVERY = 0.25
+# How long a rank waits for another to compile a region, which takes a second, or a minute on a machine that is busy.
+PATIENCE = 180.0
+
+
+class Claim:
+    """Regions that a rank compiles now; others wait for those that are locked.
+
+    Attributes:
+        names: of the regions.
+    """
+
+    def __init__(self, names: Sequence[str], locks: Mapping[str, BaseFileLock]) -> None:
+        self.names = tuple(names)
+        self._locks = dict(locks)
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self._locks):
+            self.release(name)
+
+    def release(self, name: str) -> None:
+        """A region is in the cache, or cannot be compiled."""
+        if name in self._locks:
+            self._locks.pop(name).release()
+
+
+def claims(
+    shares: Sequence[Sequence[str]], keys: Mapping[str, str], directory: Path, show: Callable[[str], None]
+) -> Iterator[Claim]:
+    """Claim all regions, a share at a time and then what others had taken; enter each claim before the next.
+
+    Args:
+        shares: names of regions, this rank's own share first.
+        keys: of the regions, by name.
+        directory: of the locks.
+        show: told what is waited for.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    taken = []
+    for share in shares:
+        locks = {}
+        for name in share:
+            lock = FileLock(directory / f"{keys[name]}.lock")
+            try:
+                locks[name] = lock.acquire(timeout=0).lock
+            except Timeout:
+                taken.append(name)
+        if locks:
+            yield Claim(list(locks), locks)
+    for name in taken:
+        show(f"wait for {name}, which another rank compiles")
+        lock = FileLock(directory / f"{keys[name]}.lock")
+        yield Claim([name], {name: lock} if _waited_for(lock, name) else {})
+
+
+def _waited_for(lock: BaseFileLock, name: str) -> bool:
+    """Wait for a lock; False if it takes too long."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        still_wanted()
+        try:
+            lock.acquire(timeout=_ASKS_EVERY)
+        except Timeout:
+            continue
+        return True
+    log.warning("another process has not compiled %s in %.1f s: this one does", name, PATIENCE)
+    return False
+
+
+def shares_of(sizes: Mapping[str, int], number: int) -> list[list[str]]:
+    """Regions in so many shares of about the same size, the same on all ranks that have the same regions.
+
+    Args:
+        sizes: of the regions by name, in nodes.
+    """
+    shares: list[list[str]] = [[] for _ in range(max(1, min(number, len(sizes))))]
+    loads = [0] * len(shares)
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        least = loads.index(min(loads))
+        shares[least].append(name)
+        loads[least] += sizes[name]
+    return [[name for name in sizes if name in share] for share in shares]
+
+
+def place_here() -> tuple[int, int]:
+    """This process's place among the ranks of its machine, and how many there are, as far as the launcher says.
+
+    Without a word of it all ranks are taken to be on one machine: shares get smaller then, and nothing else.
+    """
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+    size = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    return int(os.environ.get("LOCAL_RANK", rank)) % size, size
+
+
+def cores_here() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

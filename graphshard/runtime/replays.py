@@ -1,0 +1,335 @@
+"""Runs of regions that are captured once and replayed: what a GPU is told by one launch instead of dozens.
+
+    first and second call     the regions run as they always do
+    third call                inputs are copied into the arena, and the run is captured, with copies of its results
+    from then on              inputs are copied in, the graph is launched, results are copied out
+
+A graph reads and writes at fixed addresses, and the rest of a step knows nothing of that. So what goes in and out is
+copied, by a few launches for all tensors, and results are as new as those of regions: they may live as long as
+autograd, a process group, an accumulated gradient or the user wants, and several forwards may wait for their backward.
+Only parameters and buffers are read where they lie; a graph is forgotten when they have moved.
+
+* **All graphs of a model use the same memory**, the arena for inputs and results, which is as large as the largest run
+  needs, and a pool for the rest. Nothing lives in it from one launch to the next, so sharded models keep what sharding
+  has saved: an arena for each run would hold all parameters gathered.
+* **A graph is for one set of shapes and sizes.** The last eight of a run are kept. One that comes back after that is
+  captured again, after two calls as before.
+* **What cannot be captured runs as ever**, and the log says why. So do calls on another stream than the first: the
+  memory is used in the order of one stream.
+* **Collectives are not in graphs.** NCCL wants all ranks to capture, and to launch what they captured, in the same
+  calls. Which calls do is decided here by each rank alone, by its addresses, and must not become a reason to hang.
+  Graphs with NCCL's kernels would also have to be gone before `destroy_process_group`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphshard.ir.program import Program, Region
+from graphshard.lower.executor import Executor
+from graphshard.lower.lines import Call
+from graphshard.lower.replays import Boxed, Run, can_be_replayed
+from graphshard.runtime.device_graphs import DeviceGraphs
+
+log = logging.getLogger(__name__)
+
+# Calls before a graph is captured: kernels are loaded, tuned and given their workspaces meanwhile.
+WARM_UP = 2
+# Graphs of a run that are kept, for as many shapes.
+MOST_GRAPHS = 8
+# An input that has moved so often moves in every step, and is copied: memory may be the same for a few steps by chance.
+MOST_MOVES = 2
+# Bytes that memory for tensors begins at multiples of, as in torch's allocator.
+_ALIGNMENT = 512
+
+# What a graph is for: shapes, strides and dtypes of tensors, and numbers.
+Key = tuple[Any, ...]
+
+
+@dataclass
+class Arena:
+    """Memory for inputs and results of graphs while they run.
+
+    Attributes:
+        graphs: of the device.
+        largest: bytes that a run has needed so far.
+    """
+
+    graphs: DeviceGraphs
+    device: torch.device
+    largest: int = 0
+    _memory: Tensor | None = None
+    _stream: object = None
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """Memory of at least so many bytes, which all that is reserved shares."""
+        self.largest = max(self.largest, num_bytes)
+        if self._memory is None or self._memory.numel() < num_bytes:
+            self._memory = torch.empty(self.largest, dtype=torch.uint8, device=self.device)
+        return self._memory
+
+    def is_on_stream(self) -> bool:
+        """Whether the current stream is the one that the memory is used on."""
+        now = self.graphs.stream()
+        if self._stream is None:
+            self._stream = now
+        return now is not None and bool(now == self._stream)
+
+
+@dataclass
+class Replaying:
+    """What a model's programs need to replay runs.
+
+    Attributes:
+        arena: of the model.
+        pays: whether a region is worth it.
+        runs: what was put in the place of regions so far.
+    """
+
+    arena: Arena
+    pays: Callable[[Region], bool]
+    runs: list[Replayed] = field(default_factory=list)
+
+    def of(self, program: Program, executor: Executor) -> _Replays:
+        """Who launches the runs of an executor of a program."""
+        names = program.region_names
+
+        def wants(call: Call) -> bool:
+            region = program.regions[names[call.region]]
+            fit = getattr(executor, call.region).can_be_captured and can_be_replayed(region.module, program.device)
+            return fit and self.pays(region)
+
+        return _Replays(self, wants)
+
+
+@dataclass(frozen=True)
+class _Replays:
+    """Those of one executor: `graphshard.lower.replays.Replays`."""
+
+    replaying: Replaying
+    wants: Callable[[Call], bool]
+
+    def replay(self, run: Run, code: Boxed) -> Boxed:
+        """What runs in the place of a run."""
+        self.replaying.runs.append(Replayed(self.replaying.arena, run, code))
+        return self.replaying.runs[-1]
+
+
+@dataclass
+class _Seen:
+    """Calls with one key.
+
+    Attributes:
+        calls: before a graph was captured.
+        places: addresses of the lasting inputs in the last of them.
+        made: bytes of its results.
+        graph: what was captured.
+    """
+
+    calls: int = 0
+    places: tuple[int, ...] = ()
+    made: int = 0
+    graph: _Graph | None = None
+
+
+class Replayed:
+    """A run: its code at first, and then a graph of it for each of a few shapes."""
+
+    def __init__(self, arena: Arena, run: Run, code: Boxed) -> None:
+        self._arena, self._run, self._code = arena, run, code
+        self._seen: OrderedDict[Key, _Seen] = OrderedDict()
+        # How often each lasting input was elsewhere than before, where a graph or a warm-up has found it.
+        self._moves: Counter[int] = Counter()
+        self._problem = ""
+
+    @property
+    def graphs(self) -> int:
+        """How many are kept."""
+        return sum(seen.graph is not None for seen in self._seen.values())
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        if self._problem or not self._arena.is_on_stream():
+            return self._code(inputs)
+        key = tuple(map(_layout, inputs))
+        seen = self._seen.setdefault(key, _Seen())
+        self._seen.move_to_end(key)
+        if len(self._seen) > MOST_GRAPHS:
+            self._seen.popitem(last=False)
+        if seen.graph is not None:
+            moved = seen.graph.moved(inputs)
+            if not moved:
+                return seen.graph(inputs)
+            self._moves.update(moved)
+            self._seen[key] = seen = _Seen()
+        places = self._places(inputs)
+        moved = [i for i, (here, before) in enumerate(zip(places, seen.places or places)) if here != before]
+        self._moves.update(moved)
+        copied = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and self._is_copied(i, moved)]
+        if seen.calls < WARM_UP:
+            seen.calls, seen.places = seen.calls + 1, places
+            return self._warm_up(seen, inputs, copied)
+        return self._capture(seen, inputs, copied)
+
+    def _is_copied(self, index: int, moved: Collection[int]) -> bool:
+        return not self._run.lasting[index] or index in moved or self._moves[index] >= MOST_MOVES
+
+    def _places(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(
+            value.data_ptr() if lasting and isinstance(value, Tensor) else 0
+            for value, lasting in zip(inputs, self._run.lasting, strict=True)
+        )
+
+    def _warm_up(self, seen: _Seen, inputs: list[Any], copied: Sequence[int]) -> Any:
+        given = _bytes_of(inputs[index] for index in copied)
+        results = self._code(inputs)
+        seen.made = _bytes_of(results)
+        self._arena.largest = max(self._arena.largest, given + seen.made)
+        unfit = next(filter(None, map(_unfit, results)), "")
+        if unfit:
+            self._give_up(f"it makes {unfit}")
+        return results
+
+    def _capture(self, seen: _Seen, inputs: list[Any], copied: Sequence[int]) -> Any:
+        unfit = next(filter(None, map(_unfit, inputs)), "")
+        if unfit:
+            self._give_up(f"it is given {unfit}")
+            return self._code(inputs)
+        try:
+            seen.graph = _captured(self._arena, self._code, inputs, copied, seen.made)
+        except RuntimeError as error:
+            self._give_up(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+            return self._code(inputs)
+        return seen.graph(inputs)
+
+    def _give_up(self, why: str) -> None:
+        self._problem = why
+        self._seen.clear()
+        log.warning("cuda_graphs: %s runs without one: %s", self._run.where or "a run of regions", why)
+
+
+@dataclass
+class _Graph:
+    """What was captured of a run.
+
+    Attributes:
+        launch: launches all of it.
+        fixed: of inputs that are read where they lie, their place and address.
+        given: of those that are copied, their places and the memory they are copied to, by dtype.
+        made: what the run returns: memory that results are in, by place.
+        constants: what it returns besides tensors, by place.
+    """
+
+    launch: Callable[[], None]
+    fixed: tuple[tuple[int, int], ...]
+    given: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
+    made: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
+    constants: dict[int, Any] = field(default_factory=dict)
+
+    def moved(self, inputs: Sequence[Any]) -> list[int]:
+        """Which of the inputs that it reads in place are not where they were."""
+        return [index for index, place in self.fixed if inputs[index].data_ptr() != place]
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        for places, memory in self.given:
+            torch._foreach_copy_(memory, [inputs[place] for place in places])
+        inputs.clear()
+        self.launch()
+        results = dict(self.constants)
+        for places, memory in self.made:
+            fresh = [
+                torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                for value in memory
+            ]
+            torch._foreach_copy_(fresh, memory)
+            results.update(zip(places, fresh))
+        return [results[place] for place in range(len(results))]
+
+
+@torch.inference_mode(False)  # what is captured here is launched outside of inference, too
+@torch.no_grad()
+def _captured(arena: Arena, code: Boxed, inputs: Sequence[Any], copied: Sequence[int], num_made: int) -> _Graph:
+    """Capture the code of a run for inputs such as these, some of which are copied, and so many bytes of results."""
+    begin = _bytes_of(inputs[index] for index in copied)
+    memory = arena.reserve(begin + num_made)
+    offsets = itertools.accumulate((_num_bytes(inputs[index]) for index in copied), initial=0)
+    static = {index: _placed(memory, offset, inputs[index]) for index, offset in zip(copied, offsets)}
+    fixed = tuple((i, v.data_ptr()) for i, v in enumerate(inputs) if isinstance(v, Tensor) and i not in static)
+
+    def launch() -> list[Any]:
+        results = code([static.get(index, value) for index, value in enumerate(inputs)])
+        offset, made = begin, []
+        for value in results:
+            made.append(_placed(memory, offset, value) if isinstance(value, Tensor) else value)
+            offset += _num_bytes(value)
+        for places in _by_dtype(dict(enumerate(results))):
+            torch._foreach_copy_([made[place] for place in places], [results[place] for place in places])
+        return made
+
+    replay, made = arena.graphs.capture(launch)
+    results = dict(enumerate(made))
+    return _Graph(
+        replay,
+        fixed,
+        [(places, [static[place] for place in places]) for places in _by_dtype(static)],
+        [(places, [results[place] for place in places]) for places in _by_dtype(results)],
+        {place: value for place, value in results.items() if not isinstance(value, Tensor)},
+    )
+
+
+def _by_dtype(values: dict[int, Any]) -> list[list[int]]:
+    """Places of tensors, those of a dtype together: they are copied by one launch."""
+    found: dict[torch.dtype, list[int]] = {}
+    for place, value in values.items():
+        if isinstance(value, Tensor):
+            found.setdefault(value.dtype, []).append(place)
+    return list(found.values())
+
+
+def _layout(value: Any) -> Any:
+    return (value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else value
+
+
+def _unfit(value: Any) -> str:
+    """Why a value can be no input or result of a graph; "" if it can."""
+    if not isinstance(value, Tensor):
+        return ""
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        return f"a {type(value).__name__}"
+    if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride())):
+        return "a tensor that is expanded"
+    return ""
+
+
+def _extent(value: Tensor) -> int:
+    """Elements from the first one to the last one in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride())) if value.numel() else 0
+
+
+def _num_bytes(value: Any) -> int:
+    """Bytes in the arena."""
+    if not isinstance(value, Tensor):
+        return 0
+    return math.ceil(_extent(value) * value.dtype.itemsize / _ALIGNMENT) * _ALIGNMENT
+
+
+def _bytes_of(values: Iterable[Any]) -> int:
+    return sum(map(_num_bytes, values))
+
+
+def _placed(memory: Tensor, offset: int, like: Tensor) -> Tensor:
+    """A tensor like another in the arena."""
+    size = _extent(like) * like.dtype.itemsize
+    return (
+        memory[offset : offset + size]
+        .view(like.dtype)
+        .as_strided(like.shape, like.stride(), offset // like.dtype.itemsize)
+    )

@@ -1,0 +1,61 @@
+"""What is found of graphs for their scheduling problems, kept while they stay as they are.
+
+A study plans the same graphs for many machines, and each plan takes several problems of them. Layouts, kernels and
+bytes depend on the graph only; seconds are the machine's. Nothing is kept outside of these blocks, as passes change
+graphs in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch.fx import Graph
+
+T = TypeVar("T")
+
+
+class Known:
+    """Facts by graph."""
+
+    def __init__(self) -> None:
+        self._facts: WeakKeyDictionary[Graph, dict[Hashable, Any]] = WeakKeyDictionary()
+
+    def of(self, graph: Graph) -> dict[Hashable, Any]:
+        """Those of a graph."""
+        return self._facts.setdefault(graph, {})
+
+
+_KNOWN: ContextVar[Known | None] = ContextVar("_KNOWN", default=None)
+
+
+@contextlib.contextmanager
+def while_unchanged(known: Known) -> Iterator[None]:
+    """Within it the graphs that are planned do not change, and have not since `known` was last used."""
+    token = _KNOWN.set(known)
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
+
+
+@contextlib.contextmanager
+def within_one_plan() -> Iterator[None]:
+    """Within it the graphs do not change, as one plan is made of them; what is known of them already is used."""
+    with contextlib.nullcontext() if _KNOWN.get() is not None else while_unchanged(Known()):
+        yield
+
+
+def remembered(graph: Graph, key: Hashable, find: Callable[[], T]) -> T:
+    """A fact of a graph; found again each time outside of `while_unchanged`."""
+    known = _KNOWN.get()
+    if known is None:
+        return find()
+    facts = known.of(graph)
+    if key not in facts:
+        facts[key] = find()
+    found: T = facts[key]
+    return found

@@ -1,0 +1,103 @@
+"""Which axes the collectives of a phase run over, and what that makes of the link: its costs and its channels.
+
+    forward     gathers over the sharding axis
+    backward    gathers over it, or among neighbours on it; reduce-scatters over it, then all-reduces over the replicas
+
+Collectives share a channel if their axes share a link: within a node, or beyond it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from graphshard.cost.costs import Costs
+from graphshard.ir.layout import collectives
+from graphshard.ir.mesh import Axis
+from graphshard.ir.plan import CollectiveKind
+from graphshard.ir.program import Phase, Program
+from graphshard.schedule.by_unit import is_scalar
+from graphshard.schedule.known import remembered
+from graphshard.schedule.problem import Link
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The axes of a phase.
+
+    Attributes:
+        gather, reduce: the axes that parameters are gathered over, and gradients reduced.
+        replicas: the axis of the all-reduce that follows a reduction; None if none does.
+        reduction: what a reduction is: an all-reduce if parameters are replicated only.
+    """
+
+    gather: Axis
+    reduce: Axis
+    replicas: Axis | None = None
+    reduction: CollectiveKind = "reduce"
+
+    def axis(self, kind: CollectiveKind) -> Axis:
+        """That of the plan's buckets of a kind."""
+        if kind == "gather":
+            return self.gather
+        return self.replicas if kind == "all_reduce" and self.replicas is not None else self.reduce
+
+
+def ways_of(program: Program, phase: Phase) -> Ways:
+    """The axes of a phase; those of experts, which lie on a mesh of their own, are not among them."""
+    mesh = program.mesh
+    found: dict[CollectiveKind, str] = {}
+    for each in remembered(phase.module.graph, "collectives", lambda: collectives(phase)):
+        if not is_scalar(program, each) and not program.params[each.params[0]].expert:
+            found.setdefault(each.kind, each.axis)
+    one = {kind: mesh.named(axis) for kind, axis in found.items()}
+    gather, replicas = one.get("gather", mesh.shard), one.get("all_reduce")
+    if "reduce" in one or replicas is None:
+        return Ways(gather, one.get("reduce", mesh.shard), replicas)
+    return Ways(gather, replicas, reduction="all_reduce")
+
+
+def link_of(costs: Costs, ways: Ways, *, exchange: bool = False) -> Link:
+    """What collectives over these axes cost."""
+    link = make_link(costs, ways.reduce, exchange=exchange)
+    gathers, reduces = costs.link(ways.gather), costs.link(ways.reduce)
+    if ways.reduction == "all_reduce":
+        link = replace(link, reduce=_rate(costs, "all_reduce", ways.reduce), num_shards=1)
+    if ways.gather != ways.reduce:
+        gather = _rate(costs, "gather", ways.gather)
+        link = replace(link, gather=gather, separate=gathers != reduces, num_pieces=ways.gather.size)
+    if ways.replicas is not None:
+        whole, num_shards = _rate(costs, "all_reduce", ways.replicas), link.num_shards
+        second = functools.cache(lambda num_bytes, num_tensors: whole(num_bytes // num_shards, num_tensors))
+        on = 0 if costs.link(ways.replicas) == gathers else 1
+        link = replace(link, all_reduce=second, all_reduce_on=on)
+    return link
+
+
+def make_link(costs: Costs, axis: Axis, *, exchange: bool = False) -> Link:
+    """What gathers and reductions over one axis cost."""
+    reduced = _rate(costs, "reduce", axis)
+
+    @functools.cache
+    def reduce(num_bytes: int, num_tensors: int) -> float:
+        seconds = reduced(num_bytes, num_tensors)
+        return min(seconds, float(costs.exchange(num_bytes, axis))) if exchange and num_tensors == 1 else seconds
+
+    return Link(
+        _rate(costs, "gather", axis),
+        reduce,
+        functools.cache(lambda n: float(costs.copy(n))),
+        axis.size,
+        contention=costs.profile.contention,
+    )
+
+
+def _rate(costs: Costs, kind: str, axis: Axis) -> Callable[[int, int], float]:
+    """Equal questions are answered once."""
+
+    @functools.cache
+    def seconds(num_bytes: int, num_tensors: int) -> float:
+        return float(costs.collective(kind, num_bytes, num_tensors, axis))
+
+    return seconds

@@ -1,0 +1,160 @@
+"""Let what the model itself communicates run beside compute that does not need it.
+
+      %a = mm(%w, %g)                           %b = mm(%g, %v)
+      %b = mm(%g, %v)                         > %s = reducing(%b, sum, tp)
+      %r = reduced(%b, sum, tp)                 %a = mm(%w, %g)
+      %c = mul(%r, 2)                         > %r = settled(%s)
+                                                %c = mul(%r, 2)
+
+Between one collective and the next lies a segment. What of it needs the collective before it, and is not needed for the
+one behind it, is computed while the latter is under way; so is what needs neither. No value moves farther than one
+segment, so hardly anything lives longer. A collective beside which nothing is multiplied runs at once, as it did.
+
+Gathers and reductions of parameters keep their order; the plan, which is made on the new order, places them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from graphshard.cost.multiplications import is_multiplication
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import arrange, emit, is_random
+from graphshard.ir.layout import Layout
+from graphshard.ir.operators import BEGINS, SETTLED
+from graphshard.ir.program import Phase, Program
+from graphshard.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class OverlapCollectives(Pass):
+    """Requires: a partitioned program.  Preserves: every value; random operators keep their order."""
+
+    name: ClassVar[str] = "overlap-collectives"
+
+    def requires(self, program: Program) -> None:
+        if "joint" in program.phases:
+            raise PassError(f"{self.name}: the program is not partitioned yet; run this pass after partition")
+
+    def rewrite(self, program: Program) -> int:
+        return sum(_overlap(phase) for phase in program.phases.values())
+
+
+def _overlap(phase: Phase) -> int:
+    """Reorder a phase and split its collectives; how many are under way beside compute now."""
+    nodes = [node for node in phase.module.graph.nodes if node.op == "call_function"]
+    compute = Layout.of(phase).index
+    launches = [node for node in nodes if node.target in BEGINS and node in compute]
+    if not launches or any(map(_writes, nodes)):
+        return 0
+    order = _with_inputs(_reordered(nodes, launches, compute), nodes)
+    place = {node: index for index, node in enumerate(order)}
+    needed = {
+        launch: min((place[user] for user in launch.users if user in place), default=len(order)) for launch in launches
+    }
+    hidden = [launch for launch in launches if any(map(is_multiplication, order[place[launch] + 1 : needed[launch]]))]
+    if hidden:
+        arrange(phase, order)
+    for launch in hidden:
+        _split(launch, [*order, phase.module.graph.output_node()][needed[launch]])
+    return len(hidden)
+
+
+def _reordered(nodes: Sequence[Node], launches: Sequence[Node], compute: Iterable[Node]) -> Iterator[Node]:
+    """Compute in its new order, each collective as soon as what it needs is there."""
+    counted = set(compute)
+    late: list[Node] = []  # what the next collective has beside it
+    before: Node | None = None
+    for segment, launch in _segments(nodes, launches):
+        earlier = _earlier_draws(segment)
+        needs = _descendants(before, segment, earlier)
+        wanted = _ancestors(launch, segment) if launch is not None else set(segment)
+        free = [node for node in segment if node not in needs]
+        if before is None:  # nothing is under way yet
+            free, needs = [], set(segment)
+        yield from (node for node in (*late, *free) if node in counted)
+        yield from (node for node in segment if node in needs and node in wanted and node in counted)
+        if launch is not None:
+            yield launch
+        late = [node for node in segment if node in needs and node not in wanted]
+        before = launch
+
+
+def _segments(nodes: Sequence[Node], launches: Sequence[Node]) -> Iterator[tuple[list[Node], Node | None]]:
+    """What lies before each of the model's collectives, and what lies behind the last."""
+    ends = set(launches)
+    segment: list[Node] = []
+    for node in nodes:
+        if node in ends:
+            yield segment, node
+            segment = []
+        else:
+            segment.append(node)
+    yield segment, None
+
+
+def _earlier_draws(segment: Sequence[Node]) -> dict[Node, Node]:
+    """Of each random operator of a segment the one before it, which must run first."""
+    draws = [node for node in segment if is_random(node)]
+    return dict(zip(draws[1:], draws))
+
+
+def _descendants(source: Node | None, segment: Sequence[Node], earlier: dict[Node, Node]) -> set[Node]:
+    """What of a segment needs the collective that lies before it."""
+    found = {source} if source is not None else set()
+    for node in segment:
+        if any(each in found for each in (*node.all_input_nodes, earlier.get(node))):
+            found.add(node)
+    return found
+
+
+def _ancestors(launch: Node, segment: Sequence[Node]) -> set[Node]:
+    """What of a segment the collective behind it needs; random operators besides, so that none changes places."""
+    found = set(launch.all_input_nodes)
+    for node in reversed(segment):
+        if node in found or is_random(node):
+            found.update((node, *node.all_input_nodes))
+    return found
+
+
+def _with_inputs(order: Iterable[Node], nodes: Sequence[Node]) -> list[Node]:
+    """All nodes: what those of `order` are made of directly before them, and everything else as early as can be."""
+    found: dict[Node, None] = {}
+    for node in order:
+        left = [node]
+        while left:
+            missing = [each for each in left[-1].all_input_nodes if each.op == "call_function" and each not in found]
+            if missing:
+                left.append(missing[0])
+            else:
+                found.setdefault(left.pop())
+    place = {node: index for index, node in enumerate(found)}
+    behind: dict[int, list[Node]] = {}
+    for node in nodes:
+        if node not in found:  # a reduction of gradients, say, and what belongs to it
+            place[node] = max((place[each] for each in node.all_input_nodes if each in place), default=-1)
+            behind.setdefault(place[node], []).append(node)
+    return [*behind.get(-1, []), *(each for i, node in enumerate(found) for each in (node, *behind.get(i, [])))]
+
+
+def _split(launch: Node, needed: Node) -> None:
+    """Let a collective be under way until a node that needs its result."""
+    graph = launch.graph
+    assert isinstance(launch.target, OpOverload)
+    with graph.inserting_before(launch):
+        begun = emit(graph, BEGINS[launch.target], *launch.args, like=launch)
+    with graph.inserting_before(needed):
+        settled = emit(graph, SETTLED, begun, like=launch)
+    for node in (begun, settled):
+        node.meta.update({key: value for key, value in launch.meta.items() if key not in node.meta})
+    launch.replace_all_uses_with(settled)
+    graph.erase_node(launch)
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable

@@ -1,0 +1,74 @@
+"""Profiles with samples in the place of numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from graphshard.cost.builtin import builtin_profiles
+from graphshard.cost.costs import Costs
+from graphshard.cost.kernels import Work
+from graphshard.cost.multiplications import Gemm
+from graphshard.cost.profile import load_profile
+from graphshard.cost.samples import SAMPLES, number_at, sampled, with_numbers
+from graphshard.ir.mesh import Mesh
+
+H100 = load_profile("h100")
+
+
+@pytest.mark.parametrize("name", builtin_profiles())
+def test_assumed_constants_have_ranges(name):
+    """What is assumed on a GPU has a range, but for tiles, links inside a node, and what hardly counts."""
+    profile = load_profile(name)
+    left_out = ("tiles.", "inside.", "protocols.", "host_bandwidth", "vector", "ranks_per_node", "units", "split")
+    for path, source in profile.sources.items():
+        if profile.device == "cuda" and "assumed" in source and not path.startswith(left_out):
+            assert path in profile.ranges, path
+        if path in profile.ranges:
+            low, high = profile.ranges[path]
+            assert low <= number_at(profile, path) <= high
+
+
+def test_samples_are_as_often_below_as_above():
+    """Within the range, the same each time, with the value in the middle."""
+    drawn, again = sampled(H100), sampled(H100)
+    low, high = H100.ranges["sustained"]
+    assert drawn.sustained.shape == (SAMPLES,)
+    assert low <= drawn.sustained.min() < drawn.sustained.max() <= high
+    assert (drawn.sustained < H100.sustained).sum() == SAMPLES / 2
+    assert (drawn.sustained == again.sustained).all()
+    assert drawn.memory_capacity == H100.memory_capacity, "no range, no samples"
+    forward = drawn.rates["bfloat16"].attention["flash"].forward
+    assert abs(np.corrcoef(forward, drawn.sustained)[0, 1]) < 0.3, "drawn independently"
+
+
+def test_costs_of_samples_are_samples_of_costs():
+    """One evaluation is that of every sample by itself."""
+    drawn, gemm, mesh = sampled(H100, 5), Gemm(1, 4096, 4096, 4096), Mesh.of_shape((64,))
+    works = [Work("matmul", gemm.flop, 0, 10**8, "bfloat16", (gemm,)), Work("pointwise", 0, 10**6, 10**8, "bfloat16")]
+    together = Costs(drawn, mesh=mesh).kernels(works)
+    gathered = Costs(drawn, mesh=mesh).collective("gather", 10**8, 3, mesh.shard)
+    for index in range(5):
+        alone = with_numbers(H100, {path: float(value_at(drawn, path)[index]) for path in H100.ranges})
+        assert Costs(alone, mesh=mesh).kernels(works) == pytest.approx(together[index])
+        assert Costs(alone, mesh=mesh).collective("gather", 10**8, 3, mesh.shard) == pytest.approx(gathered[index])
+
+
+def value_at(profile, path):
+    """An array at a path."""
+    for name in path.split("."):
+        profile = profile[name] if isinstance(profile, dict) else getattr(profile, name)
+    return profile
+
+
+def test_other_numbers():
+    """By their paths; the rest stays."""
+    changed = with_numbers(
+        H100, {"sustained": 0.5, "rates.bfloat16.attention.flash.forward": 0.25, "tiles.1.fraction": 0.9}
+    )
+    assert (changed.sustained, changed.tiles[1].fraction) == (0.5, 0.9)
+    assert changed.rate("bfloat16").attention["flash"].forward == 0.25
+    assert changed.rate("float32") == H100.rate("float32")
+    assert dataclasses.replace(with_numbers(H100, {}), name="x") == dataclasses.replace(H100, name="x")

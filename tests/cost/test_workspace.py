@@ -1,0 +1,44 @@
+"""What a region allocates inside."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphshard.cost.workspace import workspace
+
+
+def of(fn, *inputs, fused, block=1):
+    """Of a function's graph."""
+    return workspace(list(make_fx(fn, tracing_mode="fake")(*inputs).graph.nodes), fused=fused, block=block)
+
+
+def test_a_chain():
+    """Fused nothing is written but the result; one by one each operator writes its own, and the last is freed then."""
+    x = torch.zeros(100)
+    assert of(lambda x: x.exp().sin().cos(), x, fused=True) == 0
+    assert of(lambda x: x.exp().sin().cos(), x, fused=False) == 2 * 400 - 400
+    assert of(lambda x: x.exp().sin().cos().sum(), x, fused=False) == 2 * 400 - 4
+
+
+def test_between_products():
+    """What a product writes for another is alive inside; what is returned counts outside."""
+    x, w = torch.zeros(8, 16), torch.zeros(16, 16)
+    assert of(lambda x, w: x @ w, x, w, fused=True) == 0
+    assert of(lambda x, w: (x @ w) @ w[:, :1], x, w, fused=True) == 8 * 16 * 4
+    assert of(lambda x, w: (x @ w).relu(), x, w, fused=True) == 0, "relu writes in place of what it reads"
+    assert of(lambda x, w: (x @ w).relu(), x, w, fused=False) == 8 * 16 * 4
+    assert of(lambda x: x.exp().sin(), torch.zeros(3), fused=False, block=512) == 512
+
+
+def test_logits_in_float32():
+    """The loss's logits in float32 and their logarithms are the largest of an eager step; fused they are not there."""
+    logits, targets = torch.zeros(64, 1000, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.long)
+
+    def loss(logits, targets):
+        return F.cross_entropy(logits.float(), targets)
+
+    wide = 64 * 1000 * 4
+    assert 1.99 * wide < of(loss, logits, targets, fused=False) < 2.1 * wide
+    assert of(loss, logits, targets, fused=True) < 0.1 * wide

@@ -1,0 +1,260 @@
+"""Experts on a mesh of their own: bit for bit what FSDP2 makes of the same model, and one rank with all experts."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import graphshard
+from tests.distributed.expert_parallel import (
+    FSDPMeshInfo,
+    Moe,
+    ShardPlacementResult,
+    batch,
+    by_placements,
+    by_units,
+    dense_axes,
+    fsdp2,
+    grouped,
+    mesh_of,
+    needs_placements,
+    one_by_one,
+    placements,
+)
+from tests.distributed.tensor_parallel import placed
+from tests.distributed.twins import OURS, POLICIES, assert_same, grads_of, local, params_of
+from tests.ranks import Ranks
+
+PRODUCTS = {"one by one": one_by_one, "grouped": grouped}
+
+
+def _train_alike(ours: nn.Module, theirs: nn.Module, steps: int = 3) -> None:
+    """Losses, gradients, placements, parameters and state dicts; every step changes something."""
+    rank = dist.get_rank()
+    optims = [torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False) for model in (ours, theirs)]
+    for step in range(steps):
+        seen = []
+        before = {name: local(param).detach().clone() for name, param in params_of(ours).items()}
+        for model, optim in zip((ours, theirs), optims):
+            loss = model(batch(step, rank))
+            loss.backward()
+            grads = {name: local(grad).clone() for name, grad in grads_of(model).items()}
+            seen.append(({"loss": loss.detach()}, grads, placed(model)))
+            optim.step()
+            optim.zero_grad()
+        (loss, grads, lies), (their_loss, their_grads, they_lie) = seen
+        assert_same(loss, their_loss, f"step {step}")
+        assert_same(grads, their_grads, f"gradients of step {step}")
+        assert lies == they_lie
+        assert_same(params_of(ours), params_of(theirs), f"parameters after step {step}")
+        assert any(not torch.equal(local(p), before[name]) for name, p in params_of(ours).items())
+    assert_same(ours.state_dict(), theirs.state_dict(), "at the end")
+
+
+def _pair(mesh: DeviceMesh, product: str = "one by one", **options: Any) -> tuple[nn.Module, nn.Module]:
+    ours, theirs = (Moe(mesh["ep"], PRODUCTS[product], layers=2) for _ in range(2))
+    return graphshard.compile(ours, mesh, backend="eager", **options), fsdp2(theirs, mesh, **options)
+
+
+def _beside_fsdp2(rank: int, world_size: int, shape: tuple[int, ...], product: str, policy: str) -> list[str]:
+    mesh = mesh_of(*shape)
+    pair = _pair(mesh, product, mp_policy=POLICIES[policy])
+    _train_alike(*pair)
+    assert len(graphshard.programs(pair[0])) == 1
+    return graphshard.programs(pair[0])[0].communication
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equal_to_fsdp2(ranks: Ranks, product: str, policy: str) -> None:
+    """2 x 2 ranks: experts are sharded over two ranks, what is not theirs over four.
+
+    The shared part is computed while tokens are on their way back.
+    """
+    for lines in ranks(4).run(_beside_fsdp2, (2, 2), product, policy, share=False):
+        assert {"forward: exchanged over ep", "forward: exchanging over ep"} <= set(lines)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1)], ids=str)
+def test_meshes(ranks: Ranks, shape: tuple[int, ...]) -> None:
+    """Axes of one rank, and replicas, over which gradients of experts are reduced, too."""
+    ranks(4 if len(shape) == 3 else 2).run(_beside_fsdp2, shape, "one by one", "fp32", share=False)
+
+
+WAYS = {
+    "placements": lambda shard, model, mesh: by_placements(shard, model, mesh),
+    "units": lambda shard, model, mesh: by_units(shard, model, mesh),
+}
+
+
+def _as_fsdp2_code(rank: int, world_size: int, way: str) -> None:
+    mesh = mesh_of(2, 2)
+    ours, theirs = (WAYS[way](shard, Moe(mesh["ep"]), mesh) for shard in (OURS, fully_shard))
+    _train_alike(ours, theirs)
+
+
+@pytest.mark.parametrize("way", [pytest.param("placements", marks=needs_placements), "units"])
+def test_code_for_fsdp2(ranks: Ranks, way: str) -> None:
+    """Parameters of one unit on two meshes, and units on meshes of their own."""
+    ranks(4).run(_as_fsdp2_code, way, share=False)
+
+
+def _with_function(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    ours = Moe(mesh["ep"])
+    graphshard.compile(ours, dense_axes(mesh), backend="eager", shard_placement_fn=placements(ours, mesh))
+    _train_alike(ours, fsdp2(Moe(mesh["ep"]), mesh), steps=2)
+
+
+@needs_placements
+def test_a_mesh_for_each_parameter(ranks: Ranks) -> None:
+    """The function that FSDP2 takes is what `compile` takes."""
+    ranks(4).run(_with_function, share=False)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "kept": {"reshard_after_forward": False},
+    "again": {"reshard_after_forward": True},
+}
+
+
+def _with_options(rank: int, world_size: int, name: str) -> None:
+    _train_alike(*_pair(mesh_of(2, 2), **OPTIONS[name]), steps=2)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(ranks: Ranks, name: str) -> None:
+    ranks(4).run(_with_options, name, share=False)
+
+
+def _microbatches(rank: int, world_size: int) -> None:
+    pair = _pair(mesh_of(2, 2))
+    for last in (False, False, True):
+        for model in pair:
+            model.set_requires_gradient_sync(last)
+            model(batch(last, rank)).backward()
+    assert_same(grads_of(pair[0]), grads_of(pair[1]), "gradients")
+    assert all(grad is not None for grad in grads_of(pair[0]).values())
+
+
+def test_microbatches(ranks: Ranks) -> None:
+    """Gradients that are not reduced are added up as FSDP2 does it."""
+    ranks(4).run(_microbatches, share=False)
+
+
+def _divided(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    pair = [by_units(shard, Moe(mesh["ep"]), mesh) for shard in (OURS, fully_shard)]
+    for model in pair:
+        for layer in model.layers:
+            layer.experts.set_gradient_divide_factor(4)
+            layer.experts.set_force_sum_reduction_for_comms(True)  # gloo cannot scale before it adds up
+        model(batch(0, rank)).backward()
+    assert_same(grads_of(pair[0]), grads_of(pair[1]), "gradients")
+
+
+def test_a_divisor_for_experts(ranks: Ranks) -> None:
+    """As code for FSDP2 sets it, so that a mean over all tokens comes out."""
+    ranks(4).run(_divided, share=False)
+
+
+def _with_tensor_parallelism(rank: int, world_size: int) -> list[str]:
+    """Upstream's `TestFullyShardNDTraining.test_shard_placement_fn_tp_ep`, on four ranks."""
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sparse = init_device_mesh("cpu", (1, 4), mesh_dim_names=("efsdp", "ep"))
+    of_experts, of_others = (FSDPMeshInfo(axes, shard_mesh_dim=0) for axes in (sparse["efsdp"], dense["dp"]))
+    pair = []
+    for shard in (OURS, fully_shard):
+        model = Moe(sparse["ep"])
+        own = {p for layer in model.layers for p in layer.experts.parameters()}
+        for layer in model.layers:
+            plan = {
+                "gate": ColwiseParallel(output_layouts=Replicate()),
+                "shared": RowwiseParallel(input_layouts=Replicate()),
+            }
+            parallelize_module(layer, dense["tp"], plan)
+
+        def placement(param: nn.Parameter, own: set[nn.Parameter] = own) -> ShardPlacementResult:
+            return ShardPlacementResult(Shard(0), of_experts if param in own else of_others)
+
+        for layer in model.layers:
+            shard(layer, mesh=dense["dp"], shard_placement_fn=placement)
+        pair.append(shard(model, mesh=dense["dp"], shard_placement_fn=placement))
+    _train_alike(*pair)
+    return graphshard.programs(pair[0])[0].communication
+
+
+@needs_placements
+def test_beside_tensor_parallelism(ranks: Ranks) -> None:
+    """What is cut over a tensor axis, and experts that are dealt out to all ranks."""
+    for lines in ranks(4).run(_with_tensor_parallelism, share=False):
+        assert {"forward: exchanged over ep", "forward: joined over tp"} <= set(lines)
+
+
+def _checkpointed(rank: int, world_size: int, folder: Path) -> None:
+    mesh, fresh = mesh_of(2, 2), mesh_of(1, 4)
+    model, other = (graphshard.compile(Moe(m["ep"]), m, backend="eager") for m in (mesh, fresh))
+    optimizer, again = (torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (model, other))
+    model(batch(0, rank)).backward()
+    optimizer.step()
+    folder = folder / "step1"
+    graphshard.save_checkpoint(folder, model, optimizer)
+    graphshard.load_checkpoint(folder, other, again)
+    for (name, mine), theirs in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert name == theirs[0]
+        assert torch.equal(mine.full_tensor(), theirs[1].full_tensor()), name
+    state, loaded = optimizer.state_dict()["state"], again.state_dict()["state"]
+    for key, values in state.items():
+        assert torch.equal(values["exp_avg"].full_tensor(), loaded[key]["exp_avg"].full_tensor())
+
+
+def test_a_checkpoint_is_resumed_with_experts_dealt_out_otherwise(ranks: Ranks, tmp_path: Path) -> None:
+    """Two experts on each of two ranks, and one on each of four."""
+    ranks(4).run(_checkpointed, tmp_path, share=False)
+
+
+def _whole_steps(rank: int, world_size: int) -> None:
+    ours, theirs = (graphshard.compile(Moe(mesh["ep"]), mesh, backend="eager") for mesh in (mesh_of(2, 2),) * 2)
+    optims = [torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False) for model in (ours, theirs)]
+    step = graphshard.compile_step(ours, optims[0])
+    for number in range(3):
+        loss = step(batch(number, rank))
+        other = theirs(batch(number, rank))
+        other.backward()
+        optims[1].step()
+        optims[1].zero_grad()
+        assert torch.equal(loss, other.detach())
+    assert_same(params_of(ours), params_of(theirs), "parameters")
+
+
+def test_steps_as_one_program(ranks: Ranks) -> None:
+    ranks(4).run(_whole_steps, share=False)
+
+
+def _beside_one_rank(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 2)
+    with warnings.catch_warnings():  # ranks go on to other tests
+        warnings.simplefilter("error", UserWarning)  # that Inductor cannot compile a region
+        model = graphshard.compile(Moe(mesh["ep"]), mesh, units=["layers.*", "layers.*.experts"])
+        for layer in model.layers:
+            layer.experts.set_gradient_divide_factor(4)
+        model(batch(0, rank)).backward()
+    plain = Moe(None)
+    torch.stack([plain(batch(0, other)) for other in range(4)]).mean().backward()
+    for (name, mine), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), whole.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_gradients_are_those_of_one_rank_with_all_experts(ranks: Ranks) -> None:
+    """Inductor's regions, too: the mean over the tokens of all ranks."""
+    ranks(4).run(_beside_one_rank, share=False)

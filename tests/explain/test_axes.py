@@ -1,0 +1,356 @@
+"""Models that communicate along axes of the mesh themselves, on meshes that need not exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import graphshard
+from graphshard import ArgumentError
+from graphshard.cost.costs import Costs
+from graphshard.cost.model_collectives import MODEL_KINDS
+from graphshard.explain.study import Study
+from graphshard.ir.errors import BatchError
+from graphshard.ir.mesh import Axis
+from graphshard.options.options import Options
+from graphshard.schedule.clock import Launch, Wait, run
+from tests.conftest import FakeWorld
+from tests.distributed.context_parallel import ATTENTIONS, Decoder, whole
+from tests.distributed.expert_parallel import Moe, grouped
+from tests.explain.test_explain import BF16, meta_net
+
+H100 = graphshard.load_profile("h100")
+TOKENS = torch.zeros(2, 16, dtype=torch.long)
+WIDTH, DEPTH = 64, 6
+
+
+def megatron(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Blocks of `Net` are cut along columns, then rows."""
+    for block in model.get_submodule("layers").children():
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def explained(shape: dict[str, int], **options: Any) -> Any:
+    """`Net` on a mesh with a tensor axis."""
+    given = {"mp_policy": BF16, "parallelize": megatron, "example_inputs": (TOKENS,), **options}
+    return graphshard.explain(meta_net(width=WIDTH, depth=DEPTH), shape, **given)
+
+
+def own(found: Any) -> list[Launch]:
+    """What the model communicates."""
+    return [event for event in found._timeline.events if isinstance(event, Launch) and event.kind in MODEL_KINDS]
+
+
+def test_a_tensor_axis() -> None:
+    """Each block sums up once in each direction; nothing is left behind, and the model is as it was."""
+    model = meta_net(width=WIDTH, depth=DEPTH)
+    before = dict(model.named_parameters())
+    found = graphshard.explain(
+        model, {"dp": 4, "tp": 2}, example_inputs=(TOKENS,), mp_policy=BF16, parallelize=megatron
+    )
+    assert not dist.is_initialized()
+    assert dict(model.named_parameters()) == before
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    sent = own(found)
+    assert [launch.name for launch in sent] == ["reduced over tp"] * 2 * DEPTH
+    costs = Costs(H100, mesh=found._program.mesh)
+    num_bytes = TOKENS.numel() * WIDTH * 2
+    assert {launch.seconds for launch in sent} == {
+        costs.collective("all_reduce", num_bytes, 1, Axis("tp", 2, "tensor"))
+    }
+    assert {launch.where.partition(".")[0] for launch in sent} == {"layers"}
+    assert found.mesh == {"dp": 4, "tp": 2}
+    assert found.tokens_per_second == pytest.approx(4 * TOKENS.numel() / found.step_time_s)
+    waits = [wait for wait in found.waits if wait.why == "model"]
+    # In backward gradients of weights are computed meanwhile, and hide all of it.
+    assert [launch.at_once for launch in sent] == [True] * DEPTH + [False] * DEPTH
+    assert [wait.phase for wait in waits] == ["forward"] * DEPTH
+    alone = sum(launch.seconds for launch in sent if launch.at_once)
+    assert found.model_comm_s == pytest.approx(alone)
+    assert found.critical_path["reduced over tp"] <= alone * (1 + 1e-9)
+
+
+def test_memory_counts_pieces() -> None:
+    """Two ranks of the tensor axis have half of each block; what the plan leaves out is sharded over the data axis."""
+    one, two = (explained({"dp": 2, "tp": size}).memory["optimizer state"] for size in (1, 2))
+    block = 4 * (2 * 4 * WIDTH * WIDTH + 4 * WIDTH)  # bytes of what is cut: the bias of the second product is not
+    assert one - two == pytest.approx(2 * DEPTH * block / 2 / 2, rel=1e-6)
+
+
+def test_the_link_is_the_axis_own() -> None:
+    """Eight ranks share a node; those of the data axis lie as far apart as the tensor axis is long."""
+    near, far = explained({"dp": 2, "tp": 8}), explained({"dp": 2, "tp": 16})
+    assert {launch.link for launch in own(near)} == {"node"}
+    assert {launch.link for launch in own(far)} == {"network"}
+    gathers = {
+        event.link for event in near._timeline.events if isinstance(event, Launch) and event.kind not in MODEL_KINDS
+    }
+    assert gathers == {"network"}
+    assert far.model_comm_s > 1.5 * near.model_comm_s
+    assert far.limit == "model"
+    assert "own collectives over tp (16 ranks, between nodes)" in far.advice[-1]
+
+
+@pytest.mark.parametrize("hardware", ["h100", "cpu-gloo"])
+@pytest.mark.parametrize("shape", [{"dp": 4, "tp": 2}, {"replicate": 2, "dp": 8, "tp": 8}])
+def test_no_step_is_shorter_than_the_bound(shape: dict[str, int], hardware: str) -> None:
+    """Where collectives slow compute down, too; and the model's own are in the bound."""
+    found = explained(shape, hardware=hardware)
+    assert found.step_time_s >= found.lower_bound_s * (1 - 1e-9)
+    assert found.lower_bound_s >= found._timeline.compute + found._timeline.at_once
+
+
+def test_contention_slows_collectives_of_the_model() -> None:
+    """On another link than a gather, one takes longer while that is under way; on the same link it queues."""
+    gather = Launch("gather", "forward", 0, None, "gather", "network", 1, 10.0)
+    for link, end in (("node", 4 + 0.5 * 8), ("network", 10 + 4)):
+        mine = Launch("reduced over tp", "forward", 0, None, "reduced", link, 1, 4.0, at_once=True)
+        times = run([gather, mine, Wait("reduced over tp", "forward", 0, None, 1)], contention=0.5)
+        assert times.ends[-1] == end
+    assert run([gather, mine], contention=0.0).ends == [10.0, 14.0]
+
+
+def test_as_on_a_mesh_that_exists(fake_world: FakeWorld) -> None:
+    """A model that is parallelized on a DeviceMesh is predicted alike."""
+    expected = explained({"dp": 4, "tp": 2}).to_dict()
+    fake_world(8)
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    model = meta_net(width=WIDTH, depth=DEPTH)
+    megatron(model, mesh)
+    assert graphshard.explain(model, mesh, example_inputs=(TOKENS,), mp_policy=BF16).to_dict() == expected
+
+
+def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Hooks before and behind modules, and gradients that are partial sums."""
+    for block in model.get_submodule("layers").children():
+        plan = {
+            "norm": SequenceParallel(),
+            "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            "mlp.0": ColwiseParallel(),
+            "mlp.2": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh["tp"], plan)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Sequences(nn.Module):
+    def __init__(self, depth: int = 7) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Normed() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("activation", [None, "full"])
+def test_few_blocks_stand_for_all(activation: Any) -> None:
+    """The result is that of capturing all blocks, and few are captured."""
+    found, captured = [], []
+    for every_block in (False, True):
+        options = Options(mp_policy=BF16, activation=activation)
+        study = Study(
+            Sequences(),
+            (torch.zeros(2, 8, WIDTH),),
+            None,
+            options,
+            parallelize=sequence_parallel,
+            every_block=every_block,
+        )
+        found.append(study.explain({"dp": 2, "tp": 2}, H100, "isolated").to_dict())
+        (subject,) = study._subjects.values()
+        assert subject.program is not None
+        captured.append(len(subject.program.params))
+    assert found[0] == found[1]
+    assert captured[0] < captured[1]
+    assert any("scattered over tp" in name or "joined over tp" in name for name in found[0]["critical_path"])
+
+
+def test_formulas() -> None:
+    """At the sizes that were explained they say what was explained."""
+    found = explained({"dp": 4, "tp": 2}, symbols={"batch": 0})
+    assert found.formulas is not None
+    values = found.formulas.evaluate()
+    assert values["step_time_s"] == pytest.approx(found.step_time_s)
+    assert values["communication_s"] == pytest.approx(found.communication_s)
+    longer = explained({"dp": 4, "tp": 2}, example_inputs=(torch.zeros(8, 16, dtype=torch.long),))
+    assert found.formulas.evaluate(batch=8)["communication_s"] == pytest.approx(longer.communication_s)
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("gathered", {"joined", "scattered"}), ("by heads", {"exchanged"})])
+def test_a_context_axis(name: str, kinds: set[str]) -> None:
+    """Attention communicates among neighbours on what is sharded over; every rank has tokens of its own."""
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+        for block in model.get_submodule("layers").children():
+            block.axis, block.attention = mesh["cp"], ATTENTIONS[name]
+
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    model = Decoder(whole, None)
+    found = graphshard.explain(model, {"dp": 4, "cp": 2}, example_inputs=(tokens, tokens), parallelize=parallelize)
+    assert {launch.name for launch in own(found)} == {f"{kind} over dp_cp/2" for kind in kinds}
+    assert {launch.link for launch in own(found)} == {"node"}
+    assert found.data_ranks == 8
+    assert found.step_time_s >= found.lower_bound_s * (1 - 1e-9)
+
+
+def test_an_expert_axis() -> None:
+    """Of tokens that are sent where their experts are, each rank gets as many as it sends, and experts equally many."""
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return Moe(mesh["ep"], grouped)
+
+    rows = torch.zeros(2, 6, 8)
+    found = graphshard.explain(Moe(None), {"dp": 4, "ep": 2}, example_inputs=(rows,), parallelize=parallelize)
+    sent = [launch for launch in own(found) if launch.name == "exchanged over ep"]
+    assert {launch.num_bytes for launch in sent} == {4 * 8, 12 * 2 * 8 * 4}  # counts, and two experts for each token
+    assert found.step_time_s >= found.lower_bound_s * (1 - 1e-9)
+    assert {launch.link for launch in sent} == {"node"}
+    with pytest.raises(ArgumentError, match=r"^symbols: there are no formulas of models with experts on an axis"):
+        graphshard.explain(
+            Moe(None), {"dp": 4, "ep": 2}, example_inputs=(rows,), parallelize=parallelize, symbols={"batch": 0}
+        )
+
+
+def test_microbatches() -> None:
+    """Each gathers, computes and reduces; gradients are added up, and there is one optimizer step."""
+    one, four = explained({"dp": 4, "tp": 2}), explained({"dp": 4, "tp": 2}, global_batch=32)
+    assert (one.microbatches, four.microbatches) == (1, 4)
+    assert four.tokens == 4 * one.tokens
+    added = four.step_time_s - one.optimizer_s - 4 * (one.step_time_s - one.optimizer_s)
+    assert 0 < added < 0.1 * one.step_time_s
+    assert four.peak_memory_bytes == one.peak_memory_bytes + four.memory["gradients of earlier microbatches"]
+    assert four.step_time_s >= four.lower_bound_s * (1 - 1e-9)
+    assert four.exposed_comm_s == pytest.approx(4 * one.exposed_comm_s)
+
+
+def test_which_mesh_is_best() -> None:
+    """By time per token; what is larger than the batch, or does not fit, is named with the reason."""
+    small = H100.__class__(**{**{f: getattr(H100, f) for f in H100.__dataclass_fields__}, "memory_capacity": 1.0})
+    grid = graphshard.explain_grid(
+        meta_net(width=WIDTH, depth=DEPTH),
+        [{"dp": 2, "tp": 4}, {"dp": 4, "tp": 2}, {"dp": 64, "tp": 2}, {"dp": 3, "tp": 2}],
+        example_inputs=(TOKENS,),
+        mp_policy=BF16,
+        parallelize=megatron,
+        global_batch=16,
+        hardware=[H100, small],
+    )
+    per_token = [row.seconds_per_token for row in grid.rows if row.limit != "memory"]
+    text = grid.ranking(1)
+    best = min(grid.rows, key=lambda row: (row.limit == "memory", row.seconds_per_token))
+    assert best.seconds_per_token == min(per_token)
+    name = ", ".join(f"{axis} {size}" for axis, size in best.mesh.items())
+    assert f"* {name} is best, because" in text
+    assert "left out: mesh dp 64, tp 2 is larger than the batch: 64 ranks with inputs of their own, 2 each" in text
+    assert "left out: mesh dp 3, tp 2 does not divide the batch" in text
+    assert "are needed, 1 B are there" in text
+    assert len(text.splitlines()) == 2 + 1 + 1 + 2 + 2
+    with pytest.raises(BatchError, match=r"^mesh dp 64, tp 2 is larger than the batch"):
+        explained({"dp": 64, "tp": 2}, global_batch=16)
+
+
+def test_parameters_that_are_left_alone() -> None:
+    """Parameters of the model are those of the copy by name."""
+    model = meta_net(width=WIDTH, depth=DEPTH)
+    found = graphshard.explain(
+        model,
+        {"dp": 2, "tp": 2},
+        example_inputs=(TOKENS,),
+        parallelize=megatron,
+        ignored_params=[model.embed.weight],
+    )
+    assert [row.name for row in found._program.params if row.ignored] == ["embed.weight"]
+
+
+def _failing(model: nn.Module, mesh: DeviceMesh) -> None:
+    raise KeyError("tp")
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallelize", "message"),
+    [
+        ({"dp": 2, "tp": 2}, None, r"^mesh \{'dp': 2, 'tp': 2\}: a model communicates along some .* Give it\.$"),
+        ({"dp": 2, "pp": 2}, megatron, r"^mesh has a pipeline axis, 'pp', and stages are models of their own\."),
+        ({"dp": 2, "xy": 2}, megatron, r"^mesh has an axis 'xy', and it is not known what it is for\. Use 'dp', "),
+        (
+            {"tp": 2, "dp": 4},
+            megatron,
+            r"^mesh \('tp', 'dp'\): the tensor axis 'tp' lies inside .*\{'dp': 4, 'tp': 2\}",
+        ),
+        ({"dp": 2, "tp": 0}, megatron, r"^mesh must have positive sizes, got 0 for 'tp'\.$"),
+        ({"tp": 2}, megatron, r"must have one data axis .* and has none\.$"),
+        ({"dp": 2, "data": 2, "shard": 2, "tp": 2}, megatron, r"must have one data axis .* or two"),
+        ({"dp": 1 << 15, "tp": 1 << 15}, megatron, r"^mesh must have at most 1048576 ranks"),
+        ({"dp": 2, "tp": 2}, lambda m, mesh: None, r"^mesh has a tensor axis, 'tp', and no parameter of Net is distri"),
+        ({"dp": 2, "tp": 2}, _failing, r"^parallelize: .* failed with KeyError: 'tp'\. Correct it"),
+        ({"dp": 2, "tp": 2}, 3, r"^parallelize must be a function"),
+        ({"dp": 2}, megatron, r"^parallelize: .* failed with KeyError"),
+        ("dp=2", megatron, r"^mesh must be sizes by names of axes, such as \{'dp': 16, 'tp': 8\}, got 'dp=2'"),
+    ],
+)
+def test_wrong_meshes(shape: Any, parallelize: Any, message: str) -> None:
+    with pytest.raises((ArgumentError, graphshard.UnsupportedError), match=message):
+        explained(shape, parallelize=parallelize)
+    assert not dist.is_initialized()
+
+
+def test_two_tensor_axes() -> None:
+    with pytest.raises(graphshard.UnsupportedError, match=r"has 2 axes besides those of data: 'tensor', 'tp'\."):
+        explained({"dp": 2, "tensor": 2, "tp": 2})
+
+
+def test_process_groups_that_are_there(fake_world: FakeWorld) -> None:
+    """A mesh cannot be pretended beside them; and those of another mesh than a parameter's are told."""
+    fake_world(8)
+    with pytest.raises(ArgumentError, match=r"^mesh \{'dp': 2, 'tp': 2\} need not exist, .* this process has process"):
+        explained({"dp": 2, "tp": 2})
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(
+        ArgumentError, match=r"^parallelize is for meshes that need not exist, and mesh is a DeviceMesh"
+    ):
+        explained(mesh)
+    other = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    model = meta_net(width=WIDTH, depth=DEPTH)
+    megatron(model, other)
+    with pytest.raises(
+        ArgumentError, match=r"^parameter layers\.0\.0\.weight is distributed over .*, and the tensor ax"
+    ):
+        graphshard.explain(model, mesh, example_inputs=(TOKENS,))
+
+
+def test_a_copy_leaves_ties() -> None:
+    """What is parallelized is a copy on the meta device whose parameters are tied as the model's are."""
+    from graphshard.options.pretended import on_meta
+
+    model = meta_net(width=WIDTH, depth=1)
+    model.head.weight = nn.Parameter(torch.ones(1024, WIDTH), requires_grad=False)
+    model.embed.weight = model.head.weight
+    made = on_meta(model)
+    assert made.head.weight is made.embed.weight
+    assert made.head.weight.is_meta
+    assert not made.head.weight.requires_grad
+    assert not model.head.weight.is_meta

@@ -1,0 +1,124 @@
+"""The largest batch and the smallest mesh, of memory that is made up: what is found, by how many predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from graphshard.explain.answers import Outcome
+from graphshard.explain.fitting import largest, smallest
+
+ROOM = 1000.0
+
+
+def outcome(ranks: int, batch: int, memory: float, state: float = 0.0) -> Outcome:
+    zero = dict.fromkeys(("microbatches", "step_tokens"), 1)
+    return Outcome(
+        mesh={"shard": ranks},
+        hardware="h100",
+        network="isolated",
+        batch=batch,
+        **zero,
+        step_time_s=1.0,
+        tokens_per_second_per_gpu=1.0,
+        mfu=0.5,
+        exposed_comm_s=0.0,
+        peak_memory_bytes=int(memory),
+        state_bytes=int(state),
+        memory_capacity_bytes=ROOM,
+        num_ranks=ranks,
+        cost=None,
+    )
+
+
+class Asked:
+    """Predictions of a memory by batch; what was asked for is kept."""
+
+    def __init__(self, memory: Callable[[int], float], broken: tuple[int, ...] = ()) -> None:
+        self.memory, self.broken = memory, broken
+        self.counts: list[int] = []
+
+    def __call__(self, batch: int) -> Outcome | str:
+        self.counts.append(batch)
+        return "no such inputs" if batch in self.broken else outcome(8, batch, self.memory(batch))
+
+
+@pytest.mark.parametrize("begin", [1, 2, 7, 12, 40])
+@pytest.mark.parametrize("slope", [3, 40, 170, 450])
+def test_the_largest_batch_of_a_straight_line_takes_three_predictions(begin: int, slope: int) -> None:
+    """The begin, another one, and the answer."""
+    asked = Asked(lambda batch: 100 + slope * batch)
+    found = largest(asked, begin)
+    assert found.outcome is not None
+    assert found.outcome.batch == 900 // slope
+    assert found.why == ""
+    assert len(set(asked.counts)) == len(asked.counts) <= 3
+
+
+def test_a_line_that_is_bent_is_corrected() -> None:
+    """Allocations that come in pieces: the answer fits, and the next batch does not."""
+    asked = Asked(lambda batch: 100 + 30 * batch + 0.4 * batch**2 + 60 * (batch // 16))
+    found = largest(asked, 2)
+    assert found.outcome is not None
+    assert found.outcome.batch is not None
+    assert asked.memory(found.outcome.batch) <= ROOM < asked.memory(found.outcome.batch + 1)
+    assert len(asked.counts) <= 6
+
+
+def test_no_batch_fits() -> None:
+    asked = Asked(lambda batch: 1200 + batch)
+    found = largest(asked, 4)
+    assert found.outcome is None
+    assert found.why == ""
+    assert len(asked.counts) <= 4
+
+
+def test_memory_that_does_not_grow_has_no_largest_batch() -> None:
+    found = largest(Asked(lambda batch: 10.0), 1)
+    assert found.outcome is not None
+    assert found.outcome.batch == 1024
+    assert found.why == "more than 1024 were not tried"
+
+
+def test_a_batch_that_cannot_be_predicted_is_named() -> None:
+    found = largest(Asked(lambda batch: 100 + 10 * batch, broken=(2,)), 1)
+    assert found.outcome is not None
+    assert found.outcome.batch == 1
+    assert found.why == "batch 2: no such inputs"
+
+
+def on_ranks(fixed: float, state: float, counts: list[int]) -> Callable[[int], Outcome | str]:
+    def at(ranks: int) -> Outcome | str:
+        counts.append(ranks)
+        return outcome(ranks, 1, fixed + state / ranks, state / ranks)
+
+    return at
+
+
+@pytest.mark.parametrize(
+    ("fixed", "state", "begin", "expected", "predictions"),
+    [
+        (100, 7000, 64, 8, 2),
+        (100, 900, 64, 1, 2),
+        (100, 7000, 8, 8, 1),
+        (100, 7000, 4, 8, 2),
+        (100, 400_000, 8, 512, 2),
+        (100, 7000, 24, 12, 2),
+        (1100, 7000, 8, None, 1),
+    ],
+)
+def test_the_smallest_mesh(fixed: float, state: float, begin: int, expected: int | None, predictions: int) -> None:
+    """By halves if it fits, by doubles if it does not."""
+    counts: list[int] = []
+    found = smallest(on_ranks(fixed, state, counts), begin)
+    assert (found.outcome and found.outcome.num_ranks) == expected
+    assert len(counts) == predictions
+
+
+def test_meshes_that_there_are_not_are_skipped() -> None:
+    """Inner axes cannot be halved."""
+    plain = on_ranks(100, 100, [])
+    found = smallest(lambda ranks: plain(ranks) if ranks >= 16 else "there is no such mesh", 64)
+    assert found.outcome is not None
+    assert found.outcome.num_ranks == 16

@@ -1,0 +1,67 @@
+"""The range of a prediction that follows from the ranges of constants."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import graphshard
+from graphshard.cost.samples import sampled, with_numbers
+from graphshard.explain.spread import PERCENTILES
+from graphshard.explain.study import Study
+from graphshard.options.options import Options
+from tests.explain.test_explain import BF16, RANKS, TOKENS, meta_net
+
+H100 = graphshard.load_profile("h100")
+
+
+@pytest.fixture(scope="module")
+def study() -> Study:
+    """One capture for many tests."""
+    return Study(meta_net(), (TOKENS,), None, Options(mp_policy=BF16))
+
+
+def test_constants_that_are_known_give_one_number(study):
+    """The table shows no range then."""
+    found = study.explain((RANKS,), dataclasses.replace(H100, ranges={}), "isolated")
+    assert found.step_range_s == (found.step_time_s, found.step_time_s)
+    assert " to " not in next(text for name, text in found._facts() if name == "step")
+
+
+def test_range_is_around_the_step_and_shown(study):
+    """With what is assumed of an H100 it is some per cent on both sides."""
+    found = study.explain((RANKS,), H100, "isolated")
+    low, high = found.step_range_s
+    assert 0.7 * found.step_time_s < low < found.step_time_s < high < 1.5 * found.step_time_s
+    text = str(found)
+    assert f"({graphshard.ir.text.format_seconds(low)} to {graphshard.ir.text.format_seconds(high)})" in text
+    assert found.to_dict()["step_range_s"] == [low, high]
+
+
+def test_range_is_that_of_the_clock_sample_by_sample(study):
+    """All samples at once are what explaining the same schedule with each by itself would say."""
+    profile = dataclasses.replace(H100, ranges={"memory_bandwidth": (2e12, 4e12), "contention": (0.0, 0.5)})
+    found = study.explain((RANKS,), profile, "isolated")
+    drawn = sampled(profile, 200)
+    steps = []
+    for memory, contention in zip(drawn.memory_bandwidth, drawn.contention):
+        numbers = {"memory_bandwidth": float(memory), "contention": float(contention)}
+        other = with_numbers(dataclasses.replace(profile, ranges={}), numbers)
+        costs = dataclasses.replace(found._costs, profile=other)
+        timeline = graphshard.schedule.timeline.estimate(found._program, costs)
+        trained = sum(row.shard_bytes(row.dtype) for row in found._program.params if row.trainable)
+        steps.append(timeline.seconds + costs.optimizer(trained, 2))
+    low, high = np.percentile(steps, PERCENTILES)
+    assert found.step_range_s == pytest.approx((min(low, found.step_time_s), max(high, found.step_time_s)))
+
+
+def test_wider_ranges_make_a_wider_range(study):
+    """And a network only counts where ranks leave the node."""
+    only = {"outside.isolated": (1e9, 25e9)}
+    profile = dataclasses.replace(H100, ranges=only)
+    inside = study.explain((RANKS,), profile, "isolated")
+    assert inside.step_range_s[1] == pytest.approx(inside.step_time_s)
+    beyond = study.explain((16,), profile, "isolated")
+    assert beyond.step_range_s[1] > 1.2 * beyond.step_time_s

@@ -1,0 +1,223 @@
+"""`tests/gpu/run.sh`: how parts are run, what is made of what they find, and all of it in small on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from benchmarks.gpu import artifact, command, steps, tests
+from benchmarks.gpu.parts import Part, run_parts
+from benchmarks.gpu.settings import Setup
+from benchmarks.gpu.table import Row, appending, markdown, rows_in
+
+ROOT = Path(__file__).parents[2]
+
+
+def part(name: str, code: str, share: float = 1.0) -> Part:
+    """A part that runs code, which has `emit` and `limit`."""
+    start = (
+        "import os, sys, time, pathlib; from benchmarks.gpu.table import Row, appending;"
+        "emit = appending(pathlib.Path(sys.argv[2])); limit = float(sys.argv[4])\n"
+    )
+    return Part(name, share, (sys.executable, "-c", start + code))
+
+
+@pytest.fixture
+def ran(tmp_path: Path) -> Callable[..., tuple[list[Row], list[str]]]:
+    """Runs parts; what they found, and what was shown."""
+
+    def run(*parts: Part, seconds: float = 60.0) -> tuple[list[Row], list[str]]:
+        shown: list[str] = []
+        return run_parts(parts, seconds, tmp_path, shown.append, ROOT), shown
+
+    return run
+
+
+def test_one_table_of_all_rows() -> None:
+    rows = [
+        Row("steps", "large, one rank", "FSDP2", step=0.2, peak=3 << 30, first=12.34, kernels=1200),
+        Row("steps", "large, one rank", "graphshard", step=0.15, peak=2 << 30, first=40.0, kernels=700),
+        Row("steps", "large, rank 0 of 8", "graphshard", failed=True, note="ValueError: a | b\nmore"),
+        Row("predicted", "large", "step", step=0.1, predicted=0.09, predicted_peak=1 << 30),
+    ]
+    assert (
+        markdown(rows)
+        == """\
+| part | setting | what | step ms | to FSDP2 | predicted ms | peak GiB | predicted GiB | first step s | kernels |  |
+|--|--|--|--:|--:|--:|--:|--:|--:|--:|--|
+| steps | large, one rank | FSDP2 | 200.00 | 1.00 |  | 3.00 |  | 12.3 | 1200 |  |
+| steps | large, one rank | graphshard | 150.00 | 0.75 |  | 2.00 |  | 40.0 | 700 |  |
+| steps | large, rank 0 of 8 | graphshard |  |  |  |  |  |  |  | **failed**: ValueError: a \\| b more |
+| predicted | large | step | 100.00 |  | 90.00 |  | 1.00 |  |  |  |"""
+    )
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    emit = appending(tmp_path / "rows")
+    emit(Row("a", step=1.5, note="é"))
+    with (tmp_path / "rows").open("a") as file:
+        file.write('{"part": "b", "st')
+    assert rows_in(tmp_path / "rows") == [Row("a", step=1.5, note="é")]
+    assert rows_in(tmp_path / "none") == []
+
+
+def test_a_part_that_fails_keeps_no_other_from_running(ran) -> None:
+    rows, shown = ran(
+        part("raises", "emit(Row('raises', note='before')); raise ValueError('what is wrong')"),
+        part("dies", "os.kill(os.getpid(), 9)"),
+        part("says", "emit(Row('says', failed=True, note='known')); sys.exit(1)"),
+        part("works", "print('fine'); emit(Row('works'))"),
+    )
+    assert [(row.part, row.failed) for row in rows] == [
+        *(("raises", False), ("raises", True), ("dies", True)),
+        *(("says", True), ("works", False)),
+    ]
+    assert rows[1].note.endswith("ValueError: what is wrong")
+    assert rows[2].note.startswith("exit status -9")
+    assert rows[3].note == "known"
+    assert "[works] fine" in shown
+
+
+def test_a_part_is_ended_over_its_share_with_all_that_it_started(ran, tmp_path: Path) -> None:
+    """What it had found counts, and what parts leave is for those that follow."""
+    child = f"import time; time.sleep(4); open({str(tmp_path / 'lived')!r}, 'w')"
+    code = f"import subprocess; subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+    began = time.monotonic()
+    rows, _ = ran(
+        part("quick", "emit(Row('quick', step=limit))"),
+        part("slow", code + "emit(Row('slow', step=limit)); time.sleep(300)", share=0.05),
+        part("last", "emit(Row('last', step=limit))", share=0.95),
+        seconds=40.0,
+    )
+    assert time.monotonic() - began < 40
+    by_name = {row.part: row for row in rows if not row.failed}
+    assert by_name["quick"].step == pytest.approx(40 / 2, abs=1)
+    assert by_name["last"].step > by_name["quick"].step
+    (ended,) = (row for row in rows if row.failed)
+    assert (ended.part, ended.note.split(",")[1]) == ("slow", " its share; what it had found counts")
+    time.sleep(4.5)
+    assert not (tmp_path / "lived").exists()
+
+
+def test_the_exit_status_says_whether_anything_failed(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(command, "machine", lambda: dict.fromkeys(("device", "torch", "python", "date"), "x"))
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "GRAPHSHARD_CACHE"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    for failed in (False, True):
+        monkeypatch.setattr(command, "run_parts", lambda *_, f=failed: [Row("steps", failed=f)])
+        assert command.main(["--out", str(tmp_path)]) == failed
+        assert json.loads((tmp_path / "found.json").read_text())["rows"][0]["failed"] == failed
+        assert (tmp_path / "table.md").read_text() in capsys.readouterr().out
+
+
+def test_what_is_missing_is_named_in_one_line(monkeypatch) -> None:
+    assert command.missing_packages() == ""
+    monkeypatch.setitem(command.NEEDED, "no_such_package", "a test")
+    assert command.missing_packages() == "missing: no_such_package (a test). --wheels DIR takes wheels of them"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (["--budget", "0"], "--budget must be seconds, got 0"),
+        (["--artifact", "none.gshard"], "--artifact must be a file that --export made, got none.gshard"),
+        (["--wheels", "none"], "--wheels must be a folder with wheels, got none"),
+        (["--parts", "all"], "invalid choice: 'all'"),
+    ],
+)
+def test_wrong_arguments(argument: list[str], message: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        command.main(argument)
+    assert message in capsys.readouterr().err
+
+
+def test_no_file_of_tests_is_forgotten() -> None:
+    assert {*tests.FILES, "test_run.py"} == {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
+
+
+def test_where_no_file_can_be_made_without_the_gpu(tmp_path: Path, monkeypatch) -> None:
+    """As with torch 2.11: that is said, and the rest is shown with a file that is made beside the GPU."""
+    made = []
+
+    def fail(*_: object) -> None:
+        raise subprocess.CalledProcessError(2, "export")
+
+    monkeypatch.setattr(artifact, "_export_without_gpu", fail)
+    monkeypatch.setattr(artifact, "export", lambda setup, path, capability: made.append(capability))
+    monkeypatch.setattr(artifact, "_compared", lambda setup, path, row: row)
+    rows: list[Row] = []
+    artifact.measure(Setup.of(dry=True), rows.append, tmp_path, None)
+    assert made == [None]
+    assert [row.failed for row in rows] == [True, False]
+    assert rows[0].note.startswith("export without a GPU ended with 2")
+
+
+def test_losses_that_differ() -> None:
+    losses, row = torch.tensor([2.0, 1.0]), Row("artifact")
+    assert artifact.compared(losses, losses, row).note == "2 losses as of compile, bit for bit"
+    near = artifact.compared(losses * 1.001, losses, row)
+    assert (near.failed, near.note) == (False, "2 losses differ from those of compile by 1.0e-03 at most")
+    assert artifact.compared(losses * 1.1, losses, row).failed
+    assert artifact.compared(losses * torch.nan, losses, row).failed
+
+
+def test_kernels_are_counted_without_copies() -> None:
+    names = ["Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "triton_poi_fused_0", "nvjet_tst_64x8"]
+    events = [SimpleNamespace(name=name, device_type=DeviceType.CUDA) for name in names]
+    assert steps.num_kernels([*events, SimpleNamespace(name="aten::mm", device_type=DeviceType.CPU)]) == 2
+
+
+def test_settings_are_left_out_when_no_time_is_left(monkeypatch) -> None:
+    monkeypatch.setattr(steps, "_setting", lambda *_, **__: time.sleep(0.2))
+    rows: list[Row] = []
+    steps.measure(Setup.of(dry=True), rows.append, seconds=0.3)
+    assert [row.note for row in rows] == ["left out: no time"] * 2
+    assert [row.setting[-12:] for row in rows] == ["; rank 0 of 8"[-12:], " rank 0 of 64"[-12:]]
+
+
+def test_a_variant_that_fails_keeps_no_other_from_running(monkeypatch) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("not today")
+
+    found = {"FSDP2": lambda model, mesh, tokens: lambda: torch.ones(()), "graphshard": fails}
+    monkeypatch.setattr(steps, "variants", lambda setup: found)
+    rows: list[Row] = []
+    steps.measure(Setup.of(dry=True), rows.append, seconds=60.0)
+    one_rank = [row for row in rows if row.setting.endswith("one rank")]
+    assert {row.variant: row.note for row in one_rank if row.failed} == {"graphshard": "ValueError: not today"}
+    assert [row.step is not None for row in one_rank if not row.failed] == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2500)
+def test_all_of_it_on_a_cpu(tmp_path: Path) -> None:
+    """Every part finds something, and nothing fails."""
+    run = [str(ROOT / "tests/gpu/run.sh"), "--dry", "--budget", "2400", "--out", str(tmp_path)]
+    done = subprocess.run(run, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = [Row(**row) for row in found["rows"]]
+    assert {row.part for row in rows} == set(command.SHARES)
+    measured = {row.variant for row in rows if row.part == "steps" and row.step}
+    assert measured == set(steps.variants(Setup.of(dry=True)))
+    assert {row.setting.rpartition(", ")[2] for row in rows if row.part == "steps"} == {
+        *("one rank", "rank 0 of 8", "rank 0 of 64")
+    }
+    assert any(row.predicted and row.step for row in rows if row.part == "predicted")
+    (loaded,) = (row for row in rows if row.variant == "load and train")
+    assert loaded.note == "5 losses as of compile, bit for bit"
+    (all_tests,) = (row for row in rows if row.part == "tests")
+    assert all_tests.note == "8 passed"
+    assert found["machine"]["torch"] == str(torch.__version__)
+    assert "| tests |" in done.stdout

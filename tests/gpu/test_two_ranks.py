@@ -1,0 +1,190 @@
+"""Two ranks and more on one GPU: gloo sends, as NCCL wants a GPU for each rank.
+
+`pytest -m gpu` runs them on the GPU, where they were never run yet. On a CPU they run as they are, so that it is known
+that the tests are right: one in the quick tests, the others with `pytest -m slow`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import graphshard
+from tests.distributed.twins import (
+    BF16,
+    POLICIES,
+    Batch,
+    assert_same,
+    example_llama,
+    grads_of,
+    params_of,
+    train_side_by_side,
+    twins,
+)
+from tests.helpers import Blocks
+from tests.ranks import Ranks
+
+GPU = pytest.param("cuda", id="on_cuda", marks=pytest.mark.gpu)
+ALWAYS = pytest.mark.parametrize("device", [pytest.param("cpu", id="on_cpu"), GPU])
+DEVICES = pytest.mark.parametrize("device", [pytest.param("cpu", id="on_cpu", marks=pytest.mark.slow), GPU])
+
+
+def _mesh(device: str, *shape: int) -> DeviceMesh:
+    """All ranks; on CUDA all of them on the first GPU."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    names = ("replicate", "shard") if len(shape) == 2 else None
+    return init_device_mesh(device, shape or (dist.get_world_size(),), mesh_dim_names=names)
+
+
+def _llama(device: str) -> tuple[nn.Module, Batch]:
+    model, batch = example_llama()
+    return model.to(device), lambda: {name: value.to(device) for name, value in batch().items()}
+
+
+def _train(rank: int, world_size: int, device: str, policy: str, shape: tuple[int, ...]) -> None:
+    model, batch = _llama(device)
+    pair = twins(model, _mesh(device, *shape), mp_policy=POLICIES[policy])
+    train_side_by_side(pair, batch, steps=4)
+    assert {param.to_local().device.type for param in pair[0].parameters()} == {device}
+
+
+@ALWAYS
+def test_training_equals_fsdp2(ranks: Ranks, device: str) -> None:
+    """Losses, gradients, norms, parameters and buffers, bit for bit: the sum of two ranks has one order."""
+    ranks(2).run(_train, device, "bf16", ())
+
+
+@DEVICES
+def test_training_in_float32_equals_fsdp2(ranks: Ranks, device: str) -> None:
+    ranks(2).run(_train, device, "fp32", ())
+
+
+@DEVICES
+def test_hsdp_equals_fsdp2(ranks: Ranks, device: str) -> None:
+    ranks(4).run(_train, device, "bf16", (2, 2))
+
+
+def _accumulate(rank: int, world_size: int, device: str) -> None:
+    model, batch = _llama(device)
+    ours, theirs = twins(model, _mesh(device), mp_policy=BF16)
+    for last in (False, True):
+        found = []
+        for net in (ours, theirs):
+            torch.manual_seed(rank)
+            net.set_requires_gradient_sync(last)
+            net(**batch()).backward()
+            found.append(grads_of(net))
+        assert_same(*found, f"gradients when {last=}")
+    assert all(grad is not None for grad in grads_of(ours).values())
+
+
+@DEVICES
+def test_accumulation_equals_fsdp2(ranks: Ranks, device: str) -> None:
+    ranks(2).run(_accumulate, device)
+
+
+def _offload(rank: int, world_size: int, device: str) -> None:
+    model, batch = _llama(device)
+    pin = device == "cuda"  # on a CPU, FSDP2 fails for lack of pinned memory
+    options = {"mp_policy": BF16, "offload_policy": CPUOffloadPolicy(pin_memory=pin)}
+    pair = twins(model.cpu(), _mesh(device), **options)
+    train_side_by_side(pair, batch, steps=3)
+    assert {param.to_local().device.type for param in pair[0].parameters()} == {"cpu"}
+    pair[0].unshard()
+    assert {param.device.type for param in pair[0].parameters()} == {device}
+    pair[0].reshard()
+    pair[0].set_reshard_after_backward(False)
+    pair[0](**batch()).backward()
+
+
+@DEVICES
+def test_offloading_equals_fsdp2(ranks: Ranks, device: str) -> None:
+    """Then parameters that are gathered by hand, and kept, from shards that live on the host."""
+    ranks(2).run(_offload, device)
+
+
+def _unshard(rank: int, world_size: int, device: str) -> None:
+    model, batch = _llama(device)
+    pair = twins(model, _mesh(device), mp_policy=BF16)
+    found = []
+    for net in pair:
+        torch.manual_seed(rank)
+        net.unshard()
+        for block in net.layers:
+            block.unshard(async_op=True).wait()
+        loss = net(**batch())
+        loss.backward()
+        net.reshard()
+        found.append({"loss": loss.detach(), **grads_of(net)})
+    assert_same(*found, "after unshard")
+
+
+@DEVICES
+def test_unshard_equals_fsdp2(ranks: Ranks, device: str) -> None:
+    ranks(2).run(_unshard, device)
+
+
+def _checkpoint(rank: int, world_size: int, device: str, folder: str) -> None:
+    mesh = _mesh(device)
+    state: list[dict[str, Any]] = []
+    for way in ("saved", "loaded"):
+        model, batch = _llama(device)
+        graphshard.compile(model, mesh, backend="eager", mp_policy=BF16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if way == "loaded":
+            graphshard.load_checkpoint(folder, model, optimizer)
+        for step in range(2 if way == "loaded" else 4):
+            torch.manual_seed(10 * (step + 2 * (way == "loaded")) + rank)
+            model(**batch()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if way == "saved" and step == 1:
+                graphshard.save_checkpoint(folder, model, optimizer)
+        state.append(params_of(model))
+    assert_same(*state, "after two more steps")
+
+
+@DEVICES
+def test_checkpoint_repeats_training(ranks: Ranks, device: str, tmp_path: Path) -> None:
+    ranks(2).run(_checkpoint, device, str(tmp_path / "checkpoint"))
+
+
+def _artifact(rank: int, world_size: int, device: str, path: str) -> None:
+    mesh = _mesh(device)
+    losses = []
+    for way in ("compile", "load"):
+        torch.manual_seed(0)
+        model = Blocks(3, 16, bias=True)
+        if way == "compile":
+            graphshard.compile(model, mesh, backend="eager", mp_policy=BF16)
+        else:
+            graphshard.load(path, model, mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            loss = model(torch.randn(4, 16).to(device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        losses.append(dict(enumerate(found)))
+    assert_same(*losses, "losses")
+
+
+@DEVICES
+def test_loaded_file_trains_as_compile(ranks: Ranks, device: str, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Blocks(3, 16, bias=True)
+    inputs = (torch.zeros(4, 16),)
+    options = {"example_inputs": inputs, "mp_policy": BF16, "backend": "eager", "device": device}
+    path = graphshard.export(model, (2,), tmp_path / "blocks.gshard", **options)
+    ranks(2).run(_artifact, device, str(path))

@@ -1,0 +1,262 @@
+"""Kernels of several regions compiled together: the same code and the same bits as one by one, whatever goes wrong."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pkgutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphshard.ir.program import Region
+from graphshard.ir.torch_internals import fake_mode_of
+from graphshard.ir.wanted import wanted_while
+from graphshard.lower import cpp_internals, inductor, together
+from graphshard.lower.cpp_internals import Batch, Pending
+from graphshard.lower.inductor import compile_all, compile_inductor
+from graphshard.lower.operators import outputs_of
+from graphshard.lower.regions import Boxed, extract
+
+INPUT = torch.linspace(-1, 1, 512).reshape(8, 64)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Inductor; it has compiled its header before."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _regions(first: int, number: int) -> dict[str, Region]:
+    """Regions that differ in a number, which no other test has: kernels of a process are kept by their source."""
+    return {f"region_{n}": _region(functools.partial(_compute, first + n)) for n in range(number)}
+
+
+def _compute(number: int, x: torch.Tensor) -> torch.Tensor:
+    return (x * (1 + 1 / number)).exp().mean(1).sin()
+
+
+def _region(compute: Callable[..., torch.Tensor]) -> Region:
+    graph = make_fx(compute, tracing_mode="fake")(INPUT).graph
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    region = extract(calls, graph.find_nodes(op="placeholder"), calls[-1:]).as_region()
+    assert fake_mode_of(outputs_of(region.module)[0]).shape_env is not None
+    return region
+
+
+def _counted() -> Any:
+    """The runs of compilers of several kernels or one; not those that Inductor makes."""
+    run = together.Compilers.run
+    return mock.patch.object(together.Compilers, "run", autospec=True, side_effect=run)
+
+
+def _inductors() -> Any:
+    """The runs of compilers that Inductor makes itself."""
+    CppBuilder = pkgutil.resolve_name("torch._inductor.cpp_builder.CppBuilder")
+    return mock.patch.object(CppBuilder, "build", autospec=True, side_effect=CppBuilder.build)
+
+
+def _values(compiled: dict[str, Boxed]) -> list[torch.Tensor]:
+    return [compiled[name]([INPUT])[0] for name in sorted(compiled)]
+
+
+def test_regions_are_compiled_together(tmp_path: Path) -> None:
+    """And their code and bits are those of each by itself."""
+    regions = _regions(1000, 3)
+    compile_inductor(_regions(900, 1)["region_0"], "warm")  # the CPU is known, and the header is there
+    with _counted() as runs, _inductors() as inductors:
+        made = dict(compile_all(regions, lambda told: None))
+    assert runs.call_count == 1
+    assert inductors.call_count == 0
+    cpp_internals.CppPythonBindingsCodeCache.cache_clear()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "another")  # put back by the fixture
+    with mock.patch.object(cpp_internals, "compile_together", return_value=""), _inductors() as inductors:
+        alone = {name: compile_inductor(region, name) for name, region in regions.items()}
+    assert inductors.call_count >= 3
+    for name, fn in made.items():
+        assert _without_paths(fn) == _without_paths(alone[name])
+    for one, other in zip(_values(made), _values(alone), strict=True):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(_values(made), [_compute(1000 + n, INPUT) for n in range(3)])
+
+
+def _without_paths(fn: Any) -> str:
+    return "\n".join(line for line in fn.source_code.splitlines() if "#include" not in line and "# AOT ID" not in line)
+
+
+def test_they_are_found_in_the_cache_by_the_next(tmp_path: Path) -> None:
+    """No code is generated, and no compiler runs."""
+    regions = _regions(2000, 2)
+    first = dict(compile_all(regions, lambda told: None))
+    cpp_internals.CppPythonBindingsCodeCache.cache_clear()
+    before = _hits()
+    with _counted() as runs, _inductors() as inductors:
+        second = dict(compile_all(regions, lambda told: None))
+    assert (runs.call_count, inductors.call_count, _hits() - before) == (0, 0, 2)
+    for one, other in zip(_values(first), _values(second), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_code_for_another_number_of_threads_is_other_code() -> None:
+    """Sums of several threads round otherwise."""
+    regions, threads = _regions(9000, 1), torch.get_num_threads()
+    dict(compile_all(regions, lambda told: None))
+    before = _hits()
+    try:
+        torch.set_num_threads(threads + 1)
+        dict(compile_all(regions, lambda told: None))
+    finally:
+        torch.set_num_threads(threads)
+    assert _hits() == before
+    dict(compile_all(regions, lambda told: None))
+    assert _hits() == before + 1
+
+
+def _hits() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_hit"]
+
+
+@pytest.mark.parametrize("problem", [RuntimeError("ended with 1"), OSError(28, "No space left on device")])
+def test_what_does_not_work_together_is_compiled_alone(problem: Exception) -> None:
+    first = 3000 + len(str(problem))
+    with mock.patch.object(together.Compilers, "run", side_effect=problem):
+        made = dict(compile_all(_regions(first, 2), lambda told: None))
+    torch.testing.assert_close(_values(made), [_compute(first + n, INPUT) for n in range(2)])
+
+
+def test_a_kernel_that_no_compiler_takes_runs_as_operators() -> None:
+    """And the others do not suffer."""
+    add = Batch.add
+
+    def broken(self: Batch, argtypes: list[str], source: str) -> Pending:
+        return add(self, argtypes, source.replace(number, "no such thing"))
+
+    number = repr(1 + 1 / 4001)
+
+    with (
+        mock.patch.object(Batch, "add", broken),
+        pytest.warns(UserWarning, match="Inductor cannot compile region_1 .*CppCompileError"),
+    ):
+        made = dict(compile_all(_regions(4000, 2), lambda told: None))
+    assert hasattr(made["region_0"], "source_code")
+    assert not hasattr(made["region_1"], "source_code")
+    torch.testing.assert_close(_values(made), [_compute(4000 + n, INPUT) for n in range(2)])
+
+
+def test_compilers_are_ended_with_the_work() -> None:
+    """A rank that is not needed any more, or Ctrl-C: nothing is waited for, no thread and no lock is left."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def run(self: together.Compilers, *_: Any) -> str:
+        begun.set()
+        while not self.ended:
+            ended.wait(0.01)
+        ended.set()
+        raise RuntimeError("ended")
+
+    def check() -> None:
+        if begun.is_set():
+            raise KeyboardInterrupt
+
+    regions = _regions(5000, 2)
+    with mock.patch.object(together.Compilers, "run", run), wanted_while(check), pytest.raises(KeyboardInterrupt):
+        dict(compile_all(regions, lambda told: None))
+    assert ended.is_set()
+    assert not any(thread.name.startswith("graphshard-compilers") for thread in threading.enumerate())
+    made = dict(compile_all(regions, lambda told: None))
+    torch.testing.assert_close(_values(made), [_compute(5000 + n, INPUT) for n in range(2)])
+
+
+def test_threads_that_collect_nothing_get_kernels() -> None:
+    """torch.compile in another thread, while regions are generated here."""
+    found: list[torch.Tensor] = []
+
+    def another() -> None:
+        found.append(torch.compile(lambda x: (x / 6001).exp().sin())(INPUT))
+
+    with Batch(1) as batch, batch.collecting() as scopes:
+        thread = threading.Thread(target=another)
+        thread.start()
+        thread.join()
+        assert scopes == []
+    torch.testing.assert_close(found[0], (INPUT / 6001).exp().sin())
+
+
+def test_a_header_that_is_not_used_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    cpp_internals._warn_of_header.cache_clear()
+    said = "done\ncc1plus: warning: /tmp/x.h.gch: not used because `-g' is set [-Winvalid-pch]"
+    for _ in range(2):
+        cpp_internals._check_header(said)
+    assert caplog.text.count("does not use the header that Inductor has compiled") == 1
+    assert "/tmp/x.h.gch: not used because `-g' is set" in caplog.text
+    assert "Set CXX to a compiler with g++ or clang in its name, such as CXX=g++" in caplog.text
+
+
+def test_gcc_under_another_name_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    cpp_internals._warn_of_header.cache_clear()
+    gcc = "cxx (Debian 12.2.0) 12.2.0\nCopyright (C) 2022 Free Software Foundation, Inc.\n"
+    with (
+        mock.patch.object(cpp_internals, "is_gcc", return_value=False),
+        mock.patch.object(cpp_internals, "get_cpp_compiler", return_value="/opt/cxx"),
+        mock.patch.object(cpp_internals, "_version", return_value=gcc),
+    ):
+        cpp_internals._check_header("")  # nothing was compiled
+        assert not caplog.records
+        cpp_internals._check_header("done\n")
+    assert "/opt/cxx does not use the header" in caplog.text
+    assert "it is GCC, and Inductor does not know that from its name" in caplog.text
+
+
+def test_nothing_is_said_of_a_header_that_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    cpp_internals._warn_of_header.cache_clear()
+    with _counted() as runs:
+        dict(compile_all(_regions(7000, 2), lambda told: None))
+    assert runs.call_count == 1
+    assert not caplog.records
+
+
+def test_the_cpu_is_what_inductor_finds_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer files are compiled, and the answer is the same."""
+    isa = cpp_internals.cpu_vec_isa
+    isa.valid_vec_isa_list.cache_clear()
+    cpp_internals._probe()
+    ours = list(map(str, isa.valid_vec_isa_list()))
+    isa.valid_vec_isa_list.cache_clear()
+    assert list(map(str, isa.valid_vec_isa_list())) == ours
+    assert inductor.config.cpp.vec_isa_ok is None
+
+
+def test_what_begins_is_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr(cpp_internals, "_begin", lambda beginning: (begun.append(beginning), beginning.cpu.set()))
+    cpp_internals.begin()
+    cpp_internals.begin()
+    cpp_internals.wait_for_cpu()
+    assert len(begun) == 1
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # a fork has no thread that goes on with it
+    cpp_internals.wait_for_cpu()
+    assert len(begun) == 2
+
+
+def test_damaged_entries_of_inductors_cache_are_made_again(tmp_path: Path) -> None:
+    regions = _regions(8000, 2)
+    first = dict(compile_all(regions, lambda told: None))
+    entries = [path for path in (tmp_path / "inductor" / "fxgraph").rglob("*") if path.is_file()]
+    assert len(entries) == 2
+    for path in entries:
+        path.write_bytes(b"damaged")
+    before = _hits()
+    second = dict(compile_all(regions, lambda told: None))
+    assert _hits() == before
+    for one, other in zip(_values(first), _values(second), strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,91 @@
+"""Kernels of models, run by Triton's interpreter, compute what the operators of their regions do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+from torch.torch_version import TorchVersion
+
+import graphshard
+from graphshard.artifact.members import read_artifact
+from tests.lower.test_cross import Net, assert_kernels_compute
+
+pytest.importorskip("cffi")
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU"),
+    pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="torch cannot be told of a GPU"),
+]
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+POLICIES = {"bf16": BF16, "fp32": None}
+
+
+class ResidualBlock(nn.Module):
+    """A block of a ResNet, its head and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.beside = nn.Conv2d(4, 8, 1)
+        self.norm, self.norm2 = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm(self.first(images)))
+        x = F.relu(self.norm2(self.second(x)) + self.beside(images))
+        return F.cross_entropy(self.head(x.mean((2, 3))).float(), labels)
+
+
+def _block() -> tuple[nn.Module, dict[str, Any]]:
+    return ResidualBlock(), {"images": torch.zeros(2, 4, 6, 6), "labels": torch.zeros(2, dtype=torch.int64)}
+
+
+def _of_transformers(name: str, **changes: Any) -> Callable[[], tuple[nn.Module, dict[str, Any]]]:
+    def make() -> tuple[nn.Module, dict[str, Any]]:
+        pytest.importorskip("transformers")
+        from benchmarks.tiny_models import batch_of, tiny_model
+
+        model, task = tiny_model(name, num_hidden_layers=1, use_cache=False, **changes)
+        return model, batch_of(model, task)
+
+    return make
+
+
+MODELS = {
+    "llama": _of_transformers("llama"),
+    "gpt2": _of_transformers("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "resnet": _block,
+}
+
+
+def test_in_bfloat16(tmp_path: Path) -> None:
+    """A norm, a gated layer and a loss, forward and backward."""
+    given: dict[str, Any] = {"example_inputs": (torch.zeros(6, dtype=torch.int64),), "mp_policy": BF16}
+    file = graphshard.export(Net(), (2,), tmp_path / "net.gshard", **given, device="cuda", capability=(9, 0))
+    assert_kernels_compute(file, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # 110 s beside other work; the interpreter runs the programs of a kernel one by one
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of transformers
+@pytest.mark.parametrize("dtype", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, dtype: str, tmp_path: Path) -> None:
+    """Every region that has something to fuse has kernels, forward and backward, and they are right."""
+    model, kwargs = MODELS[name]()
+    given: dict[str, Any] = {"example_kwargs": kwargs, "mp_policy": POLICIES[dtype]}
+    file = graphshard.export(model, (2,), tmp_path / "model.gshard", **given, device="cuda", capability=(9, 0))
+    regions = read_artifact(file).facts["regions"]
+    assert {row["why"] for row in regions.values() if row["code"] != "gpu"} <= {
+        "one operator, which nothing can be fused with"
+    }
+    assert sum(row["code"] == "gpu" for row in regions.values()) >= 2
+    assert_kernels_compute(file, tmp_path)

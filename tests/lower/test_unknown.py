@@ -1,0 +1,62 @@
+"""Inductor's regions of sizes that depend on values."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from graphshard.ir.graph import aten, emit
+from graphshard.ir.kernel_strides import new_tracing_mode
+from graphshard.ir.torch_internals import FakeTensorMode
+from graphshard.ir.tracing_internals import new_unknown_size
+from graphshard.lower.inductor import compile_inductor
+from graphshard.lower.regions import extract
+from graphshard.lower.unknown import sums_as_sizes
+
+
+def _input(graph: Graph, value: torch.Tensor) -> Node:
+    node = graph.placeholder(f"x{len(graph.nodes)}")
+    node.meta["val"] = value
+    return node
+
+
+@pytest.fixture
+def mode() -> FakeTensorMode:
+    return new_tracing_mode()
+
+
+def _module(mode: FakeTensorMode, *, beside: bool) -> tuple[Graph, list[Node], list[Node]]:
+    """Twice the silu of an input as long as two sizes together; with `beside`, inputs of these sizes are there."""
+    graph, first, second = Graph(), new_unknown_size(mode), new_unknown_size(mode)
+    with mode:
+        inputs = [_input(graph, torch.empty(first + second, 8))]
+        if beside:
+            inputs += [_input(graph, torch.empty(first)), _input(graph, torch.empty(second))]
+    silu = emit(graph, aten.silu.default, inputs[0], like=inputs[0])
+    return graph, inputs, [silu, emit(graph, aten.mul.Tensor, silu, 2, like=silu)]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_sum_is_a_size_of_its_own(mode: FakeTensorMode, beside: bool) -> None:
+    """Unless inputs have what it is made of."""
+    graph, _, calls = _module(mode, beside=beside)
+    graph.output((calls[-1],))
+    module = GraphModule({}, graph)
+    found = sums_as_sizes(module)
+    assert (found is module) == beside
+    (length,) = {str(n.meta["val"].shape[0]) for n in found.graph.nodes if n.target in (aten.silu.default, "x0")}
+    assert ("+" in length) == beside
+
+
+def test_inductor_compiles_it(mode: FakeTensorMode) -> None:
+    """One region for all lengths; without the symbol it would run as ATen operators, with a warning."""
+    _, inputs, calls = _module(mode, beside=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = compile_inductor(extract(calls, inputs, calls[-1:]).as_region(), "region")
+    for length in (5, 0, 9):
+        x = torch.randn(length, 8)
+        torch.testing.assert_close(run([x])[0], 2 * torch.nn.functional.silu(x))

@@ -1,0 +1,253 @@
+"""A program made of few blocks is the one that capturing every block makes, value by value; none is made in doubt."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import graphshard
+from graphshard.ir.printer import print_phase
+from graphshard.ir.program import Program
+from graphshard.module.few_blocks import VARIABLE
+from tests.conftest import FakeWorld
+from tests.explain.test_depth import Attends, Block, Experts, Skips, Stack, UsesItsIndex
+from tests.ranks import Ranks
+
+BATCH = (torch.zeros(2, 4, dtype=torch.long),)
+
+
+class Drops(Block):
+    """Draws random numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class Normalizes(Block):
+    """Writes its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
+class Again(Block):
+    """Is checkpointed by the user."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Counts(Stack):
+    """Says to the blocks which one is called, by an object that they share."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(blocks)
+        self.now = {"layer": 0}
+        for block in blocks:
+            block.now = self.now
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            self.now["layer"] = number
+            x = block(x)
+        return self.head(x).sum()
+
+
+class IsTold(Block):
+    now: dict[str, int]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if self.now["layer"] == 4 else 1)
+
+
+class Frozen(Stack):
+    """Blocks in the middle are not differentiated."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            with torch.set_grad_enabled(number != 4):
+                x = block(x)
+        return self.head(x).sum()
+
+
+class Scales(nn.Module):
+    """A block whose number is in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(8, 8), {"by": 0.5}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale["by"] * self.inner(x).relu()
+
+
+def program_of(model: nn.Module, **options: Any) -> Program:
+    mesh = init_device_mesh("cpu", (4,))
+    options = {"backend": "eager", **options}
+    graphshard.compile(model, mesh, example_inputs=BATCH, **options)
+    (program,) = graphshard.programs(model)
+    return program
+
+
+def told(program: Program) -> dict[str, Any]:
+    """All that is said of a program; values are numbered in order."""
+    for phase in program.phases.values():
+        for node in phase.module.graph.nodes:
+            node.meta.pop("number", None)
+    state = program.state
+    return {
+        **{name: print_phase(phase) for name, phase in program.phases.items()},
+        **{f"{name} in": [(slot.kind, slot.of) for slot in p.inputs] for name, p in program.phases.items()},
+        "regions": list(program.regions),
+        "calls": program.region_calls,
+        "communication": program.communication,
+        "gathered": program.peak_gathered,
+        "saved": program.saved,
+        "params": program.params,
+        "differentiated": program.differentiated,
+        "rewritten": program.rewritten,
+        "established": program.established,
+        "tangents": program.tangents,
+        "reads": {(str(read.place), read.place, read.text, read.free) for read in state.reads},
+        "hooks": state.hooks,
+        "modules": state.modules,
+        "inputs": state.inputs,
+        "writes": state.writes,
+        "plan": program.plan,
+    }
+
+
+def compare(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) -> bool:
+    """Whether few blocks were captured; the programs must be equal."""
+    long = copy.deepcopy(model)
+    monkeypatch.setenv(VARIABLE, "1")
+    expected = program_of(long, **options)
+    monkeypatch.delenv(VARIABLE)
+    found = program_of(model, **options)
+    expected_says, says = told(expected), told(found)
+    for key, value in expected_says.items():
+        assert says[key] == value, key
+    assert not any(stage.name == "stamp" for stage in expected.history)
+    return any(stage.name == "stamp" for stage in found.history)
+
+
+@pytest.mark.parametrize("depth", [6, 12])
+@pytest.mark.parametrize("tied", [False, True])
+def test_equal_blocks(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, depth: int, tied: bool) -> None:
+    fake_world(4)
+    assert compare(Stack([Block() for _ in range(depth)], tied=tied), monkeypatch)
+
+
+@pytest.mark.parametrize("other", [lambda: Block(width=16), Experts])
+def test_blocks_that_alternate(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
+    fake_world(4)
+    assert compare(Stack([make() for _ in range(6) for make in (Block, other)]), monkeypatch)
+
+
+@pytest.mark.parametrize("block", [Attends, Drops, Again])
+def test_blocks_that_are_more_than_arithmetic(
+    fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, block: type[Block]
+) -> None:
+    fake_world(4)
+    assert compare(Stack([block() for _ in range(8)]), monkeypatch)
+
+
+def test_buffers_that_blocks_write(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_world(4)
+    compare(Stack([Normalizes() for _ in range(7)]), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": "full"},
+        {"reshard_after_forward": False},
+        {"units": ["blocks.*"]},
+        {"offload_policy": torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)},
+        {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    fake_world(4)
+    assert compare(Stack([Attends() for _ in range(7)]), monkeypatch, **options)
+
+
+@pytest.mark.parametrize("odd", [lambda: Block(scale=0.5), lambda: Block(width=16)])
+def test_a_block_that_differs(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, odd: Any) -> None:
+    fake_world(4)
+    assert not compare(Stack([*(Block() for _ in range(3)), odd(), *(Block() for _ in range(3))]), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: Stack([UsesItsIndex(index=number) for number in range(8)]),
+        lambda: Skips([Block() for _ in range(8)]),
+        lambda: Counts([IsTold() for _ in range(8)]),
+        lambda: Frozen([Block() for _ in range(8)]),
+    ],
+    ids=["index", "skips", "told", "frozen"],
+)
+def test_in_doubt_every_block_is_captured(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    fake_world(4)
+    assert not compare(model(), monkeypatch)
+
+
+def test_a_change_of_a_block_that_was_left_out_is_noticed(fake_world: FakeWorld) -> None:
+    """Block 4 was not captured, and its number is another then."""
+    fake_world(4)
+    model = Stack([Scales() for _ in range(9)])
+    graphshard.compile(model, init_device_mesh("cpu", (4,)), backend="eager")
+    model(*BATCH)
+    assert [stage.name for stage in graphshard.programs(model)[0].history].count("stamp") == 1
+    model(*BATCH)
+    assert len(graphshard.programs(model)) == 1
+    model.blocks[4].scale["by"] = 2.0
+    model(*BATCH)
+    assert len(graphshard.programs(model)) == 2
+    assert "blocks.4" in graphshard.programs(model)[1].reason
+    model.blocks[5].inner.register_forward_hook(lambda *_: None)
+    model(*BATCH)
+    assert "blocks.5" in graphshard.programs(model)[2].reason
+
+
+def _trained(rank: int, world_size: int, few: bool) -> list[torch.Tensor]:
+    """Losses of three steps, and parameters after them."""
+    os.environ[VARIABLE] = "" if few else "1"
+    torch.manual_seed(0)
+    model = Stack([Drops() for _ in range(8)], tied=True)
+    graphshard.compile(model, init_device_mesh("cpu", (world_size,)), backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(rank)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randint(16, (2, 4)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    (program,) = graphshard.programs(model)
+    assert any(stage.name == "stamp" for stage in program.history) == few
+    del os.environ[VARIABLE]
+    return [*losses, *(param.detach().to_local().clone() for param in model.parameters())]
+
+
+def test_ranks_train_the_same_bits(ranks: Ranks) -> None:
+    few, every = (ranks(2).run(_trained, few) for few in (True, False))
+    for mine, theirs in zip(few, every, strict=True):
+        assert len(mine) == len(theirs)
+        assert all(torch.equal(one, other) for one, other in zip(mine, theirs))

@@ -1,0 +1,198 @@
+"""overlap-collectives: what the model communicates runs beside compute that does not need it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx import Node
+
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import WAIT, aten, c10d, emit
+from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, REDUCED, SCATTERED, SETTLED
+from graphshard.ir.printer import print_communication, print_phase
+from graphshard.ir.program import Program
+from graphshard.passes import OverlapCollectives
+from graphshard.pipeline.pipeline import run_pass
+from tests.helpers import Blocks, captured, copied
+from tests.passes.written import Written, order_of, two_layers
+
+MM, ADD, MUL, RAND = aten.mm.default, aten.add.Tensor, aten.mul.Tensor, aten.rand_like.default
+
+
+SQUARE = (2, 2)
+
+
+def _columns() -> Program:
+    """Backward of a layer that is cut by columns: the gradient of its input is summed up, that of its weight is not."""
+    write = Written(SQUARE, SQUARE, SQUARE)
+    grad, weight, x = write.inputs
+    of_weight = write(MM, x, grad)
+    of_input = write(REDUCED, write(MM, grad, weight), "sum", "shard")
+    return write.returning(of_weight, write(MUL, of_input, 2))
+
+
+def test_before_and_after() -> None:
+    program = _columns()
+    assert_expected_inline(
+        print_phase(program.phases["forward"]),
+        """\
+  %0: f32[2, 2] = input:0
+  %1: f32[2, 2] = input:1
+  %2: f32[2, 2] = input:2
+  %3: f32[2, 2] = mm(%2, %0)
+  %4: f32[2, 2] = mm(%0, %1)
+  %5: f32[2, 2] = reduced(%4, sum, shard)
+  %6: f32[2, 2] = mul.Tensor(%5, 2)
+  return %3 as output:0
+  return %6 as output:1
+""",
+    )
+    run_pass(OverlapCollectives(), program)
+    assert_expected_inline(
+        print_phase(program.phases["forward"]),
+        """\
+  %0: f32[2, 2] = input:0
+  %1: f32[2, 2] = input:1
+  %2: f32[2, 2] = input:2
+  %3: f32[2, 2] = mm(%0, %1)
+  %4: f32[2, 2] = reducing(%3, sum, shard)
+  %5: f32[2, 2] = mm(%2, %0)
+  %6: f32[2, 2] = settled(%4)
+  %7: f32[2, 2] = mul.Tensor(%6, 2)
+  return %5 as output:0
+  return %7 as output:1
+""",
+    )
+    assert print_communication(program) == ["forward: reducing over shard"]
+
+
+def test_again_changes_nothing() -> None:
+    program = _columns()
+    run_pass(OverlapCollectives(), program)
+    once = print_phase(program.phases["forward"])
+    assert OverlapCollectives().rewrite(program) == 0
+    assert print_phase(program.phases["forward"]) == once
+
+
+def test_nothing_to_overlap() -> None:
+    """No collective of the model's, and none that anything is multiplied beside: the graph stays as it is."""
+    program = copied(two_layers())
+    before = [print_phase(phase) for phase in program.phases.values()]
+    run_pass(OverlapCollectives(), program)
+    assert [print_phase(phase) for phase in program.phases.values()] == before
+
+    write = Written(SQUARE, SQUARE, SQUARE)
+    x, y, z = write.inputs
+    beside = write(ADD, y, z)
+    program = write.returning(beside, write(MM, write(REDUCED, x, "sum", "shard"), z))
+    before = print_phase(program.phases["forward"])
+    assert OverlapCollectives().rewrite(program) == 0
+    assert print_phase(program.phases["forward"]) == before
+
+
+def test_shared_experts_run_while_tokens_are_sent() -> None:
+    """What neither needs a collective nor is needed for the next one."""
+    write = Written(SQUARE, SQUARE, SQUARE)
+    x, shared, expert = write.inputs
+    there = write(EXCHANGED, x, [1, 1], [1, 1], "shard")
+    back = write(EXCHANGED, write(MM, there, expert), [1, 1], [1, 1], "shard")
+    program = write.returning(write(ADD, write(MM, x, shared), back))
+    run_pass(OverlapCollectives(), program)
+    assert order_of(program) == ["exchanged", "mm", "exchanging", "mm", "settled", "add"]
+
+
+def test_reductions_of_gradients_are_not_put_off() -> None:
+    """They start where their gradients are there, or all gradients would live to the end."""
+    write = Written(SQUARE, SQUARE, SQUARE)
+    grad, weight, x = write.inputs
+    sent = write(c10d.reduce_scatter_tensor.default, write(MM, x, grad), "sum", 2, "shard")
+    of_input = write(REDUCED, write(MM, grad, weight), "sum", "shard")
+    program = write.returning(write(WAIT, sent), write(MM, of_input, weight))
+    assert OverlapCollectives().rewrite(program) == 1
+    expected = ["mm", "reducing", "mm", "reduce_scatter_tensor", "wait_tensor", "settled", "mm"]
+    assert order_of(program) == expected
+
+
+def test_a_phase_that_writes_is_left_alone() -> None:
+    """What is written must not be read earlier, or later."""
+    program = _columns()
+    graph = program.phases["forward"].module.graph
+    first = next(node for node in graph.nodes if node.target is MM)
+    with graph.inserting_after(first):
+        emit(graph, aten.relu_.default, first)
+    before = print_phase(program.phases["forward"])
+    assert OverlapCollectives().rewrite(program) == 0
+    assert print_phase(program.phases["forward"]) == before
+
+
+def test_before_partition() -> None:
+    with pytest.raises(PassError, match="overlap-collectives: the program is not partitioned yet; run this pass after"):
+        run_pass(OverlapCollectives(), captured(Blocks(1), (torch.ones(3, 4),)))
+
+
+# What is called, and of which of the values before it.
+CALLS = st.lists(
+    st.tuples(st.sampled_from([MM, ADD, RAND, REDUCED, JOINED]), st.integers(0, 7), st.integers(0, 7)),
+    min_size=3,
+    max_size=25,
+)
+
+
+def _drawn(calls: list[tuple[torch._ops.OpOverload, int, int]]) -> Program:
+    write = Written(SQUARE, SQUARE, SQUARE)
+    values = list(write.inputs)
+    for target, first, second in calls:
+        a, b = values[-1 - first % len(values)], values[-1 - second % len(values)]
+        others = {MM: (b,), ADD: (b,), RAND: (), REDUCED: ("sum", "shard"), JOINED: (1, "shard")}[target]
+        values.append(write(target, a, *others))
+    return write.returning(*values[-3:])
+
+
+def _results(program: Program) -> tuple[list[torch.Tensor], list[int]]:
+    """What a phase computes of given values, where each collective triples, and the order of its random operators."""
+    values: dict[Node, torch.Tensor] = {}
+    draws: list[int] = []
+    sends = {*BEGINS, *BEGINS.values()}
+    generator = torch.Generator().manual_seed(0)
+    phase = program.phases["forward"]
+    for index, node in enumerate(phase.placeholders):
+        values[node] = torch.full((2, 2), 1.0 + index, dtype=torch.float64)
+    for node in phase.module.graph.nodes:
+        if node.op == "call_function":
+            args = [values.get(arg, arg) if isinstance(arg, Node) else arg for arg in node.args]
+            if node.target in sends:
+                values[node] = 3 * args[0] / 10
+            elif node.target is SETTLED:
+                values[node] = args[0]
+            elif node.target is RAND:
+                draws.append(id(node))
+                values[node] = torch.rand(2, 2, generator=generator, dtype=torch.float64)
+            else:
+                values[node] = node.target(*args) / 7
+    return [values[result] for result in phase.results], draws
+
+
+@given(CALLS)
+@settings(max_examples=200, deadline=None)
+def test_any_phase_computes_the_same(calls: list[tuple[torch._ops.OpOverload, int, int]]) -> None:
+    """Values and the order of random operators; collectives keep theirs, and none is read while it is under way."""
+    program = _drawn(calls)
+    before, draws = _results(program)
+    sent = [name for name in order_of(program) if name in ("reduced", "joined")]
+    run_pass(OverlapCollectives(), program)
+    after, drawn = _results(program)
+    assert all(map(torch.equal, before, after))
+    assert draws == drawn
+    done = {"reducing": "reduced", "joining": "joined"}
+    now = [done.get(name, name) for name in order_of(program)]
+    assert [name for name in now if name in ("reduced", "joined")] == sent
+    for node in program.phases["forward"].module.graph.nodes:
+        if node.target in BEGINS.values():
+            assert [user.target for user in node.users] == [SETTLED]
+
+
+def test_all_kinds_can_be_begun() -> None:
+    assert set(BEGINS) == {REDUCED, JOINED, SCATTERED, EXCHANGED}

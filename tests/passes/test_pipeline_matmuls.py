@@ -1,0 +1,241 @@
+"""pipeline-matmuls: products and the model's collectives at them, in pieces that overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+from torch.fx import Node
+
+import graphshard
+from graphshard.codec.passes import decode_pass, encode_pass
+from graphshard.cost.costs import Costs
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import aten
+from graphshard.ir.operators import BEGINS, JOINED, SCATTERED, SETTLED
+from graphshard.ir.printer import print_phase
+from graphshard.ir.program import Program
+from graphshard.passes import OverlapCollectives, PipelineMatmuls
+from graphshard.pipeline.pipeline import run_pass
+from tests.helpers import Blocks, captured
+from tests.passes.written import Written, order_of
+
+MM, ADDMM, VIEW, SPLIT, CAT = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.view.default,
+    aten.split.Tensor,
+    aten.cat.default,
+)
+RANKS = 2
+
+
+def _gathered() -> Program:
+    """[4, 3] rows of each rank, gathered along dim 0 and multiplied."""
+    write = Written((4, 3), (3, 5))
+    x, w = write.inputs
+    return write.returning(write(MM, write(JOINED, x, RANKS, "shard"), w))
+
+
+def _gathered_along_sequences() -> Program:
+    """[2, 4, 3] of each rank, gathered along dim 1, multiplied twice, and used besides."""
+    write = Written((2, 4, 3), (3, 5), (5, 3), (5,))
+    x, w, transposed, bias = write.inputs
+    split = write(SPLIT, write(JOINED, x, RANKS, "shard"), 2)
+    whole = write(CAT, [write.part(split, 0), write.part(split, 1)], 1)
+    rows = write(VIEW, whole, [16, 3])
+    first = write(VIEW, write(MM, rows, w), [2, 8, 5])
+    second = write(ADDMM, bias, write(VIEW, whole, [16, 3]), write(aten.t.default, transposed))
+    return write.returning(first, second, write(aten.mul.Tensor, whole, 2))
+
+
+def _scattered() -> Program:
+    """[8, 3] rows are multiplied, and [4, 5] of their sum are a rank's."""
+    write = Written((8, 3), (3, 5))
+    x, w = write.inputs
+    return write.returning(write(SCATTERED, write(MM, x, w), "sum", RANKS, "shard"))
+
+
+def _scattered_along_sequences() -> Program:
+    """[2, 8, 3] are multiplied, and [2, 4, 5] of their sum along dim 1 are a rank's."""
+    write = Written((2, 8, 3), (3, 5))
+    x, w = write.inputs
+    y = write(VIEW, write(MM, write(VIEW, x, [16, 3]), w), [2, 8, 5])
+    parts = [write.part(write(SPLIT, y, 4, 1), index) for index in range(RANKS)]
+    return write.returning(write(SCATTERED, write(CAT, parts), "sum", RANKS, "shard"))
+
+
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    "gathered": _gathered,
+    "gathered along sequences": _gathered_along_sequences,
+    "scattered": _scattered,
+    "scattered along sequences": _scattered_along_sequences,
+}
+
+
+def test_before_and_after() -> None:
+    program = _gathered()
+    run_pass(PipelineMatmuls(pieces=(2,)), program)
+    run_pass(OverlapCollectives(), program)
+    assert_expected_inline(
+        print_phase(program.phases["forward"]),
+        """\
+  %0: f32[4, 3] = input:0
+  %1: f32[3, 5] = input:1
+  %2: f32[2, 3] = slice.Tensor(%0, 0, 0, 2)
+  %3: f32[4, 3] = joined(%2, 2, shard)
+  %6: f32[2, 3] = slice.Tensor(%0, 0, 2, 4)
+  %7: f32[4, 3] = joining(%6, 2, shard)
+  %4: f32[4, 3] = view(%3, [4, 3])
+  %5: f32[4, 5] = mm(%4, %1)
+  %10: f32[2, 2, 5] = view(%5, [2, 2, 5])
+  %14: f32[4, 3] = settled(%7)
+  %8: f32[4, 3] = view(%14, [4, 3])
+  %9: f32[4, 5] = mm(%8, %1)
+  %11: f32[2, 2, 5] = view(%9, [2, 2, 5])
+  %12: f32[2, 4, 5] = cat([%10, %11], 1)
+  %13: f32[8, 5] = view(%12, [8, 5])
+  return %13 as output:0
+""",
+    )
+
+
+def _results(program: Program) -> list[list[Tensor]]:
+    """What each rank returns, of inputs of its own and weights that are the same."""
+    phase = program.phases["forward"]
+    generator = torch.Generator().manual_seed(0)
+    values: list[dict[Node, Tensor]] = [{} for _ in range(RANKS)]
+    for index, node in enumerate(phase.placeholders):
+        for of_rank in values:
+            of_rank[node] = torch.randn(node.meta["val"].shape, generator=generator, dtype=torch.float64)
+            of_rank[node] = values[0][node] if index else of_rank[node]
+    for node in phase.module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        args = [torch.fx.map_arg(node.args, of_rank.__getitem__) for of_rank in values]
+        if node.target in (JOINED, BEGINS[JOINED]):
+            results: Sequence[Tensor] = [torch.cat([given[0] for given in args])] * RANKS
+        elif node.target in (SCATTERED, BEGINS[SCATTERED]):
+            results = torch.stack([given[0] for given in args]).sum(0).chunk(RANKS)
+        elif node.target is SETTLED:
+            results = [given[0] for given in args]
+        else:
+            results = [node.target(*given, **node.kwargs) for given in args]
+        for of_rank, made in zip(values, results, strict=True):
+            of_rank[node] = made
+    return [[of_rank[result] for result in phase.results] for of_rank in values]
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_same_on_every_rank(name: str, pieces: int) -> None:
+    """Values and shapes; each collective is in so many pieces, all but one beside a product."""
+    program = PROGRAMS[name]()
+    expected = _results(program)
+    run_pass(PipelineMatmuls(pieces=(pieces,)), program)
+    run_pass(OverlapCollectives(), program)
+    torch.testing.assert_close(_results(program), expected, rtol=1e-12, atol=1e-12)
+    names = order_of(program)
+    assert names.count("joined") + names.count("scattered") == 1
+    assert names.count("joining") + names.count("scattering") == pieces - 1
+    assert names.count("settled") == pieces - 1
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_again_changes_nothing(name: str) -> None:
+    program = PROGRAMS[name]()
+    run_pass(PipelineMatmuls(pieces=(2,)), program)
+    once = print_phase(program.phases["forward"])
+    assert PipelineMatmuls(pieces=(2,)).rewrite(program) == 0
+    assert print_phase(program.phases["forward"]) == once
+
+
+def _used_otherwise() -> Program:
+    """The product is needed as a whole, too."""
+    write = Written((8, 3), (3, 5))
+    y = write(MM, *write.inputs)
+    return write.returning(write(SCATTERED, y, "sum", RANKS, "shard"), write(aten.relu.default, y))
+
+
+def _multiplied_by_itself() -> Program:
+    """Both operands need all that is gathered."""
+    write = Written((4, 3))
+    whole = write(JOINED, write.inputs[0], RANKS, "shard")
+    return write.returning(write(MM, whole, write(aten.t.default, whole)))
+
+
+def _of_columns() -> Program:
+    """What is gathered is summed over by the product."""
+    write = Written((4, 3), (5, 8))
+    x, w = write.inputs
+    return write.returning(write(MM, w, write(JOINED, x, RANKS, "shard")))
+
+
+def _transposed() -> Program:
+    """The rows that are scattered are columns of the product."""
+    write = Written((3, 8), (3, 8))
+    y = write(MM, write(aten.t.default, write.inputs[0]), write.inputs[1])
+    return write.returning(write(SCATTERED, write(aten.t.default, y), "sum", RANKS, "shard"))
+
+
+def _split_otherwise() -> Program:
+    """The parts of a sequence are not those of the ranks."""
+    write = Written((4, 4, 3), (3, 5))
+    x, w = write.inputs
+    split = write(SPLIT, write(JOINED, x, RANKS, "shard"), 2)
+    whole = write(CAT, [write.part(split, index) for index in (0, 1, 2, 3)], 1)
+    rows = write(VIEW, whole, [32, 3])
+    return write.returning(write(MM, rows, w))
+
+
+def _odd() -> Program:
+    """Three rows cannot be halved."""
+    write = Written((3, 3), (3, 5))
+    x, w = write.inputs
+    return write.returning(write(MM, write(JOINED, x, RANKS, "shard"), w))
+
+
+@pytest.mark.parametrize(
+    "make", [_used_otherwise, _multiplied_by_itself, _of_columns, _transposed, _split_otherwise, _odd]
+)
+def test_left_alone(make: Callable[[], Program]) -> None:
+    program = make()
+    before = print_phase(program.phases["forward"])
+    assert PipelineMatmuls(pieces=(2,)).rewrite(program) == 0
+    assert print_phase(program.phases["forward"]) == before
+
+
+def _large(rows: int, columns: int) -> Program:
+    """A column-parallel product as those of a Llama of 8B, bf16."""
+    write = Written((rows, 4096), (4096, columns), dtype=torch.bfloat16)
+    x, w = write.inputs
+    return write.returning(write(MM, write(JOINED, x, RANKS, "shard"), w))
+
+
+def test_where_it_pays() -> None:
+    """On H100s; not where pieces would be latencies, nor where rows of the result take longer to copy than to send."""
+    step = PipelineMatmuls(Costs(graphshard.load_profile("h100")))
+    assert step.rewrite(_large(4096, 1792)) == 1
+    assert step.rewrite(_large(64, 1792)) == 0
+    assert step.rewrite(_large(4096, 14336)) == 0
+
+
+def test_wrong_use() -> None:
+    with pytest.raises(PassError, match="pipeline-matmuls: insert this pass after 'partition' and before 'overlap-col"):
+        run_pass(PipelineMatmuls(), captured(Blocks(1), (torch.ones(3, 4),)))
+    with pytest.raises(PassError, match=r"pipeline-matmuls: pieces must be numbers from 2 on, got \(1,\)"):
+        run_pass(PipelineMatmuls(pieces=(1,)), _gathered())
+    program = _scattered()
+    run_pass(PipelineMatmuls(pieces=(2,)), program)
+    run_pass(OverlapCollectives(), program)
+    with pytest.raises(PassError, match="pipeline-matmuls: insert this pass after 'partition' and before 'overlap-col"):
+        run_pass(PipelineMatmuls(), program)
+
+
+def test_dumps_hold_it() -> None:
+    """With its costs, so that `graphshard repro` can run it again."""
+    step = PipelineMatmuls(Costs(graphshard.load_profile("h100")), pieces=(2,))
+    assert decode_pass(encode_pass(step)).step == step

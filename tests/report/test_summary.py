@@ -1,0 +1,166 @@
+"""The page for those who decide: what is on it, and that a real browser shows it readably, wide and narrow."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from graphshard.report.summary import Point, Row, Summary, Tile, drawing_of, render_summary
+from tests.browser import Page, Show, texts
+from tests.report.conftest import OpenText
+from tests.report.test_page import CONTRAST
+from tests.reports import HOSTILE
+
+
+def points(*speeds: float, here: int = 0) -> tuple[Point, ...]:
+    """64, 128, 256 ... ranks."""
+    cells = ("442 ms", "9,263", "38.1 ms", "45.7%", "24.8 GiB", "39.0")
+    return tuple(
+        Point(64 << place, speed, speed / speeds[here], place == here, cells) for place, speed in enumerate(speeds)
+    )
+
+
+def small(**changes: Any) -> Summary:
+    cells = ("442 ms", "9,263", "24.8 GiB", "59,975")
+    reason = "per token waiting for parameters and gradients -7.9%, compute +1.2%, the optimizer +0.3%"
+    long = "the same money per token at 4.86 for a GPU hour"
+    summary = Summary(
+        title="Llama, 8.03 billion parameters, on 64 x h100",
+        lead=("A step of 262,144 tokens takes 442 ms.", "2.00 trillion tokens take 39.0 days."),
+        tiles=tuple(
+            Tile(name, "149,938", "405 ms to 471 ms") for name in ("Step", "Days", "GPU hours", "Money", "MFU")
+        ),
+        headings=("Step", "Tokens/s per GPU", "Memory", "GPU hours"),
+        changes=(
+            Row("hardware b200", 0.94, True, cells, f"{reason}; {long}"),
+            Row("reshard_after_forward=False", 0.02, True, cells, reason),
+            Row("network in-training", -0.31, True, cells, reason),
+            Row("batch 8 per rank", 0.12, False, cells, reason),
+        ),
+        fits=("The largest batch is 3 for each rank.", "The smallest mesh is shard 8."),
+        scaling_headings=("Step", "Tokens/s per GPU", "Exposed", "MFU", "Memory", "Days"),
+        scaling=points(9263.0, 9207.0, 8810.0, 7450.0, 4100.0),
+        assumptions=("Nothing was run.", "Days are those of steps."),
+        left_out=("mesh replicate 8, shard 8: memory_limit cannot be kept",),
+    )
+    return dataclasses.replace(summary, **changes)
+
+
+@pytest.fixture
+def show(open_text: OpenText) -> Show:
+    """`show(summary)` opens the page."""
+
+    def open_page(summary: Summary, **options: Any) -> Page:
+        page = open_text(render_summary(summary, "plan.timeline.html"), **options)
+        page.settle()
+        return page
+
+    return open_page
+
+
+def test_hostile_names_are_text() -> None:
+    row = Row(HOSTILE, 0.1, True, (HOSTILE,), HOSTILE)
+    page = render_summary(
+        Summary(
+            HOSTILE, (HOSTILE,), (Tile(HOSTILE, HOSTILE, HOSTILE),), (HOSTILE,), (row,), (HOSTILE,), (HOSTILE,),
+            tuple(dataclasses.replace(point, cells=(HOSTILE,)) for point in points(2.0, 1.0)), (HOSTILE,), (HOSTILE,),
+        ),
+        f"{HOSTILE}.html",
+    )  # fmt: skip
+    assert "<img" not in page
+    assert "<script" not in page
+    assert "49" not in page.partition("</style>")[2].replace(HOSTILE, "").partition("<svg")[0]
+
+
+def test_there_are_no_scripts_and_no_network() -> None:
+    page = render_summary(small(), "plan.timeline.html")
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert page.count('href="plan.timeline.html') == 2
+
+
+def test_what_is_not_there_is_not_shown() -> None:
+    page = render_summary(small(changes=(), scaling=(), left_out=()), "t.html")
+    assert "No changes were asked for." in page
+    assert 'id="scaling"' not in page
+    assert "could not be predicted" not in page
+    alone = render_summary(small(scaling=points(2.0)), "t.html")
+    assert 'id="scaling"' in alone
+    assert "<svg" not in alone
+
+
+def test_the_drawing_has_the_numbers() -> None:
+    """Speeds from zero up, ranks by their logarithm; the line of the given mesh goes through its mark."""
+    drawing = drawing_of(points(9263.0, 4631.5, 2315.75))
+    assert drawing is not None
+    first, second, third = drawing.marks
+    assert first.y == drawing.ideal
+    ground = drawing.ticks[0][0]
+    assert ground - second.y == pytest.approx((ground - first.y) / 2, abs=0.1)
+    assert ground - third.y == pytest.approx((ground - first.y) / 4, abs=0.1)
+    assert second.x - first.x == pytest.approx(third.x - second.x, abs=0.1)
+    assert [mark.ranks for mark in drawing.marks] == ["64", "128", "256"]
+    assert [mark.efficiency for mark in drawing.marks] == ["100%", "50%", "25%"]
+    assert [label for _, label in drawing.ticks] == ["0", "5,000", "10,000"]
+    assert drawing_of(points(1.0)) is None
+
+
+def test_bars_are_as_long_as_gains(show: Show) -> None:
+    """Of the largest one; losses have another colour."""
+    page = show(small())
+    assert texts(page, "#changes tbody tr td:nth-child(2)") == ["+94.0 %", "+2.0 %", "-31.0 %", "+12.0 %"]
+    widths = page.js("[...document.querySelectorAll('.bar div')].map(bar => bar.getBoundingClientRect().width)")
+    assert widths[2] == pytest.approx(widths[0] * 33 / 100, abs=1)
+    colours = page.js("[...document.querySelectorAll('.bar div')].map(bar => getComputedStyle(bar).backgroundColor)")
+    assert colours[0] == colours[1] != colours[2]
+    assert texts(page, "#changes .warn") == ["no"]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [480, 1400])
+def test_nothing_sticks_out_and_all_is_readable(show: Show, width: int, dark: bool) -> None:
+    """Tables may scroll in their frames; the page does not. Small text has the contrast that WCAG AA asks for."""
+    page = show(small(title=f"{small().title}, with a longer title than there is room for"), width=width, dark=dark)
+    page.js("document.querySelector('details').open = true")
+    page.settle()
+    assert page.js("document.documentElement.scrollWidth") == width
+    shown = "[...document.querySelectorAll('#changes tr')].map(row => [...row.cells].filter(c => c.checkVisibility()))"
+    edges = page.js(f"{shown}.map(cells => cells.map(cell => Math.round(cell.getBoundingClientRect().right)))")
+    assert all(row == edges[0] for row in edges), "headings are above their columns"
+    if width > 1000:
+        assert max(edges[0]) <= width
+    count, bad = page.js(CONTRAST)
+    assert count > 80
+    assert bad == []
+
+
+@pytest.mark.parametrize("width", [480, 1400])
+def test_labels_of_the_drawing_do_not_overlap(show: Show, width: int) -> None:
+    page = show(small(), width=width)
+    assert page.js(
+        """(() => {
+          const edge = document.querySelector(".chart").getBoundingClientRect();
+          const nodes = [...document.querySelectorAll(".chart text")];
+          const all = nodes.map((node) => [node.textContent, node.getBoundingClientRect()]);
+          const apart = (a, b) => a.left >= b.right || b.left >= a.right || a.top >= b.bottom || b.top >= a.bottom;
+          const bad = [];
+          for (const [text, a] of all) {
+            if (a.left < edge.left - 1 || a.right > edge.right + 1) bad.push(text);
+            for (const [other, b] of all) if (a !== b && !apart(a, b)) bad.push(`${text} over ${other}`);
+          }
+          return bad;
+        })()"""
+    ) == []  # fmt: skip
+    sizes = page.js("[...document.querySelectorAll('.chart text')].map(n => n.getBoundingClientRect().height)")
+    assert min(sizes) > 10
+
+
+def test_the_way_to_the_timeline(show: Show) -> None:
+    """Links of the header go to sections, and to the engineers' page."""
+    page = show(small(), width=480)
+    links = page.js("[...document.querySelectorAll('nav a')].map(link => link.getAttribute('href'))")
+    assert links == ["#faster", "#fits", "#scaling", "#assumptions", "plan.timeline.html#timeline"]
+    for link in links[:4]:
+        assert page.js(f"document.querySelector('{link} h2') !== null")

@@ -1,0 +1,274 @@
+"""Programs as they are bound for CUDA devices use streams rightly, and the oracle that says so finds faults."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import graphshard
+from graphshard import Pipeline
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import load_profile
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.operators import UPLOAD
+from graphshard.ir.program import Phase, Program
+from graphshard.lower.arrivals import Taken, with_arrivals
+from graphshard.lower.executor import Executor, _with_frees
+from graphshard.lower.lines import Line, Start, Wait
+from graphshard.passes import MakePlan, Offload
+from graphshard.schedule.by_cost import PlanByCost
+from graphshard.schedule.by_unit import PlanByUnit
+from tests.distributed.twins import BF16, FP32
+from tests.helpers import Blocks
+from tests.ranks import FakeWorld
+from tests.streams import COMPUTE, HOST, KEPT, Value, problems
+
+COSTS = Costs(load_profile("h100"), mesh=Mesh.of_shape(2))
+PLANNERS = {
+    "by unit": PlanByUnit(),
+    "coalesced": PlanByUnit(pack_gathers_below=0, pack_reductions_below=0),
+    "by cost": PlanByCost(COSTS, worth=0.0),
+}
+SHAPES: dict[str, tuple[int, ...]] = {"plain": (2,), "HSDP": (2, 2)}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A phase that is bound to process groups."""
+
+    program: Program
+    phase: Phase
+
+    @property
+    def lines(self) -> Sequence[Line]:
+        executor = self.phase.module
+        assert isinstance(executor, Executor)
+        return executor.lines
+
+    @property
+    def inputs(self) -> list[str]:
+        """Where they live: parameters and buffers are kept by the model, on the host if they are offloaded."""
+        return [self._place(slot.kind) for slot in self.phase.inputs]
+
+    def _place(self, kind: str) -> str:
+        home = HOST if self.program.offloaded and kind in ("param", "part") else COMPUTE
+        return KEPT + home if kind in ("param", "part", "buffer", "input") else home
+
+    def problems(self, change: Callable[[str], str] = lambda code: code, **given: Any) -> list[str]:
+        return problems(self.lines, self.inputs, change=change, offloaded=self.program.offloaded, **given)
+
+
+def bound(
+    world: FakeWorld,
+    shape: tuple[int, ...] = (2,),
+    *,
+    planner: Any = PLANNERS["by unit"],
+    offload: bool = False,
+    cast_on_host: bool = False,
+    setting: Callable[[Any, bool], None] | None = None,
+    **options: Any,
+) -> list[Bound]:
+    """All phases that three steps run, or three microbatches with a setting."""
+    world(torch.Size(shape).numel())
+    passes = Pipeline().replace("plan", MakePlan(planner))
+    if offload:
+        passes = passes.insert(Offload(always=True, cast_on_host=cast_on_host), before="plan")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    options = {"backend": "eager", "hardware": "h100", **options}
+    model = graphshard.compile(Blocks(4, 8, bias=True), mesh, passes=passes, **options)
+    for number in range(3):
+        if setting is not None:
+            setting(model, number == 2)
+        model(torch.ones(3, 8)).sum().backward()
+    (program,) = graphshard.programs(model)
+    ((installed,),) = model._graphshard.executables.known.values()
+    backwards = list(installed.executable._backwards.values())
+    return [Bound(program, phase) for phase in (program.phases["forward"], *backwards)]
+
+
+def waits(lines: Sequence[Line]) -> Iterator[tuple[int, Wait, int]]:
+    """Waits with their places, and those of what they wait for."""
+    started = {name: place for place, line in enumerate(lines) if isinstance(line, Start) for name in line.results}
+    for place, line in enumerate(lines):
+        if isinstance(line, Wait):
+            yield place, line, started[line.args[0]]
+
+
+def _without(wait: Wait) -> Callable[[str], str]:
+    """The code without a wait."""
+    given = re.escape(str(wait.args[0]))
+    return lambda code: _changed(code, rf"torch\.ops\._c10d_functional\.wait_tensor\.default\({given}\)", wait.args[0])
+
+
+def _changed(code: str, pattern: str, by: str) -> str:
+    changed, count = re.subn(pattern, by, code)
+    assert count == 1, (pattern, count)
+    return changed
+
+
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_programs(fake_world: FakeWorld, shape: tuple[int, ...], planner: Any) -> None:
+    for phase in bound(fake_world, shape, planner=planner, mp_policy=BF16):
+        assert list(waits(phase.lines))
+        assert phase.problems() == []
+
+
+def test_a_plan_by_cost_is_another_one(fake_world: FakeWorld) -> None:
+    (by_unit, _), (by_cost, _) = (bound(fake_world, planner=PLANNERS[name]) for name in ("by unit", "by cost"))
+    assert by_unit.program.plan.events != by_cost.program.plan.events
+
+
+@pytest.mark.parametrize("policy", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_offloaded_programs(fake_world: FakeWorld, shape: tuple[int, ...], policy: MixedPrecisionPolicy) -> None:
+    for phase in bound(fake_world, shape, offload=True, mp_policy=policy):
+        assert phase.problems() == []
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)], ids=["one rank", "plain", "HSDP"])
+def test_shards_that_are_cast_on_the_host(fake_world: FakeWorld, shape: tuple[int, ...]) -> None:
+    """Each has its own pinned memory, and the host reads a shard while earlier ones are on their way."""
+    phases = bound(fake_world, shape, offload=True, cast_on_host=True, mp_policy=BF16)
+    uploads = [line for phase in phases for line in phase.lines if getattr(line, "target", None) is UPLOAD]
+    assert len(uploads) > 4
+    assert {line.args[2] for line in uploads} == {torch.bfloat16}
+    for phase in phases:
+        assert phase.problems() == []
+    arrived = r"torch\.ops\.graphshard\.arrived\.default\((\w+)\)"
+    missed = phases[0].problems(lambda code: re.sub(arrived, r"\1", code))
+    assert any(re.search("reads copy .* while copies", text) for text in missed)
+
+
+def _no_sync(model: Any, last: bool) -> None:
+    model.set_requires_gradient_sync(last)
+
+
+def _no_all_reduce(model: Any, last: bool) -> None:
+    model.set_requires_all_reduce(last)
+
+
+@pytest.mark.parametrize(
+    ("shape", "setting"), [((2,), _no_sync), ((2, 2), _no_sync), ((2, 2), _no_all_reduce)], ids=["plain", "HSDP", "one"]
+)
+def test_microbatches(fake_world: FakeWorld, shape: tuple[int, ...], setting: Callable[[Any, bool], None]) -> None:
+    phases = bound(fake_world, shape, setting=setting, mp_policy=BF16)
+    assert len(phases) == 5  # forward, the likely backward, and those of three microbatches
+    for phase in phases:
+        assert phase.problems() == []
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_updates_where_gradients_arrive(fake_world: FakeWorld, shape: tuple[int, ...]) -> None:
+    """The optimizer writes shards that others have read before."""
+    _, backward = bound(fake_world, shape)
+    inputs = backward.phase.inputs
+    taken = [
+        Taken(
+            place, tuple(i for i, slot in enumerate(inputs) if slot.kind in ("param", "part") and slot.name == s.name)
+        )
+        for place, s in enumerate(backward.phase.outputs)
+        if s.kind == "grad" and s.of == "param"
+    ]
+    lines, groups = with_arrivals(backward.lines, taken)
+    sources = {one.place: one.sources for one in taken}
+    updates = {number: [i for place in places for i in sources[place]] for number, places in enumerate(groups)}
+    assert sum(map(len, updates.values())) > 0
+    freed = list(_with_frees(lines))
+    assert problems(freed, backward.inputs, updates=updates) == []
+    if len(shape) == 1:  # with replicas nothing arrives before all shards are gathered
+        early = {
+            number: [i for places in updates.values() for i in places] if number == 0 else [] for number in updates
+        }
+        assert any("writes input" in found for found in problems(freed, backward.inputs, updates=early))
+
+
+# --- faults ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_every_wait_is_missed(fake_world: FakeWorld, shape: tuple[int, ...], planner: Any) -> None:
+    """But for those behind another wait of the same group, for what was started no earlier."""
+    caught = 0
+    for phase in bound(fake_world, shape, planner=planner):
+        found = list(waits(phase.lines))
+        for place, wait, start in found:
+            (result,) = wait.results
+            used = next(i for i, line in enumerate(phase.lines) if i > place and result in line.reads)
+            group = phase.lines[start].args[-1]
+            covered = any(
+                other != place and other < used and since >= start and phase.lines[since].args[-1] == group
+                for other, _, since in found
+            )
+            missed = phase.problems(_without(wait))
+            assert bool(missed) != covered, wait
+            assert all(re.search(r"(reads .*|writes .*|is freed) while group", text) for text in missed)
+            caught += bool(missed)
+    assert caught
+
+
+def test_a_result_is_freed_before_its_wait(fake_world: FakeWorld) -> None:
+    for phase in bound(fake_world):
+        for _, wait, _ in waits(phase.lines):
+            given = str(wait.args[0])
+            pattern = rf"= (torch\.ops\._c10d_functional\.wait_tensor\.default\({given}\));  {given} = None"
+            freed = f"= torch.ops.aten.empty.memory_format([0]);  {given} = None"
+            missed = phase.problems(lambda code, p=pattern, f=freed: _changed(code, p, f))
+            assert any("is freed while group" in text for text in missed), wait
+
+
+def test_what_is_sent_is_held_until_the_wait(fake_world: FakeWorld) -> None:
+    """Packed buffers are let go of when they are sent; without the hold of the process group that were too early."""
+    for phase in bound(fake_world, planner=PlanByUnit(pack_gathers_below=1 << 20, pack_reductions_below=1 << 20)):
+        assert phase.problems() == []
+        assert any("is freed while group" in text for text in phase.problems(holds=False))
+
+
+def test_swapped_waits(fake_world: FakeWorld) -> None:
+    """Where two collectives of different groups are under way, each is waited for in the place of the other."""
+    _, backward = bound(fake_world, (2, 2), planner=PlanByUnit(reductions_under_way=2))
+    lines = backward.lines
+    swapped = 0
+    for place, wait, start in waits(lines):
+        for other_place, other, other_start in waits(lines):
+            groups = lines[start].args[-1], lines[other_start].args[-1]
+            if place < other_place and other_start < place and groups[0] != groups[1]:
+                first, second = (rf"wait_tensor\.default\({one.args[0]}\)" for one in (wait, other))
+
+                def change(code: str, a: str = first, b: str = second, x: Any = wait, y: Any = other) -> str:
+                    code = _changed(code, rf"torch\.ops\._c10d_functional\.{a}", _waits_for(y, x))
+                    return _changed(code, rf"torch\.ops\._c10d_functional\.{b}(?!, )", _waits_for(x, y))
+
+                assert backward.problems(change), (wait, other)
+                swapped += 1
+    assert swapped
+
+
+def _waits_for(one: Wait, other: Wait) -> str:
+    """Waits for one collective, if it is under way, and goes on with the result of another."""
+    given = one.args[0]
+    return f"[{given} and torch.ops._c10d_functional.wait_tensor.default({given}), {other.args[0]}][1]"
+
+
+def test_copies_that_are_not_recorded(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = bound(fake_world, offload=True)
+    monkeypatch.setattr(Value, "record_stream", lambda self, stream: None)
+    for phase in phases:
+        assert any("is freed while" in text for text in phase.problems())
+
+
+def test_copies_that_are_not_waited_for(fake_world: FakeWorld) -> None:
+    forward, backward = bound(fake_world, offload=True)
+    arrived = r"torch\.ops\.graphshard\.arrived\.default\((\w+)\)"
+    missed = forward.problems(lambda code: re.sub(arrived, r"\1", code))
+    assert any(re.search("reads copy .* while copies", text) for text in missed)
+    assert backward.problems() == []
+    assert any(re.search("host reads host .* while copies", text) for text in backward.problems(finishes=False))
