@@ -101,6 +101,8 @@ class Explanation:
         optimizer_s: reads and writes of the optimizer.
         communication_s: all collectives.
         exposed_comm_s: compute waits for communication.
+        head_s, tail_s: of that, what compute waits where nothing is there to hide it: for the first gathers of the
+            step, mostly the embedding's, and for its last reductions.
         lower_bound_s: no schedule of the same compute on the same link is faster, with the model's own collectives
             where the model has them.
         gap: step_time_s / lower_bound_s - 1.
@@ -140,6 +142,8 @@ class Explanation:
     optimizer_s: float
     communication_s: float
     exposed_comm_s: float
+    head_s: float
+    tail_s: float
     lower_bound_s: float
     gap: float
     search_stopped: bool
@@ -216,7 +220,8 @@ class Explanation:
     def _facts(self) -> list[tuple[str, str]]:
         mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
         memory = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.memory.items())
-        share = f"{self.exposed_comm_s / self.step_time_s:.1%}"
+        exposed = f"exposed {format_seconds(self.exposed_comm_s)} ({self.exposed_comm_s / self.step_time_s:.1%}; "
+        exposed += f"head {format_seconds(self.head_s)}, tail {format_seconds(self.tail_s)})"
         step = f"{format_seconds(self.step_time_s)}{self._between()}"
         speed = f"{self.tokens_per_second:,.0f} tokens/s, {self.tokens_per_second_per_gpu:,.0f} per GPU"
         return [
@@ -225,10 +230,7 @@ class Explanation:
             ("hardware", f"{self.hardware}, network {self.network}, profile {self.profile_hash[:12]}"),
             ("step", f"{step}, {speed}, MFU {self.mfu:.1%}"),
             ("compute", f"{format_seconds(self.compute_s)}, optimizer {format_seconds(self.optimizer_s)}"),
-            (
-                "communication",
-                f"{format_seconds(self.communication_s)}, exposed {format_seconds(self.exposed_comm_s)} ({share})",
-            ),
+            ("communication", f"{format_seconds(self.communication_s)}, {exposed}"),
             ("longest waits", ", ".join(map(str, self.waits[:_WAITS])) or "none"),
             ("critical path", _path(self.critical_path)),
             ("slack", _slack(self.slack)),

@@ -135,6 +135,8 @@ def explained(
         optimizer_s=optimizer,
         communication_s=microbatches * communication,
         exposed_comm_s=microbatches * timeline.total("exposed"),
+        head_s=microbatches * timeline.ends.head,
+        tail_s=microbatches * timeline.ends.tail,
         lower_bound_s=least,
         gap=step / least - 1,
         search_stopped=prediction is not None and prediction.stopped,

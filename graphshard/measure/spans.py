@@ -13,7 +13,7 @@ from graphshard.lower.lines import Call, Start, Wait
 from graphshard.runtime.gloo import as_planned
 from graphshard.runtime.recording import PhaseRun, Recording, Stamp
 from graphshard.schedule.memory import memory_of
-from graphshard.schedule.timeline import Estimate, Step, estimate
+from graphshard.schedule.timeline import Ends, Estimate, Step, ends_of, estimate
 
 
 class Key(NamedTuple):
@@ -77,17 +77,20 @@ class Prediction:
     """The step that was measured, as costs have it.
 
     Attributes:
+        ends: what is exposed at the ends of the step.
         peak_bytes: None if several programs ran, as what one keeps for its backward is alive while others run.
     """
 
     spans: tuple[TimedSpan, ...]
     seconds: float
+    ends: Ends
     peak_bytes: int | None
 
 
 def predict(runs: Sequence[PhaseRun], costs: Costs) -> Prediction:
     """The phases that ran, each behind the one before."""
     phases: dict[int, tuple[Estimate, int]] = {}
+    ends: list[Ends] = []
     spans: list[TimedSpan] = []
     now = 0.0
     for run in runs:
@@ -100,18 +103,27 @@ def predict(runs: Sequence[PhaseRun], costs: Costs) -> Prediction:
         steps = [step for step in found.steps if step.kind not in MODEL_KINDS and step.why != "model"]
         spans += (_predicted(run, step, now) for step in steps)
         now += found.seconds
+        ends.append(found.ends)
     titles = {run.program.title for run in runs}
     peak = max(peak for _, peak in phases.values()) if len(titles) == 1 else None
     if len({id(run.program) for run in runs}) == 1:  # what both phases have, such as buffers of forward, is seen
         both = as_planned(runs[0].program)
         peak = memory_of(both, estimate(both, costs)).peak_bytes
-    return Prediction(tuple(sorted(spans, key=lambda span: span.start)), now, peak)
+    both_ends = Ends(ends[0].head, ends[-1].tail) if ends else Ends(0.0, 0.0)
+    return Prediction(tuple(sorted(spans, key=lambda span: span.start)), now, both_ends, peak)
 
 
 def _predicted(run: PhaseRun, step: Step, shift: float) -> TimedSpan:
     return TimedSpan(
         Key(run.program.title, run.name, step.kind, step.name), step.where, step.start + shift, step.end + shift
     )
+
+
+def measured_ends(spans: Sequence[TimedSpan]) -> Ends:
+    """What of a measured step is exposed at its ends."""
+    kinds = {span.key._replace(kind=""): span.key.kind for span in spans if span.key.kind not in ("compute", "exposed")}
+    order = [span for span in spans if span.key.kind in ("compute", "exposed")]
+    return ends_of([(kinds.get(span.key._replace(kind=""), "compute"), span.seconds) for span in order])
 
 
 def totals(spans: Iterable[TimedSpan]) -> dict[Key, float]:

@@ -17,7 +17,7 @@ from graphshard.ir.given import write_given
 from graphshard.ir.program import Program
 from graphshard.ir.terminal import plain_table
 from graphshard.ir.text import brief, format_bytes, format_seconds, visible
-from graphshard.measure.spans import Key, Prediction, TimedSpan, predict, totals
+from graphshard.measure.spans import Key, Prediction, TimedSpan, measured_ends, predict, totals
 from graphshard.report.content import COLOURS, MeasuredProgram, report_of
 from graphshard.report.page import Measured, Span, Spread, render
 from graphshard.report.trace_events import process_events
@@ -80,6 +80,7 @@ class StepProfile:
         step: from its start until the device was done; all ranks leave a barrier before.
         compute: all regions.
         exposed: what compute waits for collectives.
+        head, tail: of that, what it waits where nothing hides it: for the first gathers, and the last reductions.
         other: the rest of the step: what lies between regions, such as views, launches and Python, the loss, and
             autograd.
         memory: the most bytes of tensors alive at once; None where that could not be measured.
@@ -95,6 +96,8 @@ class StepProfile:
     step: Timing
     compute: Timing
     exposed: Timing
+    head: Timing
+    tail: Timing
     other: Timing
     memory: Timing | None
     regions: tuple[Timing, ...]
@@ -112,9 +115,9 @@ class StepProfile:
         table.add_column(f"{self.model} on {len(self.ranks)} ranks")
         for heading in ("calls", "predicted", "median", "least", "most"):
             table.add_column(heading, justify="right")
-        for title, timing in (("step", self.step), ("compute", self.compute), ("exposed", self.exposed)):
+        for timing in (self.step, self.compute, self.exposed, self.head, self.tail, self.other):
+            title = f"  of it {timing.kind}" if timing.kind in ("head", "tail") else timing.kind
             table.add_row(title, "", *_cells(timing))
-        table.add_row("other", "", *_cells(self.other))
         if self.memory is not None:
             table.add_row("peak memory", "", *_cells(self.memory, format_bytes))
         parts = (("regions", self.regions), ("waits", self.waits), ("collectives, at most", self.collectives))
@@ -214,6 +217,7 @@ def profile_of(model: str, ranks: Sequence[RankStep], runs: Sequence[PhaseRun], 
         programs.setdefault(run.program.title, run.program)  # the first has a forward
     compute, exposed = ([step.total(kind) for step in ranks] for kind in ("compute", "exposed"))
     guessed = {kind: sum(s.seconds for s in prediction.spans if s.key.kind == kind) for kind in ("compute", "exposed")}
+    ends = [measured_ends(step.spans) for step in ranks]
     rest = [step.seconds - busy - waited for step, busy, waited in zip(ranks, compute, exposed)]
     peaks = [step.peak_bytes for step in ranks if step.peak_bytes is not None]
     timings = sorted(_timings(ranks, prediction), key=lambda timing: -timing.measured.median)
@@ -223,6 +227,8 @@ def profile_of(model: str, ranks: Sequence[RankStep], runs: Sequence[PhaseRun], 
         step=Timing("step", prediction.seconds, Spread.of(step.seconds for step in ranks)),
         compute=Timing("compute", guessed["compute"], Spread.of(compute)),
         exposed=Timing("exposed", guessed["exposed"], Spread.of(exposed)),
+        head=Timing("head", prediction.ends.head, Spread.of(found.head for found in ends)),
+        tail=Timing("tail", prediction.ends.tail, Spread.of(found.tail for found in ends)),
         other=Timing("other", None, Spread.of(rest)),
         memory=Timing("memory", prediction.peak_bytes, Spread.of(peaks)) if len(peaks) == len(ranks) else None,
         regions=tuple(t for t in timings if t.kind == "compute"),

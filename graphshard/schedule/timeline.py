@@ -5,10 +5,12 @@ What `clock` says in numbers, as steps to show. What compute waits is exposed co
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from torch.fx import Node
 
@@ -30,6 +32,9 @@ WHY: dict[Why, str] = {
     "late": "launched too late, or longer than what it could hide behind",
     "model": "the model's own collective, which runs where the model has it",
 }
+
+# What compute waits for before it computes, and not behind.
+_BEFORE = ("gather", "upload")
 
 # Waits that are explained: in a deep model all of them take seconds.
 _DELAYS = 20
@@ -145,8 +150,50 @@ class Estimate:
         return sorted((step for step in self.steps if step.kind == "exposed"), key=lambda step: -step.seconds)
 
     @property
+    def ends(self) -> Ends:
+        """What of the waits lies at the ends of the step."""
+        order = []
+        for event, begin, end in zip(self.events, self.times.begins, self.times.ends):
+            if isinstance(event, Call):
+                order.append(("compute", end - begin))
+            elif isinstance(event, Wait):
+                sent = self.events[event.launch]
+                if isinstance(sent, Launch) and sent.kind not in MODEL_KINDS:
+                    order.append((sent.kind, end - begin))
+        return ends_of(order)
+
+    @property
     def seconds(self) -> float:
         return max((end for _, end in self.phases.values()), default=0.0)
+
+
+class Ends(NamedTuple):
+    """Seconds that compute waits where nothing is there to hide them: for first gathers, and for last reductions."""
+
+    head: float
+    tail: float
+
+
+def ends_of(order: Sequence[tuple[str, float]]) -> Ends:
+    """What is exposed at the ends of a step.
+
+    Casts of shards may run before the first gather, and casts of gradients behind the last reduction.
+
+    Args:
+        order: what compute does: "compute", or the kind of collective that it waits for, and for how long.
+    """
+    first = itertools.takewhile(_waits, itertools.dropwhile(_calls, order))
+    last = itertools.takewhile(_waits, itertools.dropwhile(_calls, reversed(order)))
+    head = sum(seconds for kind, seconds in first if kind in _BEFORE)
+    return Ends(head, sum(seconds for kind, seconds in last if kind not in _BEFORE))
+
+
+def _calls(did: tuple[str, float]) -> bool:
+    return did[0] == "compute"
+
+
+def _waits(did: tuple[str, float]) -> bool:
+    return did[0] != "compute"
 
 
 def estimate(program: Program, costs: Costs) -> Estimate:

@@ -141,6 +141,14 @@ def _predicted(rank: int, world_size: int) -> None:
     assert profile.step.predicted == pytest.approx(found.step_time_s - found.optimizer_s)
     assert profile.compute.predicted == pytest.approx(found.compute_s)
     assert profile.exposed.predicted == pytest.approx(found.exposed_comm_s)
+    assert profile.head.predicted == pytest.approx(found.head_s)
+    assert profile.tail.predicted == pytest.approx(found.tail_s)
+    for step in profile.ranks:
+        waited = [span for span in step.spans if span.key.kind == "exposed"]
+        first, last = min(waited, key=lambda span: span.start), max(waited, key=lambda span: span.start)
+        # Each is one bucket here.
+        assert profile.head.measured.least <= first.seconds <= profile.head.measured.most
+        assert profile.tail.measured.least <= last.seconds <= profile.tail.measured.most
     assert profile.memory
     assert profile.memory.predicted == found.peak_memory_bytes
     slower = graphshard.profile_step(model, (_batch(),), loss=_first, hardware="a100")

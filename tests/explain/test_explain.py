@@ -24,7 +24,7 @@ from graphshard.report.content import report_of
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
 from graphshard.schedule.clock import Call, Launch, Wait, run
-from graphshard.schedule.timeline import steps_of
+from graphshard.schedule.timeline import ends_of, steps_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -98,6 +98,18 @@ def test_numbers_fit_together(found):
     assert found.compute_s == pytest.approx(sum(r.calls * r.seconds for r in found.regions))
     assert found.peak_memory_bytes == sum(found.memory.values())
     assert found.communication_s >= found.exposed_comm_s
+    ends = {(wait.phase, wait.why): wait.seconds for wait in found.waits}
+    assert found.head_s == pytest.approx(ends["forward", "head"])
+    assert found.tail_s == pytest.approx(ends["backward", "tail"])
+    assert f"head {format_seconds(found.head_s)}, tail {format_seconds(found.tail_s)}" in str(found)
+
+
+def test_ends_of_a_step():
+    """Casts may be before the first gather and behind the last reduction; other waits are no ends."""
+    order = [("compute", 1.0), ("gather", 2.0), ("gather", 3.0), ("compute", 4.0), ("gather", 5.0), ("compute", 6.0)]
+    assert ends_of(order) == (5.0, 0.0)  # a forward alone reduces nothing
+    assert ends_of([*order, ("reduce", 7.0), ("all_reduce", 8.0), ("compute", 9.0)]) == (5.0, 15.0)
+    assert ends_of([]) == ends_of([("compute", 1.0)]) == (0.0, 0.0)
 
 
 def test_a_search_that_ended_at_its_budget_is_said(found):
