@@ -203,5 +203,13 @@ def _kernel(result: Any, tuner: Any) -> Kernel:
         registers=registers,
         spills=spills,
         cubin=_cubin(made),
-        source=f"# {json.dumps(constants)}, {made.num_warps} warps\n{tuner.fn.src}",
+        source=f"# {json.dumps(constants)}, {made.num_warps} warps\n{_source(tuner.fn)}",
     )
+
+
+def _source(kernel: Any) -> str:
+    """A kernel behind the functions of its file that it may call, such as what a scan combines with."""
+    scope = kernel.fn.__globals__
+    functions = (value for value in scope.values() if type(value) is type(kernel) and value is not kernel)
+    own = [function.src for function in functions if function.fn.__globals__ is scope]
+    return "\n".join([*own, kernel.src])

@@ -70,7 +70,9 @@ def interpreted(kernel: Kernel) -> Launch:
     path = Path(sys.argv[2]) / f"{kernel.name}.py"  # the interpreter reads sources from files
     path.write_text(source)
     exec(compile(source, str(path), "exec"), scope)
-    function = InterpretedFunction(scope[kernel.name])
+    for name in re.findall(r"^def (\w+)", source, re.MULTILINE):  # kernels call functions of their file
+        scope[name] = InterpretedFunction(scope[name])
+    function = scope[kernel.name]
     (signature,) = re.findall(rf"def {kernel.name}\((.*?)\):", source, re.DOTALL)
     names = [name.partition(":")[0].strip() for name in signature.split(",")]
 

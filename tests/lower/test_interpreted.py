@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,20 +49,25 @@ def _block() -> tuple[nn.Module, dict[str, Any]]:
     return ResidualBlock(), {"images": torch.zeros(2, 4, 6, 6), "labels": torch.zeros(2, dtype=torch.int64)}
 
 
-def _of_transformers(name: str, **changes: Any) -> Callable[[], tuple[nn.Module, dict[str, Any]]]:
+def _of_transformers(name: str, experts: str = "", **changes: Any) -> Callable[[], tuple[nn.Module, dict[str, Any]]]:
     def make() -> tuple[nn.Module, dict[str, Any]]:
         pytest.importorskip("transformers")
         from benchmarks.tiny_models import batch_of, tiny_model
 
-        model, task = tiny_model(name, num_hidden_layers=1, use_cache=False, **changes)
+        model, task = tiny_model(name, num_hidden_layers=1, **changes)
+        if experts:
+            model.set_experts_implementation(experts)
         return model, batch_of(model, task)
 
     return make
 
 
 MODELS = {
-    "llama": _of_transformers("llama"),
-    "gpt2": _of_transformers("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "llama": _of_transformers("llama", use_cache=False),
+    "gpt2": _of_transformers("gpt2", use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "vit": _of_transformers("vit"),
+    # Not sorted by expert: equal numbers may come in any order.
+    "mixtral": _of_transformers("mixtral", "batched_mm", use_cache=False),
     "resnet": _block,
 }
 
@@ -73,11 +79,31 @@ def test_in_bfloat16(tmp_path: Path) -> None:
     assert_kernels_compute(file, tmp_path)
 
 
+class Scan(nn.Module):
+    """Its kernel calls a function of its file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).cumsum(-1).square().mean()
+
+
+def test_functions_that_kernels_call(tmp_path: Path) -> None:
+    """The source that is shown has them, and is all that the interpreter needs."""
+    given: dict[str, Any] = {"example_inputs": (torch.ones(4, 8),)}
+    file = graphshard.export(Scan(), (2,), tmp_path / "scan.gshard", **given, device="cuda", capability=(9, 0))
+    members = read_artifact(file).archive.members
+    assert any(b"def _triton_helper_fn" in code for name, code in members.items() if name.endswith(".sm_90.json"))
+    assert_kernels_compute(file, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # 110 s beside other work; the interpreter runs the programs of a kernel one by one
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of transformers
-@pytest.mark.parametrize("dtype", POLICIES)
-@pytest.mark.parametrize("name", MODELS)
+# The interpreter has no atomic additions in bfloat16, by which gradients of chosen experts are added up.
+@pytest.mark.parametrize(("name", "dtype"), sorted({*itertools.product(MODELS, POLICIES)} - {("mixtral", "bf16")}))
 def test_models(name: str, dtype: str, tmp_path: Path) -> None:
     """Every region that has something to fuse has kernels, forward and backward, and they are right."""
     model, kwargs = MODELS[name]()
