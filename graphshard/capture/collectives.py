@@ -27,11 +27,11 @@ from torch.fx import Graph, Node
 
 from graphshard.capture.outside import exchanged, namespaces_of
 from graphshard.capture.untraceable import Untraceable, is_users
+from graphshard.ir.distributed_internals import process_group
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import WAIT, c10d, emit
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
-from graphshard.ir.torch_internals import process_group
 
 _AT_ONCE = {
     c10d.all_reduce.default: REDUCED,

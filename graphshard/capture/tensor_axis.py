@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.untraceable import Untraceable
+from graphshard.ir.distributed_internals import dtensor_of
 from graphshard.ir.graph import aten
 from graphshard.ir.operators import REDUCED
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Phase, Slot
-from graphshard.ir.torch_internals import dtensor_of
 
 
 def distributed(

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from graphshard.ir.distributed_internals import joined_mesh
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.torch_internals import joined_mesh
 
 
 class ExpertMeshes(NamedTuple):

@@ -30,11 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from graphshard.ir.distributed_internals import cut_of_pieces
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import is_int
 from graphshard.ir.split import Split
 from graphshard.ir.text import brief
-from graphshard.ir.torch_internals import cut_of_pieces
 
 Role = Literal["replicate", "shard", "regather", "inner", "tensor"]
 

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphshard.ir.torch_internals import all_gather_into, rank_in_group
+from graphshard.ir.distributed_internals import all_gather_into, rank_in_group
 
 _LIBRARY = torch.library.Library("graphshard", "FRAGMENT")
 

@@ -1,8 +1,7 @@
 """Torch internals that more than one module needs, in one place to adapt when torch moves them.
 
-What tracing needs is in `tracing_internals.py`, what stands in for a GPU in `driver_internals.py`. Besides these only
-`capture/capture.py`, `capture/phase.py`, `lower/inductor.py` and `lower/cross_internals.py` import torch internals; a
-lint rule says so.
+What tracing needs is in `tracing_internals.py`, meshes and DTensors are in `distributed_internals.py`, and what stands
+in for a GPU is in `driver_internals.py`. Who else may import torch internals is a lint rule, and in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from typing import Any, Literal
 
 import sympy
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import _register_work
 from torch._dynamo.source import ConstantSource
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -30,12 +27,6 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 from torch.fx import Graph, GraphModule, graph_module
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import (
@@ -49,11 +40,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.numbers import int_oo
 from torch.utils.checkpoint import CheckpointPolicy
 
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
-except ImportError:  # torch 2.11 has none
-    ShardPlacementResult = None  # type: ignore[assignment, misc]
-
 # Size, for estimates, of what depends on values.
 _GUESS = 64
 
@@ -66,96 +52,34 @@ __all__ = [
     "FakeTensorMode",
     "Fate",
     "FunctionalTensor",
-    "ShardPlacementResult",
-    "all_gather_into",
     "assume_total",
     "cached_casts",
     "changed_settings",
     "condition",
-    "cut_of_pieces",
-    "cuts_of",
     "disable_autocast",
     "dispatcher_operators",
     "draws_stay",
-    "dtensor_of",
     "fake_mode_of",
     "fake_tensor",
-    "fake_world",
     "fate_at",
     "forget_sources",
     "hint",
     "hooks_of_all_modules",
     "inductor_cache",
-    "joined_mesh",
     "load_package",
     "min_cut_partition",
     "modes_of_functions",
     "new_fake_mode",
     "new_size",
-    "process_group",
-    "rendezvous_store",
     "replaced",
     "run_and_save_rng_state",
     "run_with_rng_state",
-    "sharded_like",
-    "started",
     "trace_structured",
     "transform_of",
     "uncompiled",
     "use_boxed_calls",
     "without_dispatch_modes",
 ]
-
-
-def sharded_like(local: torch.Tensor, param: DTensor) -> DTensor:
-    """A gradient's shard as a DTensor placed like the parameter; `from_local` takes five times as long.
-
-    What torch wraps `DTensor.__init__` in, which does nothing else, would take as long as the rest.
-    """
-    made: DTensor = DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
-    return made
-
-
-def dtensor_of(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: torch.Size,
-    stride: tuple[int, ...],
-) -> DTensor:
-    """A DTensor with a local tensor as it is, whatever its class."""
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
-    return DTensor(local, spec, requires_grad=False)
-
-
-def cut_of_pieces(dim: int, num_pieces: int) -> Placement:
-    """How pieces along a dim, each cut along it again, lie on the mesh axis that they are cut over."""
-    return _StridedShard(dim, split_factor=num_pieces) if num_pieces > 1 else Shard(dim)
-
-
-def cuts_of(placements: Sequence[Placement]) -> list[tuple[int, int]]:
-    """Along which mesh axes a tensor is cut, and along which of its dims, in the order of the cuts.
-
-    Axes from the outside in; but what is strided cuts pieces that others have made.
-    """
-    cuts = [(place, p.dim) for place, p in enumerate(placements) if isinstance(p, (Shard, _StridedShard))]
-    return sorted(cuts, key=lambda cut: isinstance(placements[cut[0]], _StridedShard))
-
-
-def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """The mesh of all axes of two others, which are parts of one.
-
-    Raises:
-        RuntimeError: they are not, or share an axis.
-    """
-    joined: DeviceMesh = DeviceMesh._concatenate([first, second])
-    return joined
-
-
-def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes of a mesh as one, as code for FSDP2 makes it; torch keeps it with the mesh."""
-    flat: DeviceMesh = mesh._flatten()
-    return flat
 
 
 def min_cut_partition(joint: GraphModule, num_outputs: int) -> tuple[GraphModule, GraphModule]:
@@ -257,11 +181,6 @@ def _assumed_in(sizes: ShapeEnv) -> dict[sympy.Symbol, int]:
     return found
 
 
-def rank_in_group(group: str) -> int:
-    """This rank's place in a process group that is known by name."""
-    return int(process_group(group).rank())
-
-
 def condition(value: torch.SymBool | bool) -> None:
     """Take a comparison of dynamic sizes for granted: it is recorded with the sizes, as capture does."""
     if not bool(value):
@@ -279,52 +198,9 @@ def load_package(path: Path, device: torch.device) -> Callable[[list[torch.Tenso
     return run
 
 
-def rendezvous_store() -> dist.Store:
-    """The store the default process group was made with."""
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    return store
-
-
 def disable_autocast() -> torch._C._DisableAutocast:
     """Run operators as they stand in the graph: autocast was captured with them."""
     return torch._C._DisableAutocast()
-
-
-def process_group(name: str) -> dist.ProcessGroup:
-    """The process group of a name."""
-    group: dist.ProcessGroup = _resolve_process_group(dist.distributed_c10d.GroupName(name))
-    return group
-
-
-def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
-    """Launch an all-gather as `torch.distributed` does, to be waited for as a functional one.
-
-    Args:
-        group: name of the process group.
-    """
-    started(full, _resolve_process_group(group)._allgather_base(full, shard))
-
-
-def started(result: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
-    """The result of a collective that is under way, to be waited for as that of a functional one."""
-    if work is not None:
-        _register_work(result, work)
-    return result
-
-
-@contextlib.contextmanager
-def fake_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
-    """In the block this process is a rank of so many, whose collectives send nothing; there must be no other groups."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        # DTensor keeps plans by mesh, and an equal mesh of later has other groups.
-        _clear_sharding_prop_cache()
 
 
 @contextlib.contextmanager
@@ -434,22 +310,6 @@ def fate_at(node: torch.autograd.graph.Node) -> Fate:
         return "accumulated" if torch._C._will_engine_execute_node(node) else "dropped"
     except RuntimeError:  # of a leaf that it was asked for by `torch.autograd.grad`
         return "returned"
-
-
-def is_replicated(module: nn.Module) -> bool:
-    """Whether torch's composable `replicate` was applied to the module itself."""
-    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
-
-
-def register_as(module: nn.Module, function: Any, state: Any) -> None:
-    """Tell torch's composable functions, such as `replicate`, that one of them was applied to a module.
-
-    Args:
-        function: that one.
-        state: what `function.state(module)` is to be.
-    """
-    module.__dict__.setdefault(REGISTRY_KEY, {})[function.__name__] = RegistryItem()
-    module.__dict__.setdefault(STATE_KEY, {})[function.__wrapped__] = state
 
 
 def changed_settings() -> dict[str, str]:

@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 import torch.distributed as dist
 
+from graphshard.ir.distributed_internals import process_group
 from graphshard.ir.errors import UnsupportedError
-from graphshard.ir.torch_internals import process_group
 from graphshard.module.runner import Runner
 from graphshard.options.passes import Direction, planned_by_unit, with_prefetch
 from graphshard.pipeline.pipeline import Pipeline

@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from graphshard.ir.classes import MADE_OF, users_class
+from graphshard.ir.distributed_internals import register_as
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import check_bool, check_number, check_texts
 from graphshard.ir.text import brief
-from graphshard.ir.torch_internals import register_as
 from graphshard.ir.units import modules_of
 from graphshard.module.custom_collectives import CustomCollectives, UnitOf
 from graphshard.module.finish import finish

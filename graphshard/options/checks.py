@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.capture.entry import OF_UNITS, Entry
 from graphshard.ir.classes import users_class
+from graphshard.ir.distributed_internals import ShardPlacementResult, is_replicated
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import answer_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import named_parameters
 from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
 from graphshard.ir.text import brief, visible
-from graphshard.ir.torch_internals import ShardPlacementResult, is_replicated
 
 # What gloo and NCCL add up.
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

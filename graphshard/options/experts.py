@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graphshard.ir.device_meshes import ExpertMeshes
+from graphshard.ir.distributed_internals import ShardPlacementResult
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.mesh import EXPERT
 from graphshard.ir.params import named_parameters
 from graphshard.ir.subclasses import is_subclass
 from graphshard.ir.text import brief
-from graphshard.ir.torch_internals import ShardPlacementResult
 from graphshard.options.meshes import axes_by_role, check_placement, dims_named
 
 

@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from graphshard.ir.distributed_internals import flattened_mesh, joined_mesh
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, OTHERS, REPLICATING, SHARDING, TENSOR
 from graphshard.ir.params import named_parameters
 from graphshard.ir.subclasses import is_subclass
 from graphshard.ir.text import brief
-from graphshard.ir.torch_internals import flattened_mesh, joined_mesh
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from graphshard.ir.torch_internals import dtensor_of, sharded_like
+from graphshard.ir.distributed_internals import dtensor_of, sharded_like
 from graphshard.runtime.arrivals import Arrival
 
 

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
+from graphshard.ir.distributed_internals import all_gather_into
 from graphshard.ir.graph import REDUCES, WAIT, c10d, fake, launch_of
 from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.ir.program import Phase, Program
-from graphshard.ir.torch_internals import all_gather_into
 from graphshard.runtime.custom import undo
 from graphshard.runtime.in_place import FUNCTIONAL
 

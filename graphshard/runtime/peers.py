@@ -25,8 +25,9 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from graphshard.ir.distributed_internals import process_group, rendezvous_store
 from graphshard.ir.errors import DivergenceError, PeerError
-from graphshard.ir.torch_internals import process_group, rendezvous_store, without_dispatch_modes
+from graphshard.ir.torch_internals import without_dispatch_modes
 from graphshard.ir.wanted import wanted_while
 from graphshard.runtime.groups import is_fake, ranks_of
 from graphshard.runtime.hang_up import hang_up

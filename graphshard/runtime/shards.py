@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graphshard.ir.device_meshes import ExpertMeshes
+from graphshard.ir.distributed_internals import dtensor_of, joined_mesh, sharded_like
 from graphshard.ir.errors import ParameterError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, ParamTable
@@ -29,7 +30,6 @@ from graphshard.ir.subclasses import (
     rebuilt,
     shard_in,
 )
-from graphshard.ir.torch_internals import dtensor_of, joined_mesh, sharded_like
 from graphshard.runtime.groups import shard_index
 from graphshard.runtime.shown_parameter import behind
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from graphshard.ir.distributed_internals import dtensor_of
 from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.params import ParamRow
-from graphshard.ir.torch_internals import dtensor_of
 
 # What a parameter that is shown gathered has its shard as.
 _SHARD = "_graphshard_shard"

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from graphshard.ir.device_meshes import ExpertMeshes
+from graphshard.ir.distributed_internals import sharded_like
 from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.graph import base_of, fake, is_collective, kind_of, restride
 from graphshard.ir.mesh import Mesh
@@ -28,7 +29,7 @@ from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes, sizes_in
 from graphshard.ir.strides import strides_without_gaps
 from graphshard.ir.subclasses import shard_in
-from graphshard.ir.torch_internals import Fate, disable_autocast, sharded_like
+from graphshard.ir.torch_internals import Fate, disable_autocast
 from graphshard.lower.executor import Boxed, Executor
 from graphshard.lower.replays import Replays
 from graphshard.passes import AccumulateGradients

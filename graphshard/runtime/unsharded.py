@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from graphshard.ir.distributed_internals import process_group
 from graphshard.ir.graph import c10d
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import SMALL
 from graphshard.ir.subclasses import shard_in
-from graphshard.ir.torch_internals import process_group
 from graphshard.ir.transport import Steps, landing, prologue
 from graphshard.runtime.gloo import all_gather_coalesced
 from graphshard.runtime.groups import on_gloo

@@ -37,8 +37,8 @@ from torch.optim import (
     RMSprop,
 )
 
+from graphshard.ir.distributed_internals import sharded_like
 from graphshard.ir.subclasses import shard_in
-from graphshard.ir.torch_internals import sharded_like
 from graphshard.runtime.arrivals import Arrival
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop)

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphshard.ir.distributed_internals import cuts_of
 from graphshard.ir.params import chunk_range
-from graphshard.ir.torch_internals import cuts_of
 
 
 @contextlib.contextmanager

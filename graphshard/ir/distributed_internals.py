@@ -1,0 +1,156 @@
+"""Torch internals of meshes, DTensors and process groups; the others are in `torch_internals.py`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import _register_work
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+except ImportError:  # torch 2.11 has none
+    ShardPlacementResult = None  # type: ignore[assignment, misc]
+
+__all__ = [
+    "ShardPlacementResult",
+    "all_gather_into",
+    "cut_of_pieces",
+    "cuts_of",
+    "dtensor_of",
+    "fake_world",
+    "flattened_mesh",
+    "is_replicated",
+    "joined_mesh",
+    "process_group",
+    "rank_in_group",
+    "register_as",
+    "rendezvous_store",
+    "sharded_like",
+    "started",
+]
+
+
+def sharded_like(local: torch.Tensor, param: DTensor) -> DTensor:
+    """A gradient's shard as a DTensor placed like the parameter; `from_local` takes five times as long.
+
+    What torch wraps `DTensor.__init__` in, which does nothing else, would take as long as the rest.
+    """
+    made: DTensor = DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
+    return made
+
+
+def dtensor_of(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> DTensor:
+    """A DTensor with a local tensor as it is, whatever its class."""
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def cut_of_pieces(dim: int, num_pieces: int) -> Placement:
+    """How pieces along a dim, each cut along it again, lie on the mesh axis that they are cut over."""
+    return _StridedShard(dim, split_factor=num_pieces) if num_pieces > 1 else Shard(dim)
+
+
+def cuts_of(placements: Sequence[Placement]) -> list[tuple[int, int]]:
+    """Along which mesh axes a tensor is cut, and along which of its dims, in the order of the cuts.
+
+    Axes from the outside in; but what is strided cuts pieces that others have made.
+    """
+    cuts = [(place, p.dim) for place, p in enumerate(placements) if isinstance(p, (Shard, _StridedShard))]
+    return sorted(cuts, key=lambda cut: isinstance(placements[cut[0]], _StridedShard))
+
+
+def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """The mesh of all axes of two others, which are parts of one.
+
+    Raises:
+        RuntimeError: they are not, or share an axis.
+    """
+    joined: DeviceMesh = DeviceMesh._concatenate([first, second])
+    return joined
+
+
+def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes of a mesh as one, as code for FSDP2 makes it; torch keeps it with the mesh."""
+    flat: DeviceMesh = mesh._flatten()
+    return flat
+
+
+def rank_in_group(group: str) -> int:
+    """This rank's place in a process group that is known by name."""
+    return int(process_group(group).rank())
+
+
+def rendezvous_store() -> dist.Store:
+    """The store the default process group was made with."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of a name."""
+    group: dist.ProcessGroup = _resolve_process_group(dist.distributed_c10d.GroupName(name))
+    return group
+
+
+def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
+    """Launch an all-gather as `torch.distributed` does, to be waited for as a functional one.
+
+    Args:
+        group: name of the process group.
+    """
+    started(full, _resolve_process_group(group)._allgather_base(full, shard))
+
+
+def started(result: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
+    """The result of a collective that is under way, to be waited for as that of a functional one."""
+    if work is not None:
+        _register_work(result, work)
+    return result
+
+
+@contextlib.contextmanager
+def fake_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """In the block this process is a rank of so many, whose collectives send nothing; there must be no other groups."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # DTensor keeps plans by mesh, and an equal mesh of later has other groups.
+        _clear_sharding_prop_cache()
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's composable `replicate` was applied to the module itself."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+def register_as(module: nn.Module, function: Any, state: Any) -> None:
+    """Tell torch's composable functions, such as `replicate`, that one of them was applied to a module.
+
+    Args:
+        function: that one.
+        state: what `function.state(module)` is to be.
+    """
+    module.__dict__.setdefault(REGISTRY_KEY, {})[function.__name__] = RegistryItem()
+    module.__dict__.setdefault(STATE_KEY, {})[function.__wrapped__] = state
