@@ -28,8 +28,8 @@ import torch.distributed as dist
 from sybil import Document, Example
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser
-from torch.distributed import fsdp
 from sybil.typing import Evaluator
+from torch.distributed import fsdp
 
 import graphshard
 from tests.docs.commands import commands_of, run_command
