@@ -259,7 +259,9 @@ def replace_differentiable(tree: Any, replace: Callable[..., Sequence[torch.Tens
     if collect_grad_tensors is None:  # torch before 2.13
         leaves, structure = pytree.tree_flatten(tree)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        for place, tensor in zip(places, replace(*(leaves[i] for i in places)) if places else ()):
+        if not places:
+            return tree  # not a copy: what is appended to a list is seen outside
+        for place, tensor in zip(places, replace(*(leaves[i] for i in places))):
             leaves[place] = tensor
         return pytree.tree_unflatten(leaves, structure)
     found = collect_grad_tensors(tree)

@@ -26,7 +26,9 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, axis: DeviceMesh | None) -> Tensor
     """Each rank's queries see the keys of all, which are gathered along the sequence."""
     assert axis is not None
     group, length = axis.get_group(), q.shape[2]
-    k, v = (collectives.wait_tensor(collectives.all_gather_tensor_autograd(each, 2, group)) for each in (k, v))
+    k, v = (
+        collectives.wait_tensor(collectives.all_gather_tensor_autograd(each.contiguous(), 2, group)) for each in (k, v)
+    )
     first = axis.get_local_rank() * length
     sees = torch.arange(first, first + length)[:, None] >= torch.arange(k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=sees)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import graphshard
@@ -30,6 +30,10 @@ from tests.distributed.expert_parallel import (
 )
 from tests.distributed.test_tensor_parallel_errors import _mesh
 from tests.ranks import FakeWorld
+
+if not hasattr(fsdp, "DataParallelMeshDims"):
+    pytest.skip("torch 2.11 has no DataParallelMeshDims", allow_module_level=True)
+DataParallelMeshDims = fsdp.DataParallelMeshDims
 
 
 @pytest.mark.parametrize(

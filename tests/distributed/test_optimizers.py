@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.torch_version import TorchVersion
 
 import graphshard
 from tests.distributed.test_checkpoint import Net
@@ -201,9 +202,14 @@ def _muon(rank: int, world_size: int) -> None:
         for name, param in _full_params(pair[0]).items():
             expected = plain.get_parameter(name).detach()
             torch.testing.assert_close(param, expected, atol=1e-2, rtol=0, msg=f"{name} at step {step}")
-    for net in pair:  # as many rows as ranks, at least
-        with pytest.raises(RuntimeError, match="in-place operations that require placement changes"):
+    # Fewer rows than ranks: DTensors of torch 2.11 take it, those of later releases do not.
+    errors = []
+    for net in pair:
+        try:
             torch.optim.Muon([net.head.weight]).step()
+        except RuntimeError as error:
+            errors.append("in-place operations that require placement changes" in str(error))
+    assert errors == ([] if TorchVersion(torch.__version__) < "2.12" else [True, True])
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")

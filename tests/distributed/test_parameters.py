@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import graphshard
 from tests.distributed.nets import Block, Net, Tied, data_parallel, full, rows, train
-from tests.distributed.twins import assert_same, fsdp2, grads_of, local, twins, world_mesh
+from tests.distributed.twins import assert_same, fsdp2, grads_of, groups_of, local, twins, world_mesh
 from tests.ranks import Ranks
 
 # --- which parameters ---------------------------------------------------------------------------------------
@@ -203,8 +203,8 @@ def _units(rank: int, world_size: int) -> None:
     (program,) = graphshard.programs(ours)
     # Gathered again in backward is only what backward reads: no biases.
     groups = {frozenset(b.members) for b in program.plan.buckets if b.kind == "reduce" or b.phase == "forward"}
-    states = [module._get_fsdp_state() for module in theirs.modules() if isinstance(module, FSDPModule)]
-    of_fsdp2 = [[p._param_fqn for p in group.fsdp_params] for state in states for group in state._fsdp_param_groups]
+    units = [module for module in theirs.modules() if isinstance(module, FSDPModule)]
+    of_fsdp2 = [[p._param_fqn for p in group.fsdp_params] for unit in units for group in groups_of(unit)]
     assert groups == set(map(frozenset, of_fsdp2))
     assert len(groups) == 3
     assert "gather stem, head in forward" in {b.name for b in program.plan.buckets}

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -24,6 +25,10 @@ from graphshard.options.meshes import data_and_tensor
 from graphshard.runtime.accumulation import Accumulation
 from tests.distributed.tensor_parallel import Mlps, mlps
 from tests.ranks import FakeWorld
+
+if not hasattr(fsdp, "DataParallelMeshDims"):
+    pytest.skip("torch 2.11 has no DataParallelMeshDims", allow_module_level=True)
+DataParallelMeshDims = fsdp.DataParallelMeshDims
 
 
 def _mesh(*names: str) -> DeviceMesh:

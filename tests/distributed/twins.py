@@ -77,6 +77,14 @@ def local(tensor: Tensor | None) -> Tensor | None:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def groups_of(module: nn.Module) -> list[Any]:
+    """FSDP2's parameter groups of a unit; before torch 2.12 there is one at most."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any], when: str) -> None:
     """The same names, and the same bits behind them."""
     assert list(ours) == list(theirs), f"{when}: {list(ours)} != {list(theirs)}"

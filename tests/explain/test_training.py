@@ -76,7 +76,9 @@ def test_adams_temporary_is_what_torch_allocates() -> None:
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiled:
         optimizer.step()
     changes = [event.nbytes() for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     most = max(np.cumsum(changes))

@@ -22,6 +22,9 @@ from tests.distributed.twins import assert_same, grads_of, local, params_of
 
 Pair = tuple[nn.Module, nn.Module]
 # What is compared with FSDP2 beside it, which before torch 2.13 fails at it, or does not have it.
+needs_fsdp2_of_2_12 = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.12", reason="FSDP2 of torch 2.11 fails here"
+)
 needs_newer_fsdp2 = pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.13", reason="FSDP2 before torch 2.13 fails here"
 )

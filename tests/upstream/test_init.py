@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from tests.distributed.twins import OURS, assert_same, grads_of, local, sharded_alike
+from tests.distributed.twins import OURS, assert_same, grads_of, groups_of, local, sharded_alike
 from tests.ranks import Ranks
 from tests.upstream.alike import own_rows, squares, stack, train_alike
 
@@ -83,8 +83,8 @@ def _units_of(model: nn.Module) -> list[frozenset[str]]:
         if isinstance(module, FSDPModule):
             module._get_fsdp_state()._lazy_init()
             break
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = {id(group): group for state in states for group in state._fsdp_param_groups}
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = {id(group): group for unit in units for group in groups_of(unit)}
     return [frozenset(param._param_fqn for param in group.fsdp_params) for group in groups.values()]
 
 

@@ -10,16 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard.ir.precision import reduced_in
 from tests.distributed.nets import largest_dim
 from tests.distributed.twins import BF16, FP32, assert_same, fsdp2, grads_of, params_of, twins, world_mesh
 from tests.ranks import Ranks
-from tests.upstream.alike import Pair, own_rows, reduced_dtypes, squares, stack, train_alike
+from tests.upstream.alike import Pair, needs_fsdp2_of_2_12, own_rows, reduced_dtypes, squares, stack, train_alike
 
-FAILS_IN_FSDP2 = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="FSDP2 of torch 2.11 fails here")
 REDUCED_IN_BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 # Resharding, on as many ranks, and whether parameters are sharded along their largest dim.
 CASES: list[tuple[bool | int, int, bool]] = [(False, 2, True), (True, 2, False), (2, 4, False), (2, 4, True)]
@@ -101,7 +99,7 @@ def _thawed(rank: int, world_size: int) -> None:
     assert pair[0].integers.grad is None
 
 
-@FAILS_IN_FSDP2
+@needs_fsdp2_of_2_12
 def test_trained_after_a_call_with_everything_frozen(ranks: Ranks) -> None:
     """`TestFullyShardMixedPrecisionTraining.test_reduce_dtype_after_frozen_first_forward`."""
     ranks(2).run(_thawed)
@@ -182,7 +180,7 @@ def _structured(rank: int, world_size: int) -> None:
         train_alike(twins(_Structured(), world_mesh(), mp_policy=policy))
 
 
-@FAILS_IN_FSDP2
+@needs_fsdp2_of_2_12
 def test_dataclasses_in_dataclasses_between_units(ranks: Ranks) -> None:
     """`TestFullyShardMixedPrecisionTraining.test_structured_input_output`; see also `test_containers.py`."""
     ranks(2).run(_structured)
