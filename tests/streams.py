@@ -354,7 +354,7 @@ def problems(
         inputs: for each input where it was allocated, COMPUTE or HOST, behind KEPT if somebody else has it, too.
         change: makes a fault in the code.
         holds: whether works hold what they read.
-        offloaded: whether the host waits for downloads in the end.
+        offloaded: whether the host waits for copies in the end, before it writes to what it has given.
         updates: for each group of gradients that arrive, the places of the inputs that the optimizer writes then.
         finishes: whether the host does wait for them.
     """
@@ -379,6 +379,9 @@ def problems(
         results = made["forward"](_Regions(machine, counts), given)
         if offloaded and finishes:
             operators.finish_copies(CUDA)
+        for place, value in kept.items():  # the user may load a checkpoint now
+            if HOST in inputs[place]:
+                machine.writes(value, HOST)
         for value in results:
             if isinstance(value, Value):
                 machine.reads(value, HOST if value.buffer.home == HOST else COMPUTE)

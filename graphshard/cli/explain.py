@@ -70,6 +70,7 @@ def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanatio
     common: dict[str, Any] = {
         "show": show,
         "every_block": args.every_block,
+        "device": args.device,
         "parallelize": None if args.parallelize is None else function_at("--parallelize", args.parallelize),
     }
     if given is None and not shapes:

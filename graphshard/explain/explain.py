@@ -123,6 +123,7 @@ def explain_grid(
     symbols: Mapping[str, int] | None = None,
     every_block: bool = False,
     parallelize: Parallelize | None = None,
+    device: str | None = None,
     **options: Unpack[ExplainArguments],
 ) -> Grid:
     """Every combination of meshes, machines, networks and settings, in one table.
@@ -136,7 +137,7 @@ def explain_grid(
         settings: options by a name for the table, such as `{"keep": {"reshard_after_forward": False}}`; also `symbols`,
             `accumulate` and the like. They replace those for all settings.
         show: told what is being done.
-        symbols, every_block, parallelize: as for `explain`, for all settings.
+        symbols, every_block, parallelize, device: as for `explain`, for all settings.
         global_batch: as for `explain`; a mesh that is larger than it, or does not divide it, is left out, and so is one
             for which no schedule fits in memory_limit: `Grid.left_out` says why.
 
@@ -172,6 +173,7 @@ def explain_grid(
             show=show,
             every_block=every_block,
             parallelize=parallelize,
+            device=device,
         )
         for mesh in meshes:
             for profile in profiles:

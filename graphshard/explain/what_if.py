@@ -50,6 +50,7 @@ def what_if(
     show: Callable[[str], None] = lambda _: None,
     every_block: bool = False,
     parallelize: Parallelize | None = None,
+    device: str | None = None,
     **options: Unpack[ExplainArguments],
 ) -> WhatIf:
     """Predict a training step, and what it would be if one thing were another: what helps, what fits, how it scales.
@@ -64,7 +65,7 @@ def what_if(
             GPUs, and so on.
         ranks: numbers of ranks for which the same step is predicted; () is none.
         show: told what is being done.
-        every_block, parallelize: as for `explain`.
+        every_block, parallelize, device: as for `explain`.
 
     Raises:
         ArgumentError: an argument is wrong. A change that cannot be made is no error: `WhatIf.left_out` says why.
@@ -84,6 +85,7 @@ def what_if(
         show=show,
         every_block=every_block,
         parallelize=parallelize,
+        device=device,
     )
     case = Case(inputs, mesh, load_profile(hardware), network, program, training)
     return answer(study, case, about, ranks)
@@ -146,6 +148,7 @@ class _Asked:
                 show=self._study.show,
                 every_block=self._study.every_block,
                 parallelize=self._study.parallelize,
+                device=self._study.device,
             )
         study = changed(self._by_batch[case.batch], case.options, case.training, name)
         try:

@@ -9,10 +9,13 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.torch_version import TorchVersion
 
 from graphshard.cli import explain
 from graphshard.cli.main import main
+from graphshard.explain import study
 from graphshard.explain.study import Study
+from graphshard.explain.subject import standing_in
 
 MM = torch.ops.aten.mm.default
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -139,6 +142,30 @@ def test_what_if(factory, tmp_path, capsys):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     changes = json.loads((tmp_path / "plan.json").read_text())["changes"]
     assert {change["about"] for change in changes} == {"accumulate", "network"}
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="torch cannot be told of a GPU")
+def test_a_program_for_gpus(factory, tmp_path, capsys, monkeypatch):
+    """Times of a GPU's regions are known by the keys of that program, which is captured where there is no GPU."""
+    pytest.importorskip("cffi")
+    options = ["explain", f"{factory}:Small", "--mesh", "8", "--batch", "2,8"]
+    files = {name: tmp_path / f"{name}.json" for name in ("estimated", "times", "measured")}
+    assert main([*options, "--device", "cuda", "--json", str(files["estimated"])]) == 0
+    key = json.loads(files["estimated"].read_text())["regions"][0]["key"]
+    files["times"].write_text(json.dumps({key: 1.0}))
+    measured = ["--measured", str(files["times"]), "--json", str(files["measured"])]
+    assert main([*options, "--device", "cuda", *measured]) == 0
+    regions = json.loads(files["measured"].read_text())["regions"]
+    assert [(row["key"], row["seconds"]) for row in regions if row["measured"]] == [(key, 1.0)]
+    assert main([*options, *measured]) == 2
+    assert "which is no region of this program" in capsys.readouterr().err
+    captured = []
+    monkeypatch.setattr(study, "standing_in", lambda device: captured.append(device.type) or standing_in(device))
+    for several in (["--reduce-dtype", "float32", "--network", "isolated", "in-training"], ["--what-if", "batch"]):
+        assert main([*options, "--device", "cuda", *several]) == 0
+        assert len(captured) > 1
+        assert {*captured} == {"cuda"}
+        captured.clear()
 
 
 @pytest.mark.parametrize(

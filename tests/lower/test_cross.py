@@ -299,6 +299,30 @@ def test_a_kernel_cannot_be_loaded_here(file: Path) -> None:
         OnGpu(kernel, 0)([], [1, 1, 1])
 
 
+def test_code_is_made_ready_without_a_compiler(file: Path) -> None:
+    """Neither Triton nor Inductor is imported, and nothing is found in the PATH."""
+    command = [sys.executable, "-W", "ignore", "-c", _READY, str(file)]
+    environment = {**os.environ, "PATH": "/nowhere", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    regions = read_artifact(file).facts["regions"].values()
+    assert int(done.stdout) == sum(row["code"] == "gpu" for row in regions) > 0
+
+
+_READY = """
+import sys
+sys.modules["triton"] = sys.modules["torch._inductor.compile_fx"] = None
+import torch
+from graphshard.artifact.cubins import read_gpu_code
+from graphshard.artifact.members import read_artifact
+from graphshard.lower.kernels import GpuRegion
+artifact, device = read_artifact(sys.argv[1]), torch.device("cuda", 0)
+rows = artifact.facts["regions"]
+print(sum(bool(GpuRegion(read_gpu_code(artifact.archive, key, (9, 0), device), device).codes)
+          for key in rows if rows[key]["gpus"]))
+"""
+
+
 def test_inputs_that_begin_anywhere_are_copied(file: Path) -> None:
     seen = []
     region = object.__new__(GpuRegion)
