@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from graphshard.capture.untraceable import Untraceable, advice, is_users
+from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.errors import CaptureError
 
 
@@ -74,7 +75,7 @@ def _kind(error: Exception, line: str) -> str:
     if "data is not allocated yet" in str(error):  # code in C has read a traced tensor
         return "item"
     if not any(word in type(error).__name__ for word in ("DataDependent", "Untraceable", "UserError", "Unbacked")):
-        return "other"
+        return "gpu" if stands_in() and "cuda" in f"{line} {error}".lower() else "other"
     if "GuardOnDataDependent" in type(error).__name__ and not re.search(
         r"\b(if|while|assert|and|or)\b|max\(|min\(", line
     ):

@@ -94,6 +94,10 @@ _ADVICE = {
         "It is not torch's, so each call would see the value of the capture. Draw with torch's generator (torch.rand, "
         "torch.randint), or pass the value into the call as a tensor."
     ),
+    "gpu": (
+        "There is no GPU here. Without one torch.cuda says that there is one, and of which kind, if capability= names "
+        "one alone. Ask for the rest outside of forward, or make the program where there is a GPU."
+    ),
     "other": "This line cannot be traced, or it fails for these inputs.",
 }
 

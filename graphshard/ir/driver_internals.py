@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import importlib
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -48,14 +49,20 @@ def stands_in() -> bool:
 
 
 @contextlib.contextmanager
-def stand_in(capability: Capability) -> Iterator[None]:
+def stand_in(capability: Capability, *, one_of_several: bool = False) -> Iterator[None]:
     """In the block torch takes its decisions as with a GPU of this compute capability; there is none.
+
+    Args:
+        one_of_several: what is made in the block is for other GPUs, too. A model that asks which one there is gets a
+            RuntimeError.
 
     Raises:
         ArgumentError: a package that this takes is missing, or torch is built otherwise than this knows.
     """
     with contextlib.ExitStack() as stack:
         _answer(capability, stack)
+        for name in _BY_KIND if one_of_several else ():
+            stack.enter_context(replaced(torch.cuda, name, _for_torch(name, getattr(torch.cuda, name))))
         token = _capability.set(capability)
         stack.callback(_capability.reset, token)
         # Autograd has a thread for each device that is there, and runs the others' nodes nowhere but here.
@@ -63,6 +70,22 @@ def stand_in(capability: Capability) -> Iterator[None]:
         stack.enter_context(_streams())
         _check_autograd()
         yield
+
+
+# What `torch.cuda` says of a GPU that it does not say of every other one.
+_BY_KIND = ("get_device_capability", "get_device_name", "get_device_properties")
+
+
+def _for_torch(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """An answer for torch alone, whose decisions are the same on all GPUs that there are files for."""
+
+    def told(device: Any = None) -> Any:
+        asking = str(sys._getframe(1).f_globals.get("__name__"))
+        if asking.partition(".")[0] not in ("torch", "triton", "graphshard"):
+            raise RuntimeError(f"torch.cuda.{name} answers otherwise for each GPU of capability=; export for one alone")
+        return answer(device)
+
+    return told
 
 
 def _answer(capability: Capability, stack: contextlib.ExitStack) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,6 +223,41 @@ def test_a_forward_that_asks_for_a_gpu_is_told_that_there_is_one() -> None:
     assert "aten.mul.Tensor" in operators(captured(Asks(), torch.zeros(4)))
 
 
+class Calls(nn.Module):
+    """Calls a function of `torch.cuda`, whose result it leaves alone."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.w, self.name = nn.Parameter(torch.ones(4)), name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        getattr(torch.cuda, self.name)()
+        return (x * self.w).sum()
+
+
+@pytest.mark.skipif(BUILT_FOR_CUDA, reason="torch built for CUDA has other words for it")
+@pytest.mark.parametrize("name", ["current_stream", "Stream", "Event", "mem_get_info"])
+def test_what_only_a_gpu_can_answer(name: str) -> None:
+    with pytest.raises(graphshard.CaptureError) as caught:
+        captured(Calls(name), torch.zeros(4))
+    text = str(caught.value)
+    assert "    getattr(torch.cuda, self.name)()\nThere is no GPU here. Without one torch.cuda says that" in text
+    assert "outside of forward, or make the program where there is a GPU.\n(" in text
+
+
+class OfWhichKind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.w if torch.cuda.get_device_capability() >= (9, 0) else x - self.w).sum()
+
+
+def test_a_forward_that_asks_which_gpu_there_is() -> None:
+    assert "aten.mul.Tensor" in operators(captured(OfWhichKind(), torch.zeros(4)))
+
+
 def test_states_of_generators_have_sixteen_bytes() -> None:
     program = captured(Gpt(checkpointed=True), TOKENS, dtype=torch.bfloat16)
     backward = helpers.through(program, "partition").phases["backward"]
@@ -325,6 +361,17 @@ class TestAfterwards:
             raise KeyError
         assert torch._C._accelerator_getAccelerator() == ACCELERATOR
         assert not torch.cuda.is_available()
+
+    def test_a_file_for_several_gpus_does_not_say_which_one_there_is(self, tmp_path: Path) -> None:
+        """All would go the way of the first."""
+        given: dict[str, Any] = {"example_inputs": (torch.zeros(4),), "device": "cuda", "backend": "eager"}
+        with pytest.raises(graphshard.CaptureError) as caught:
+            graphshard.export(OfWhichKind(), (2,), tmp_path / "x.gshard", **given, capability=[(8, 0), (9, 0)])
+        text = str(caught.value)
+        assert "torch.cuda.get_device_capability() >= (9, 0) else" in text
+        assert "of which kind, if capability= names one alone" in text
+        assert "get_device_capability answers otherwise for each GPU of capability=; export for one alone" in text
+        assert not list(tmp_path.iterdir())
 
     def test_a_package_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(__import__("sys").modules, "cffi", None)
