@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,14 +22,18 @@ from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard.artifact.cubins import capabilities_of, cubin_file, gpu_file, read_gpu_code
+from graphshard.artifact.library import _region
 from graphshard.artifact.load import _check_place
 from graphshard.artifact.members import read_artifact
 from graphshard.cli.main import main
+from graphshard.explain import study
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.gpus import CAPABILITIES
 from graphshard.ir.mesh import Mesh
+from graphshard.ir.program import Program, Region
 from graphshard.lower.elf import read_cubin
 from graphshard.lower.kernels import GpuRegion, OnGpu, check_code
+from graphshard.lower.regions import Compiled, RegionCall, lower
 from tests.exported import rewritten
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
@@ -239,6 +244,37 @@ def test_other_ways_to_the_program_have_the_same_regions(file: Path, tmp_path: P
     assert [round(row.seconds, 9) for row in known.regions if row.measured] == [1.0]
     with pytest.raises(graphshard.ArgumentError, match="which is no region of this program"):
         graphshard.explain(Net(), (2,), example_inputs=GIVEN["example_inputs"], measured={key: 1.0})
+
+
+@pytest.mark.parametrize("here", CAPABILITIES)
+def test_a_program_that_is_captured_on_the_target_runs_the_code_of_the_file(
+    file: Path, here: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `compile(artifact=)`: code is found by the region's key, that for the GPU which is here."""
+    artifact = read_artifact(file)
+    options = SimpleNamespace(backend="inductor")
+    runner: Any = SimpleNamespace(tracer=SimpleNamespace(spec=SimpleNamespace(device=CUDA), options=options))
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=here):
+        compiled = {key: _region(artifact, key, runner)[0] for key in artifact.facts["regions"]}
+    missing: list[str] = []
+    executors: list[Any] = []
+
+    def lowered(program: Program, *_: Any) -> None:
+        def compile_all(regions: dict[str, Region], _: Any) -> Compiled:
+            missing.extend(regions)
+            yield from ()
+
+        lower(program, compile_all, dict(compiled))
+        executors.extend(phase.module for phase in program.phases.values())
+
+    monkeypatch.setattr(study, "lower", lowered)
+    graphshard.explain(Net(), (2,), example_inputs=GIVEN["example_inputs"], device="cuda")
+    assert not missing
+    calls = [call for executor in executors for call in vars(executor).values() if isinstance(call, RegionCall)]
+    assert sum(isinstance(call.fn, GpuRegion) for call in calls) == sum(
+        row["code"] == "gpu" for row in artifact.facts["regions"].values()
+    )
+    assert {code.capability for call in calls for code in call.codes} == {here}
 
 
 def test_a_mesh_of_cpus_is_refused(file: Path, mesh: DeviceMesh) -> None:
