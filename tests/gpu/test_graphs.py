@@ -7,7 +7,8 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import graphshard
-from tests.distributed.test_replays import Net
+from tests.distributed.test_replays import Net, _evaluated, _flat, _microbatches, _moved, _two_sizes
+from tests.distributed.twins import assert_same
 from tests.gpu.test_cuda import BF16, model, nccl, train  # noqa: F401
 
 pytestmark = pytest.mark.gpu
@@ -38,6 +39,28 @@ def test_offloaded(nccl):  # noqa: F811
     graphshard.compile(plain, nccl, **options)
     assert train(replayed, 6) == train(plain, 6)
     assert any(graphs_of(replayed))
+
+
+def scripted(mesh, device, script, **options):
+    """Train with graphs and without by a script that the recorder is tested with, too."""
+    replayed = Net().to(device)
+    plain = copy.deepcopy(replayed)
+    graphshard.compile(replayed, mesh, backend="eager", cuda_graphs=True, max_captures=16, **options)
+    graphshard.compile(plain, mesh, backend="eager", max_captures=16, **options)
+    seen = [], []
+    for net, found in zip((replayed, plain), seen):
+        script(net, torch.optim.AdamW(net.parameters(), lr=1e-2), found)
+    assert_same(*({str(i): value for i, value in enumerate(_flat(found))} for found in seen), "what was seen")
+    assert any(graphs_of(replayed))
+
+
+@pytest.mark.parametrize("script", [_microbatches, _moved, _evaluated], ids=["microbatches", "moved", "evaluated"])
+def test_scripts(nccl, script):  # noqa: F811
+    scripted(nccl, "cuda", script, mp_policy=BF16)
+
+
+def test_dynamic_sizes(nccl):  # noqa: F811
+    scripted(nccl, "cuda", _two_sizes, dynamic_shapes={"tokens": {0: torch.export.Dim("batch", max=64)}})
 
 
 def test_dropout_two_sizes_and_several_forwards(nccl):  # noqa: F811

@@ -21,7 +21,7 @@ from graphshard.ir.operators import UPLOAD
 from graphshard.ir.program import Phase, Program
 from graphshard.lower.arrivals import Taken, with_arrivals
 from graphshard.lower.executor import Executor, _with_frees
-from graphshard.lower.lines import Line, Start, Wait
+from graphshard.lower.lines import Call, Line, Start, Wait
 from graphshard.passes import MakePlan, Offload
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
@@ -131,6 +131,23 @@ def test_a_plan_by_cost_is_another_one(fake_world: FakeWorld) -> None:
 def test_offloaded_programs(fake_world: FakeWorld, shape: tuple[int, ...], policy: MixedPrecisionPolicy) -> None:
     for phase in bound(fake_world, shape, offload=True, mp_policy=policy):
         assert phase.problems() == []
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_casts_behind_reductions(fake_world: FakeWorld, shape: tuple[int, ...]) -> None:
+    """They are regions on the compute stream, which has waited; it computes before it does, but at the very end."""
+    _, backward = bound(fake_world, shape, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    last = "reduce " if len(shape) == 1 else "all_reduce "  # collective of a gradient
+    found = [(*each, backward.lines) for each in waits(backward.lines) if each[1].bucket.startswith(last)]
+    assert len(found) == 4
+    computed = []
+    for place, wait, start, lines in found:
+        (reader,) = (line for line in lines[place:] if wait.results[0] in line.reads)
+        assert isinstance(reader, Call)
+        computed.append(any(isinstance(line, Call) for line in lines[start:place]))
+        assert any("reads" in text and "while group" in text for text in backward.problems(_without(wait)))
+    assert computed.count(False) <= 1
+    assert backward.problems() == []
 
 
 @pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)], ids=["one rank", "plain", "HSDP"])
