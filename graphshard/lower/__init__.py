@@ -25,7 +25,10 @@ is compiled with.
   tried.
 * **What Inductor does once begins early** (`cpp_internals.begin`), in a thread beside the capture: it asks compiler and
   CPU for their vector instructions, with a file for each set of them, and compiles the header of its kernels. If the
-  best set works, the others are not tried.
+  best set works, the others are not tried. Kernels that are in the cache need no header, and to see if it is as it was
+  takes a compiler a second, so a launch that finds kernels looks for it when one is missing.
+* **What lies in Inductor's cache is not trusted** (`damage.py`). It is there, so Inductor never makes it again, and to
+  load a library that a crash has cut short ends the process.
 * **A package for each region, called by torch's own C++ loader** (`AOTIModelPackageLoader.boxed_run`). So loading a
   file imports nothing of Inductor, and inputs are freed as they are used up.
 * **Packages come from `compile_fx_inner`, as code in the process does**, not from `aoti_compile_and_package`. The

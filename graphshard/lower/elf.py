@@ -1,4 +1,4 @@
-"""What the header of a cubin says: for which GPU it is, which kernels it has, and what each of them takes.
+"""What the headers of ELF files say: which kernels a cubin has, and what each takes; if a shared library is whole.
 
 A cubin is an ELF file of 64 bits, little-endian, for the machine 190 (EM_CUDA). Each kernel has a section
 `.text.NAME`; `.nv.info` says how many registers a kernel takes and how many bytes of a thread's own memory, where
@@ -17,7 +17,7 @@ _MACHINE = 190
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
-_SYMBOLS, _EMPTY = 2, 8
+_SYMBOLS, _STRINGS, _EMPTY = 2, 3, 8
 # Attributes of .nv.info with a value of this format; what they are about is a symbol and a number.
 _SIZED = 4
 _FRAME_SIZE, _REGISTERS = 0x11, 0x2F
@@ -56,16 +56,41 @@ def read_cubin(name: str, content: bytes) -> Cubin:
         raise ArtifactError(f"{name} is no cubin: {error}. It is not loaded.") from None
 
 
-def _read(content: bytes) -> Cubin:
-    ident, _, machine, _, _, _, first, flags, _, _, _, size, count, names = _HEADER.unpack_from(content)
-    if ident[:6] != b"\x7fELF\x02\x01" or machine != _MACHINE:
-        raise ValueError("it has not the header of an ELF file for CUDA")
+def damage_of(content: bytes) -> str:
+    """Why a shared library of 64 bits, little-endian, is not whole; "" if its headers say nothing of the kind.
+
+    Linkers put the table of sections at the end, so a library without its end has none.
+    """
+    try:
+        _sections(content)
+    except (struct.error, IndexError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _sections(content: bytes) -> list[tuple[int, ...]]:
+    """The table of sections; raises ValueError, or what `struct` and indices do, if the file is not whole."""
+    ident, *_, first, _, _, _, _, size, count, names = _HEADER.unpack_from(content)
+    if ident[:6] != b"\x7fELF\x02\x01":
+        raise ValueError("it has not the header of an ELF file")
     if size != _SECTION.size:
         raise ValueError("its table of sections is of another format")
+    if first + size * count > len(content):
+        raise ValueError("it is cut off")
     sections = [_SECTION.unpack_from(content, first + index * size) for index in range(count)]
     for _, kind, _, _, offset, length, *_ in sections:
         if kind != _EMPTY and offset + length > len(content):
             raise ValueError("it is cut off")
+    if sections[names][1] != _STRINGS:
+        raise ValueError("its table of sections was not written")
+    return sections
+
+
+def _read(content: bytes) -> Cubin:
+    ident, _, machine, _, _, _, _, flags, *_, names = _HEADER.unpack_from(content)
+    if machine != _MACHINE:
+        raise ValueError("it has not the header of an ELF file for CUDA")
+    sections = _sections(content)
     parts = [(_text(content, sections[names], row[0]), row) for row in sections]
     kernels = [name.removeprefix(".text.") for name, _ in parts if name.startswith(".text.")]
     if not kernels:

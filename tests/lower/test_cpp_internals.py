@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import os
 import pkgutil
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from filelock import FileLock
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.ir.program import Region
@@ -20,6 +23,8 @@ from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.ir.wanted import wanted_while
 from graphshard.lower import cpp_internals, inductor, together
 from graphshard.lower.cpp_internals import Batch, Pending
+from graphshard.lower.damage import check_whole
+from graphshard.lower.elf import damage_of
 from graphshard.lower.inductor import compile_all, compile_inductor
 from graphshard.lower.operators import outputs_of
 from graphshard.lower.regions import Boxed, extract
@@ -260,3 +265,74 @@ def test_damaged_entries_of_inductors_cache_are_made_again(tmp_path: Path) -> No
     assert _hits() == before
     for one, other in zip(_values(first), _values(second), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libraries of other systems are no ELF files")
+@pytest.mark.parametrize(("first", "left"), [(9000, 0), (9100, 5000), (9200, -100)])
+def test_damaged_libraries_are_compiled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, left: int
+) -> None:
+    """One warning is for all of them; they would end the process, or never be loaded."""
+    regions = _regions(first, 2)
+    made = _values(dict(compile_all(regions, lambda told: None)))
+    libraries = _libraries(tmp_path)
+    assert len(libraries) == 2
+    for path in libraries:
+        content = path.read_bytes()
+        path.unlink()  # what this process has loaded stays
+        path.write_bytes(content[:left])
+    cpp_internals.CppPythonBindingsCodeCache.cache_clear()
+    again = dict(compile_all(regions, lambda told: None))
+    assert all(hasattr(fn, "source_code") for fn in again.values())
+    for one, other in zip(made, _values(again), strict=True):
+        assert torch.equal(one, other)
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "has libraries that are damaged, by a crash or a full disk perhaps, such as c" in warning.message
+    assert all(damage_of(path.read_bytes()) == "" for path in _libraries(tmp_path))
+
+
+def test_a_source_that_is_empty_is_written_again(tmp_path: Path) -> None:
+    regions = _regions(9300, 1)
+    made = _values(dict(compile_all(regions, lambda told: None)))
+    (library,) = _libraries(tmp_path)
+    for path in (library, library.with_suffix(".main.cpp")):
+        path.unlink()
+        path.write_bytes(b"")
+    cpp_internals.CppPythonBindingsCodeCache.cache_clear()
+    assert torch.equal(_values(dict(compile_all(regions, lambda told: None)))[0], made[0])
+
+
+def _libraries(tmp_path: Path) -> list[Path]:
+    found = (tmp_path / "inductor").rglob("*.so")
+    return [path for path in found if path.with_suffix(".main.cpp").exists()]
+
+
+def test_a_library_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
+    library, lock = tmp_path / "library.so", tmp_path / "lock"
+    content = Path(torch._C.__file__).read_bytes()
+    library.write_bytes(content[:10])
+    with ThreadPoolExecutor(1) as pool:
+        with FileLock(lock):
+            checked = pool.submit(check_whole, library, lock)
+            assert not wait([checked], 0.2).done
+            library.write_bytes(content)
+        assert checked.result() is None
+    assert library.read_bytes() == content
+
+
+def test_no_header_is_looked_for_where_all_kernels_are_there(tmp_path: Path) -> None:
+    """Nor by what begins, if there are kernels of an earlier launch; it comes with the first that is missing."""
+    regions = _regions(9400, 1)
+    dict(compile_all(regions, lambda told: None))
+    cpp_internals.CppPythonBindingsCodeCache.cache_clear()
+    cpp_internals._beginnings.clear()
+    with mock.patch("torch._inductor.codecache._precompile_header", side_effect=AssertionError) as header:
+        dict(compile_all(regions, lambda told: None))
+        assert not header.called
+    with mock.patch("torch._inductor.codecache._precompile_header", side_effect=_header()) as header:
+        dict(compile_all(_regions(9500, 1), lambda told: None))
+        assert header.called
+
+
+def _header() -> Any:
+    return pkgutil.resolve_name("torch._inductor.codecache._precompile_header")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from graphshard.ir.errors import ArtifactError
-from graphshard.lower.elf import Resources, read_cubin
+from graphshard.lower.elf import Resources, damage_of, read_cubin
 
 
 def cubin(
@@ -69,3 +72,18 @@ def test_what_is_no_cubin(content: bytes, message: str) -> None:
 def test_a_cubin_that_is_cut_off_is_refused_or_whole(length: int) -> None:
     with pytest.raises(ArtifactError):
         read_cubin("k", cubin()[:length])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libraries of other systems are no ELF files")
+def test_a_library_that_is_not_whole(tmp_path: Path) -> None:
+    library = tmp_path / "library.so"
+    command = ["g++", "-shared", "-fPIC", "-g", "-x", "c++", "-", "-o", str(library)]
+    subprocess.run(command, input=b'extern "C" int one() { return 1; }', check=True)
+    content = library.read_bytes()
+    size = len(content)
+    assert damage_of(content) == ""
+    for cut in (0, 10, 64, size // 2, size - 1):
+        assert damage_of(content[:cut]) != "", cut
+    assert damage_of(content[: size // 2]) == "it is cut off"
+    assert damage_of(content[: size // 2] + bytes(size - size // 2)) == "its table of sections was not written"
+    assert damage_of(bytes(size)) == "it has not the header of an ELF file"
