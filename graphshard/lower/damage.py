@@ -40,9 +40,10 @@ def check_whole(library: Path, lock: Path) -> None:
             if not why:
                 return
             _warn(library, why)
-            for path in (library, *library.parent.glob(f"{library.stem}*.cpp")):
-                if path == library or not path.read_bytes().strip(b"\0"):
-                    path.unlink(missing_ok=True)
+            library.unlink()
+            source = library.with_suffix(".cpp")
+            if source.exists() and not source.read_bytes().strip(b"\0"):
+                source.unlink()
     except FileNotFoundError:  # another rank has removed it
         why = "it is not there"
     raise RemovedError(f"{library} was damaged: {why}")

@@ -295,7 +295,7 @@ def test_a_source_that_is_empty_is_written_again(tmp_path: Path) -> None:
     regions = _regions(9300, 1)
     made = _values(dict(compile_all(regions, lambda told: None)))
     (library,) = _libraries(tmp_path)
-    for path in (library, library.with_suffix(".main.cpp")):
+    for path in (library, library.with_suffix(".cpp")):
         path.unlink()
         path.write_bytes(b"")
     cpp_internals.CppPythonBindingsCodeCache.cache_clear()
@@ -303,8 +303,8 @@ def test_a_source_that_is_empty_is_written_again(tmp_path: Path) -> None:
 
 
 def _libraries(tmp_path: Path) -> list[Path]:
-    found = (tmp_path / "inductor").rglob("*.so")
-    return [path for path in found if path.with_suffix(".main.cpp").exists()]
+    """Of kernels; those that Inductor asks the CPU with have other names."""
+    return list((tmp_path / "inductor").rglob("*.main.so"))
 
 
 def test_a_library_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
