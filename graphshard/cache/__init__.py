@@ -15,5 +15,8 @@ of files, and needs no torch. `kept.py` writes a program there and finds one.
   functions read. What else somebody puts into their modules is found by looking through them.
 * **What a program itself recorded is compared, too**: reads of attributes, globals and environment variables, as when a
   file is loaded. Afterwards its guards work as those of any program.
+* **Within a launch every rank captures.** One could capture for the others of its machine, if it were watched and they
+  compared as the next launch does. The others would begin later than they do now, by what watching, writing, comparing
+  and reading take (`benchmarks/shared_capture.py`), and what they save is time of cores that are theirs.
 * **All ranks or none.** Ranks compare what they have found, and capture together if one has found something else.
 """

@@ -25,8 +25,7 @@ is compiled with.
   tried.
 * **What Inductor does once begins early** (`cpp_internals.begin`), in a thread beside the capture: it asks compiler and
   CPU for their vector instructions, with a file for each set of them, and compiles the header of its kernels. If the
-  best set works, the others are not tried. Kernels that are in the cache need no header, and to see if it is as it was
-  takes a compiler a second, so a launch that finds kernels looks for it when one is missing.
+  best set works, the others are not tried.
 * **What lies in Inductor's cache is not trusted** (`damage.py`). It is there, so Inductor never makes it again, and to
   load a library that a crash has cut short ends the process.
 * **A package for each region, called by torch's own C++ loader** (`AOTIModelPackageLoader.boxed_run`). So loading a

@@ -30,7 +30,7 @@ from torch._inductor import async_compile, config, cpu_vec_isa
 from torch._inductor.codecache import CppPythonBindingsCodeCache, get_lock_dir
 from torch._inductor.cpp_builder import get_cpp_compiler, is_gcc
 
-from graphshard.ir.torch_internals import inductor_cache, replaced
+from graphshard.ir.torch_internals import replaced
 from graphshard.ir.wanted import still_wanted
 from graphshard.lower.cache import VARIABLE
 from graphshard.lower.damage import RemovedError, check_whole
@@ -58,16 +58,9 @@ class Pending:
     unit: Future[None] | None = None
     _load: Callable[[], Any] | None = None
 
-    def find(self) -> bool:
-        """Whether it is in Inductor's cache, or was prepared."""
-        if self._load is None:
-            with contextlib.suppress(_MissingError):
-                self._load = _Found.load_pybinding_async(self.argtypes, self.source, submit_fn=_missing)
-        return self._load is not None
-
     def prepare(self, submit: Callable[[Any], Future[None]]) -> None:
         """Let Inductor write the source, and say by `submit` how it would compile it, if it has to be."""
-        self._load = CppPythonBindingsCodeCache.load_pybinding_async(self.argtypes, self.source, submit_fn=submit)
+        self._load = _Checked.load_pybinding_async(self.argtypes, self.source, submit_fn=submit)
 
     def wait(self) -> None:
         """Wait until it is compiled, or could not be; raises what ends the work."""
@@ -83,26 +76,14 @@ class Pending:
             return self._loaded()
 
     def _loaded(self) -> Any:
-        if not self.find():
+        if self._load is None:
             self.prepare(lambda work: _done())
-        assert self._load is not None
+            assert self._load is not None
         return self._load()
 
 
-class _MissingError(Exception):
-    """A kernel is not in Inductor's cache."""
-
-
-def _missing(work: Any) -> Future[None]:
-    raise _MissingError
-
-
-class _Found(CppPythonBindingsCodeCache):
-    """Kernels that are in Inductor's cache: no header is wanted for them, and what is damaged is removed."""
-
-    @classmethod
-    def _get_uncompiled_header(cls, device: str) -> str | None:
-        return None
+class _Checked(CppPythonBindingsCodeCache):
+    """Inductor's, which loads what is whole; what is not is removed, and is compiled when somebody asks again."""
 
     @classmethod
     def _load_library_inner(cls, path: str, key: str) -> Any:
@@ -208,9 +189,6 @@ class _Collecting(async_compile.AsyncCompile):
 
 def _compile(kernels: list[Pending], compilers: Compilers) -> None:
     """Compile kernels that are not in Inductor's cache."""
-    missing = [kernel for kernel in kernels if not kernel.find()]
-    if not missing:
-        return
     while not _beginning().header.wait(_ASKS_EVERY):
         if compilers.ended:
             return
@@ -221,7 +199,7 @@ def _compile(kernels: list[Pending], compilers: Compilers) -> None:
             jobs.append(job)
         return _done()
 
-    for kernel in missing:
+    for kernel in kernels:
         kernel.prepare(submit)
     _check_header(compile_together(jobs, compilers))
 
@@ -265,11 +243,7 @@ _beginnings: dict[tuple[int, str], _Beginning] = {}
 
 
 def begin() -> None:
-    """Start to find out what the CPU can do, and to compile the header of kernels, in a thread; returns at once.
-
-    If there are kernels in Inductor's cache the header waits for one that is missing: to see if it is as it was takes a
-    second of a compiler.
-    """
+    """Start to find out what the CPU can do, and to compile the header of kernels, in a thread; returns at once."""
     _beginning()
 
 
@@ -298,8 +272,7 @@ def _begin(beginning: _Beginning) -> None:
         _probe()
         beginning.cpu.set()
         # Inductor compiles the header before it has a kernel compiled; the kernel is not wanted here.
-        if not Path(inductor_cache(), "fxgraph").exists():
-            CppPythonBindingsCodeCache.load_pybinding_async(["float*"], _NOTHING, submit_fn=lambda work: _done())
+        CppPythonBindingsCodeCache.load_pybinding_async(["float*"], _NOTHING, submit_fn=lambda work: _done())
     except Exception:  # it comes again where a kernel is compiled
         log.debug("Inductor cannot begin", exc_info=True)
     finally:

@@ -318,21 +318,3 @@ def test_a_library_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
             library.write_bytes(content)
         assert checked.result() is None
     assert library.read_bytes() == content
-
-
-def test_no_header_is_looked_for_where_all_kernels_are_there(tmp_path: Path) -> None:
-    """Nor by what begins, if there are kernels of an earlier launch; it comes with the first that is missing."""
-    regions = _regions(9400, 1)
-    dict(compile_all(regions, lambda told: None))
-    cpp_internals.CppPythonBindingsCodeCache.cache_clear()
-    cpp_internals._beginnings.clear()
-    with mock.patch("torch._inductor.codecache._precompile_header", side_effect=AssertionError) as header:
-        dict(compile_all(regions, lambda told: None))
-        assert not header.called
-    with mock.patch("torch._inductor.codecache._precompile_header", side_effect=_header()) as header:
-        dict(compile_all(_regions(9500, 1), lambda told: None))
-        assert header.called
-
-
-def _header() -> Any:
-    return pkgutil.resolve_name("torch._inductor.codecache._precompile_header")
