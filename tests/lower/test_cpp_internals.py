@@ -268,7 +268,7 @@ def test_damaged_entries_of_inductors_cache_are_made_again(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libraries of other systems are no ELF files")
-@pytest.mark.parametrize(("first", "left"), [(9000, 0), (9100, 5000), (9200, -100)])
+@pytest.mark.parametrize(("first", "left"), [(10000, 0), (10100, 5000), (10200, -100)])
 def test_damaged_libraries_are_compiled_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, left: int
 ) -> None:
@@ -292,7 +292,7 @@ def test_damaged_libraries_are_compiled_again(
 
 
 def test_a_source_that_is_empty_is_written_again(tmp_path: Path) -> None:
-    regions = _regions(9300, 1)
+    regions = _regions(10300, 1)
     made = _values(dict(compile_all(regions, lambda told: None)))
     (library,) = _libraries(tmp_path)
     for path in (library, library.with_suffix(".cpp")):
