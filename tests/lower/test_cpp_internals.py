@@ -272,7 +272,7 @@ def test_damaged_entries_of_inductors_cache_are_made_again(tmp_path: Path) -> No
 def test_damaged_libraries_are_compiled_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, left: int
 ) -> None:
-    """One warning is for all of them; they would end the process, or never be loaded."""
+    """One warning is for all of them. (This process would not read them again; another would end with SIGBUS.)"""
     regions = _regions(first, 2)
     made = _values(dict(compile_all(regions, lambda told: None)))
     libraries = _libraries(tmp_path)
@@ -300,6 +300,8 @@ def test_a_source_that_is_empty_is_written_again(tmp_path: Path) -> None:
         path.write_bytes(b"")
     cpp_internals.CppPythonBindingsCodeCache.cache_clear()
     assert torch.equal(_values(dict(compile_all(regions, lambda told: None)))[0], made[0])
+    assert library.with_suffix(".cpp").read_bytes()
+    assert damage_of(library.read_bytes()) == ""
 
 
 def _libraries(tmp_path: Path) -> list[Path]:
