@@ -64,7 +64,7 @@ def explain(
         example_inputs, example_kwargs: inputs of one rank's call; only shapes, dtypes and non-tensor values matter.
         hardware: the machine: "a100", "h100", "h100-hbm2e", "h200", "b200", a file that `graphshard calibrate` wrote,
             or a `Profile`.
-        network: the profile's model of the network between nodes, "isolated" or "in-training".
+        network: the profile's model of the network between nodes: "isolated", "in-training" or "no-rails".
         measured: seconds of regions by key, from `graphshard.measure_regions`; they replace estimates.
         symbols: names for dims of the inputs, such as `{"batch": 0, "seq": 1}`: the result has `formulas` in them and
             in the number of ranks. The model is captured at a few more sizes.
