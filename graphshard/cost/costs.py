@@ -41,6 +41,7 @@ class Costs:
         mesh: its order says how far apart ranks along an axis are, and so how many of them share a node. Without one
             they are neighbours.
         measured: seconds of regions by key; they replace the estimate.
+        scheduled: kernels of regions by key, as a compiler's scheduler has them; they replace the rules about fusion.
         fused: operators of a region share kernels, as Inductor's do; False runs each by itself.
     """
 
@@ -48,6 +49,7 @@ class Costs:
     network: str = "isolated"
     mesh: Mesh | None = None
     measured: Mapping[str, float] = field(default_factory=dict, hash=False)
+    scheduled: Mapping[str, Sequence[Work]] = field(default_factory=dict, hash=False)
     fused: bool = True
 
     def compute(self, nodes: Sequence[Node]) -> Scalar:
@@ -71,9 +73,11 @@ class Costs:
         return 1 + self.profile.straggler * doublings(maximum(self.mesh.size / self.profile.ranks_per_node, 1))
 
     def region(self, region: Region) -> Scalar:
-        """One call of a region: as measured, or as its operators are estimated."""
+        """One call of a region: as measured, or as its kernels are estimated."""
         if region.key in self.measured:
             return self.measured[region.key]
+        if region.key in self.scheduled:
+            return self.kernels(self.scheduled[region.key])
         return self.compute(list(region.module.graph.nodes))
 
     def kernel(self, work: Work) -> Scalar:
