@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 from graphshard.cost.profile import Hardware, Profile, load_profile
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.grid import Grid
+from graphshard.explain.sharing import changed
 from graphshard.explain.study import Study
 from graphshard.explain.training import ExplainArguments, Training, chosen
 from graphshard.ir.errors import ArgumentError, BatchError, InfeasibleError
@@ -128,8 +129,8 @@ def explain_grid(
 ) -> Grid:
     """Every combination of meshes, machines, networks and settings, in one table.
 
-    The model is captured once per setting, and scheduled as `compile` would on each mesh and machine. Arguments that
-    are not described here are those of `explain`, for all settings.
+    The model is captured once for all settings of which a capture is the same, and scheduled as `compile` would on each
+    mesh and machine. Arguments that are not described here are those of `explain`, for all settings.
 
     Args:
         model, example_inputs, example_kwargs: as for `explain`.
@@ -159,22 +160,29 @@ def explain_grid(
     shared: dict[str, Any] = {"symbols": symbols, **options}
     found: list[Explanation] = []
     refused: list[ArgumentError] = []
+    first: Study | None = None
     for label, setting in settings.items():
         check_known(f"settings[{brief(label)}]", setting, _SETTINGS)
         own = {**shared, **setting}
         own_symbols = own.pop("symbols")
-        study = Study(
-            model,
-            example_inputs,
-            example_kwargs,
-            *chosen(own),
-            own_symbols,
-            label=label,
-            show=show,
-            every_block=every_block,
-            parallelize=parallelize,
-            device=device,
-        )
+        program, training = chosen(own)
+        if first is not None and first.symbols == own_symbols:
+            study = changed(first, program, training, label)
+        else:
+            study = Study(
+                model,
+                example_inputs,
+                example_kwargs,
+                program,
+                training,
+                own_symbols,
+                label=label,
+                show=show,
+                every_block=every_block,
+                parallelize=parallelize,
+                device=device,
+            )
+            first = first or study
         for mesh in meshes:
             for profile in profiles:
                 for name in network:

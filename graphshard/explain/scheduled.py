@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphshard.cost.kernels import Work, operations_of, work_of
@@ -52,10 +51,9 @@ def _found(
 
 
 def _work(kernel: FusedKernel) -> Work:
-    """A product of a library as the rules have it; other code by its bytes and elementwise operations."""
+    """A product or an attention of a library as the rules have it; other code by its bytes and operations."""
     products = [node for node in kernel.operators if is_multiplication(node)] if kernel.extern else []
     if products:
-        (work,) = work_of(products[:1], fused=False)
-        return replace(work, num_bytes=kernel.num_bytes)
+        return work_of(products[:1], fused=False)[0]
     computing = [node for node in kernel.operators if not (is_view(node) or is_part(node))]
     return Work("pointwise", 0, operations_of(computing), kernel.num_bytes, "float32")

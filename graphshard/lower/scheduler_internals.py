@@ -11,15 +11,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.dependencies import Dep, MemoryDep, WeakDep
 from torch._inductor.ir import MultiOutput
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode, NopKernelSchedulerNode, Scheduler
+from torch._inductor.utils import get_dtype_size, sympy_product
+from torch._inductor.virtualized import V
 from torch.fx import Node
 
 from graphshard.ir.driver_internals import compiler_stand_in
@@ -41,7 +44,7 @@ class FusedKernel:
 
     Attributes:
         extern: it is an operator of a library, such as a matrix product; otherwise generated code.
-        num_bytes: read and written.
+        num_bytes: read and written; of an operator that returns several tensors without them.
         operators: that it computes, of the region in Inductor's decompositions.
     """
 
@@ -110,4 +113,53 @@ def _kernels(nodes: Sequence[BaseSchedulerNode]) -> Iterator[FusedKernel]:
         if not isinstance(node, NopKernelSchedulerNode) and not isinstance(node.node, MultiOutput):
             parts = [part.node for part in node.get_nodes() if part.node is not None]
             operators = dict.fromkeys(origin for part in parts for origin in part.origins)
-            yield FusedKernel(extern, int(node.get_read_write_buffers_sizes()), tuple(operators))
+            yield FusedKernel(extern, _moved(node), tuple(operators))
+
+
+def _moved(node: BaseSchedulerNode) -> int:
+    """Bytes that a kernel reads of what others made, and writes for others.
+
+    Torch's own count takes no more than 10^9 elements of a buffer, and all of a table of which some rows are read.
+    """
+    inside = {part.get_name() for part in node.get_nodes()}
+    written = {dep.name for dep in node.read_writes.writes}
+    read = [dep for dep in node.read_writes.reads if dep.name not in written]
+    kept = [dep for dep in node.read_writes.writes if not _stays_inside(dep.name, inside)]
+    return _bytes_of(read) + _bytes_of(kept)
+
+
+def _stays_inside(name: str, inside: Set[str]) -> bool:
+    """Whether nothing but the kernel that writes a buffer reads it."""
+    buffer = V.graph.scheduler.name_to_buf.get(name)
+    return buffer is not None and {user.get_name() for user in buffer.users} <= inside
+
+
+def _bytes_of(deps: Sequence[Dep]) -> int:
+    """Of all accesses to a buffer together no more than it has."""
+    found: dict[str, int] = {}
+    for dep in deps:
+        if not isinstance(dep, WeakDep):
+            found[dep.name] = found.get(dep.name, 0) + _elements(dep)
+    return sum(min(count, _whole(name)) * _itemsize(name) for name, count in found.items())
+
+
+def _elements(dep: Dep) -> int:
+    """That are accessed; where is known when it runs, one in each step of the loops."""
+    if isinstance(dep, MemoryDep) and dep.is_indirect():
+        return _hint(sympy_product(dep.size))
+    return int(dep.numel_hint())
+
+
+def _whole(name: str) -> int:
+    try:
+        return _hint(V.graph.get_numel(name))
+    except NotImplementedError:  # of several tensors, which a library's operator returns
+        return 0
+
+
+def _itemsize(name: str) -> int:
+    return int(get_dtype_size(V.graph.get_dtype(name)))
+
+
+def _hint(size: Any) -> int:
+    return int(V.graph.sizevars.optimization_hint(size, fallback=0))
