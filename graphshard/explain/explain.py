@@ -86,8 +86,9 @@ def explain(
         tokens: of the whole training: the result's `cost` has its days and GPU hours.
         price: of one GPU for an hour, in any currency: `cost` has the money, too.
         device: "cuda" captures the program that a GPU runs, with its attention and its dropout, also where there is
-            none (`pip install 'graphshard[cross]'`): regions that were measured on a GPU have its keys. None and
-            "cpu" capture as for a CPU, which takes no package, and mostly has the same kernels.
+            none (`pip install 'graphshard[cross]'`), and Inductor fuses its regions for the GPU of the profile: their
+            kernels and bytes are those of its scheduler. Regions that were measured on a GPU have its keys. None and
+            "cpu" capture as for a CPU, which takes no package, with rules about fusion that mostly say the same.
 
     Raises:
         ArgumentError: an argument is wrong.

@@ -140,7 +140,11 @@ def _bytes_of(deps: Sequence[Dep]) -> int:
     for dep in deps:
         if not isinstance(dep, WeakDep):
             found[dep.name] = found.get(dep.name, 0) + _elements(dep)
-    return sum(min(count, _whole(name)) * _itemsize(name) for name, count in found.items())
+    moved = 0
+    for name, count in found.items():
+        elements, itemsize = _size(name)
+        moved += min(count, elements) * itemsize
+    return moved
 
 
 def _elements(dep: Dep) -> int:
@@ -150,15 +154,12 @@ def _elements(dep: Dep) -> int:
     return int(dep.numel_hint())
 
 
-def _whole(name: str) -> int:
+def _size(name: str) -> tuple[int, int]:
+    """Elements of a buffer, and bytes of each; none of several tensors, which a library's operator returns."""
     try:
-        return _hint(V.graph.get_numel(name))
-    except NotImplementedError:  # of several tensors, which a library's operator returns
-        return 0
-
-
-def _itemsize(name: str) -> int:
-    return int(get_dtype_size(V.graph.get_dtype(name)))
+        return _hint(V.graph.get_numel(name)), int(get_dtype_size(V.graph.get_dtype(name)))
+    except NotImplementedError:
+        return 0, 0
 
 
 def _hint(size: Any) -> int:
