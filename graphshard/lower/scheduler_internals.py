@@ -112,7 +112,7 @@ def _kernels(nodes: Sequence[BaseSchedulerNode]) -> Iterator[FusedKernel]:
         extern = isinstance(node, ExternKernelSchedulerNode)
         if not isinstance(node, NopKernelSchedulerNode) and not isinstance(node.node, MultiOutput):
             parts = [part.node for part in node.get_nodes() if part.node is not None]
-            operators = dict.fromkeys(origin for part in parts for origin in part.origins)
+            operators = dict.fromkeys(origin for part in parts for origin in part.get_origins())
             yield FusedKernel(extern, _moved(node), tuple(operators))
 
 
