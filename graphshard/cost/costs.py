@@ -171,7 +171,7 @@ class Costs:
                 yield protocol.base + 2 * steps + moved / protocol.fraction
             elif protocol.algorithm == "nvls" and not is_zero(link.switched):  # the switch of one node
                 switched = sent / link.switched / protocol.fraction
-                yield protocol.base + protocol.inside + switched + _NEVER * leaves
+                yield maximum(protocol.base + protocol.inside + switched, _NEVER * leaves)
 
     def slowed(self, seconds: Scalar, busy: Scalar) -> Scalar:
         """So much compute beside collectives that are under way for `busy` seconds from its start."""
