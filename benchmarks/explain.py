@@ -1,10 +1,10 @@
 """Seconds that explain takes for models of Llama-3 shapes on the meta device.
 
     python benchmarks/explain.py [--shape 405b] [--layers 126] [--ranks 1024] [--seq 8192] [--hardware h100]
-        [--every-block] [--one-network]
+        [--every-block] [--one-network] [--grid]
 
 Prints the time of each step (wall clock and this process's CPU time, which a shared machine inflates less), and the
-prediction.
+prediction. With `--grid` it is one table of 24: four settings on three meshes, of two machines.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -31,6 +32,13 @@ SHAPES = {
     "405b": {"layers": 126, "dim": 16384, "heads": 128, "kv_heads": 8, "hidden": 53248, "vocab": 128256},
 }
 
+GRID: dict[str, dict[str, Any]] = {
+    "reshard": {},
+    "keep": {"reshard_after_forward": False},
+    "in the node": {"reshard_after_forward": 8},
+    "full": {"activation": "full"},
+}
+
 
 def main() -> None:
     """Time one prediction, and a second one on another machine."""
@@ -42,6 +50,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--every-block", action="store_true", help="capture all blocks, though they are equal")
     parser.add_argument("--one-network", action="store_true", help="predict for the isolated network alone")
+    parser.add_argument("--grid", action="store_true", help="a table of 24 predictions instead")
     args = parser.parse_args()
     sizes = {**SHAPES[args.shape], **({"layers": args.layers} if args.layers else {})}
     with torch.device("meta"):
@@ -58,6 +67,22 @@ def main() -> None:
             print(f"{doing:24} {now[0] - last[0]:7.1f} s {now[1] - last[1]:7.1f} s CPU", flush=True)
         last, doing = now, text
 
+    if args.grid:
+        grid = graphshard.explain_grid(
+            model,
+            [(args.ranks // 4,), (args.ranks // 2,), (args.ranks,)],
+            example_inputs=(tokens, tokens),
+            hardware=["h100", "b200"],
+            settings=GRID,
+            mp_policy=policy,
+            show=show,
+        )
+        show("")
+        last, doing = started, f"{len(grid.rows)} predictions"
+        show("")
+        print(f"most memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+        print(grid)
+        return
     study = Study(model, (tokens, tokens), None, Options(mp_policy=policy), show=show, every_block=args.every_block)
     found = study.explain((args.ranks,), graphshard.load_profile(args.hardware), "isolated")
     if not args.one_network:

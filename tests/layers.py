@@ -37,6 +37,7 @@ TORCH_INTERNALS = (
     "graphshard.capture.phase",
     "graphshard.lower.cpp_internals",
     "graphshard.lower.cross_internals",
+    "graphshard.lower.scheduler_internals",
     "graphshard.lower.inductor",
     "graphshard.ir.driver_internals",
     "graphshard.ir.torch_internals",

@@ -144,7 +144,7 @@ def _add_explain_options(parser: Parser) -> None:
     add("--batch", nargs="+", default=[], metavar="B,S", help="shape of the inputs of one rank, such as 1,4096")
     add("--inputs", type=int, default=1, metavar="N", help="how many inputs of that shape (default 1)")
     add("--hardware", nargs="+", default=["h100"], metavar="NAME", help=f"{', '.join(builtin_profiles())}, or a file")
-    add("--network", nargs="+", default=["isolated"], metavar="MODEL", help='"isolated" or "in-training"')
+    add("--network", nargs="+", default=["isolated"], metavar="MODEL", help='"isolated", "in-training" or "no-rails"')
     add("--param-dtype", metavar="DTYPE", help="of mp_policy, such as bfloat16")
     add("--reduce-dtype", metavar="DTYPE", help="of mp_policy, such as float32")
     add("--reshard", default="default", metavar="WHEN", help="reshard_after_forward: default, always, never, or ranks")

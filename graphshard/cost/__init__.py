@@ -22,6 +22,13 @@ what a region allocates inside.
 * **A profile's hash is of its numbers**, not of its name, sources or date.
 * **On CPUs a kernel computes and then moves its bytes.** The operands of a step are not in the cache, as those of a
   calibrated product are.
+* **Collectives by the algorithm that is fastest**: rings in steps from rank to rank, trees of nodes for all-reduces,
+  and the switch of an NVLink domain (NVLS). Steps, their seconds and the shares of the bandwidth are those of NCCL's
+  own model, by which it chooses. Its factor for trees of medium sizes, down to a half, is a range here: a collective's
+  time must be the least of straight lines in its bytes, on which the planner relies. PAT, for one rank in each node,
+  is left out.
+* **A network is cards for each rank**, what they reach, and whether traffic keeps to its rail. All ranks of a node
+  communicate at the same time, so those of an axis that lies between nodes have their own cards.
 * **Contention is one number** of a profile. On CPUs gloo's threads take cores from the compute while a collective is
   under way, on GPUs NCCL's kernels take multiprocessors and memory bandwidth. The clocks slow regions down by it, and
   the bound grows by it times the link's work. The searches take compute as undisturbed; what they find is compared with

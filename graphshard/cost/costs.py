@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from graphshard.cost.kernels import Work, work_of
 from graphshard.cost.multiplications import Attention, Gemm, Scalar
-from graphshard.cost.profile import Profile, Rate, Tile
+from graphshard.cost.profile import Link, Profile, Rate, Tile
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.program import Region
 
@@ -27,6 +27,8 @@ from graphshard.ir.program import Region
 WIDE_HEAD, ATTENTION_BLOCK = 128, 128
 # Into how many parts libraries cut an inner dimension.
 PARTS = (1, 2, 4, 8)
+# Seconds of what is no choice.
+_NEVER = 1e9
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Costs:
         mesh: its order says how far apart ranks along an axis are, and so how many of them share a node. Without one
             they are neighbours.
         measured: seconds of regions by key; they replace the estimate.
+        scheduled: kernels of regions by key, as a compiler's scheduler has them; they replace the rules about fusion.
         fused: operators of a region share kernels, as Inductor's do; False runs each by itself.
     """
 
@@ -46,6 +49,7 @@ class Costs:
     network: str = "isolated"
     mesh: Mesh | None = None
     measured: Mapping[str, float] = field(default_factory=dict, hash=False)
+    scheduled: Mapping[str, Sequence[Work]] = field(default_factory=dict, hash=False)
     fused: bool = True
 
     def compute(self, nodes: Sequence[Node]) -> Scalar:
@@ -66,13 +70,14 @@ class Costs:
         """By how much the slowest rank is behind one alone: a share for every doubling of the nodes."""
         if self.mesh is None or is_zero(self.profile.straggler):
             return 1.0
-        nodes = maximum(self.mesh.size / self.profile.ranks_per_node, 1)
-        return 1 + self.profile.straggler * (sympy.log(nodes, 2) if isinstance(nodes, sympy.Expr) else math.log2(nodes))
+        return 1 + self.profile.straggler * doublings(maximum(self.mesh.size / self.profile.ranks_per_node, 1))
 
     def region(self, region: Region) -> Scalar:
-        """One call of a region: as measured, or as its operators are estimated."""
+        """One call of a region: as measured, or as its kernels are estimated."""
         if region.key in self.measured:
             return self.measured[region.key]
+        if region.key in self.scheduled:
+            return self.kernels(self.scheduled[region.key])
         return self.compute(list(region.module.graph.nodes))
 
     def kernel(self, work: Work) -> Scalar:
@@ -126,39 +131,47 @@ class Costs:
         return ceiling(tiles / profile.units) * wave + (profile.split_seconds if parts > 1 else 0.0)
 
     def collective(self, kind: str, num_bytes: Scalar, num_tensors: int, axis: Axis) -> Scalar:
-        """One launch over an axis; a ring, except for all-to-all.
+        """One launch over an axis, by the protocol that is fastest for its bytes and ranks.
+
+        Steps and their seconds are those of NCCL's own model, by which it chooses (`src/graph/tuning.cc`).
 
         Args:
             kind: gather, reduce (reduce-scatter), all_reduce or all_to_all.
             num_bytes: of the full tensors, on each rank: what all_gather returns, what the others are given.
             num_tensors: how many the launch carries; more than one is coalesced.
         """
-        ranks = axis.size
-        if ranks == 1:
+        if axis.size == 1:
             return 0.0
-        local, nodes = self._spread(axis)
         link = self.profile.inside[kind]
-        rounds = 2 if kind == "all_reduce" else 1
-        far = rounds * (nodes - 1)
-        near = rounds * (ranks - 1) - far
-        moved = rounds * num_bytes * (ranks - 1) / ranks / link.bandwidth
-        beyond = local * self.profile.outside[self.network]
-        if kind == "all_to_all":
-            between = num_bytes * (nodes - 1) / nodes * local / beyond
-        else:
-            between = rounds * num_bytes * (ranks - 1) / ranks / beyond
+        fastest = minimum(*self._ways(kind, num_bytes, link, axis))
+        return link.latency + (num_tensors - 1) * link.tensor_seconds + fastest
+
+    def _ways(self, kind: str, num_bytes: Scalar, link: Link, axis: Axis) -> Iterator[Scalar]:
+        """Seconds by each protocol that there is for a kind of collective."""
+        ranks = axis.size
+        local, nodes = self._spread(axis)
         # In one node nothing goes beyond it; an expression of the number of ranks must say so, too.
-        slowest = maximum(moved, between * minimum(nodes - 1, 1))
-        return (
-            link.latency
-            + (num_tensors - 1) * link.tensor_seconds
-            + minimum(
-                *(
-                    protocol.base + near * protocol.inside + far * protocol.outside + slowest / protocol.fraction
-                    for protocol in self.profile.protocols
-                )
-            )
-        )
+        leaves = minimum(nodes - 1, 1)
+        beyond = local * self.profile.outside[self.network].of_rank
+        rounds = 2 if kind == "all_reduce" else 1
+        sent = rounds * num_bytes * (ranks - 1) / ranks
+        between = num_bytes * (nodes - 1) / nodes * local if kind == "all_to_all" else sent
+        slowest = maximum(sent / link.bandwidth, between / beyond * leaves)
+        for protocol in self.profile.protocols:
+            if protocol.algorithm == "ring":
+                far = rounds * (nodes - 1)
+                near = rounds * (ranks - 1) - far
+                step = maximum(protocol.inside, protocol.posted * leaves)
+                yield protocol.base + near * step + far * protocol.outside + slowest / protocol.fraction
+            elif (
+                protocol.algorithm == "tree" and kind == "all_reduce"
+            ):  # up and down: a chain in each node, a tree of nodes
+                steps = (local - 1) * protocol.inside + doublings(nodes) * protocol.outside
+                moved = maximum(2 * num_bytes / link.bandwidth, 2 * num_bytes / beyond * leaves)
+                yield protocol.base + 2 * steps + moved / protocol.fraction
+            elif protocol.algorithm == "nvls" and not is_zero(link.switched):  # the switch of one node
+                switched = sent / link.switched / protocol.fraction
+                yield maximum(protocol.base + protocol.inside + switched, _NEVER * leaves)
 
     def slowed(self, seconds: Scalar, busy: Scalar) -> Scalar:
         """So much compute beside collectives that are under way for `busy` seconds from its start."""
@@ -230,6 +243,11 @@ def slowed(seconds: Scalar, busy: Scalar, contention: float) -> Scalar:
 def ceiling(value: Scalar) -> Scalar:
     """Rounded up; an expression if the value is one."""
     return sympy.ceiling(value) if isinstance(value, sympy.Expr) else math.ceil(value)
+
+
+def doublings(value: Scalar) -> Scalar:
+    """How often one is doubled until it is the value."""
+    return sympy.log(value, 2) if isinstance(value, sympy.Expr) else math.log2(value)
 
 
 def is_zero(value: Scalar) -> bool:

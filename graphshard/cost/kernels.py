@@ -10,7 +10,7 @@ once and writes what is used outside once. Sizes are ints, or sympy expressions 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -144,8 +144,12 @@ def _fused(group: list[Node]) -> Work:
                 picks = node.target in _PICK and position == 0
                 reads[base_of(source)] = num_bytes(node) if picks else _read(source)
     written = [num_bytes(node) for node in group if leaves(node, members)]
-    operations = sum(max((_numel(n) for n in (node, *node.all_input_nodes)), key=_order) for node in group)
-    return Work("pointwise", 0, operations, sum(reads.values()) + sum(written), dtype_of(group[-1]))
+    return Work("pointwise", 0, operations_of(group), sum(reads.values()) + sum(written), dtype_of(group[-1]))
+
+
+def operations_of(nodes: Iterable[Node]) -> Scalar:
+    """Elementwise operations of some operators: one for each element that is read or written, whichever are more."""
+    return sum(max((_numel(n) for n in (node, *node.all_input_nodes)), key=_order) for node in nodes)
 
 
 def leaves(node: Node, members: set[Node]) -> bool:

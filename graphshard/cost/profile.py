@@ -13,11 +13,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from graphshard.cost.builtin import builtin_profiles, builtin_text
 from graphshard.cost.profile_checks import check_profile
-from graphshard.cost.schemas import SCHEMA, from_schema_1
+from graphshard.cost.schemas import SCHEMA, present
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import read_file
 from graphshard.ir.given import path_of
@@ -63,12 +63,23 @@ class Tile:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a library sends: `base` seconds, `inside` or `outside` seconds per step, a fraction of the bandwidth."""
+    """How a library sends.
+
+    Attributes:
+        name: as it is shown.
+        algorithm: a ring for every kind, a tree for an all-reduce, or the switch of a node (NVLS) where there is one.
+        base: seconds of a collective.
+        inside, outside: seconds of a step in a node and between nodes.
+        posted: seconds that a ring's step in a node takes at least when the ring leaves it: the host posts each.
+        fraction: of the bandwidth.
+    """
 
     name: str
+    algorithm: Literal["ring", "tree", "nvls"]
     base: float
     inside: float
     outside: float
+    posted: float
     fraction: float
 
 
@@ -80,11 +91,38 @@ class Link:
         bandwidth: bus bandwidth, bytes/s: what a rank sends or receives, (n - 1) / n of the full tensors.
         latency: seconds, beside the protocol's.
         tensor_seconds: for every further tensor of a coalesced collective.
+        switched: bus bandwidth where the node's switch multicasts and adds (NVLS); 0 where it does not.
     """
 
     bandwidth: float
     latency: float
     tensor_seconds: float
+    switched: float = 0.0
+
+
+@dataclass(frozen=True)
+class Network:
+    """What lies between nodes.
+
+    Attributes:
+        nics: network cards for each rank: 1, or an eighth where 8 share one.
+        bandwidth: bytes/s of one card in one direction, as it is sold.
+        reached: share of it that large collectives reach.
+        rails: 1 where cards of the same place in all nodes have switches of their own, to which rings and trees keep,
+            and all-to-alls as the library sends over the neighbour in the node; 0 elsewhere.
+        crossing: share that is left to traffic that leaves its switch, as all of it may where there are no rails.
+    """
+
+    nics: float
+    bandwidth: float
+    reached: float
+    rails: int
+    crossing: float
+
+    @property
+    def of_rank(self) -> float:
+        """Bytes/s that a rank moves between nodes while all its neighbours do."""
+        return self.nics * self.bandwidth * self.reached * (1 if self.rails else self.crossing)
 
 
 @dataclass(frozen=True)
@@ -108,12 +146,12 @@ class Profile:
             clock.
         head_power: attention slows down by this power of a head's width over 128, below that.
         host_seconds: what the host takes to call a kernel, "eager" or "compiled"; compute is no faster.
-        ranks_per_node: chips that share the inside link.
+        ranks_per_node: chips that share the inside link, as many as NVLink connects: 8 on an HGX board, 72 in an NVL72.
         rates: by dtype name; what is missing runs as "float32".
         tiles: shapes that the library chooses from.
-        protocols: the fastest is taken.
+        protocols: the fastest is taken, by kind, bytes and ranks.
         inside: by kind of collective.
-        outside: bytes/s that a rank moves between nodes, by the name of the network model.
+        outside: by the name of the network model.
         contention: share of a rank's compute that is lost while a collective is under way, as its library uses the
             same cores or multiprocessors, and memory; below 1.
         pack_below: bytes of a shard below which it may travel with others in one buffer: copies cost less than a tensor
@@ -144,7 +182,7 @@ class Profile:
     tiles: tuple[Tile, ...]
     protocols: tuple[Protocol, ...]
     inside: Mapping[str, Link]
-    outside: Mapping[str, float]
+    outside: Mapping[str, Network]
     contention: float
     pack_below: float
     straggler: float
@@ -181,11 +219,10 @@ class Profile:
         except (ValueError, TypeError, RecursionError) as error:
             raise ArgumentError(f"{where} is not JSON, {brief(text)}: {error}. {_REMEDY}") from None
         schema = data.pop("schema", None) if isinstance(data, dict) else None
-        if schema not in range(1, SCHEMA + 1) or isinstance(schema, bool):
+        if type(schema) is not int or not 1 <= schema <= SCHEMA:
             found = f", it says {brief(schema)}" if schema is not None else ""
-            raise ArgumentError(f"{where} is no profile of schema {SCHEMA} or 1{found}, {brief(text)}. {_REMEDY}")
-        if schema == 1:
-            data = from_schema_1(data)
+            raise ArgumentError(f"{where} is no profile of schema 1 to {SCHEMA}{found}, {brief(text)}. {_REMEDY}")
+        data = present(data, schema)
         sources: dict[str, str] = {}
         ranges: dict[str, list[float]] = {}
         made = data.pop("made", {})

@@ -14,16 +14,19 @@ KINDS = ("gather", "reduce", "all_reduce", "all_to_all")
 _MAY_BE_ZERO = frozenset(
     {
         *("kernel_seconds", "units", "split", "split_seconds", "tile_seconds", "head_power", "contention", "straggler"),
-        *("host_seconds", "latency", "tensor_seconds", "base", "inside", "outside"),
+        *("host_seconds", "latency", "tensor_seconds", "base", "inside", "outside", "posted", "switched", "rails"),
     }
 )
 
 # By the last name of a path the most that a number may be; what is more is in other units, or no machine.
 _MOST = {
     **dict.fromkeys(("matmul", "forward", "backward", "fraction", "sustained"), 1.0),
-    **dict.fromkeys(("memory_bandwidth", "host_bandwidth", "bandwidth"), 1e15),  # bytes/s
+    **dict.fromkeys(("reached", "rails", "crossing"), 1.0),
+    **dict.fromkeys(("memory_bandwidth", "host_bandwidth", "bandwidth", "switched"), 1e15),  # bytes/s
     **dict.fromkeys(("kernel_seconds", "tile_seconds", "split_seconds", "latency", "tensor_seconds", "base"), 10.0),
-    **dict.fromkeys(("inside", "outside", "eager", "compiled"), 10.0),  # seconds of a protocol's step, and of the host
+    # Seconds of a protocol's step, and of the host.
+    **dict.fromkeys(("inside", "outside", "posted", "eager", "compiled"), 10.0),
+    "nics": 64.0,
     "memory_capacity": 1e15,
     "peak": 1e20,
     "straggler": 1.0,
@@ -54,6 +57,8 @@ def check_profile(profile: Any, where: str) -> None:
             raise ArgumentError(f"{where} lacks rates.{dtype}.attention.flash.")
     if profile.units and not profile.tiles:
         raise ArgumentError(f"{where}: units is {profile.units}, so tiles must have at least one. Set units to 0.")
+    if not any(protocol.algorithm == "ring" for protocol in profile.protocols):
+        raise ArgumentError(f"{where} lacks a protocol whose algorithm is ring, which every kind of collective has.")
     if profile.contention >= 1:
         raise ArgumentError(f"{where}: contention must be below 1, got {profile.contention}.")
     for path, value in _numbers(profile):
@@ -62,11 +67,10 @@ def check_profile(profile: Any, where: str) -> None:
 
 def _check(path: str, value: float, where: str) -> None:
     names = path.split(".")
-    network = names[0] == "outside"
     zero = names[0] in _MAY_BE_ZERO if len(names) == 1 or names[0] == "host_seconds" else names[-1] in _MAY_BE_ZERO
-    if value <= 0 and (network or not zero):
+    if value <= 0 and not zero:
         raise ArgumentError(f"{where}: {path} must be positive, got {value}.")
-    most = 1e15 if network else _MOST.get(names[-1], float("inf"))
+    most = _MOST.get(names[-1], float("inf"))
     if value > most:
         raise ArgumentError(f"{where}: {path} must be at most {most:g}, got {value:g}. Write it in SI units.")
 

@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 from graphshard.cost.profile import Hardware, Profile, load_profile
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.grid import Grid
+from graphshard.explain.sharing import changed
 from graphshard.explain.study import Study
 from graphshard.explain.training import ExplainArguments, Training, chosen
 from graphshard.ir.errors import ArgumentError, BatchError, InfeasibleError
@@ -64,7 +65,7 @@ def explain(
         example_inputs, example_kwargs: inputs of one rank's call; only shapes, dtypes and non-tensor values matter.
         hardware: the machine: "a100", "h100", "h100-hbm2e", "h200", "b200", a file that `graphshard calibrate` wrote,
             or a `Profile`.
-        network: the profile's model of the network between nodes, "isolated" or "in-training".
+        network: the profile's model of the network between nodes: "isolated", "in-training" or "no-rails".
         measured: seconds of regions by key, from `graphshard.measure_regions`; they replace estimates.
         symbols: names for dims of the inputs, such as `{"batch": 0, "seq": 1}`: the result has `formulas` in them and
             in the number of ranks. The model is captured at a few more sizes.
@@ -85,8 +86,9 @@ def explain(
         tokens: of the whole training: the result's `cost` has its days and GPU hours.
         price: of one GPU for an hour, in any currency: `cost` has the money, too.
         device: "cuda" captures the program that a GPU runs, with its attention and its dropout, also where there is
-            none (`pip install 'graphshard[cross]'`): regions that were measured on a GPU have its keys. None and
-            "cpu" capture as for a CPU, which takes no package, and mostly has the same kernels.
+            none (`pip install 'graphshard[cross]'`), and Inductor fuses its regions for the GPU of the profile: their
+            kernels and bytes are those of its scheduler. Regions that were measured on a GPU have its keys. None and
+            "cpu" capture as for a CPU, which takes no package, with rules about fusion that mostly say the same.
 
     Raises:
         ArgumentError: an argument is wrong.
@@ -128,8 +130,8 @@ def explain_grid(
 ) -> Grid:
     """Every combination of meshes, machines, networks and settings, in one table.
 
-    The model is captured once per setting, and scheduled as `compile` would on each mesh and machine. Arguments that
-    are not described here are those of `explain`, for all settings.
+    The model is captured once for all settings of which a capture is the same, and scheduled as `compile` would on each
+    mesh and machine. Arguments that are not described here are those of `explain`, for all settings.
 
     Args:
         model, example_inputs, example_kwargs: as for `explain`.
@@ -159,22 +161,29 @@ def explain_grid(
     shared: dict[str, Any] = {"symbols": symbols, **options}
     found: list[Explanation] = []
     refused: list[ArgumentError] = []
+    first: Study | None = None
     for label, setting in settings.items():
         check_known(f"settings[{brief(label)}]", setting, _SETTINGS)
         own = {**shared, **setting}
         own_symbols = own.pop("symbols")
-        study = Study(
-            model,
-            example_inputs,
-            example_kwargs,
-            *chosen(own),
-            own_symbols,
-            label=label,
-            show=show,
-            every_block=every_block,
-            parallelize=parallelize,
-            device=device,
-        )
+        program, training = chosen(own)
+        if first is not None and first.symbols == own_symbols:
+            study = changed(first, program, training, label)
+        else:
+            study = Study(
+                model,
+                example_inputs,
+                example_kwargs,
+                program,
+                training,
+                own_symbols,
+                label=label,
+                show=show,
+                every_block=every_block,
+                parallelize=parallelize,
+                device=device,
+            )
+            first = first or study
         for mesh in meshes:
             for profile in profiles:
                 for name in network:

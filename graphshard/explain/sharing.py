@@ -16,6 +16,7 @@ _SHAPING = ("reshard_after_forward", "offload_policy", "activation", "passes")
 def changed(study: Study, options: Options, training: Training, label: str = "") -> Study:
     """A study of the same model and inputs with other options, which does not repeat what they leave as it is."""
     other = replace(study, options=options, training=training, label=label)
+    other._kernels = study._kernels
     before = study.options
     if _equal(before, options, _CAPTURED) and is_local(before) == is_local(options):
         other._subjects = study._subjects

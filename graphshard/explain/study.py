@@ -25,11 +25,13 @@ from graphshard.capture.capture import CaptureSpec
 from graphshard.capture.inputs import count_tokens
 from graphshard.capture.repeats import check_alike, find_repeats
 from graphshard.cost.costs import Costs
+from graphshard.cost.kernels import Work
 from graphshard.cost.profile import Profile
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.formulas import formulas_of
 from graphshard.explain.microbatches import microbatches_of
 from graphshard.explain.predict import bound_of, explained
+from graphshard.explain.scheduled import Scheduled, schedule_regions
 from graphshard.explain.subject import (
     Place,
     Subject,
@@ -85,7 +87,8 @@ class Study:
         show: told what is being done.
         every_block: every block is captured, also where few stand for many equal ones.
         parallelize: makes the model for a mesh along which it communicates itself.
-        device: "cuda" captures the program of a GPU, also where there is none; None that of a CPU.
+        device: "cuda" captures the program of a GPU, also where there is none, and has Inductor fuse its regions; None
+            captures that of a CPU, with rules about fusion.
     """
 
     model: nn.Module
@@ -103,6 +106,7 @@ class Study:
     _known: Known = field(default_factory=Known, init=False)
     _before_plan: dict[tuple[Place, str], Program] = field(default_factory=dict, init=False)
     _scheduled: dict[tuple[Place, str, str], Program] = field(default_factory=dict, init=False)
+    _kernels: Scheduled = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -151,9 +155,10 @@ class Study:
                 "inputs, mesh and settings."
             )
         show = self._showing(program.mesh, profile.name)
-        show("predict")
         # Plans are the same for all backends, so that the program is.
-        costs = replace(planning, measured=dict(measured), fused=self.options.backend != "eager")
+        scheduled = self._schedule(program, profile, measured, show)
+        costs = replace(planning, measured=dict(measured), scheduled=scheduled, fused=self.options.backend != "eager")
+        show("predict")
         with while_unchanged(self._known):
             bound = bound_of(
                 before_plan,
@@ -179,6 +184,15 @@ class Study:
             show("formulas")
             found = replace(found, formulas=formulas_of(program, costs, subject.at, training=self.training))
         return found
+
+    def _schedule(
+        self, program: Program, profile: Profile, measured: Mapping[str, float], show: Callable[[str], None]
+    ) -> dict[str, tuple[Work, ...]]:
+        """Kernels of the regions that Inductor compiles for a GPU; with formulas by rules, as those take symbols."""
+        if device_given(self.device).type == "cpu" or self.options.backend == "eager" or self.symbols:
+            return {}
+        regions = {key: region for key, region in program.regions.items() if key not in measured}
+        return schedule_regions(regions, profile, self._kernels, show)
 
     def forget(self, shape: MeshLike) -> None:
         """Let go of the programs of a mesh, which are made again if they are asked for."""

@@ -54,7 +54,7 @@ def schedule_graph(
             which link carries them; or a DeviceMesh. Groups that are not named must exist in this process.
         hardware: the machine: "a100", "h100", "h200", "b200", "cpu-gloo", a file that `graphshard calibrate` wrote, or
             a `Profile`.
-        network: the profile's model of the network between nodes, "isolated" or "in-training".
+        network: the profile's model of the network between nodes: "isolated", "in-training" or "no-rails".
         memory_limit: bytes that inputs and values may take at once, as estimated from the order of nodes. If the graph
             as it is takes more, the result may be slower than it. None is what the graph takes as it is; `math.inf`
             is no limit. The bound that is reported knows no limit.

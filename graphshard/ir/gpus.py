@@ -61,3 +61,8 @@ USUAL: Capability = (9, 0)
 def properties_of(capability: Capability) -> dict[str, Any]:
     """What `torch.cuda.get_device_properties` says of such a GPU."""
     return {"major": capability[0], "minor": capability[1], **_COMMON, **_GPUS[capability]}
+
+
+def capability_of(units: int) -> Capability | None:
+    """Of the GPU with so many multiprocessors; None if none of those that are known has."""
+    return next((capability for capability, gpu in _GPUS.items() if gpu["multi_processor_count"] == units), None)

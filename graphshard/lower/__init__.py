@@ -36,6 +36,8 @@ is compiled with.
 * **For GPUs that are not here, Inductor's FX wrapper** (`cross_internals.py`): the code of a region is a graph of
   launches and operators, which is stored as any graph is, and Triton's cubins. `kernels.py` calls it, `elf.py` reads
   cubins.
+* **For predictions the scheduler is enough** (`scheduler_internals.py`): Inductor's passes, lowering and fusion run as
+  when a region is compiled, and end before code is generated, so it takes no Triton compiler and tenths of a second.
 
 Pitfalls:
 

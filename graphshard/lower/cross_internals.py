@@ -37,7 +37,7 @@ from graphshard.lower.regions import Compiled, Compiler
 log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
-_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "fx_wrapper": True,
     "fx_graph_cache": False,  # what it keeps is no graph
     "compile_threads": 1,  # other processes have a driver or none
@@ -94,7 +94,7 @@ def compile_for(region: Region, capability: Capability) -> GpuCode:
         # It is about the GPU here; the setting is the user's, on the target.
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
         known = config.get_config_copy()
-        options = {key: value for key, value in _OPTIONS.items() if key in known}
+        options = {key: value for key, value in OPTIONS.items() if key in known}
         with config.patch(options):
             module, inputs = decompose(region.module)
             compile_fx_inner(module, inputs, fx_wrapper=True)

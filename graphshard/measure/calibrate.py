@@ -105,9 +105,13 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
     for kind, link in links.inside.items():
         for field in ("bandwidth", "latency", "tensor_seconds"):
             note(f"inside.{kind}.{field}", getattr(link, field), links_source(ranks // nodes))
-    for network, value in links.outside.items():
-        note(f"outside.{network}", value, "measured" if nodes > 1 else "assumed: as inside; one node here")
-    for field in ("base", "inside", "outside"):
+        note(f"inside.{kind}.switched", link.switched, "part of the measured bandwidth")
+    for network, found in links.outside.items():
+        measured = "measured" if nodes > 1 else "assumed: as inside; one node here"
+        note(f"outside.{network}.bandwidth", found.bandwidth, measured)
+        for field in ("nics", "reached", "rails", "crossing"):
+            note(f"outside.{network}.{field}", getattr(found, field), "part of the bandwidth of a rank")
+    for field in ("base", "inside", "outside", "posted"):
         note(f"protocols.0.{field}", 0.0, "part of the measured latency")
     note("protocols.0.fraction", 1.0, "part of the measured bandwidth")
     local = max(ranks // nodes, 1)
@@ -132,7 +136,7 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
         ranks_per_node=int(note("ranks_per_node", local, "as measured")),
         rates=rates,
         tiles=(),
-        protocols=(Protocol("measured", 0.0, 0.0, 0.0, 1.0),),
+        protocols=(Protocol("measured", "ring", 0.0, 0.0, 0.0, 0.0, 1.0),),
         inside=links.inside,
         outside=links.outside,
         contention=note("contention", links.contention, taken),

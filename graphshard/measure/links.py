@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from graphshard.cost.profile import Link
+from graphshard.cost.profile import Link, Network
 from graphshard.cost.profile_checks import KINDS
 from graphshard.ir.graph import c10d
 from graphshard.ir.plan import SMALL
@@ -38,20 +38,23 @@ class Links:
     Attributes:
         nodes: how many there are.
         inside: links inside a node by kind of collective.
-        outside: bytes/s of a rank between nodes, by the name of the network model.
+        outside: by the name of the network model.
         contention, pack_below: see `Profile`.
     """
 
     nodes: int
     inside: dict[str, Link]
-    outside: dict[str, float]
+    outside: dict[str, Network]
     contention: float
     pack_below: float = SMALL
 
     def better(self, other: Links) -> Links:
         """The best of both, link by link."""
         inside = {kind: max(link, other.inside[kind], key=_speed) for kind, link in self.inside.items()}
-        outside = {network: max(value, other.outside[network]) for network, value in self.outside.items()}
+        outside = {
+            name: max(network, other.outside[name], key=lambda found: found.of_rank)
+            for name, network in self.outside.items()
+        }
         contention, pack_below = min(self.contention, other.contention), min(self.pack_below, other.pack_below)
         return Links(self.nodes, inside, outside, contention, pack_below)
 
@@ -64,7 +67,7 @@ def _speed(link: Link) -> float:
 def measure_links(device: str, show: Callable[[str], None]) -> Links:
     """Measure once; all ranks of the default process group call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Links(1, dict.fromkeys(KINDS, Link(1e9, 1e-4, 0.0)), {"isolated": 1e9}, 0.0)
+        return Links(1, dict.fromkeys(KINDS, Link(1e9, 1e-4, 0.0)), {"isolated": _of_ranks(1e9)}, 0.0)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
     nodes = dist.get_world_size() // local
     world = dist.group.WORLD
@@ -80,7 +83,12 @@ def measure_links(device: str, show: Callable[[str], None]) -> Links:
         bandwidth = _link("gather", device, world).bandwidth / local
     contention = slowest(_contention(world), device) if device == "cpu" else 0.0
     show("packed gathers")
-    return Links(nodes, inside, {"isolated": bandwidth}, contention, _pack_below(device, group))
+    return Links(nodes, inside, {"isolated": _of_ranks(bandwidth)}, contention, _pack_below(device, group))
+
+
+def _of_ranks(bandwidth: float) -> Network:
+    """A network by what a rank reaches, cards, switches and all."""
+    return Network(1.0, bandwidth, 1.0, 1, 1.0)
 
 
 def _pack_below(device: str, group: dist.ProcessGroup) -> float:

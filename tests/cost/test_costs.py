@@ -307,13 +307,88 @@ def test_collectives():
     for size in (10**8, 10**9):
         assert costs.collective("gather", size, 1, eight) == pytest.approx(30e-6 + size / 394e9, rel=0.03)
     assert costs.collective("gather", 2 * 10**9, 1, many) == pytest.approx(2e9 / 200e9, rel=0.15)
-    assert costs.collective("all_reduce", 10**9, 1, eight) == pytest.approx(
-        2 * costs.collective("reduce", 10**9, 1, eight), rel=0.01
+    rings = Costs(load_profile("a100"))
+    assert rings.collective("all_reduce", 10**9, 1, eight) == pytest.approx(
+        2 * rings.collective("reduce", 10**9, 1, eight), rel=0.01
     )
     assert costs.collective("gather", 10**6, 5, eight) > costs.collective("gather", 10**6, 1, eight)
     slow = Costs(H100, "in-training")
     assert slow.collective("gather", 10**9, 1, many) > 2.5 * costs.collective("gather", 10**9, 1, many)
     assert slow.collective("gather", 10**9, 1, eight) == costs.collective("gather", 10**9, 1, eight)
+
+
+def by(name, protocols, **changes):
+    """Costs of a profile with one protocol alone."""
+    profile = load_profile(name)
+    (only,) = [protocol for protocol in profile.protocols if protocol.name == protocols]
+    return Costs(dataclasses.replace(profile, protocols=(only,), **changes))
+
+
+def test_a_tree_takes_few_steps_between_nodes():
+    """Of an all-reduce: NCCL takes a tree for small ones on many nodes, and a ring for large ones on few."""
+    few, many = Axis("shard", 16, "shard"), Axis("shard", 1024, "shard")
+    costs = Costs(H100)
+    tree = by("h100", "Tree LL").collective("all_reduce", 4, 1, many)
+    assert tree == pytest.approx(6.8e-6 + 2 * (7 * 0.6e-6 + 7 * 5e-6), rel=1e-3), "2 ((local - 1) + log2 nodes)"
+    assert costs.collective("all_reduce", 4, 1, many) == tree
+    assert tree < 0.05 * by("h100", "Ring LL").collective("all_reduce", 4, 1, many)
+    ring = by("h100", "Ring Simple")
+    assert costs.collective("all_reduce", 10**9, 1, few) == ring.collective("all_reduce", 10**9, 1, few)
+    assert ring.collective("all_reduce", 10**9, 1, few) < by("h100", "Tree Simple").collective(
+        "all_reduce", 10**9, 1, few
+    )
+    gathers = {name: by("h100", name) for name in ("Ring LL", "Ring LL128", "Ring Simple")}
+    assert costs.collective("gather", 4, 1, many) == min(c.collective("gather", 4, 1, many) for c in gathers.values())
+
+
+def test_the_switch_of_a_node_adds_and_multicasts():
+    """NVLS from Hopper on, in one NVLink domain: 470 GB/s of an all-reduce on 8 H100, without steps between ranks."""
+    eight, sixteen = Axis("tp", 8, "tensor"), Axis("tp", 16, "tensor")
+    seconds = Costs(H100).collective("all_reduce", 10**9, 1, eight)
+    assert 2 * 7 / 8 * 1e9 / seconds == pytest.approx(470e9, rel=0.01)
+    rings = [protocol for protocol in H100.protocols if protocol.algorithm != "nvls"]
+    ringed = Costs(dataclasses.replace(H100, protocols=tuple(rings)))
+    assert ringed.collective("all_reduce", 10**9, 1, eight) > 1.2 * seconds
+    for kind in ("gather", "reduce", "all_reduce"):
+        beyond = Costs(H100).collective(kind, 10**9, 1, sixteen)
+        assert beyond == ringed.collective(kind, 10**9, 1, sixteen), "not between nodes"
+    assert not any(protocol.algorithm == "nvls" for protocol in load_profile("a100").protocols)
+
+
+def test_an_nvlink_domain_of_72():
+    """What 64 GPUs gather stays on NVLink there, and crosses the network on boards of 8."""
+    axis = Axis("shard", 64, "shard")
+    inside, beyond = (Costs(load_profile(name)) for name in ("gb200", "b200"))
+    assert (inside.link(axis), beyond.link(axis)) == ("node", "network")
+    assert beyond.collective("gather", 10**9, 1, axis) > 3 * inside.collective("gather", 10**9, 1, axis)
+    small = inside.collective("gather", 10**7, 1, axis)
+    assert small == pytest.approx(25e-6 + 10**7 * 63 / 64 / (0.7 * 720e9)), "the switch instead of 63 steps"
+
+
+def test_networks_by_cards_and_rails():
+    """Half as many cards, or switches that flows meet on, are half the bandwidth; a node does not notice."""
+    axis, node = Axis("shard", 64, "shard"), Axis("shard", 8, "shard")
+
+    def seconds(axis, kind="gather", **changes):
+        networks = {"isolated": dataclasses.replace(H100.outside["isolated"], **changes)}
+        return Costs(dataclasses.replace(H100, outside=networks)).collective(kind, 10**10, 1, axis)
+
+    for kind in ("gather", "all_reduce", "all_to_all"):
+        whole = seconds(axis, kind)
+        assert seconds(axis, kind, nics=0.5) == pytest.approx(2 * whole, rel=0.02)
+        assert seconds(axis, kind, rails=0, crossing=0.5) == pytest.approx(2 * whole, rel=0.02)
+        assert seconds(axis, kind, crossing=0.5) == whole, "traffic keeps to its rail"
+        assert seconds(node, kind, nics=0.5) == seconds(node, kind)
+    assert H100.outside["isolated"].of_rank == 25e9
+    assert H100.outside["in-training"].of_rank == 6.25e9
+
+
+def test_the_host_posts_the_steps_of_a_ring_between_nodes():
+    """As NCCL counts it: also those in a node take that long then."""
+    axis, node = Axis("shard", 64, "shard"), Axis("shard", 8, "shard")
+    costs = by("h100", "Ring LL")
+    assert costs.collective("gather", 8, 1, axis) == pytest.approx(6.6e-6 + 56 * 1e-6 + 7 * 2.7e-6, rel=1e-4)
+    assert costs.collective("gather", 8, 1, node) == pytest.approx(6.6e-6 + 7 * 0.6e-6, rel=1e-4)
 
 
 def test_all_to_all_between_nodes_pays_for_every_pair():
@@ -395,8 +470,8 @@ def broken(tmp_path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(schema=99), "is no profile of schema 2 or 1, it says 99"),
-        (lambda d: d.pop("schema"), r"is no profile of schema 2 or 1.*Write it with `graphshard calibrate`"),
+        (lambda d: d.update(schema=99), "is no profile of schema 1 to 3, it says 99"),
+        (lambda d: d.pop("schema"), r"is no profile of schema 1 to 3.*Write it with `graphshard calibrate`"),
         (
             lambda d: d["sustained"].update(range=[0.9, 0.95]),
             r"sustained has the range .*with 0.* between them\.",
@@ -408,7 +483,20 @@ def broken(tmp_path, change):
         (lambda d: d["rates"]["bfloat16"]["attention"].pop("flash"), "lacks rates.bfloat16.attention.flash"),
         (lambda d: d["host_seconds"].pop("eager"), "lacks host_seconds.eager"),
         (lambda d: d.update(tiles=[]), "units is 132, so tiles must have at least one. Set units to 0"),
-        (lambda d: d["outside"]["isolated"].update(value=0, range=[0, 1]), "outside.isolated must be positive, got 0"),
+        (
+            lambda d: d["outside"]["isolated"]["reached"].update(value=0, range=[0, 1]),
+            "outside.isolated.reached must be positive, got 0",
+        ),
+        (
+            lambda d: d["outside"]["isolated"]["nics"].update(value=400),
+            "outside.isolated.nics must be at most 64, got 400",
+        ),
+        (
+            lambda d: d["outside"]["isolated"]["rails"].update(value=2),
+            "outside.isolated.rails must be at most 1, got 2",
+        ),
+        (lambda d: d.update(protocols=d["protocols"][3:]), "lacks a protocol whose algorithm is ring"),
+        (lambda d: d["protocols"][0].update(algorithm="star"), "'star' is none of ring, tree, nvls"),
         (lambda d: d.update(memory_bandwidth=3e12), "memory_bandwidth has no source"),
         (lambda d: d["memory_bandwidth"].update(value="fast"), "memory_bandwidth must be a number"),
         (lambda d: d["memory_bandwidth"].update(value=0, range=[0, 1]), "memory_bandwidth must be positive, got 0"),

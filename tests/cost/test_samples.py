@@ -59,7 +59,10 @@ def test_costs_of_samples_are_samples_of_costs():
 def value_at(profile, path):
     """An array at a path."""
     for name in path.split("."):
-        profile = profile[name] if isinstance(profile, dict) else getattr(profile, name)
+        if isinstance(profile, (dict, tuple)):
+            profile = profile[int(name) if isinstance(profile, tuple) else name]
+        else:
+            profile = getattr(profile, name)
     return profile
 
 

@@ -525,6 +525,18 @@ def test_grid(study):
     assert grid.rows[-1].step_time_s == pytest.approx(single.step_time_s)
 
 
+def test_settings_of_a_grid_share_a_capture():
+    """What is captured alike is captured once, with the numbers of one that is captured for itself."""
+    said = []
+    settings = {"reshard": {}, "keep": {"reshard_after_forward": False}, "full": {"activation": "full"}}
+    model = meta_net()
+    grid = graphshard.explain_grid(model, [(8,)], example_inputs=(TOKENS,), settings=settings, show=said.append)
+    assert [text for text in said if text.endswith("capture")] == ["reshard: capture"]
+    for row, setting in zip(grid.rows, settings.values()):
+        alone = graphshard.explain(model, (8,), example_inputs=(TOKENS,), **setting)
+        assert (row.step_time_s, row.memory) == (alone.step_time_s, alone.memory)
+
+
 # Wrong arguments
 
 
@@ -532,7 +544,7 @@ def test_grid(study):
     ("options", "message"),
     [
         ({"hardware": "tpu"}, "hardware 'tpu' is neither"),
-        ({"network": "dsl"}, "network must be one of 'isolated', 'in-training' for h100, got 'dsl'"),
+        ({"network": "dsl"}, "network must be one of 'isolated', 'in-training', 'no-rails' for h100, got 'dsl'"),
         ({"optimizer_states": -1}, "optimizer_states must be a non-negative "),
         ({"reshard_after_forward": 3}, "reshard_after_forward=3 must divide the number of ranks"),
         ({"reshard_after_forward": "no"}, "reshard_after_forward must be"),

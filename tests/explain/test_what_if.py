@@ -136,7 +136,7 @@ def test_changes_that_make_sense() -> None:
     """Depend on what there is."""
     assert names(CASE, "batch") == ["batch 4 per rank", "batch 1 per rank"]
     assert names(CASE.with_batch(1), "batch") == ["batch 2 per rank"]
-    assert names(CASE, "mesh", "network") == ["mesh replicate 2, shard 8", "network in-training"]
+    assert names(CASE, "mesh", "network") == ["mesh replicate 2, shard 8", "network in-training", "network no-rails"]
     assert names(replace(CASE, mesh=(8,)), "mesh", "network") == []
     assert names(replace(CASE, mesh=(2, 8)), "mesh", "reshard") == ["mesh shard 16", "reshard_after_forward=False"]
     tensor = replace(CASE, mesh={"dp": 4, "tp": 4})
@@ -155,7 +155,7 @@ def test_changes_that_make_sense() -> None:
     assert names(CASE.with_training(foreach=False), "optimizer") == []
     assert names(CASE.with_training(accumulate=2), "accumulate") == ["accumulate 8 microbatches", "accumulate nothing"]
     assert names(CASE.with_training(global_batch=64), "accumulate") == []
-    assert [name.split()[1] for name in names(CASE, "hardware")] == ["a100", "b200", "h100-hbm2e", "h200"]
+    assert [name.split()[1] for name in names(CASE, "hardware")] == ["a100", "b200", "gb200", "h100-hbm2e", "h200"]
 
 
 @pytest.mark.parametrize(

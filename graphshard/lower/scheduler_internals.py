@@ -1,0 +1,166 @@
+"""What Inductor's scheduler makes of a region for a GPU: its kernels with their bytes, before code is generated.
+
+    region -> decompositions -> Inductor's passes -> GraphLowering -> Scheduler -> fused nodes        stops here
+
+All that decides about fusion runs as it does when the region is compiled, for a GPU that need not be there. No code is
+generated and nothing is compiled by Triton, which takes most of the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.dependencies import Dep, MemoryDep, WeakDep
+from torch._inductor.ir import MultiOutput
+from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode, NopKernelSchedulerNode, Scheduler
+from torch._inductor.utils import get_dtype_size, sympy_product
+from torch._inductor.virtualized import V
+from torch.fx import Node
+
+from graphshard.ir.driver_internals import compiler_stand_in
+from graphshard.ir.gpus import Capability
+from graphshard.ir.program import Region
+from graphshard.ir.torch_internals import replaced
+from graphshard.lower.cache import writable_cache
+from graphshard.lower.cross_internals import OPTIONS
+from graphshard.lower.inductor import decompose
+from graphshard.lower.operators import num_kernels
+from graphshard.lower.unknown import sums_as_sizes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FusedKernel:
+    """One kernel of a region.
+
+    Attributes:
+        extern: it is an operator of a library, such as a matrix product; otherwise generated code.
+        num_bytes: read and written; of an operator that returns several tensors without them.
+        operators: that it computes, of the region in Inductor's decompositions.
+    """
+
+    extern: bool
+    num_bytes: int
+    operators: tuple[Node, ...]
+
+
+class _Scheduled(BaseException):
+    """Ends a compilation when kernels are known; nothing on the way must take it for a failure."""
+
+    def __init__(self, kernels: tuple[FusedKernel, ...]) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+
+def fused_kernels(region: Region, capability: Capability) -> tuple[FusedKernel, ...] | None:
+    """The kernels that Inductor makes of a region; None if it runs as it is, or Inductor cannot compile it.
+
+    Args:
+        capability: of the GPU, which is asked about where there is one.
+    """
+    if num_kernels(region.module) == 1:
+        return None
+    try:
+        with writable_cache(), warnings.catch_warnings(), _stopping(capability), config.patch(_known(OPTIONS)):
+            # It is about the GPU here; the setting is the user's, on the target.
+            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+            module, inputs = decompose(sums_as_sizes(region.module))
+            try:
+                compile_fx_inner(module, inputs)
+            except _Scheduled as found:
+                return found.kernels
+    except Exception as error:
+        why = (str(error).strip().splitlines() or [""])[0]
+        log.warning("region %s is predicted by rules: Inductor: %s: %s", region.key, type(error).__name__, why)
+        log.debug("%s", region.text, exc_info=True)
+    return None
+
+
+@contextlib.contextmanager
+def _stopping(capability: Capability) -> Iterator[None]:
+    """In the block compiling ends behind the scheduler, and there is a GPU to ask about."""
+
+    def codegen(scheduler: Scheduler) -> None:
+        raise _Scheduled(tuple(_kernels(scheduler.nodes)))
+
+    here = contextlib.nullcontext() if torch.cuda.is_available() else compiler_stand_in(capability, _nothing)
+    with here, replaced(Scheduler, "codegen", codegen):
+        yield
+
+
+def _nothing(_: Any) -> None:
+    """No kernel is loaded."""
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    known = config.get_config_copy()
+    return {key: value for key, value in options.items() if key in known}
+
+
+def _kernels(nodes: Sequence[BaseSchedulerNode]) -> Iterator[FusedKernel]:
+    """What is run; taking a result of several apart is not."""
+    for node in nodes:
+        extern = isinstance(node, ExternKernelSchedulerNode)
+        if not isinstance(node, NopKernelSchedulerNode) and not isinstance(node.node, MultiOutput):
+            parts = [part.node for part in node.get_nodes() if part.node is not None]
+            operators = dict.fromkeys(origin for part in parts for origin in part.get_origins())
+            yield FusedKernel(extern, _moved(node), tuple(operators))
+
+
+def _moved(node: BaseSchedulerNode) -> int:
+    """Bytes that a kernel reads of what others made, and writes for others.
+
+    Torch's own count takes no more than 10^9 elements of a buffer, and all of a table of which some rows are read.
+    """
+    inside = {part.get_name() for part in node.get_nodes()}
+    written = {dep.name for dep in node.read_writes.writes}
+    read = [dep for dep in node.read_writes.reads if dep.name not in written]
+    kept = [dep for dep in node.read_writes.writes if not _stays_inside(dep.name, inside)]
+    return _bytes_of(read) + _bytes_of(kept)
+
+
+def _stays_inside(name: str, inside: Set[str]) -> bool:
+    """Whether nothing but the kernel that writes a buffer reads it."""
+    buffer = V.graph.scheduler.name_to_buf.get(name)
+    return buffer is not None and {user.get_name() for user in buffer.users} <= inside
+
+
+def _bytes_of(deps: Sequence[Dep]) -> int:
+    """Of all accesses to a buffer together no more than it has."""
+    found: dict[str, int] = {}
+    for dep in deps:
+        if not isinstance(dep, WeakDep):
+            found[dep.name] = found.get(dep.name, 0) + _elements(dep)
+    moved = 0
+    for name, count in found.items():
+        elements, itemsize = _size(name)
+        moved += min(count, elements) * itemsize
+    return moved
+
+
+def _elements(dep: Dep) -> int:
+    """That are accessed; where is known when it runs, one in each step of the loops."""
+    if isinstance(dep, MemoryDep) and dep.is_indirect():
+        return _hint(sympy_product(dep.size))
+    return int(dep.numel_hint())
+
+
+def _size(name: str) -> tuple[int, int]:
+    """Elements of a buffer, and bytes of each; none of several tensors, which a library's operator returns."""
+    try:
+        return _hint(V.graph.get_numel(name)), int(get_dtype_size(V.graph.get_dtype(name)))
+    except NotImplementedError:
+        return 0, 0
+
+
+def _hint(size: Any) -> int:
+    return int(V.graph.sizevars.optimization_hint(size, fallback=0))
