@@ -133,6 +133,7 @@ def seconds_by_part(row: Explanation) -> dict[str, float]:
         "waiting for parameters and gradients": row.exposed_comm_s - row.model_comm_s,
         "the model's own collectives": row.model_comm_s,
         "the optimizer": row.optimizer_s,
+        "the bubble": row.bubble_s,
     }
     return {what: seconds / row.step_tokens for what, seconds in parts.items()}
 
