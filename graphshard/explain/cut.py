@@ -10,10 +10,8 @@ of them come back.
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -82,8 +80,8 @@ def blocks_of(lists: Mapping[str, int], repeats: Repeats | None, model: str) -> 
     """
     if not lists:
         raise StageError(
-            f"mesh has a pipeline axis, and {model} has no nn.ModuleList or nn.Sequential of blocks to cut into stages. "
-            "Put its blocks in one, or leave the axis out."
+            f"mesh has a pipeline axis, and {model} has no nn.ModuleList or nn.Sequential of blocks to cut into "
+            "stages. Put its blocks in one, or leave the axis out."
         )
     path = max(lists, key=lambda name: lists[name]) if repeats is None else repeats.path
     return Blocks(path, lists[path], repeats)
@@ -300,35 +298,3 @@ class Stages:
             if self._at(cut, value) == stage:
                 found[Slot("grad", value.name, "input") if cut.backward else Slot("output", value.name)] = value
         return found
-
-
-def even_counts(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
-    """How many blocks each stage gets: the slowest stage is as fast as can be, and the others are alike.
-
-    Args:
-        seconds: of each block.
-        stages: no more than there are blocks.
-    """
-    sums = [0.0, *itertools.accumulate(seconds)]
-
-    def begins(cost: Callable[[float, float], float]) -> tuple[float, list[list[int]]]:
-        """What the best split costs, and by stages and blocks so far where the last stage begins."""
-        costs, found = [0.0, *[math.inf] * len(seconds)], []
-        for _ in range(stages):
-            ways = [
-                [(cost(costs[begin], sums[end] - sums[begin]), begin) for begin in range(end)]
-                for end in range(len(sums))
-            ]
-            row = [min(each, default=(math.inf, 0)) for each in ways]
-            costs = [total for total, _ in row]
-            found.append([begin for _, begin in row])
-        return costs[-1], found
-
-    slowest = begins(max)[0] * (1 + 1e-9)
-    _, found = begins(lambda total, own: math.inf if own > slowest else total + own * own)
-    counts: list[int] = []
-    end = len(seconds)
-    for row in reversed(found):
-        counts.append(end - row[end])
-        end = row[end]
-    return tuple(reversed(counts))

@@ -6,6 +6,8 @@ No process group, no GPU, and no memory for parameters: the model may be on the 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -18,11 +20,12 @@ from typing_extensions import Unpack
 from graphshard.cost.profile import Hardware, Profile, load_profile
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.grid import Grid
+from graphshard.explain.sharing import changed
 from graphshard.explain.study import Study
 from graphshard.explain.training import ExplainArguments, Training, chosen
-from graphshard.ir.errors import ArgumentError, BatchError, InfeasibleError
-from graphshard.ir.given import check_function
-from graphshard.ir.mesh import MeshLike
+from graphshard.ir.errors import ArgumentError, BatchError, InfeasibleError, StageError
+from graphshard.ir.given import check_count, check_function
+from graphshard.ir.mesh import MOST_RANKS, PIPELINE, MeshLike
 from graphshard.ir.text import brief
 from graphshard.options.arguments import check_known, check_names, takes_options
 from graphshard.options.options import Options
@@ -60,7 +63,9 @@ def explain(
         model: any module, on the CPU or on the meta device.
         mesh: a DeviceMesh, or the shape of one that need not exist: `(64,)` or `{"shard": 64}`; with two axes the first
             replicates: `(8, 64)`. With `parallelize` sizes by names of axes, such as `{"dp": 16, "tp": 8}`, as
-            `compile` knows them. Of a DeviceMesh any axes that `compile` takes.
+            `compile` knows them. Of a DeviceMesh any axes that `compile` takes. An axis "pp" beside others has the
+            stages of a pipeline: the model's blocks are dealt out to them. It lies outside of the others, wherever it
+            stands.
         example_inputs, example_kwargs: inputs of one rank's call; only shapes, dtypes and non-tensor values matter.
         hardware: the machine: "a100", "h100", "h100-hbm2e", "h200", "b200", a file that `graphshard calibrate` wrote,
             or a `Profile`.
@@ -84,6 +89,9 @@ def explain(
             that takes. None leaves it to `accumulate`.
         tokens: of the whole training: the result's `cost` has its days and GPU hours.
         price: of one GPU for an hour, in any currency: `cost` has the money, too.
+        pipeline: the schedule of a mesh with a pipeline axis: "1f1b", "gpipe" or "interleaved", as
+            `torch.distributed.pipelining` has them.
+        stages_per_rank: of `pipeline="interleaved"`.
         device: "cuda" captures the program that a GPU runs, with its attention and its dropout, also where there is
             none (`pip install 'graphshard[cross]'`): regions that were measured on a GPU have its keys. None and
             "cpu" capture as for a CPU, which takes no package, and mostly has the same kernels.
@@ -119,6 +127,7 @@ def explain_grid(
     hardware: Sequence[Hardware] = ("h100",),
     network: Sequence[str] = ("isolated",),
     settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({"": {}}),
+    degrees: Mapping[str, Sequence[int]] = MappingProxyType({}),
     show: Callable[[str], None] = lambda _: None,
     symbols: Mapping[str, int] | None = None,
     every_block: bool = False,
@@ -136,10 +145,13 @@ def explain_grid(
         meshes, hardware, network: several of what `explain` takes one of.
         settings: options by a name for the table, such as `{"keep": {"reshard_after_forward": False}}`; also `symbols`,
             `accumulate` and the like. They replace those for all settings.
+        degrees: sizes to try of axes, such as `{"pp": (1, 2, 4), "tp": (1, 8)}`: each of `meshes` is a number of ranks
+            then, and stands for all meshes with these sizes that it can be divided into; "dp" is what is left.
         show: told what is being done.
         symbols, every_block, parallelize, device: as for `explain`, for all settings.
         global_batch: as for `explain`; a mesh that is larger than it, or does not divide it, is left out, and so is one
-            for which no schedule fits in memory_limit: `Grid.left_out` says why.
+            for which no schedule fits in memory_limit, or of which the model cannot be cut into the stages:
+            `Grid.left_out` says why.
 
     Raises:
         ArgumentError: an argument is wrong, or everything is left out.
@@ -154,37 +166,71 @@ def explain_grid(
         if not value:
             raise ArgumentError(f"{name} of a grid must not be empty, got {brief(value)}. Give at least one.")
     _check_settings(settings)
+    meshes = meshes_of(meshes, degrees) if degrees else meshes
     check_function("show", show, "print")
     profiles = [load_profile(item) for item in hardware]
     shared: dict[str, Any] = {"symbols": symbols, **options}
     found: list[Explanation] = []
     refused: list[ArgumentError] = []
+    first: Study | None = None
     for label, setting in settings.items():
         check_known(f"settings[{brief(label)}]", setting, _SETTINGS)
         own = {**shared, **setting}
         own_symbols = own.pop("symbols")
-        study = Study(
-            model,
-            example_inputs,
-            example_kwargs,
-            *chosen(own),
-            own_symbols,
-            label=label,
-            show=show,
-            every_block=every_block,
-            parallelize=parallelize,
-            device=device,
-        )
+        program, training = chosen(own)
+        if first is not None and own_symbols == first.symbols:
+            study = changed(first, program, training, label)
+        else:
+            study = first = Study(
+                model,
+                example_inputs,
+                example_kwargs,
+                program,
+                training,
+                own_symbols,
+                label=label,
+                show=show,
+                every_block=every_block,
+                parallelize=parallelize,
+                device=device,
+            )
         for mesh in meshes:
             for profile in profiles:
                 for name in network:
                     try:
                         found.append(study.explain(mesh, profile, name))
-                    except (InfeasibleError, BatchError) as error:
+                    except (InfeasibleError, BatchError, StageError) as error:
                         refused.append(error)
     if not found:
         raise refused[0]
     return Grid(tuple(found), tuple(dict.fromkeys(map(str, refused))))
+
+
+def meshes_of(ranks: Sequence[Any], degrees: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    """All meshes of so many ranks with these sizes of axes, outermost first; "dp" lies inside of a pipeline axis only.
+
+    Raises:
+        ArgumentError: an argument is no such thing, or nothing divides the ranks.
+    """
+    if not isinstance(degrees, Mapping) or not all(map(_is_text, degrees)):
+        raise ArgumentError(f'degrees must be such as {{"pp": (1, 2, 4), "tp": (1, 8)}}, got {brief(degrees)}.')
+    for name, sizes in degrees.items():
+        if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence) or not sizes:
+            raise ArgumentError(f"degrees[{name!r}] must be a list of sizes such as (1, 2, 4), got {brief(sizes)}.")
+        for size in sizes:
+            check_count(f"degrees[{name!r}]", size, most=MOST_RANKS, what="list of sizes such as (1, 2, 4)")
+    found = []
+    for count in ranks:
+        check_count("meshes", count, most=MOST_RANKS, what="list of numbers of ranks, beside degrees")
+        for given in itertools.product(*degrees.values()):
+            sizes = dict(zip(degrees, given))
+            if count % math.prod(given) == 0:
+                outer = {name: size for name, size in sizes.items() if name in PIPELINE}
+                inner = {name: size for name, size in sizes.items() if name not in PIPELINE}
+                found.append({**outer, "dp": count // math.prod(given), **inner})
+    if not found:
+        raise ArgumentError(f"degrees {brief(dict(degrees))}: none divides {brief(list(ranks))} ranks. Give others.")
+    return found
 
 
 def _check_settings(settings: Any) -> None:

@@ -64,8 +64,8 @@ class Pipelined:
         slowest, largest = self.named(self.slowest), self.named(self.largest)
         least = min(self.rank_bytes)
         return (
-            f"{self.schedule}, {len(counts)} stages of {blocks} blocks; bubble {format_seconds(self.bubble_s)}; slowest "
-            f"is {slowest}; most memory {format_bytes(self.rank_bytes[self.largest])} in {largest}, least "
+            f"{self.schedule}, {len(counts)} stages of {blocks} blocks; bubble {format_seconds(self.bubble_s)}; "
+            f"slowest {slowest}; most memory {format_bytes(self.rank_bytes[self.largest])} in {largest}, least "
             f"{format_bytes(least)}; {format_bytes(self.sent_bytes)} sent in {format_seconds(self.sending_s)}"
         )
 

@@ -12,191 +12,45 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from graphshard.cost.costs import Costs, maximum
-from graphshard.cost.kernels import num_bytes
 from graphshard.cost.model_collectives import MODEL_KINDS
 from graphshard.cost.multiplications import Scalar
 from graphshard.cost.samples import sampled
-from graphshard.explain.cut import Stages
+from graphshard.explain.course import ADDED, Course, Stage, saved_bytes
+from graphshard.explain.cut import BlockCut, Blocks, Stages
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.pipelined import Pipelined, StageCost
 from graphshard.explain.spread import between, drawn_events
-from graphshard.explain.training import Training, training_cost
-from graphshard.ir.errors import ArgumentError, InfeasibleError, StageError
-from graphshard.ir.graph import base_of
-from graphshard.ir.mesh import Axis
+from graphshard.explain.training import training_cost
+from graphshard.ir.errors import StageError
 from graphshard.ir.program import Program
 from graphshard.ir.text import format_bytes
-from graphshard.options.options import Options
-from graphshard.schedule.clock import Event, Launch, run
-from graphshard.schedule.stages import StageSeconds, Turn, most_alive, rounds_of, run_stages, turns_of
+from graphshard.schedule.stages import StageSeconds, even_counts, most_alive, run_stages
 
 # A bubble below this share of the step is not what limits it.
 _NEGLIGIBLE = 0.02
 # What takes less memory.
 _LESS = 'activation="full", fewer sequences in a microbatch, more ranks that shard, or more stages'
-# Of a stage's memory what is there all the time.
-_ADDED, _STATE, _GATHERED = "gradients of earlier microbatches", "optimizer state", "gathered parameters"
 
 
-@dataclass(frozen=True)
-class Course:
-    """Who does what in a pipeline, in which order.
-
-    Attributes:
-        axis: of the stages.
-        training: says which schedule.
-    """
-
-    axis: Axis
-    training: Training
-    microbatches: int
-
-    @property
-    def per_rank(self) -> int:
-        """Stages of a rank."""
-        return self.training.stages_per_rank if self.training.pipeline == "interleaved" else 1
-
-    @property
-    def stages(self) -> int:
-        """All of them."""
-        return self.axis.size * self.per_rank
-
-    def of_rank(self, rank: int) -> range:
-        """The stages of a rank."""
-        return range(rank, self.stages, self.axis.size)
-
-    @cached_property
-    def turns(self) -> list[list[Turn]]:
-        """By rank."""
-        given = self.axis.size, self.microbatches, self.per_rank
-        return [turns_of(self.training.pipeline, rank, *given) for rank in range(self.axis.size)]
-
-    def check(self, blocks: int, limit: int | None) -> None:
-        """Raise StageError if a model with so many blocks, or so many microbatches, do not go with it."""
-        ranks, name = self.axis.size, self.axis.name
-        if self.stages > blocks:
-            each = f" with {self.per_rank} stages each" if self.per_rank > 1 else ""
-            raise StageError(
-                f"mesh has {name} {ranks}{each}, and the model has {blocks} blocks to cut into stages. Give {name} of at "
-                f"most {blocks // self.per_rank}."
-            )
-        if self.training.pipeline != "interleaved":
-            return
-        rounds = rounds_of(ranks, self.microbatches)
-        if self.microbatches % rounds:
-            raise StageError(
-                f'pipeline="interleaved" on {name} {ranks} takes {self.microbatches} microbatches in {rounds} rounds, and '
-                f"torch.distributed.pipelining wants rounds of one size. Give a multiple of {ranks} microbatches."
-            )
-        if limit is not None:
-            raise ArgumentError(
-                'memory_limit with pipeline="interleaved": stages of a rank share its memory, and each is planned by '
-                'itself. Leave memory_limit out, or take pipeline="1f1b".'
-            )
-
-    def others_saved(self, stage: int, saved: int) -> int:
-        """Bytes of the other microbatches that are alive in the stage of a rank while one runs."""
-        return most_alive(self.turns[stage], {stage: saved}, {stage: 0})[0]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A stage as a program, predicted alone for one microbatch.
-
-    Attributes:
-        blocks: how many it has.
-        found: the prediction.
-        saved: bytes that a microbatch leaves to its backward.
-    """
-
-    blocks: int
-    found: Explanation
-    saved: int
-
-    @property
-    def trained(self) -> int:
-        """Bytes of the shards of trained parameters."""
-        return sum(row.shard_bytes(row.dtype) for row in self.found._program.params if row.trainable)
-
-    def seconds(self, costs: Costs, microbatches: int, events: Sequence[Event] | None = None) -> StageSeconds:
-        """What its turns take.
-
-        Args:
-            events: what its program does, with seconds by the same costs; None are those of the prediction.
-        """
-        events = self.found._timeline.events if events is None else events
-        first, last = _phases(events, costs.profile.contention)
-        forward, backward = _phases([_for_nothing(event) for event in events], costs.profile.contention)
-        added = costs.addition(added_bytes(self.found._program)) if microbatches > 1 else 0.0
-        return StageSeconds(first, forward, backward, last, added)
-
-    def memory(self, microbatches: int, *, at_peak: bool) -> Counter[str]:
-        """Bytes by what they are: at the peak of one microbatch's turns, or what is there all the time."""
-        program, found = self.found._program, Counter[str]()
-        if at_peak:
-            for value in self.found._memory.alive:
-                found[value.what] += value.num_bytes
-        else:
-            found["shards"] = self.found.memory["shards"]
-            found[_GATHERED] = gathered_bytes(program)
-        found[_STATE] = self.found.memory[_STATE]
-        found[_ADDED] = added_bytes(program) if microbatches > 1 else 0
-        return found
-
-
-def limited_to(options: Options, course: Course, stage: int, program: Program) -> Options:
-    """Options for the plan of a stage: its limit without what other microbatches hold.
+def stages_of(whole: Program, blocks: Blocks, course: Course, costs: Costs) -> Stages:
+    """The stages of a partitioned program: as even as whole blocks allow.
 
     Raises:
-        InfeasibleError: they hold more than that.
+        StageError: there are more stages than blocks, or several stages use a parameter.
     """
-    assert options.memory_limit is not None
-    others = course.others_saved(stage, saved_bytes(program))
-    others += added_bytes(program) if course.microbatches > 1 else 0
-    if others >= options.memory_limit:
-        raise InfeasibleError(
-            f"memory_limit={options.memory_limit}: what stage {stage} holds of other microbatches is {others} bytes. Give "
-            "more, fewer sequences in a microbatch, or more stages.",
-            others,
+    if course.stages > blocks.count:
+        each = f" with {course.per_rank} stages each" if course.per_rank > 1 else ""
+        name = course.axis.name
+        raise StageError(
+            f"mesh has {name} {course.axis.size}{each}, and {whole.model}.{blocks.path} has {blocks.count} blocks to "
+            f"cut into stages. Give {name} of at most {blocks.count // course.per_rank}."
         )
-    return replace(options, memory_limit=options.memory_limit - others)
-
-
-def added_bytes(program: Program) -> int:
-    """Bytes of full gradients, in the dtype in which those of microbatches are added up."""
-    return sum(row.sent_bytes("reduce") for row in program.params if row.trainable)
-
-
-def gathered_bytes(program: Program) -> int:
-    """Bytes of full parameters that are not the shards themselves."""
-    made = (row for row in program.params if row.num_shards > 1 or row.dtype != row.compute_dtype)
-    return sum(row.sent_bytes("gather") for row in made)
-
-
-def saved_bytes(program: Program) -> int:
-    """Bytes of what a microbatch leaves to its backward, but for full parameters."""
-    phase = program.phases["forward"]
-    results = zip(phase.results, phase.outputs, strict=True)
-    return sum(map(num_bytes, {base_of(value) for value, slot in results if slot.kind == "saved" and not slot.is_full}))
-
-
-def _phases(events: Sequence[Event], contention: Scalar) -> tuple[Scalar, Scalar]:
-    """Seconds of forward and of backward."""
-    ends: dict[str, Scalar] = {"forward": 0.0}
-    for event, end in zip(events, run(events, contention).ends):
-        if not isinstance(event, Launch):
-            ends[event.phase] = end
-    return ends["forward"], ends.get("backward", ends["forward"]) - ends["forward"]
-
-
-def _for_nothing(event: Event) -> Event:
-    """An event between the first and the last microbatch: parameters are there, and gradients stay."""
-    return replace(event, seconds=0.0) if isinstance(event, Launch) and event.kind not in MODEL_KINDS else event
+    cut = BlockCut(whole, blocks)
+    return Stages(cut, even_counts(cut.seconds(replace(costs, mesh=whole.mesh)), course.stages))
 
 
 @dataclass(frozen=True)
@@ -214,6 +68,34 @@ class PipelineStep:
     stages: Stages
     course: Course
     costs: Costs
+
+    @classmethod
+    def of(
+        cls,
+        stages: Stages,
+        course: Course,
+        costs: Costs,
+        limit: int | None,
+        predict: Callable[[Hashable, Program, int | None], Explanation],
+    ) -> PipelineStep:
+        """Predict each stage, equal ones once.
+
+        Args:
+            costs: for any mesh.
+            limit: bytes that a rank may use; each stage is planned with what other microbatches leave of them.
+            predict: a program, for what it is the only one of, in so many bytes.
+        """
+        mesh = stages.cut.program.mesh.with_pipeline(course.axis.name, course.axis.size)
+        known: dict[Hashable, Stage] = {}
+        parts = []
+        for number, count in enumerate(stages.counts):
+            key: Hashable = stages.kind(number)
+            if key not in known or limit is not None:
+                program = replace(stages.program_of(number), mesh=mesh)
+                room = None if limit is None else course.room(limit, number, program)
+                known[key] = Stage(count, predict(key, program, room), saved_bytes(program))
+            parts.append(known[key])
+        return cls(parts, stages, course, replace(costs, mesh=mesh))
 
     def explained(self, flop: Mapping[str, float], mesh: dict[str, int]) -> Explanation:
         """One prediction of those of all stages.
@@ -316,7 +198,7 @@ class PipelineStep:
         program = self.parts[rank].found._program
         temporary = 0 if program.offloaded else training.temporary_bytes(trained)
         update = sum(held.values(), Counter({"gradients": trained, "optimizer temporaries": temporary}))
-        update.pop(_ADDED, None)
+        update.pop(ADDED, None)
         return (update, 0) if temporary and update.total() > found.total() else (found, alive)
 
     def _pipelined(
@@ -355,14 +237,16 @@ class PipelineStep:
         limit, advice = head.limit, list(head.advice)
         if head.limit == "memory" or need > room:
             limit, advice = "memory", [line for line in advice if head.limit != "memory" or line is not advice[0]]
-            advice.insert(0, f"{found.named(found.largest)} needs {format_bytes(need)}, {format_bytes(room)} are there: {_LESS}")
+            advice.insert(
+                0, f"{found.named(found.largest)} needs {format_bytes(need)}, {format_bytes(room)} are there: {_LESS}"
+            )
         elif found.bubble_s > max(exposed, _NEGLIGIBLE * step):
             limit = "bubble"
             count, stages = self.course.microbatches, self.course.stages
             advice.insert(
                 0,
-                f"ranks wait for other stages for {share:.1%} of the step, with {count} microbatches for {stages} stages: "
-                "more microbatches (a larger batch, or fewer sequences in each), or fewer stages",
+                f"ranks wait for other stages for {share:.1%} of the step, with {count} microbatches for {stages} "
+                "stages: more microbatches (a larger batch, or fewer sequences in each), or fewer stages",
             )
         return limit, tuple(advice)
 

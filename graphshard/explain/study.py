@@ -26,12 +26,13 @@ from graphshard.capture.inputs import count_tokens
 from graphshard.capture.repeats import check_alike, find_repeats
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Profile
-from graphshard.explain.cut import BlockCut, Stages, blocks_of, even_counts, lists_of
+from graphshard.explain.course import Course
+from graphshard.explain.cut import blocks_of, lists_of
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.formulas import formulas_of
 from graphshard.explain.microbatches import microbatches_of
 from graphshard.explain.predict import bound_of, explained
-from graphshard.explain.staged import Course, PipelineStep, Stage, limited_to, saved_bytes
+from graphshard.explain.staged import PipelineStep, stages_of
 from graphshard.explain.subject import (
     Place,
     Subject,
@@ -216,37 +217,25 @@ class Study:
             axis: of its stages.
             sizes: of the whole mesh, by axis.
         """
-        if self.symbols:
-            raise ArgumentError("symbols: there are no formulas of a pipeline. Leave symbols, or the axis, out.")
-        if self.options.reshard_after_forward not in (None, False):
-            raise ArgumentError(
-                f"reshard_after_forward={self.options.reshard_after_forward} on a mesh with a pipeline axis: stages are "
-                "gathered once a step, as with reshard_after_forward=False. Leave it out."
-            )
+        course = Course(axis, self.training, microbatches)
+        course.check(self.options, self.symbols)
         study = replace(self, options=replace(self.options, reshard_after_forward=False))
         study._subjects = self._subjects
         whole = study._prepared(place, costs.profile)
         subject = self._subjects[_whose(place)]
         blocks = blocks_of(subject.lists, subject.repeats, whole.model)
-        course = Course(axis, self.training, microbatches)
-        course.check(blocks.count, self.options.memory_limit)
-        costs = replace(costs, mesh=whole.mesh.with_pipeline(axis.name, axis.size))
-        cut = BlockCut(whole, blocks)
-        stages = Stages(cut, even_counts(cut.seconds(costs), course.stages))
-        known: dict[Hashable, Stage] = {}
-        parts = []
-        for number, count in enumerate(stages.counts):
-            limited = self.options.memory_limit is not None
-            key = place, axis, stages.counts, stages.kind(number), number if limited else None
-            if key not in known:
-                program = replace(stages.program_of(number), mesh=costs.mesh)
-                at = study if not limited else replace(study, options=limited_to(study.options, course, number, program))
-                flop = {dtype: total / course.stages for dtype, total in subject.flop.items()}
-                found = at._predicted(key, program, costs, flop=flop, mesh=sizes)
-                known[key] = Stage(count, found, saved_bytes(program))
-            parts.append(known[key])
-        _check_measured(costs.measured, *(part.found for part in known.values()))
-        return PipelineStep(parts, stages, course, costs).explained(subject.flop, sizes)
+        stages = stages_of(whole, blocks, course, costs)
+
+        def predict(stage: Hashable, program: Program, limit: int | None) -> Explanation:
+            at = replace(study, options=replace(study.options, memory_limit=limit))
+            at._scheduled, at._known = study._scheduled, study._known
+            flop = {dtype: total / course.stages for dtype, total in subject.flop.items()}
+            on = replace(costs, mesh=program.mesh)
+            return at._predicted((place, stages.counts, stage, limit), program, on, flop=flop, mesh=sizes)
+
+        step = PipelineStep.of(stages, course, costs, self.options.memory_limit, predict)
+        _check_measured(costs.measured, *(part.found for part in step.parts))
+        return step.explained(subject.flop, sizes)
 
     def forget(self, shape: MeshLike) -> None:
         """Let go of the programs of a mesh, which are made again if they are asked for."""

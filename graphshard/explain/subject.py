@@ -56,8 +56,9 @@ def without_pipeline(mesh: MeshLike) -> tuple[MeshLike, Axis | None]:
     if isinstance(mesh, DeviceMesh):
         others = ", ".join(repr(name) for name in names if name not in found)
         raise ArgumentError(
-            f"mesh has a pipeline axis, {found[0]!r}, and is a DeviceMesh, whose model is one stage. Give sizes by name, "
-            f"such as {{'pp': 4, 'dp': 16}}, and the whole model; or explain a stage on its own ranks: mesh[{others}]."
+            f"mesh has a pipeline axis, {found[0]!r}, and is a DeviceMesh, whose model is one stage. Give sizes by "
+            f"name, such as {{'pp': 4, 'dp': 16}}, and the whole model; or explain a stage on its "
+            f"own ranks: mesh[{others}]."
         )
     assert isinstance(mesh, Mapping)
     if len(found) > 1:

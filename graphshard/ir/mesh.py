@@ -7,7 +7,7 @@
     Axis("gpus/4", 4, "regather")       neighbours on the sharding axis, among which backward gathers again
     Axis("gpus/2", 2, "inner")          neighbours on the sharding axis, among which the model itself communicates
     Axis("tp", 2, "tensor")             the model itself communicates along it: parameters are DTensors there
-    Axis("pp", 4, "pipeline")           ranks along it have other parts of the model: predictions know it, programs do not
+    Axis("pp", 4, "pipeline")           other parts of the model are along it: known to predictions, not to programs
 
 Some parameters may lie otherwise on the same ranks, as those of experts do. The mesh has a second one for them, with
 roles of its own:

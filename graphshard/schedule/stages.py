@@ -14,7 +14,8 @@ arXiv:2104.04473). Where all stages take as long and sending takes nothing, the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -182,3 +183,35 @@ def most_alive(turns: Sequence[Turn], saved: Mapping[int, int], peaks: Mapping[i
         if turn.backward:
             alive[turn.stage] -= 1
     return best
+
+
+def even_counts(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
+    """How many blocks each stage gets: the slowest stage is as fast as can be, and the others are alike.
+
+    Args:
+        seconds: of each block.
+        stages: no more than there are blocks.
+    """
+    sums = [0.0, *itertools.accumulate(seconds)]
+
+    def begins(cost: Callable[[float, float], float]) -> tuple[float, list[list[int]]]:
+        """What the best split costs, and by stages and blocks so far where the last stage begins."""
+        costs, found = [0.0, *[math.inf] * len(seconds)], []
+        for _ in range(stages):
+            ways = [
+                [(cost(costs[begin], sums[end] - sums[begin]), begin) for begin in range(end)]
+                for end in range(len(sums))
+            ]
+            row = [min(each, default=(math.inf, 0)) for each in ways]
+            costs = [total for total, _ in row]
+            found.append([begin for _, begin in row])
+        return costs[-1], found
+
+    slowest = begins(max)[0] * (1 + 1e-9)
+    _, found = begins(lambda total, own: math.inf if own > slowest else total + own * own)
+    counts: list[int] = []
+    end = len(seconds)
+    for row in reversed(found):
+        counts.append(end - row[end])
+        end = row[end]
+    return tuple(reversed(counts))
