@@ -2,7 +2,8 @@
 
     embed | blocks 0 1 2 3 4 5 6 7 | head   ->   embed 0 1   |   2 3   |   4 5   |   6 7 head
 
-What lies in no block follows what it is made of: a value the last block that has a part in it, a gradient the first.
+What lies in no block follows what it is made of: a value the last block that has a part in it, and a gradient what was
+saved for it, or the gradient that it comes of.
 Values of parameters alone, or of inputs alone, belong to no block: casts and gathers, tables of positions, masks. Each
 stage makes those that it needs. Other values of earlier stages are sent from each stage to the next one, and gradients
 of them come back.
@@ -123,6 +124,7 @@ class BlockCut:
         self._assign(self.backward)
 
     def _assign(self, cut: _Cut) -> None:
+        last = self.blocks.count - 1
         of_parameter, of_input, is_gradient = set[Node](), set[Node](), set[Node]()
         for node in cut.phase.module.graph.nodes:
             if node in cut.slots:
@@ -131,7 +133,6 @@ class BlockCut:
                 for kind, holds in ((of_parameter, is_parameter), (of_input, slot.kind == "input")):
                     kind.update([node] if holds else [])
                 is_gradient.update([node] if slot.kind == "tangent" else [])
-                last = self.blocks.count - 1
                 cut.block[node] = last if slot.kind == "tangent" else None if is_parameter else self._saved.get(slot)
                 continue
             if node.op == "output":
@@ -139,19 +140,22 @@ class BlockCut:
             sources = node.all_input_nodes
             for kind in (of_parameter, of_input, is_gradient):
                 kind.update([node] if not kind.isdisjoint(sources) else [])
-            if node in is_gradient:
-                before = [cut.block[source] for source in sources if source in is_gradient]
-            else:
-                before = [cut.block[source] for source in sources if cut.block[source] is not None]
+            given = [(source in is_gradient, cut.block[source]) for source in sources]
+            gradients = [block for gradient, block in given if gradient and block is not None]
+            values = [block for gradient, block in given if not gradient and block is not None]
             made = self.blocks.made(node)
-            if not before and not (node in of_parameter and node in of_input):
+            if not gradients and not values and not (node in of_parameter and node in of_input):
                 cut.block[node] = None
             elif made is not None:
                 cut.block[node] = made
-            elif node in is_gradient:
-                cut.block[node] = min(at for at in before if at is not None)
+            elif gradients:
+                cut.block[node] = min(min(gradients), max(values, default=last))
             else:
-                cut.block[node] = max((at for at in before if at is not None), default=0)
+                cut.block[node] = max(values, default=0)
+        for node in filter(is_gradient.__contains__, reversed(list(cut.block))):
+            if node not in cut.slots and self.blocks.made(node) is None:  # gradients go to earlier blocks only
+                users = [cut.block.get(user) for user in node.users]
+                cut.block[node] = max(block for block in (cut.block[node], *users) if block is not None)
 
     def seconds(self, costs: Costs) -> list[float]:
         """What each block computes, the first with what is in front of it, the last with what is behind it."""
