@@ -22,6 +22,7 @@ from graphshard.explain.explanation import Explanation
 from graphshard.explain.grid import Grid
 from graphshard.explain.sharing import changed
 from graphshard.explain.study import Study
+from graphshard.explain.subject import has_stages
 from graphshard.explain.training import ExplainArguments, Training, chosen
 from graphshard.ir.errors import ArgumentError, BatchError, InfeasibleError, StageError
 from graphshard.ir.given import check_count, check_function
@@ -31,6 +32,8 @@ from graphshard.options.arguments import check_known, check_names, takes_options
 from graphshard.options.options import Options
 from graphshard.options.pretended import Parallelize
 
+# What only a mesh with stages depends on.
+_OF_PIPELINES = ("pipeline", "stages_per_rank")
 # What a setting of a grid may choose.
 _SETTINGS = (*(f.name for kind in (Options, Training) for f in fields(kind) if f.name != "hardware"), "symbols")
 
@@ -173,6 +176,7 @@ def explain_grid(
     found: list[Explanation] = []
     refused: list[ArgumentError] = []
     first: Study | None = None
+    tried: list[tuple[dict[str, Any], Any]] = []
     for label, setting in settings.items():
         check_known(f"settings[{brief(label)}]", setting, _SETTINGS)
         own = {**shared, **setting}
@@ -194,7 +198,12 @@ def explain_grid(
                 parallelize=parallelize,
                 device=device,
             )
+        others = {name: value for name, value in own.items() if name not in _OF_PIPELINES}
+        again = any(others == before and own_symbols == symbols for before, symbols in tried)
+        tried.append((others, own_symbols))
         for mesh in meshes:
+            if again and not has_stages(mesh):
+                continue  # the schedule of stages makes no difference
             for profile in profiles:
                 for name in network:
                     try:
@@ -222,12 +231,11 @@ def meshes_of(ranks: Sequence[Any], degrees: Mapping[str, Sequence[int]]) -> lis
     found = []
     for count in ranks:
         check_count("meshes", count, most=MOST_RANKS, what="list of numbers of ranks, beside degrees")
-        for given in itertools.product(*degrees.values()):
-            sizes = dict(zip(degrees, given))
-            if count % math.prod(given) == 0:
-                outer = {name: size for name, size in sizes.items() if name in PIPELINE}
-                inner = {name: size for name, size in sizes.items() if name not in PIPELINE}
-                found.append({**outer, "dp": count // math.prod(given), **inner})
+        for tried in itertools.product(*degrees.values()):
+            if count % math.prod(tried) == 0:
+                by_name = dict(zip(degrees, tried))
+                outer = {name: size for name, size in by_name.items() if name in PIPELINE}
+                found.append({**outer, "dp": count // math.prod(tried), **by_name})
     if not found:
         raise ArgumentError(f"degrees {brief(dict(degrees))}: none divides {brief(list(ranks))} ranks. Give others.")
     return found

@@ -21,6 +21,7 @@ def changed(study: Study, options: Options, training: Training, label: str = "")
         other._subjects = study._subjects
         if _equal(before, options, _SHAPING):
             other._before_plan, other._scheduled = study._before_plan, study._scheduled
+            other._of_stages = study._of_stages
             other._known = study._known
     return other
 

@@ -25,7 +25,7 @@ from graphshard.explain.explanation import Explanation
 from graphshard.explain.pipelined import Pipelined, StageCost
 from graphshard.explain.spread import between, drawn_events
 from graphshard.explain.training import training_cost
-from graphshard.ir.errors import StageError
+from graphshard.ir.errors import InfeasibleError, StageError
 from graphshard.ir.program import Program
 from graphshard.ir.text import format_bytes
 from graphshard.schedule.stages import StageSeconds, even_counts, most_alive, run_stages
@@ -93,7 +93,16 @@ class PipelineStep:
             if key not in known or limit is not None:
                 program = replace(stages.program_of(number), mesh=mesh)
                 room = None if limit is None else course.room(limit, number, program)
-                known[key] = Stage(count, predict(key, program, room), saved_bytes(program))
+                try:
+                    found = predict(key, program, room)
+                except InfeasibleError as error:
+                    others = 0 if limit is None or room is None else limit - room
+                    raise InfeasibleError(
+                        f"stage {number}, of which other microbatches hold {others:,} bytes of memory_limit={limit}: "
+                        f"{error}",
+                        error.smallest + others,
+                    ) from error
+                known[key] = Stage(count, found, saved_bytes(program))
             parts.append(known[key])
         return cls(parts, stages, course, replace(costs, mesh=mesh))
 

@@ -106,6 +106,7 @@ class Study:
     _subjects: dict[Place | None, Subject] = field(default_factory=dict, init=False)
     _known: Known = field(default_factory=Known, init=False)
     _before_plan: dict[tuple[Place, str], Program] = field(default_factory=dict, init=False)
+    _of_stages: dict[tuple[Place, str], Program] = field(default_factory=dict, init=False)
     _scheduled: dict[tuple[Hashable, str, str], Program] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -220,7 +221,7 @@ class Study:
         course = Course(axis, self.training, microbatches)
         course.check(self.options, self.symbols)
         study = replace(self, options=replace(self.options, reshard_after_forward=False))
-        study._subjects = self._subjects
+        study._subjects, study._before_plan = self._subjects, self._of_stages
         whole = study._prepared(place, costs.profile)
         subject = self._subjects[_whose(place)]
         blocks = blocks_of(subject.lists, subject.repeats, whole.model)
@@ -239,8 +240,9 @@ class Study:
 
     def forget(self, shape: MeshLike) -> None:
         """Let go of the programs of a mesh, which are made again if they are asked for."""
-        place = place_of(shape, self.parallelize)
+        place = place_of(without_pipeline(shape)[0], self.parallelize)
         self._before_plan = {key: kept for key, kept in self._before_plan.items() if key[0] != place}
+        self._of_stages = {key: kept for key, kept in self._of_stages.items() if key[0] != place}
         self._scheduled = {key: kept for key, kept in self._scheduled.items() if key[0] != place}
 
     def _program(self, place: Hashable, before_plan: Program, costs: Costs) -> Program:

@@ -71,6 +71,11 @@ def without_pipeline(mesh: MeshLike) -> tuple[MeshLike, Axis | None]:
     return rest or {"dp": 1}, Axis(found[0], size, "pipeline")
 
 
+def has_stages(mesh: Any) -> bool:
+    """Whether a mesh that need not exist has a pipeline axis of several ranks."""
+    return isinstance(mesh, Mapping) and any(name in PIPELINE and size != 1 for name, size in mesh.items())
+
+
 def place_of(mesh: MeshLike, parallelize: Parallelize | None) -> Place:
     """What a mesh is to a study.
 

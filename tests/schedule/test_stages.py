@@ -49,7 +49,9 @@ def test_the_bubble_is_that_of_the_papers(ranks: int, microbatches: int) -> None
             )
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "per_rank"), [(2, 4, 2), (4, 8, 2), (4, 10, 3), (4, 3, 2), (8, 16, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "per_rank"), [(2, 4, 2), (4, 8, 2), (4, 10, 3), (4, 3, 2), (8, 16, 4)]
+)
 def test_interleaved_stages_have_the_order_of_torch(ranks: int, microbatches: int, per_rank: int) -> None:
     theirs = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
     theirs.pp_group_size, theirs.n_local_stages, theirs._n_microbatches = ranks, per_rank, microbatches
