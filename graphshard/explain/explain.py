@@ -26,7 +26,7 @@ from graphshard.explain.subject import has_stages
 from graphshard.explain.training import ExplainArguments, Training, chosen
 from graphshard.ir.errors import ArgumentError, BatchError, InfeasibleError, StageError
 from graphshard.ir.given import check_count, check_function
-from graphshard.ir.mesh import MOST_RANKS, PIPELINE, MeshLike
+from graphshard.ir.mesh import CONTEXT, EXPERT, MOST_RANKS, PIPELINE, REPLICATING, TENSOR, MeshLike
 from graphshard.ir.text import brief
 from graphshard.options.arguments import check_known, check_names, takes_options
 from graphshard.options.options import Options
@@ -169,7 +169,8 @@ def explain_grid(
         if not value:
             raise ArgumentError(f"{name} of a grid must not be empty, got {brief(value)}. Give at least one.")
     _check_settings(settings)
-    meshes = meshes_of(meshes, degrees) if degrees else meshes
+    if not isinstance(degrees, Mapping) or degrees:
+        meshes = meshes_of(meshes, degrees)
     check_function("show", show, "print")
     profiles = [load_profile(item) for item in hardware]
     shared: dict[str, Any] = {"symbols": symbols, **options}
@@ -216,14 +217,17 @@ def explain_grid(
 
 
 def meshes_of(ranks: Sequence[Any], degrees: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """All meshes of so many ranks with these sizes of axes, outermost first; "dp" lies inside of a pipeline axis only.
+    """All meshes of so many ranks with these sizes of axes, outermost first; "dp" lies inside of stages and replicas.
 
     Raises:
         ArgumentError: an argument is no such thing, or nothing divides the ranks.
     """
     if not isinstance(degrees, Mapping) or not all(map(_is_text, degrees)):
         raise ArgumentError(f'degrees must be such as {{"pp": (1, 2, 4), "tp": (1, 8)}}, got {brief(degrees)}.')
+    known = (*PIPELINE, *TENSOR, *CONTEXT, *EXPERT, *REPLICATING)
     for name, sizes in degrees.items():
+        if name not in known:
+            raise ArgumentError(f"degrees has an axis {brief(name)}. Use {', '.join(map(repr, known))}.")
         if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence) or not sizes:
             raise ArgumentError(f"degrees[{name!r}] must be a list of sizes such as (1, 2, 4), got {brief(sizes)}.")
         for size in sizes:
@@ -234,7 +238,7 @@ def meshes_of(ranks: Sequence[Any], degrees: Mapping[str, Sequence[int]]) -> lis
         for tried in itertools.product(*degrees.values()):
             if count % math.prod(tried) == 0:
                 by_name = dict(zip(degrees, tried))
-                outer = {name: size for name, size in by_name.items() if name in PIPELINE}
+                outer = {name: size for name, size in by_name.items() if name in (*PIPELINE, *REPLICATING)}
                 found.append({**outer, "dp": count // math.prod(tried), **by_name})
     if not found:
         raise ArgumentError(f"degrees {brief(dict(degrees))}: none divides {brief(list(ranks))} ranks. Give others.")

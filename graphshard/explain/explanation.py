@@ -189,6 +189,8 @@ class Explanation:
     @property
     def model_comm_s(self) -> float:
         """Compute waits for what the model itself communicates; a part of `exposed_comm_s`."""
+        if self.pipeline:
+            return self.pipeline.model_comm_s
         return self.microbatches * sum(wait.seconds for wait in self.waits if wait.why == "model")
 
     @property

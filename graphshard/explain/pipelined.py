@@ -35,6 +35,7 @@ class Pipelined:
         schedule: "1f1b", "gpipe" or "interleaved".
         stages: in order.
         bubble_s: in which the slowest rank has nothing to do: it waits for other stages.
+        model_comm_s: in which its compute waits for what the model itself communicates.
         sent_bytes, sending_s: of one microbatch from stage to stage, over the border where that takes longest.
         rank_s: by rank, seconds in which it is busy, with the optimizer.
         rank_bytes: by rank, the most memory.
@@ -43,6 +44,7 @@ class Pipelined:
     schedule: str
     stages: tuple[StageCost, ...]
     bubble_s: float
+    model_comm_s: float
     sent_bytes: int
     sending_s: float
     rank_s: tuple[float, ...]

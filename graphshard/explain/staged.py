@@ -237,27 +237,37 @@ class PipelineStep:
             )
             for stage, (part, each) in enumerate(zip(self.parts, seconds))
         ]
-        schedule = self.course.training.pipeline
-        return Pipelined(schedule, tuple(costs), step - max(rank_s), longest, sent, rank_s, tuple(held))
+        own = [(self.parts[i].found, seconds[i]) for i in self.course.of_rank(rank_s.index(max(rank_s)))]
+        waits = sum(float(each.forward + each.backward) - found._timeline.compute for found, each in own)
+        return Pipelined(
+            schedule=self.course.training.pipeline,
+            stages=tuple(costs),
+            bubble_s=step - max(rank_s),
+            model_comm_s=microbatches * waits,
+            sent_bytes=longest,
+            sending_s=sent,
+            rank_s=rank_s,
+            rank_bytes=tuple(held),
+        )
 
     def _limit(self, head: Explanation, found: Pipelined, step: float, exposed: float) -> tuple[str, tuple[str, ...]]:
-        """What limits a step, and what would help; the most important first."""
-        room, need, share = self.costs.profile.memory_capacity, found.rank_bytes[found.largest], found.bubble_s / step
-        limit, advice = head.limit, list(head.advice)
-        if head.limit == "memory" or need > room:
-            limit, advice = "memory", [line for line in advice if head.limit != "memory" or line is not advice[0]]
-            advice.insert(
-                0, f"{found.named(found.largest)} needs {format_bytes(need)}, {format_bytes(room)} are there: {_LESS}"
-            )
-        elif found.bubble_s > max(exposed, _NEGLIGIBLE * step):
-            limit = "bubble"
+        """What limits a step, and what would help."""
+        room, need = self.costs.profile.memory_capacity, found.rank_bytes[found.largest]
+        if need > room:
+            where = found.named(found.largest)
+            return "memory", (f"{where} needs {format_bytes(need)}, {format_bytes(room)} are there: {_LESS}",)
+        once = head.limit if head.limit in ("head", "tail", "link") else "link"
+        lost = {"bubble": found.bubble_s, "model": found.model_comm_s, once: exposed - found.model_comm_s}
+        limit = max(lost, key=lost.__getitem__)
+        if sum(lost.values()) <= _NEGLIGIBLE * step:
+            limit = "compute"
+        if limit == "bubble":
             count, stages = self.course.microbatches, self.course.stages
-            advice.insert(
-                0,
-                f"ranks wait for other stages for {share:.1%} of the step, with {count} microbatches for {stages} "
-                "stages: more microbatches (a larger batch, or fewer sequences in each), or fewer stages",
+            return limit, (
+                f"ranks wait for other stages for {found.bubble_s / step:.1%} of the step, with {count} microbatches "
+                f"for {stages} stages: more microbatches (a larger batch, or fewer sequences in each), or fewer stages",
             )
-        return limit, tuple(advice)
+        return limit, head.advice if head.limit == limit else ()
 
     def _range(self, step: float) -> tuple[float, float]:
         """Between which seconds the step lies, as far as constants of the profile are known."""

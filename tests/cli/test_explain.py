@@ -213,6 +213,11 @@ def test_command_with_two_axes(factory, tmp_path):
             "as aten.mm.default, got 'aten.mm'",
         ),
         (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--activation", "2"], "share of memory from 0 to 1 that"),
+        (
+            ["FILE:Small", "--mesh", "8", "--batch", "1,2", "--activation", "none", "full", "--html", "x"],
+            "and activation",
+        ),
+        (["FILE:Small", "--mesh", "8", "--degrees", "pp=16", "--batch", "1,2"], "none divides [8] ranks"),
         (["FILE:Small", "--mesh", "8", "16", "--batch", "1,2", "--html", "x"], "need one mesh, machine"),
         (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--hardware", "tpu"], "hardware 'tpu' is neither"),
         (

@@ -341,6 +341,7 @@ def test_wrong_arguments(mesh: Any, options: Any, message: str) -> None:
         ([8], {"pp": 2}, r"^degrees\['pp'\] must be a list of sizes such as \(1, 2, 4\), got 2\.$"),
         ([8], {"pp": (0,)}, r"^degrees\['pp'\] must be a positive list of sizes"),
         ([8], [2], r"^degrees must be such as"),
+        ([8], {"xy": (2,)}, r"^degrees has an axis 'xy'\. Use 'pp', "),
         ([(8,)], {"pp": (2,)}, r"^meshes must be a positive list of numbers of ranks, beside degrees, got"),
         ([9], {"pp": (2, 4)}, r"^degrees .*: none divides \[9\] ranks\. Give others\.$"),
     ],
