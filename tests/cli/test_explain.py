@@ -284,7 +284,10 @@ def test_meshes_with_a_tensor_axis(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mesh", "dp=4,tp=2,pp=2", "--parallelize", "FILE:tp"], "mesh has a pipeline axis, and Two has no nn.ModuleList"),
+        (
+            ["--mesh", "dp=4,tp=2,pp=2", "--parallelize", "FILE:tp"],
+            "mesh has a pipeline axis, and Two has no nn.ModuleList",
+        ),
         (["--mesh", "dp=4,tp=2"], "is made for them by parallelize=, a function of (model, mesh)"),
         (["--mesh", "dp=4,dp=2", "--parallelize", "FILE:tp"], "--mesh must name each axis, with a name of its own"),
         (["--mesh", "dp=4,tp=2", "--parallelize", "FILE:no"], "has no function or class no"),

@@ -153,16 +153,18 @@ def _counted(rank: int, world_size: int, schedule: str) -> tuple[dict[str, int],
             pipeline.step(x, x)
         with CountLaunches() as one:
             stage(x[:2]).sum().backward()
+        for optim in pipeline.optims:  # parameters that nobody writes to stay gathered
+            optim.step()
     found, alone = ({kind: count.of(kind) for kind in ("gather", "scatter")} for count in (many, one))
     return found, alone, len(pipeline.models)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "interleaved"])
 def test_a_step_of_many_microbatches_has_the_collectives_of_one(ranks: Ranks, schedule: str) -> None:
-    """As `graphshard.explain` assumes of stages: gathered once, reduced once."""
+    """As `graphshard.explain` assumes of stages: reduced once, and gathered once, or all units in one collective."""
     for found, alone, stages in ranks(4).run(_counted, schedule, share=False):
-        assert found == {kind: stages * count for kind, count in alone.items()}
-        assert min(found.values()) > 0
+        assert found["scatter"] == stages * alone["scatter"] > 0
+        assert stages <= found["gather"] <= stages * alone["gather"]
 
 
 @pytest.mark.slow
