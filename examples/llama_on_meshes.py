@@ -2,8 +2,8 @@
 
     cd examples
     graphshard explain llama_on_meshes.py:llama_70b --parallelize llama_on_meshes.py:tensor_parallel \\
-        --mesh dp=256,tp=1 dp=128,tp=2 dp=64,tp=4 dp=32,tp=8 --batch 1,8192 --inputs 2 --global-batch 256 \\
-        --param-dtype bfloat16 --reduce-dtype float32 --activation full --best 4
+        --mesh 256 --degrees pp=1,4,8 tp=1,8 --batch 1,8192 --inputs 2 --global-batch 256 \\
+        --param-dtype bfloat16 --reduce-dtype float32 --activation full --best 6
 
 No GPU and no process group are needed, and the model has no values.
 """

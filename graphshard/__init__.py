@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         ParameterError,
         PassError,
         PeerError,
+        StageError,
         UnsupportedError,
     )
     from graphshard.ir.plan import Plan
@@ -89,6 +90,7 @@ __all__ = [
     "Profile",
     "Program",
     "ScheduledGraph",
+    "StageError",
     "StepProfile",
     "UnsupportedError",
     "WhatIf",
@@ -146,6 +148,7 @@ _HOMES = {
         "ParameterError",
         "PassError",
         "PeerError",
+        "StageError",
         "UnsupportedError",
     ),
     "ir.plan": ("Plan",),

@@ -16,6 +16,8 @@ Commands = argparse._SubParsersAction  # argparse gives no other name to what ad
 
 # Values of `graphshard.lower.backends.Backend`.
 BACKENDS = ("inductor", "eager")
+# As `graphshard.schedule.stages` has them.
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _STAGE = "a stage of a dump (dump/07-plan.txt, .json, or dump/07)"
 _FULL = "the whole text; repeated blocks are folded otherwise"
 _ARTIFACT = "a file that graphshard.export wrote"
@@ -136,10 +138,14 @@ def _add_explain_options(parser: Parser) -> None:
         nargs="+",
         required=True,
         metavar="SIZE",
-        help="ranks, such as 8, shard=8, or 4,8 (replicate, shard); several for a table; with --parallelize dp=16,tp=8",
+        help="ranks, such as 8, shard=8, or 4,8 (replicate, shard); several for a table; by names pp=4,dp=16, "
+        "and with --parallelize dp=16,tp=8",
     )
     add("--parallelize", metavar="MODULE:FUNCTION", help="of (model, mesh): makes the model for axes tp, cp and ep")
     add("--global-batch", type=int, metavar="N", help="sequences of all ranks in a step, in microbatches of --batch")
+    add("--degrees", nargs="+", default=[], metavar="AXIS=SIZES", help="to try for --mesh RANKS: pp=1,2,4 tp=1,8")
+    add("--pipeline", nargs="+", default=["1f1b"], choices=SCHEDULES, help="of an axis pp (default 1f1b)")
+    add("--stages-per-rank", type=int, default=2, metavar="N", help="of --pipeline interleaved (default 2)")
     add("--best", type=int, metavar="N", help="of a table the best few by time per token, and why")
     add("--batch", nargs="+", default=[], metavar="B,S", help="shape of the inputs of one rank, such as 1,4096")
     add("--inputs", type=int, default=1, metavar="N", help="how many inputs of that shape (default 1)")
@@ -149,7 +155,12 @@ def _add_explain_options(parser: Parser) -> None:
     add("--reduce-dtype", metavar="DTYPE", help="of mp_policy, such as float32")
     add("--reshard", default="default", metavar="WHEN", help="reshard_after_forward: default, always, never, or ranks")
     add("--units", nargs="+", metavar="PATTERN", help="modules whose parameters are gathered together: 'layers.*'")
-    add("--activation", metavar="SAVED", help='"full", a share from 0 to 1, or operators to save: aten.mm.default,...')
+    add(
+        "--activation",
+        nargs="+",
+        metavar="SAVED",
+        help='"none", "full", a share from 0 to 1, or operators to save: aten.mm.default,...',
+    )
     add("--offload", action="store_true", help="parameters, gradients and optimizer state on the host")
     add("--backend", choices=BACKENDS, default="inductor", help="eager runs each operator by itself")
     add("--dynamic", type=int, nargs="+", default=[], metavar="DIM", help="dims of all inputs that one program serves")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -52,17 +53,23 @@ def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanatio
     check_count("--inputs", args.inputs, most=_MOST_INPUTS)
     if args.best is not None:
         check_count("--best", args.best, most=_MOST_INPUTS)
-    single = len(meshes) * len(profiles) * len(args.network) * max(len(shapes), 1) == 1
+    activations = {text or "": _activation(text) for text in args.activation or [None]}
+    degrees = dict(map(_degrees, args.degrees))
+    several = (meshes, profiles, args.network, shapes, activations, args.pipeline)
+    single = not degrees and all(len(each) <= 1 for each in several)
     if not single and (_given(args.html, args.trace, args.measured)):
-        raise ArgumentError("--html, --trace and --measured need one mesh, machine, network and batch")
+        raise ArgumentError("--html, --trace and --measured need one mesh, machine, network, batch and activation")
     about = None if args.what_if is None else check_about(args.what_if or None, "--what-if")
     if about is not None and not single:
-        raise ArgumentError("--what-if needs one mesh, machine, network and batch: it changes one at a time")
+        raise ArgumentError(
+            "--what-if needs one mesh, machine, network, batch and activation: it changes one at a time"
+        )
     if about is not None and (args.symbols or args.measured is not None):
         raise ArgumentError("--symbols and --measured are of one program, and --what-if makes several. Leave them out.")
     if args.ranks is not None and about is None:
         raise ArgumentError("--ranks are those that --what-if scales to. Give --what-if, or several of --mesh.")
     training = {name: getattr(args, name) for name in Training.__dataclass_fields__}
+    training["pipeline"] = args.pipeline[0]
     Training(**training)  # what is wrong is said before the model is made
     symbols = dict(_symbol(text) for text in args.symbols)
     show("make the model")
@@ -79,7 +86,9 @@ def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanatio
         raise ArgumentError(f"{args.factory} returns its inputs; leave --batch out")
     if single:
         inputs = given if given is not None else _inputs(shapes[0], args.inputs)
-        study = Study(model, inputs, None, Options(**_options(args, inputs)), Training(**training), symbols, **common)
+        (activation,) = activations.values()
+        options = Options(**_options(args, inputs), activation=activation)
+        study = Study(model, inputs, None, options, Training(**training), symbols, **common)
         if about is not None:
             case = Case((inputs, {}), meshes[0], profiles[0], args.network[0], study.options, study.training)
             return answer(study, case, about, RANKS if args.ranks is None else args.ranks)
@@ -89,14 +98,20 @@ def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanatio
     left_out: list[str] = []
     for shape in shapes or [()]:
         inputs = given if given is not None else _inputs(shape, args.inputs)
-        label = ",".join(map(str, shape))
+        setting = {**_options(args, inputs), **training, "symbols": symbols}
+        settings = {}
+        for (saved, activation), pipeline in itertools.product(activations.items(), args.pipeline):
+            named = (saved if len(activations) > 1 else "", pipeline if len(args.pipeline) > 1 else "")
+            label = ", ".join(filter(None, (",".join(map(str, shape)), *named)))
+            settings[label] = {**setting, "activation": activation, "pipeline": pipeline}
         found = explain_grid(
             model,
-            meshes,
+            [mesh[0] if degrees and isinstance(mesh, list) and len(mesh) == 1 else mesh for mesh in meshes],
             example_inputs=inputs,
             hardware=profiles,
             network=args.network,
-            settings={label: {**_options(args, inputs), **training, "symbols": symbols}},
+            settings=settings,
+            degrees=degrees,
             **common,
         )
         rows += found.rows
@@ -129,7 +144,6 @@ def _options(args: argparse.Namespace, inputs: tuple[Any, ...]) -> dict[str, Any
         "reshard_after_forward": _reshard(args.reshard),
         "units": args.units,
         "backend": args.backend,
-        "activation": _activation(args.activation),
         "memory_limit": args.memory_limit,
         "dynamic_shapes": tuple(dict.fromkeys(args.dynamic, Dim.AUTO) for _ in inputs) if args.dynamic else None,
     }
@@ -199,6 +213,14 @@ def _mesh(text: str) -> MeshLike:
     return dict(zip(names, sizes))
 
 
+def _degrees(text: str) -> tuple[str, list[int]]:
+    name, _, sizes = text.partition("=")
+    found = [_whole(size) for size in sizes.split(",")]
+    if not name or not all(found):
+        raise ArgumentError(f"--degrees must be axes and their sizes such as pp=1,2,4 tp=1,8, got {brief(text)}")
+    return name, [size for size in found if size]
+
+
 def _symbol(text: str) -> tuple[str, int]:
     name, _, dim = text.partition("=")
     if not name.isidentifier() or _whole(dim) is None:
@@ -219,8 +241,8 @@ def _reshard(text: str) -> bool | int | None:
 
 
 def _activation(text: str | None) -> Activation | None:
-    """ "full", a number, or names of operators with commas between them."""
-    if text is None:
+    """ "none", "full", a number, or names of operators with commas between them."""
+    if text is None or text == "none":
         return None
     if text == "full":
         return "full"

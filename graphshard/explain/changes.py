@@ -10,6 +10,7 @@ nodes, another network needs a network) is decided here; whether it fits and wha
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,14 +27,14 @@ from graphshard.cost.profile import Profile, load_profile
 from graphshard.explain.symbols import Inputs, resized
 from graphshard.explain.training import Training
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.mesh import CONTEXT, EXPERT, TENSOR, MeshLike
+from graphshard.ir.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR, MeshLike
 from graphshard.ir.text import brief
 from graphshard.options.options import Options
 
 # How many times more microbatches are tried.
 _MORE = 4
 # Axes that do not grow with the ranks: they are not of data.
-_FIXED = (*TENSOR, *CONTEXT, *EXPERT)
+_FIXED = (*TENSOR, *CONTEXT, *EXPERT, *PIPELINE)
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,13 @@ def _mesh(case: Case) -> Iterator[tuple[str, Case]]:
     if axes is None:
         return
     names, sizes = [name for name, _ in axes], [size for _, size in axes]
-    inner = next((index for index, name in enumerate(names) if name in TENSOR), None)
-    if inner is not None:
+    cut = [index for index, name in enumerate(names) if name in (*TENSOR, *PIPELINE)]
+    if cut:
         others = [index for index in range(len(names)) if names[index] not in _FIXED]
-        for factor in (2, 0.5):
+        for inner, factor in itertools.product(cut, (2, 0.5)):
             size, outer = sizes[inner] * factor, sizes[others[0]] / factor if others else 0.5
-            if size >= 1 and size % 1 == 0 and outer >= 1 and outer % 1 == 0 and size <= node:
+            near = size <= node or names[inner] in PIPELINE
+            if size >= 1 and size % 1 == 0 and outer >= 1 and outer % 1 == 0 and near:
                 new = list(sizes)
                 new[inner], new[others[0]] = int(size), int(outer)
                 shown = ", ".join(f"{name} {count}" for name, count in zip(names, new))
@@ -155,6 +157,8 @@ def _mesh(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _reshard(case: Case) -> Iterator[tuple[str, Case]]:
+    if any(name in PIPELINE for name, _ in axes_of(case.mesh) or ()):
+        return  # stages are gathered once
     now, axes, node = case.options.reshard_after_forward, axes_of(case.mesh), case.profile.ranks_per_node
     if now is not False and now != 1:
         yield "reshard_after_forward=False", case.with_options(reshard_after_forward=False)

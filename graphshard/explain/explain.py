@@ -6,8 +6,10 @@ No process group, no GPU, and no memory for parameters: the model may be on the 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
@@ -18,17 +20,20 @@ from typing_extensions import Unpack
 from graphshard.cost.profile import Hardware, Profile, load_profile
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.grid import Grid
-from graphshard.explain.sharing import changed
+from graphshard.explain.sharing import changed, is_same
 from graphshard.explain.study import Study
+from graphshard.explain.subject import has_stages
 from graphshard.explain.training import ExplainArguments, Training, chosen
-from graphshard.ir.errors import ArgumentError, BatchError, InfeasibleError
-from graphshard.ir.given import check_function
-from graphshard.ir.mesh import MeshLike
+from graphshard.ir.errors import ArgumentError, BatchError, InfeasibleError, StageError
+from graphshard.ir.given import check_count, check_function
+from graphshard.ir.mesh import CONTEXT, EXPERT, MOST_RANKS, PIPELINE, REPLICATING, TENSOR, MeshLike
 from graphshard.ir.text import brief
 from graphshard.options.arguments import check_known, check_names, takes_options
 from graphshard.options.options import Options
 from graphshard.options.pretended import Parallelize
 
+# What only a mesh with stages depends on.
+_OF_PIPELINES = ("pipeline", "stages_per_rank")
 # What a setting of a grid may choose.
 _SETTINGS = (*(f.name for kind in (Options, Training) for f in fields(kind) if f.name != "hardware"), "symbols")
 
@@ -61,7 +66,9 @@ def explain(
         model: any module, on the CPU or on the meta device.
         mesh: a DeviceMesh, or the shape of one that need not exist: `(64,)` or `{"shard": 64}`; with two axes the first
             replicates: `(8, 64)`. With `parallelize` sizes by names of axes, such as `{"dp": 16, "tp": 8}`, as
-            `compile` knows them. Of a DeviceMesh any axes that `compile` takes.
+            `compile` knows them. Of a DeviceMesh any axes that `compile` takes. An axis "pp" beside others has the
+            stages of a pipeline: the model's blocks are dealt out to them. It lies outside of the others, wherever it
+            stands.
         example_inputs, example_kwargs: inputs of one rank's call; only shapes, dtypes and non-tensor values matter.
         hardware: the machine: "a100", "h100", "h100-hbm2e", "h200", "b200", a file that `graphshard calibrate` wrote,
             or a `Profile`.
@@ -85,6 +92,9 @@ def explain(
             that takes. None leaves it to `accumulate`.
         tokens: of the whole training: the result's `cost` has its days and GPU hours.
         price: of one GPU for an hour, in any currency: `cost` has the money, too.
+        pipeline: the schedule of a mesh with a pipeline axis: "1f1b", "gpipe" or "interleaved", as
+            `torch.distributed.pipelining` has them.
+        stages_per_rank: of `pipeline="interleaved"`.
         device: "cuda" captures the program that a GPU runs, with its attention and its dropout, also where there is
             none (`pip install 'graphshard[cross]'`), and Inductor fuses its regions for the GPU of the profile: their
             kernels and bytes are those of its scheduler. Regions that were measured on a GPU have its keys. None and
@@ -121,6 +131,7 @@ def explain_grid(
     hardware: Sequence[Hardware] = ("h100",),
     network: Sequence[str] = ("isolated",),
     settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({"": {}}),
+    degrees: Mapping[str, Sequence[int]] = MappingProxyType({}),
     show: Callable[[str], None] = lambda _: None,
     symbols: Mapping[str, int] | None = None,
     every_block: bool = False,
@@ -138,10 +149,13 @@ def explain_grid(
         meshes, hardware, network: several of what `explain` takes one of.
         settings: options by a name for the table, such as `{"keep": {"reshard_after_forward": False}}`; also `symbols`,
             `accumulate` and the like. They replace those for all settings.
+        degrees: sizes to try of axes, such as `{"pp": (1, 2, 4), "tp": (1, 8)}`: each of `meshes` is a number of ranks
+            then, and stands for all meshes with these sizes that it can be divided into; "dp" is what is left.
         show: told what is being done.
         symbols, every_block, parallelize, device: as for `explain`, for all settings.
         global_batch: as for `explain`; a mesh that is larger than it, or does not divide it, is left out, and so is one
-            for which no schedule fits in memory_limit: `Grid.left_out` says why.
+            for which no schedule fits in memory_limit, or of which the model cannot be cut into the stages:
+            `Grid.left_out` says why.
 
     Raises:
         ArgumentError: an argument is wrong, or everything is left out.
@@ -156,21 +170,24 @@ def explain_grid(
         if not value:
             raise ArgumentError(f"{name} of a grid must not be empty, got {brief(value)}. Give at least one.")
     _check_settings(settings)
+    if not isinstance(degrees, Mapping) or degrees:
+        meshes = meshes_of(meshes, degrees)
     check_function("show", show, "print")
     profiles = [load_profile(item) for item in hardware]
     shared: dict[str, Any] = {"symbols": symbols, **options}
     found: list[Explanation] = []
     refused: list[ArgumentError] = []
     first: Study | None = None
+    tried: list[dict[str, Any]] = []
     for label, setting in settings.items():
         check_known(f"settings[{brief(label)}]", setting, _SETTINGS)
         own = {**shared, **setting}
         own_symbols = own.pop("symbols")
         program, training = chosen(own)
-        if first is not None and first.symbols == own_symbols:
+        if first is not None and own_symbols == first.symbols:
             study = changed(first, program, training, label)
         else:
-            study = Study(
+            study = first = Study(
                 model,
                 example_inputs,
                 example_kwargs,
@@ -183,17 +200,56 @@ def explain_grid(
                 parallelize=parallelize,
                 device=device,
             )
-            first = first or study
+        own["symbols"] = own_symbols
+        again = any(_differ_in(before, own, _OF_PIPELINES) for before in tried)
+        tried.append(own)
         for mesh in meshes:
+            if again and not has_stages(mesh):
+                continue  # the schedule of stages makes no difference
             for profile in profiles:
                 for name in network:
                     try:
                         found.append(study.explain(mesh, profile, name))
-                    except (InfeasibleError, BatchError) as error:
+                    except (InfeasibleError, BatchError, StageError) as error:
                         refused.append(error)
     if not found:
         raise refused[0]
     return Grid(tuple(found), tuple(dict.fromkeys(map(str, refused))))
+
+
+def _differ_in(one: Mapping[str, Any], other: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether two settings differ, and in these arguments only."""
+    different = {name for name in {**one, **other} if not is_same(one.get(name), other.get(name))}
+    return bool(different) and different <= set(names)
+
+
+def meshes_of(ranks: Sequence[Any], degrees: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    """All meshes of so many ranks with these sizes of axes, outermost first; "dp" lies inside of stages and replicas.
+
+    Raises:
+        ArgumentError: an argument is no such thing, or nothing divides the ranks.
+    """
+    if not isinstance(degrees, Mapping) or not all(map(_is_text, degrees)):
+        raise ArgumentError(f'degrees must be such as {{"pp": (1, 2, 4), "tp": (1, 8)}}, got {brief(degrees)}.')
+    known = (*PIPELINE, *TENSOR, *CONTEXT, *EXPERT, *REPLICATING)
+    for name, sizes in degrees.items():
+        if name not in known:
+            raise ArgumentError(f"degrees has an axis {brief(name)}. Use {', '.join(map(repr, known))}.")
+        if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence) or not sizes:
+            raise ArgumentError(f"degrees[{name!r}] must be a list of sizes such as (1, 2, 4), got {brief(sizes)}.")
+        for size in sizes:
+            check_count(f"degrees[{name!r}]", size, most=MOST_RANKS, what="list of sizes such as (1, 2, 4)")
+    found = []
+    for count in ranks:
+        check_count("meshes", count, most=MOST_RANKS, what="list of numbers of ranks, beside degrees")
+        for tried in itertools.product(*degrees.values()):
+            if count % math.prod(tried) == 0:
+                by_name = dict(zip(degrees, tried))
+                outer = {name: size for name, size in by_name.items() if name in (*PIPELINE, *REPLICATING)}
+                found.append({**outer, "dp": count // math.prod(tried), **by_name})
+    if not found:
+        raise ArgumentError(f"degrees {brief(dict(degrees))}: none divides {brief(list(ranks))} ranks. Give others.")
+    return found
 
 
 def _check_settings(settings: Any) -> None:

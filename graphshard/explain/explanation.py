@@ -15,6 +15,7 @@ from rich.text import Text
 
 from graphshard.cost.costs import Costs
 from graphshard.explain.formulas import Formulas
+from graphshard.explain.pipelined import Pipelined
 from graphshard.explain.training import TrainingCost
 from graphshard.ir.given import write_given
 from graphshard.ir.plain import write
@@ -112,7 +113,8 @@ class Explanation:
         memory_capacity_bytes: of the device.
         flop: of the model, forward and backward without recomputation, a multiply-add as two.
         mfu: time that `flop` takes at the data sheet's peak, over step_time_s.
-        limit: "compute", "link", "head", "tail", "model" (what the model itself communicates) or "memory".
+        limit: "compute", "link", "head", "tail", "model" (what the model itself communicates), "bubble" (stages of a
+            pipeline wait for each other) or "memory".
         advice: what would help, from formulas.
         waits: what compute waits for, longest first.
         critical_path: seconds of it by what they are: "compute", and the names of collectives and copies in their
@@ -124,6 +126,8 @@ class Explanation:
         regions: distinct regions, the most expensive first.
         formulas: of the step, if symbols were asked for.
         cost: of a training on so many tokens, if that was asked for.
+        pipeline: of a mesh with a pipeline axis, the stages. Seconds are then those of the rank that is busy longest,
+            and memory that of the one that needs the most. What is of one microbatch is of that rank's last one.
     """
 
     model: str
@@ -165,6 +169,7 @@ class Explanation:
     _memory: Memory = field(repr=False, compare=False)
     formulas: Formulas | None = field(default=None, repr=False, compare=False)
     cost: TrainingCost | None = None
+    pipeline: Pipelined | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -184,7 +189,14 @@ class Explanation:
     @property
     def model_comm_s(self) -> float:
         """Compute waits for what the model itself communicates; a part of `exposed_comm_s`."""
+        if self.pipeline:
+            return self.pipeline.model_comm_s
         return self.microbatches * sum(wait.seconds for wait in self.waits if wait.why == "model")
+
+    @property
+    def bubble_s(self) -> float:
+        """Stages of a pipeline wait for each other."""
+        return self.pipeline.bubble_s if self.pipeline else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -240,6 +252,7 @@ class Explanation:
                 "memory",
                 f"{format_bytes(self.peak_memory_bytes)} of {format_bytes(self.memory_capacity_bytes)}: {memory}",
             ),
+            *([("pipeline", str(self.pipeline))] if self.pipeline else []),
             ("limited by", self.limit),
             *([("training", str(self.cost))] if self.cost else []),
         ]

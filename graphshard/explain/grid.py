@@ -15,6 +15,8 @@ from graphshard.ir.text import format_amount, format_bytes, format_seconds
 
 # Columns of a training, if it was asked what one costs.
 _COST = ("days", "GPU hours", "money")
+# A column of pipelines, if there are any.
+_STAGED = ("bubble",)
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Grid:
         headings = ("step", "compute", "exposed", "bound", "gap", "tokens/s", "MFU", "memory")
         for heading in ("setting", "mesh", "hardware", "network"):
             table.add_column(heading)
-        costed = any(row.cost for row in self.rows)
-        for heading in (*headings, *(_COST if costed else ())):
+        costed, staged = any(row.cost for row in self.rows), any(row.pipeline for row in self.rows)
+        for heading in (*headings, *(_STAGED if staged else ()), *(_COST if costed else ())):
             table.add_column(heading, justify="right")
         table.add_column("limited by")
         for row in self.rows:
@@ -59,6 +61,7 @@ class Grid:
                 f"{row.tokens_per_second:,.0f}",
                 f"{row.mfu:.1%}",
                 format_bytes(row.peak_memory_bytes),
+                *((format_seconds(row.bubble_s),) if staged else ()),
                 *(_cost_cells(row) if costed else ()),
                 row.limit,
             )
@@ -85,7 +88,8 @@ def _ranking(rows: Sequence[Explanation], left_out: Sequence[str], most: int) ->
     best = ranked(rows)
     lines = [_table(best[:most])] if best else []
     if len(best) > 1:
-        lines.append(f"* {name_of(best[0])} is best, because {_because(best[0], best[1])}")
+        lines.append(f"* {name_of(best[0])} is best, because {_because(best[0], best[1], 'the next one')}")
+    lines += [f"* {_because(best[0], other)}" for other in best[2:most]]
     if best:
         lines += [f"* {advice}" for advice in best[0].advice[:1]]
     lines += [f"* left out: {reason}" for reason in [*_too_large(rows), *left_out]]
@@ -97,8 +101,9 @@ def _table(rows: Sequence[Explanation]) -> str:
     for heading in ("mesh", "hardware", "network"):
         table.add_column(heading)
     costed = any(row.cost for row in rows)
+    staged = any(row.pipeline for row in rows)
     headings = ("per token", "step", "microbatches", "compute", "exposed", "of the model", "MFU", "memory")
-    for heading in (*headings, *(_COST if costed else ())):
+    for heading in (*headings, *(_STAGED if staged else ()), *(_COST if costed else ())):
         table.add_column(heading, justify="right")
     table.add_column("limited by")
     for row in rows:
@@ -112,6 +117,7 @@ def _table(rows: Sequence[Explanation]) -> str:
             format_seconds(row.model_comm_s),
             f"{row.mfu:.1%}",
             format_bytes(row.peak_memory_bytes),
+            *((format_seconds(row.bubble_s),) if staged else ()),
             *(_cost_cells(row) if costed else ()),
             row.limit,
         )
@@ -133,12 +139,17 @@ def seconds_by_part(row: Explanation) -> dict[str, float]:
         "waiting for parameters and gradients": row.exposed_comm_s - row.model_comm_s,
         "the model's own collectives": row.model_comm_s,
         "the optimizer": row.optimizer_s,
+        "the bubble": row.bubble_s,
     }
     return {what: seconds / row.step_tokens for what, seconds in parts.items()}
 
 
-def _because(best: Explanation, other: Explanation) -> str:
-    """What the second one spends more time on, for each token, and what less."""
+def _because(best: Explanation, other: Explanation, which: str = "") -> str:
+    """What the second one spends more time on, for each token, and what less.
+
+    Args:
+        which: it is, in words.
+    """
     whole, mine, others = other.seconds_per_token, seconds_by_part(best), seconds_by_part(other)
     shares = {what: (others[what] - mine[what]) / whole for what in mine}
     more = [f"{share:.1%} {what}" for what, share in sorted(shares.items(), key=lambda s: -s[1]) if share > 0.0005]
@@ -146,10 +157,8 @@ def _because(best: Explanation, other: Explanation) -> str:
     if not more:
         return f"{name_of(other)} is no faster: {format_seconds(whole)} per token"
     saved = f", and saves {', '.join(less)}" if less else ""
-    return (
-        f"{name_of(other)}, the next one ({format_seconds(whole)} per token), spends of that time {', '.join(more)} "
-        f"more{saved}"
-    )
+    named = f"{name_of(other)}, {which} ({format_seconds(whole)} per token)," if which else name_of(other)
+    return f"{named} spends of {'that' if which else 'its'} time {', '.join(more)} more{saved}"
 
 
 def _too_large(rows: Sequence[Explanation]) -> list[str]:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from graphshard.explain.subject import Place, sizes_of
 from graphshard.explain.training import Training
 from graphshard.ir.errors import BatchError
-from graphshard.ir.mesh import CONTEXT, TENSOR
+from graphshard.ir.mesh import CONTEXT, PIPELINE, TENSOR
 
 
-def microbatches_of(place: Place, inputs: Any, training: Training) -> int:
+def microbatches_of(sizes: Mapping[str, int], inputs: Any, training: Training) -> int:
     """Forwards and backwards of a step.
 
     Args:
+        sizes: of the mesh, by axis.
         inputs: of one rank's call; the first dim of the first tensor is the batch.
         training: says how many there are, or how many sequences all ranks process in a step.
 
@@ -29,9 +30,8 @@ def microbatches_of(place: Place, inputs: Any, training: Training) -> int:
         return training.accumulate
     leaves = pytree.tree_leaves(inputs)
     batch = next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
-    sizes = sizes_of(place)
-    # Ranks of a tensor axis have the same inputs, those of a context axis parts of the same sequences.
-    ranks = math.prod(size for name, size in sizes.items() if name not in (*TENSOR, *CONTEXT))
+    # Ranks of a tensor axis and stages have the same inputs, those of a context axis parts of the same sequences.
+    ranks = math.prod(size for name, size in sizes.items() if name not in (*TENSOR, *CONTEXT, *PIPELINE))
     together = batch * ranks
     mesh = ", ".join(f"{name} {size}" for name, size in sizes.items())
     if together > global_batch:

@@ -116,7 +116,8 @@ def explained(
     ideal = microbatches * sum(count / costs.profile.rate(dtype).peak for dtype, count in flop.items())
     limit = "memory" if peak > costs.profile.memory_capacity else limit_of(timeline)
     size = dict(mesh or program.mesh.shape)
-    data_ranks = program.mesh.size // (program.mesh.tensor.size if program.mesh.tensor else 1)
+    same = [axis.size for axis in (program.mesh.tensor, program.mesh.pipeline) if axis is not None]
+    data_ranks = program.mesh.size // math.prod(same)
     between = step_range(program, costs, trained=trained, training=training, middle=step, microbatches=microbatches)
     return Explanation(
         model=program.model,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from graphshard.explain.study import Study, is_local
 from graphshard.explain.training import Training
@@ -22,9 +25,19 @@ def changed(study: Study, options: Options, training: Training, label: str = "")
         other._subjects = study._subjects
         if _equal(before, options, _SHAPING):
             other._before_plan, other._scheduled = study._before_plan, study._scheduled
+            other._of_stages = study._of_stages
             other._known = study._known
     return other
 
 
 def _equal(one: Options, other: Options, names: tuple[str, ...]) -> bool:
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+    return all(is_same(getattr(one, name), getattr(other, name)) for name in names)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values of an argument are equal; tensors are the very same, as parameters to ignore."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other)

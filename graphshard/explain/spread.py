@@ -13,10 +13,11 @@ import numpy as np
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
+from graphshard.cost.multiplications import Scalar
 from graphshard.cost.samples import sampled
 from graphshard.explain.training import Training
 from graphshard.ir.program import Program
-from graphshard.schedule.clock import Sizes, events_of, run
+from graphshard.schedule.clock import Event, Sizes, events_of, run
 from graphshard.schedule.timeline import sent_bytes
 
 # Of the samples: one in ten is below, one in ten is above.
@@ -37,10 +38,24 @@ def step_range(
     if not costs.profile.ranges:
         return middle, middle
     drawn = replace(costs, profile=sampled(costs.profile))
-    seconds = {key: drawn.region(region) for key, region in program.regions.items()}
-    regions = {name: seconds[key] for name, key in program.region_names.items()}
-    events = events_of(program, costs, Sizes(drawn, program.mesh, regions, sent_bytes, num_bytes))
+    events = drawn_events(program, costs, drawn)
     step = microbatches * run(events, drawn.profile.contention).step(events)
     step += (microbatches - 1) * drawn.addition(trained) + training.update_seconds(drawn, program.mesh, trained)
-    low, high = np.percentile(step, PERCENTILES)
+    return between(step, middle)
+
+
+def drawn_events(program: Program, costs: Costs, drawn: Costs) -> list[Event]:
+    """What a program does, with seconds of all samples.
+
+    Args:
+        drawn: the same costs by a sampled profile.
+    """
+    seconds = {key: drawn.region(region) for key, region in program.regions.items()}
+    regions = {name: seconds[key] for name, key in program.region_names.items()}
+    return events_of(program, costs, Sizes(drawn, program.mesh, regions, sent_bytes, num_bytes))
+
+
+def between(samples: Scalar, middle: float) -> tuple[float, float]:
+    """The percentiles of samples, and what the constants themselves give between them."""
+    low, high = np.percentile(samples, PERCENTILES)
     return min(float(low), middle), max(float(high), middle)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -27,27 +27,31 @@ from graphshard.capture.repeats import check_alike, find_repeats
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work
 from graphshard.cost.profile import Profile
+from graphshard.explain.course import Course
+from graphshard.explain.cut import blocks_of, lists_of
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.formulas import formulas_of
 from graphshard.explain.microbatches import microbatches_of
 from graphshard.explain.predict import bound_of, explained
 from graphshard.explain.scheduled import Scheduled, schedule_regions
+from graphshard.explain.staged import PipelineStep, stages_of
 from graphshard.explain.subject import (
     Place,
     Subject,
     at_place,
     device_given,
-    named_sizes,
     place_of,
+    sizes_of,
     standing_in,
     with_found,
+    without_pipeline,
 )
 from graphshard.explain.symbols import spread_ranks
 from graphshard.explain.training import Training
 from graphshard.ir.collector import collector_paused
 from graphshard.ir.errors import ArgumentError, GraphshardError
 from graphshard.ir.given import check_bool, check_function, check_seconds, is_int
-from graphshard.ir.mesh import Mesh, MeshLike
+from graphshard.ir.mesh import Axis, Mesh, MeshLike
 from graphshard.ir.precision import precision_of
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import Uneven, captured_rows
@@ -105,7 +109,8 @@ class Study:
     _subjects: dict[Place | None, Subject] = field(default_factory=dict, init=False)
     _known: Known = field(default_factory=Known, init=False)
     _before_plan: dict[tuple[Place, str], Program] = field(default_factory=dict, init=False)
-    _scheduled: dict[tuple[Place, str, str], Program] = field(default_factory=dict, init=False)
+    _of_stages: dict[tuple[Place, str], Program] = field(default_factory=dict, init=False)
+    _scheduled: dict[tuple[Hashable, str, str], Program] = field(default_factory=dict, init=False)
     _kernels: Scheduled = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -139,51 +144,105 @@ class Study:
             return self._explain(shape, profile, network, measured)
 
     def _explain(self, shape: MeshLike, profile: Profile, network: str, measured: Mapping[str, float]) -> Explanation:
-        place = place_of(shape, self.parallelize)
-        microbatches = microbatches_of(place, (self.example_inputs, self.example_kwargs), self.training)
+        of_stage, axis = without_pipeline(shape)
+        place = place_of(of_stage, self.parallelize)
+        sizes = {**({axis.name: axis.size} if axis else {}), **sizes_of(place)}
+        microbatches = microbatches_of(sizes, (self.example_inputs, self.example_kwargs), self.training)
+        if axis is not None and axis.size > 1:
+            return self._in_stages(place, axis, sizes, microbatches, Costs(profile, network, measured=dict(measured)))
         if self.symbols and microbatches > 1:
             raise ArgumentError(
                 "symbols: formulas are of one microbatch. Leave symbols, or accumulate and global_batch, out."
             )
         before_plan = self._prepared(place, profile)
-        planning = Costs(profile, network, before_plan.mesh)
-        program = self._program(place, before_plan, planning)
-        unknown = sorted(set(measured) - set(program.regions))
-        if unknown:
-            raise ArgumentError(
-                f"measured has {brief(unknown[0])}, which is no region of this program. Measure with the same model, "
-                "inputs, mesh and settings."
+        costs = Costs(profile, network, before_plan.mesh, dict(measured))
+        subject = self._subjects[_whose(place)]
+        found = self._predicted(
+            place,
+            before_plan,
+            costs,
+            flop=subject.flop,
+            mesh=None if axis is None and isinstance(place, Mesh) else sizes,
+            microbatches=microbatches,
+        )
+        _check_measured(measured, found)
+        if self.symbols:
+            self._showing(found._program.mesh, profile.name)("formulas")
+            found = replace(
+                found, formulas=formulas_of(found._program, found._costs, subject.at, training=self.training)
             )
-        show = self._showing(program.mesh, profile.name)
-        # Plans are the same for all backends, so that the program is.
-        scheduled = self._schedule(program, profile, measured, show)
-        costs = replace(planning, measured=dict(measured), scheduled=scheduled, fused=self.options.backend != "eager")
+        return found
+
+    def _predicted(
+        self,
+        place: Hashable,
+        before_plan: Program,
+        costs: Costs,
+        *,
+        flop: Mapping[str, float],
+        mesh: dict[str, int] | None = None,
+        microbatches: int = 1,
+    ) -> Explanation:
+        """The prediction of a program.
+
+        Args:
+            place: what the program is the only one of.
+            flop: of the model, by dtype.
+        """
+        planning = replace(costs, measured={})
+        program = self._program(place, before_plan, planning)
+        show = self._showing(program.mesh, costs.profile.name)
+        scheduled = self._schedule(program, costs.profile, costs.measured, show)
         show("predict")
         with while_unchanged(self._known):
             bound = bound_of(
                 before_plan,
-                replace(costs, measured={}),
+                planning,
                 program.plan,
                 limit=self.options.memory_limit,
                 states=self.training.optimizer_states,
             )
-        tokens = count_tokens(pytree.tree_leaves((self.example_inputs, self.example_kwargs)))
-        subject = self._subjects[_whose(place)]
-        found = explained(
+        return explained(
             program,
-            costs,
-            subject.flop,
+            # Plans are the same for all backends, so that the program is.
+            replace(costs, scheduled=scheduled, fused=self.options.backend != "eager"),
+            flop,
             bound,
-            tokens=tokens,
+            tokens=count_tokens(pytree.tree_leaves((self.example_inputs, self.example_kwargs))),
             training=self.training,
             label=self.label,
-            mesh=None if isinstance(place, Mesh) else named_sizes(place),
+            mesh=mesh,
             microbatches=microbatches,
         )
-        if self.symbols:
-            show("formulas")
-            found = replace(found, formulas=formulas_of(program, costs, subject.at, training=self.training))
-        return found
+
+    def _in_stages(
+        self, place: Place, axis: Axis, sizes: dict[str, int], microbatches: int, costs: Costs
+    ) -> Explanation:
+        """Predict a step of a pipeline.
+
+        Args:
+            axis: of its stages.
+            sizes: of the whole mesh, by axis.
+        """
+        course = Course(axis, self.training, microbatches)
+        course.check(self.options, self.symbols)
+        study = replace(self, options=replace(self.options, reshard_after_forward=False))
+        study._subjects, study._before_plan = self._subjects, self._of_stages
+        whole = study._prepared(place, costs.profile)
+        subject = self._subjects[_whose(place)]
+        blocks = blocks_of(subject.lists, subject.repeats, whole.model)
+        stages = stages_of(whole, blocks, course, costs)
+
+        def predict(stage: Hashable, program: Program, limit: int | None) -> Explanation:
+            at = replace(study, options=replace(study.options, memory_limit=limit))
+            at._scheduled, at._known, at._kernels = study._scheduled, study._known, self._kernels
+            flop = {dtype: total / course.stages for dtype, total in subject.flop.items()}
+            on = replace(costs, mesh=program.mesh)
+            return at._predicted((place, stages.counts, stage, limit), program, on, flop=flop, mesh=sizes)
+
+        step = PipelineStep.of(stages, course, costs, self.options.memory_limit, predict)
+        _check_measured(costs.measured, *(part.found for part in step.parts))
+        return step.explained(subject.flop, sizes)
 
     def _schedule(
         self, program: Program, profile: Profile, measured: Mapping[str, float], show: Callable[[str], None]
@@ -196,11 +255,12 @@ class Study:
 
     def forget(self, shape: MeshLike) -> None:
         """Let go of the programs of a mesh, which are made again if they are asked for."""
-        place = place_of(shape, self.parallelize)
+        place = place_of(without_pipeline(shape)[0], self.parallelize)
         self._before_plan = {key: kept for key, kept in self._before_plan.items() if key[0] != place}
+        self._of_stages = {key: kept for key, kept in self._of_stages.items() if key[0] != place}
         self._scheduled = {key: kept for key, kept in self._scheduled.items() if key[0] != place}
 
-    def _program(self, place: Place, before_plan: Program, costs: Costs) -> Program:
+    def _program(self, place: Hashable, before_plan: Program, costs: Costs) -> Program:
         """The lowered program."""
         planned, mesh = replace(before_plan, plan=None), before_plan.mesh
         planned.history = list(planned.history)
@@ -260,7 +320,8 @@ class Study:
             repeats = None if self.every_block or not is_local(self.options) else find_repeats(model)
             inputs = tuple(self.example_inputs or ()), dict(self.example_kwargs or {})
             level, show = self.options.verify or "off", self._showing()
-            self._subjects[whose] = Subject(inputs, repeats, self.symbols or {}, level, show, device_given(self.device))
+            device, lists = device_given(self.device), lists_of(model)
+            self._subjects[whose] = Subject(inputs, repeats, self.symbols or {}, level, show, device, lists)
         return self._subjects[whose]
 
     def _prepare_some(self, model: nn.Module, spec: CaptureSpec, subject: Subject, profile: Profile) -> Program:
@@ -299,6 +360,16 @@ class Study:
         for step in before_plan[len(of_blocks) :]:
             run_pass(step, program, observer)
         return program
+
+
+def _check_measured(measured: Mapping[str, float], *found: Explanation) -> None:
+    """Raise ArgumentError for a region that no program has."""
+    unknown = sorted(set(measured).difference(*(each._program.regions for each in found)))
+    if unknown:
+        raise ArgumentError(
+            f"measured has {brief(unknown[0])}, which is no region of this program. Measure with the same model, "
+            "inputs, mesh and settings."
+        )
 
 
 def _whose(place: Place) -> Place | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -22,12 +23,13 @@ from graphshard.explain.even import assume_even
 from graphshard.explain.symbols import Inputs, symbolize
 from graphshard.ir.driver_internals import stand_in as stand_in_for
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.given import check_choice
+from graphshard.ir.given import check_choice, check_count, is_int
 from graphshard.ir.gpus import USUAL
-from graphshard.ir.mesh import Mesh, MeshLike
+from graphshard.ir.mesh import MOST_RANKS, PIPELINE, Axis, Mesh, MeshLike
 from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import Repeats, without_left_out
+from graphshard.ir.text import brief
 from graphshard.ir.windows import flop_of_all
 from graphshard.options.axes import axes_of
 from graphshard.options.options import Options
@@ -39,6 +41,39 @@ from graphshard.runtime.groups import make_groups, whole_mesh
 # Data axes that need not exist; a mesh that does; or sizes by name of one that need not exist and for which the model
 # is parallelized.
 Place = Mesh | DeviceMesh | tuple[tuple[str, int], ...]
+
+
+def without_pipeline(mesh: MeshLike) -> tuple[MeshLike, Axis | None]:
+    """The mesh of the ranks of one stage, and the axis of stages if there is one, wherever it stands.
+
+    Raises:
+        ArgumentError: there are two, its size is none, or the mesh exists.
+    """
+    names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else mesh if isinstance(mesh, Mapping) else ()
+    found = [name for name in names if name in PIPELINE]
+    if not found:
+        return mesh, None
+    if isinstance(mesh, DeviceMesh):
+        others = ", ".join(repr(name) for name in names if name not in found)
+        raise ArgumentError(
+            f"mesh has a pipeline axis, {found[0]!r}, and is a DeviceMesh, whose model is one stage. Give sizes by "
+            f"name, such as {{'pp': 4, 'dp': 16}}, and the whole model; or explain a stage on its "
+            f"own ranks: mesh[{others}]."
+        )
+    assert isinstance(mesh, Mapping)
+    if len(found) > 1:
+        raise ArgumentError(f"mesh has {len(found)} pipeline axes: {', '.join(map(repr, found))}. Give one.")
+    size = mesh[found[0]]
+    check_count(f"mesh[{found[0]!r}]", size, what="number of stages such as 4")
+    if math.prod(filter(is_int, mesh.values())) > MOST_RANKS:
+        raise ArgumentError(f"mesh must have at most {MOST_RANKS} ranks, got {brief(mesh)}.")
+    rest = {name: size for name, size in mesh.items() if name not in found}
+    return rest or {"dp": 1}, Axis(found[0], size, "pipeline")
+
+
+def has_stages(mesh: Any) -> bool:
+    """Whether a mesh that need not exist has a pipeline axis of several ranks."""
+    return isinstance(mesh, Mapping) and any(name in PIPELINE and size != 1 for name, size in mesh.items())
 
 
 def place_of(mesh: MeshLike, parallelize: Parallelize | None) -> Place:
@@ -139,6 +174,7 @@ class Subject:
         level: when rules are verified.
         show: told what is being done.
         device: that the program is captured for.
+        lists: of the model, lists of modules by name, with their lengths.
         program: what was captured; None before.
         flop: of the model, by dtype.
         at: the value of each symbol.
@@ -150,6 +186,7 @@ class Subject:
     level: Level
     show: Callable[[str], None]
     device: torch.device
+    lists: Mapping[str, int]
     program: Program | None = None
     flop: dict[str, float] = field(default_factory=dict)
     at: dict[str, int] = field(default_factory=dict)

@@ -15,13 +15,16 @@ from typing import Any, TypedDict
 from graphshard.cost.costs import Costs
 from graphshard.cost.multiplications import Scalar
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.given import check_bool, check_count, check_number
+from graphshard.ir.given import check_bool, check_choice, check_count, check_number
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.text import format_amount
 from graphshard.options.options import OptionArguments, Options
+from graphshard.schedule.stages import PIPELINE_SCHEDULES, PipelineSchedule
 
 # No optimizer keeps more tensors like a parameter, and no step has more microbatches.
 _MOST_STATES, _MOST_MICROBATCHES = 1000, 1_000_000
+# No rank of a pipeline has more stages.
+_MOST_STAGES = 1000
 # The norm of all gradients, in float32.
 _NORM_BYTES = 4.0
 
@@ -41,6 +44,8 @@ class Training:
     global_batch: int | None = None
     tokens: float | None = None
     price: float | None = None
+    pipeline: PipelineSchedule = "1f1b"
+    stages_per_rank: int = 2
 
     def __post_init__(self) -> None:
         check_count(
@@ -71,6 +76,9 @@ class Training:
                     "given. Give tokens such as 2e12."
                 )
 
+        check_choice("pipeline", self.pipeline, PIPELINE_SCHEDULES)
+        check_count("stages_per_rank", self.stages_per_rank, most=_MOST_STAGES, what="number of stages such as 2")
+
     def update_seconds(self, costs: Costs, mesh: Mesh, trained: Scalar) -> Scalar:
         """What follows the last backward of a step: clipping, and the optimizer.
 
@@ -97,6 +105,8 @@ class TrainingArguments(TypedDict, total=False):
     global_batch: int | None
     tokens: float | None
     price: float | None
+    pipeline: PipelineSchedule
+    stages_per_rank: int
 
 
 class ExplainArguments(OptionArguments, TrainingArguments, total=False):

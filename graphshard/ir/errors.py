@@ -36,6 +36,10 @@ class BatchError(ArgumentError):
     """A mesh does not divide the batch of a step, or is larger than it."""
 
 
+class StageError(ArgumentError):
+    """A model or a batch cannot be cut into as many stages of a pipeline as a mesh has."""
+
+
 class UnsupportedError(GraphshardError, NotImplementedError):
     """A setting of FSDP2 that graphshard does not have; the message says what to do instead."""
 

@@ -7,6 +7,7 @@
     Axis("gpus/4", 4, "regather")       neighbours on the sharding axis, among which backward gathers again
     Axis("gpus/2", 2, "inner")          neighbours on the sharding axis, among which the model itself communicates
     Axis("tp", 2, "tensor")             the model itself communicates along it: parameters are DTensors there
+    Axis("pp", 4, "pipeline")           other parts of the model are along it: known to predictions, not to programs
 
 Some parameters may lie otherwise on the same ranks, as those of experts do. The mesh has a second one for them, with
 roles of its own:
@@ -36,7 +37,7 @@ from graphshard.ir.given import is_int
 from graphshard.ir.split import Split
 from graphshard.ir.text import brief
 
-Role = Literal["replicate", "shard", "regather", "inner", "tensor"]
+Role = Literal["replicate", "shard", "regather", "inner", "tensor", "pipeline"]
 
 # A DeviceMesh, or the shape of one that need not exist: 8, (8,), (2, 4), {"replicate": 2, "shard": 4}.
 MeshLike = DeviceMesh | int | Sequence[int] | Mapping[str, int]
@@ -175,6 +176,11 @@ class Mesh:
         """With a tensor axis inside of all others, as FSDP2 lays them out."""
         return replace(self, axes=(*self.grid, Axis(name, size, "tensor"), *self.axes[len(self.grid) :]))
 
+    def with_pipeline(self, name: str, size: int) -> Mesh:
+        """With an axis of the stages of a pipeline outside of all others, which are those of one stage."""
+        axis = Axis(name, size, "pipeline")
+        return replace(self, axes=(axis, *self.axes), of_experts=(axis, *self.of_experts) if self.of_experts else ())
+
     def with_experts(self, experts: Mesh) -> Mesh:
         """With another mesh of the same ranks, for parameters that lie otherwise on them."""
         return replace(self, of_experts=experts.axes)
@@ -199,6 +205,11 @@ class Mesh:
     def regather(self) -> Axis | None:
         """Neighbours on the sharding axis, among which backward gathers again; None is the whole axis."""
         return self._of("regather")
+
+    @property
+    def pipeline(self) -> Axis | None:
+        """The axis along which ranks have other stages of a pipeline."""
+        return self._of("pipeline")
 
     @property
     def tensor(self) -> Axis | None:

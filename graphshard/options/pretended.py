@@ -60,7 +60,7 @@ def shape_of(mesh: Any) -> dict[str, int]:
         if name in PIPELINE:
             raise ArgumentError(
                 f"mesh has a pipeline axis, {name!r}, and stages are models of their own. Leave it out: give the mesh "
-                "of the ranks of one stage, and a model or parallelize= that makes the stage."
+                "of the ranks of one stage, and a model or parallelize= that makes the stage. explain takes it."
             )
         if name not in (*DATA, *TENSOR, *CONTEXT, *EXPERT):
             known = ", ".join(map(repr, (*DATA, *TENSOR, *CONTEXT, *EXPERT)))

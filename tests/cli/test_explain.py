@@ -213,6 +213,11 @@ def test_command_with_two_axes(factory, tmp_path):
             "as aten.mm.default, got 'aten.mm'",
         ),
         (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--activation", "2"], "share of memory from 0 to 1 that"),
+        (
+            ["FILE:Small", "--mesh", "8", "--batch", "1,2", "--activation", "none", "full", "--html", "x"],
+            "and activation",
+        ),
+        (["FILE:Small", "--mesh", "8", "--degrees", "pp=16", "--batch", "1,2"], "none divides [8] ranks"),
         (["FILE:Small", "--mesh", "8", "16", "--batch", "1,2", "--html", "x"], "need one mesh, machine"),
         (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--hardware", "tpu"], "hardware 'tpu' is neither"),
         (
@@ -279,7 +284,10 @@ def test_meshes_with_a_tensor_axis(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mesh", "dp=4,tp=2,pp=2", "--parallelize", "FILE:tp"], "mesh has a pipeline axis, 'pp', and stages are"),
+        (
+            ["--mesh", "dp=4,tp=2,pp=2", "--parallelize", "FILE:tp"],
+            "mesh has a pipeline axis, and Two has no nn.ModuleList",
+        ),
         (["--mesh", "dp=4,tp=2"], "is made for them by parallelize=, a function of (model, mesh)"),
         (["--mesh", "dp=4,dp=2", "--parallelize", "FILE:tp"], "--mesh must name each axis, with a name of its own"),
         (["--mesh", "dp=4,tp=2", "--parallelize", "FILE:no"], "has no function or class no"),

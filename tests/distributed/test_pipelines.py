@@ -143,6 +143,30 @@ def test_stages_equal_fsdp2(ranks: Ranks, schedule: str, policy: MixedPrecisionP
         assert min(ours.values()) > 0
 
 
+def _counted(rank: int, world_size: int, schedule: str) -> tuple[dict[str, int], dict[str, int], int]:
+    """Collectives of a step of a pipeline, and those of one forward and backward of a stage alone."""
+    pipeline, x = Pipeline(_ours, schedule, FP32), torch.randn(8, 8)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = _ours(Stage(2), mesh["dp"], FP32)
+    for _ in range(2):
+        with CountLaunches() as many:
+            pipeline.step(x, x)
+        with CountLaunches() as one:
+            stage(x[:2]).sum().backward()
+        for optim in pipeline.optims:  # parameters that nobody writes to stay gathered
+            optim.step()
+    found, alone = ({kind: count.of(kind) for kind in ("gather", "scatter")} for count in (many, one))
+    return found, alone, len(pipeline.models)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "interleaved"])
+def test_a_step_of_many_microbatches_has_the_collectives_of_one(ranks: Ranks, schedule: str) -> None:
+    """As `graphshard.explain` assumes of stages: reduced once, and gathered once, or all units in one collective."""
+    for found, alone, stages in ranks(4).run(_counted, schedule, share=False):
+        assert found["scatter"] == stages * alone["scatter"] > 0
+        assert stages <= found["gather"] <= stages * alone["gather"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_with_a_tensor_axis(ranks: Ranks, schedule: str) -> None:

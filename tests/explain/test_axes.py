@@ -294,7 +294,6 @@ def _failing(model: nn.Module, mesh: DeviceMesh) -> None:
     ("shape", "parallelize", "message"),
     [
         ({"dp": 2, "tp": 2}, None, r"^mesh \{'dp': 2, 'tp': 2\}: a model communicates along some .* Give it\.$"),
-        ({"dp": 2, "pp": 2}, megatron, r"^mesh has a pipeline axis, 'pp', and stages are models of their own\."),
         ({"dp": 2, "xy": 2}, megatron, r"^mesh has an axis 'xy', and it is not known what it is for\. Use 'dp', "),
         (
             {"tp": 2, "dp": 4},

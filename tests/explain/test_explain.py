@@ -537,6 +537,18 @@ def test_settings_of_a_grid_share_a_capture():
         assert (row.step_time_s, row.memory) == (alone.step_time_s, alone.memory)
 
 
+def test_settings_of_a_grid_that_are_equal_or_name_parameters():
+    """Each has its row; parameters are compared as objects."""
+    model = meta_net(width=16)
+    ignored = {name: {"ignored_params": [getattr(model, name).weight]} for name in ("embed", "head")}
+    settings = {"one": {}, "the same": {}, **ignored}
+    grid = graphshard.explain_grid(model, [(8,)], example_inputs=(TOKENS,), settings=settings)
+    assert [row.label for row in grid.rows] == list(settings)
+    one, same, embed, head = grid.rows
+    assert one.step_time_s == same.step_time_s
+    assert one.communication_s > max(embed.communication_s, head.communication_s)
+
+
 # Wrong arguments
 
 

@@ -103,7 +103,7 @@ def test_wrong_shapes(shape: Any, message: str) -> None:
         (
             (Axis("a", 2, "shard"), Axis("b", 4, "shrad")),
             "mesh has an axis 'b' with the role 'shrad'. Use one of 'replicate', 'shard', 'regather', 'inner', "
-            "'tensor'.",
+            "'tensor', 'pipeline'.",
         ),
         (
             (Axis("a", 2, "replicate"),),
