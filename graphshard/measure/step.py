@@ -206,7 +206,9 @@ def _peak_on_host(step: _Step) -> int | None:
         return None
     held = [*step.model.parameters(), *step.model.buffers(), *step.tensors]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    # torch 2.11 warns of events that it clears unless they are to be added up.
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         step.run()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)

@@ -264,6 +264,11 @@ class _State:
 
     _fsdp_param_groups = all_states
 
+    @property
+    def _fsdp_param_group(self) -> _State:
+        """As stages of torch 2.11 ask for it."""
+        return self
+
     def post_backward(self) -> None:
         finish(self._unit.runner)
 

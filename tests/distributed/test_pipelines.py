@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import graphshard
 from graphshard.runtime.hang_up import hang_up
-from tests.distributed.twins import BF16, FP32, CountLaunches, assert_same, fsdp2, grads_of, params_of
+from tests.distributed.twins import BF16, FP32, CountLaunches, assert_same, fsdp2, grads_of, groups_of, params_of
 from tests.ranks import Ranks
 
 MICROBATCHES = 4
@@ -206,7 +206,7 @@ def _reduce(model: Any) -> None:
         return
     state = fully_shard.state(model)  # type: ignore[attr-defined]
     for one in state._state_ctx.all_states:
-        for group in one._fsdp_param_groups:
+        for group in groups_of(one):
             group.post_backward()
     state._root_post_backward_final_callback()
 

@@ -77,9 +77,9 @@ def local(tensor: Tensor | None) -> Tensor | None:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def groups_of(module: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups of a unit; before torch 2.12 there is one at most."""
-    state = module._get_fsdp_state()  # type: ignore[operator]
+def groups_of(unit: Any) -> list[Any]:
+    """FSDP2's parameter groups of a unit, or of its state; before torch 2.12 there is one at most."""
+    state = unit._get_fsdp_state() if isinstance(unit, nn.Module) else unit
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group else []
