@@ -20,6 +20,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard.runtime.hang_up import hang_up
@@ -186,6 +187,7 @@ def _zero_bubble(rank: int, world_size: int) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="zero-bubble stages of torch 2.11 fail themselves")
 def test_weights_have_no_backward_of_their_own(ranks: Ranks) -> None:
     """A program's backward computes all its gradients."""
     message = (
