@@ -41,6 +41,7 @@ from graphshard.lower.cache import writable_cache
 from graphshard.lower.cpp_internals import Batch, load, pending_in, wait_for_cpu
 from graphshard.lower.libraries import EXTERN_KERNELS, KeptRegion, Kernels, trimmed
 from graphshard.lower.numbers import numbers_as_tensors
+from graphshard.lower.one_hots import OneHots, has_one_hots
 from graphshard.lower.operators import compile_operators, num_kernels, outputs_of
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import Boxed, Compiled
@@ -229,6 +230,8 @@ def decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
     outputs = outputs_of(module)
     with torch.no_grad(), outputs[0].fake_mode:
         decomposed = make_fx(numbers_as_tensors(module), _decompositions(), tracing_mode="real")(*inputs)
+        if has_one_hots(decomposed.graph):
+            decomposed = make_fx(OneHots(decomposed).run, _decompositions(), tracing_mode="real")(*inputs)
     (output,) = decomposed.graph.find_nodes(op="output")
     output.args = (tuple(map(_pinned, output.args[0], outputs)),)
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
