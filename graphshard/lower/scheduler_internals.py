@@ -25,7 +25,7 @@ from torch._inductor.utils import get_dtype_size, sympy_product
 from torch._inductor.virtualized import V
 from torch.fx import Node
 
-from graphshard.ir.driver_internals import compiler_stand_in
+from graphshard.ir.driver_internals import compiler_stand_in, stands_in
 from graphshard.ir.gpus import Capability
 from graphshard.ir.program import Region
 from graphshard.ir.torch_internals import replaced
@@ -92,7 +92,9 @@ def _stopping(capability: Capability) -> Iterator[None]:
     def codegen(scheduler: Scheduler) -> None:
         raise _Scheduled(tuple(_kernels(scheduler.nodes)))
 
-    here = contextlib.nullcontext() if torch.cuda.is_available() else compiler_stand_in(capability, _nothing)
+    # What stands in for a GPU while a model is captured says that there is one.
+    there = torch.cuda.is_available() and not stands_in()
+    here = contextlib.nullcontext() if there else compiler_stand_in(capability, _nothing)
     with here, replaced(Scheduler, "codegen", codegen):
         yield
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
+from torch.utils._triton import has_triton
 
 import graphshard
 from graphshard.cost.costs import Costs
@@ -106,6 +107,16 @@ def test_regions_take_what_their_kernels_take(study: Study) -> None:
     with mock.patch.object(Study, "_schedule", return_value=slow):
         slower = study.explain((8,), H100, "isolated")
     assert slower.step_range_s[0] > 100 * found.step_time_s
+
+
+def test_what_was_found_out_before_is_forgotten(study: Study) -> None:
+    """Inductor keeps whether Triton has a GPU; code that was compiled for the CPU before has asked."""
+    assert not torch.cuda.is_available()
+    assert not has_triton()
+    fresh = study_of(Net()).explain((8,), H100, "isolated")
+    assert fresh._costs is not None
+    assert fresh._costs.scheduled
+    assert not has_triton()
 
 
 def test_equal_regions_are_scheduled_once(study: Study) -> None:
