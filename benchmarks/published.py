@@ -351,7 +351,7 @@ def case_of(row: Row) -> Case:
         },
         [replace(event, node=None) for event in events],
         {i: len(e.node.all_input_nodes) for i, e in enumerate(events) if isinstance(e, Launch) and e.node is not None},
-        sum(row.shard_bytes(row.dtype) for row in program.params if row.trainable),
+        program.params.trained_bytes,
         float(sum(study._subject(mesh, study.model).flop.values())),
         unread_of(row),
     )

@@ -20,12 +20,7 @@ from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.recomputed import IN_FORWARD, RANDOM_STATE, SAVE
 from graphshard.ir.sizes import lift_sizes
 from graphshard.ir.strides import laid_out
-from graphshard.ir.torch_internals import (
-    hint,
-    min_cut_partition,
-    run_and_save_rng_state,
-    run_with_rng_state,
-)
+from graphshard.ir.torch_internals import hint, min_cut_partition, run_and_save_rng_state, run_with_rng_state
 from graphshard.ir.transport import landing
 from graphshard.passes.accumulate_gradients import mark_sums
 from graphshard.passes.base import Pass

@@ -163,9 +163,8 @@ class Costs:
                 near = rounds * (ranks - 1) - far
                 step = maximum(protocol.inside, protocol.posted * leaves)
                 yield protocol.base + near * step + far * protocol.outside + slowest / protocol.fraction
-            elif (
-                protocol.algorithm == "tree" and kind == "all_reduce"
-            ):  # up and down: a chain in each node, a tree of nodes
+            elif protocol.algorithm == "tree" and kind == "all_reduce":
+                # Up and down: a chain in each node, a tree of nodes.
                 steps = (local - 1) * protocol.inside + doublings(nodes) * protocol.outside
                 moved = maximum(2 * num_bytes / link.bandwidth, 2 * num_bytes / beyond * leaves)
                 yield protocol.base + 2 * steps + moved / protocol.fraction

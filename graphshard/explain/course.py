@@ -117,7 +117,7 @@ class Stage:
     @property
     def trained(self) -> int:
         """Bytes of the shards of trained parameters."""
-        return sum(row.shard_bytes(row.dtype) for row in self.found._program.params if row.trainable)
+        return self.found._program.params.trained_bytes
 
     def seconds(self, costs: Costs, microbatches: int, events: Sequence[Event] | None = None) -> StageSeconds:
         """What its turns take.

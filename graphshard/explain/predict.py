@@ -90,7 +90,7 @@ def explained(
     prediction = program.plan.prediction if program.plan else None
     timeline = estimate(program, costs)
     memory = memory_of(program, timeline)
-    trained = sum(row.shard_bytes(row.dtype) for row in program.params if row.trainable)
+    trained = program.params.trained_bytes
     optimizer = training.update_seconds(costs, program.mesh, trained)
     adding = (microbatches - 1) * costs.addition(trained)
     unknown = optimizer - costs.optimizer(trained, training.optimizer_states)  # to the problem of the bound

@@ -12,13 +12,12 @@ from dataclasses import replace
 import numpy as np
 
 from graphshard.cost.costs import Costs
-from graphshard.cost.kernels import num_bytes
 from graphshard.cost.multiplications import Scalar
 from graphshard.cost.samples import sampled
 from graphshard.explain.training import Training
 from graphshard.ir.program import Program
-from graphshard.schedule.clock import Event, Sizes, events_of, run
-from graphshard.schedule.timeline import sent_bytes
+from graphshard.schedule.clock import run
+from graphshard.schedule.timeline import timed_events
 
 # Of the samples: one in ten is below, one in ten is above.
 PERCENTILES = (10, 90)
@@ -38,21 +37,10 @@ def step_range(
     if not costs.profile.ranges:
         return middle, middle
     drawn = replace(costs, profile=sampled(costs.profile))
-    events = drawn_events(program, costs, drawn)
+    events = timed_events(program, costs, drawn)
     step = microbatches * run(events, drawn.profile.contention).step(events)
     step += (microbatches - 1) * drawn.addition(trained) + training.update_seconds(drawn, program.mesh, trained)
     return between(step, middle)
-
-
-def drawn_events(program: Program, costs: Costs, drawn: Costs) -> list[Event]:
-    """What a program does, with seconds of all samples.
-
-    Args:
-        drawn: the same costs by a sampled profile.
-    """
-    seconds = {key: drawn.region(region) for key, region in program.regions.items()}
-    regions = {name: seconds[key] for name, key in program.region_names.items()}
-    return events_of(program, costs, Sizes(drawn, program.mesh, regions, sent_bytes, num_bytes))
 
 
 def between(samples: Scalar, middle: float) -> tuple[float, float]:

@@ -23,12 +23,13 @@ from graphshard.explain.course import ADDED, Course, Stage, saved_bytes
 from graphshard.explain.cut import BlockCut, Blocks, Stages
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.pipelined import Pipelined, StageCost
-from graphshard.explain.spread import between, drawn_events
+from graphshard.explain.spread import between
 from graphshard.explain.training import training_cost
 from graphshard.ir.errors import InfeasibleError, StageError
 from graphshard.ir.program import Program
 from graphshard.ir.text import format_bytes
 from graphshard.schedule.stages import StageSeconds, even_counts, most_alive, run_stages
+from graphshard.schedule.timeline import timed_events
 
 # A bubble below this share of the step is not what limits it.
 _NEGLIGIBLE = 0.02
@@ -277,6 +278,6 @@ class PipelineStep:
         known: dict[int, StageSeconds] = {}
         for part in self.parts:
             if id(part) not in known:
-                events = drawn_events(part.found._program, part.found._costs, drawn)
+                events = timed_events(part.found._program, part.found._costs, drawn)
                 known[id(part)] = part.seconds(drawn, self.course.microbatches, events)
         return between(self._step(drawn, [known[id(part)] for part in self.parts], self._updates(drawn)), step)

@@ -281,6 +281,11 @@ class ParamTable:
         return tuple(sorted(self.rows, key=lambda row: paths[row.name]))
 
     @property
+    def trained_bytes(self) -> int:
+        """Of the shards of trained parameters, as they are stored."""
+        return sum(row.shard_bytes(row.dtype) for row in self if row.trainable)
+
+    @property
     def units(self) -> tuple[str, ...]:
         """Units that own parameters, in registration order."""
         return tuple(dict.fromkeys(row.unit for row in self.rows))

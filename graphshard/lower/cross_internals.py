@@ -28,7 +28,7 @@ from graphshard.ir.program import Region
 from graphshard.ir.torch_internals import replaced
 from graphshard.lower.cache import writable_cache
 from graphshard.lower.elf import read_cubin
-from graphshard.lower.inductor import decompose
+from graphshard.lower.inductor import decompose, known_options
 from graphshard.lower.kernels import GpuCode, Kernel
 from graphshard.lower.operators import num_kernels
 from graphshard.lower.packages import Package
@@ -90,16 +90,20 @@ def compile_for(region: Region, capability: Capability) -> GpuCode:
         NotImplementedError: there is something that a file cannot hold.
         Exception: whatever Inductor and Triton say of what they cannot compile.
     """
-    with warnings.catch_warnings(), _collected(capability) as found:
-        # It is about the GPU here; the setting is the user's, on the target.
-        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
-        known = config.get_config_copy()
-        options = {key: value for key, value in OPTIONS.items() if key in known}
-        with config.patch(options):
-            module, inputs = decompose(region.module)
-            compile_fx_inner(module, inputs, fx_wrapper=True)
+    with _collected(capability) as found, options_for_gpus():
+        module, inputs = decompose(region.module)
+        compile_fx_inner(module, inputs, fx_wrapper=True)
     ((made, tuners),) = found
     return _code(made, tuners, capability)
+
+
+@contextlib.contextmanager
+def options_for_gpus() -> Iterator[None]:
+    """In the block Inductor has the options that regions are compiled with for a GPU that is not here."""
+    with warnings.catch_warnings(), config.patch(known_options(OPTIONS)):
+        # It is about the GPU here; the setting is the user's, on the target.
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+        yield
 
 
 @contextlib.contextmanager

@@ -189,9 +189,12 @@ def package(region: Region, name: str) -> Package:
             "aot_inductor.embed_kernel_binary": True,
             "aot_inductor.enable_line_tables": False,  # nobody debugs the few lines around the kernels
         }
-        known = {key: value for key, value in options.items() if key in config.get_config_copy()}
         try:
-            with config.patch(known), V.set_aot_compilation(True), config.patch(get_cpp_wrapper_config()):
+            with (
+                config.patch(known_options(options)),
+                V.set_aot_compilation(True),
+                config.patch(get_cpp_wrapper_config()),
+            ):
                 module, inputs = decompose(_without_sizes(sums_as_sizes(region.module)))
                 compiled: Any = compile_fx_inner(module, inputs, cpp_wrapper=True)
             path = os.path.join(directory, "region.pt2")
@@ -200,6 +203,12 @@ def package(region: Region, name: str) -> Package:
         except Exception as error:
             log.debug("%s:\n%s", name, region.text, exc_info=True)
             return Package(problem=f"AOTInductor cannot compile it. {type(error).__name__}: {error}")
+
+
+def known_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of Inductor's options that this release has."""
+    known = config.get_config_copy()
+    return {name: value for name, value in options.items() if name in known}
 
 
 def _without_sizes(module: GraphModule) -> GraphModule:

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.dependencies import Dep, MemoryDep, WeakDep
 from torch._inductor.ir import MultiOutput
@@ -30,7 +28,7 @@ from graphshard.ir.gpus import Capability
 from graphshard.ir.program import Region
 from graphshard.ir.torch_internals import replaced
 from graphshard.lower.cache import writable_cache
-from graphshard.lower.cross_internals import OPTIONS
+from graphshard.lower.cross_internals import options_for_gpus
 from graphshard.lower.inductor import decompose
 from graphshard.lower.operators import num_kernels
 from graphshard.lower.unknown import sums_as_sizes
@@ -70,9 +68,7 @@ def fused_kernels(region: Region, capability: Capability) -> tuple[FusedKernel, 
     if num_kernels(region.module) == 1:
         return None
     try:
-        with writable_cache(), warnings.catch_warnings(), _stopping(capability), config.patch(_known(OPTIONS)):
-            # It is about the GPU here; the setting is the user's, on the target.
-            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+        with writable_cache(), _stopping(capability), options_for_gpus():
             module, inputs = decompose(sums_as_sizes(region.module))
             try:
                 compile_fx_inner(module, inputs)
@@ -101,11 +97,6 @@ def _stopping(capability: Capability) -> Iterator[None]:
 
 def _nothing(_: Any) -> None:
     """No kernel is loaded."""
-
-
-def _known(options: dict[str, Any]) -> dict[str, Any]:
-    known = config.get_config_copy()
-    return {key: value for key, value in options.items() if key in known}
 
 
 def _kernels(nodes: Sequence[BaseSchedulerNode]) -> Iterator[FusedKernel]:

@@ -12,12 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from graphshard.ir.program import Program, Slot
-from graphshard.ir.torch_internals import (
-    Fate,
-    fate_at,
-    keeps_graph,
-    number_of_backward,
-)
+from graphshard.ir.torch_internals import Fate, fate_at, keeps_graph, number_of_backward
 from graphshard.runtime.accumulation import Accumulation
 
 

@@ -198,9 +198,7 @@ def _waits(did: tuple[str, float]) -> bool:
 
 def estimate(program: Program, costs: Costs) -> Estimate:
     """Run the executors of a lowered program through the clock."""
-    seconds = {key: costs.region(region) for key, region in program.regions.items()}
-    regions = {name: seconds[key] for name, key in program.region_names.items()}
-    events = events_of(program, costs, Sizes(costs, program.mesh, regions, sent_bytes, num_bytes))
+    events = timed_events(program, costs, costs)
     times = run(events, costs.profile.contention)
     return Estimate(
         events=events,
@@ -212,6 +210,17 @@ def estimate(program: Program, costs: Costs) -> Estimate:
         node_times=_node_times(program, events, times),
         workspace=_workspaces(program, costs),
     )
+
+
+def timed_events(program: Program, costs: Costs, drawn: Costs) -> list[Event]:
+    """What the executors of a lowered program do.
+
+    Args:
+        drawn: whose seconds they take: the same costs, or those of samples of the profile.
+    """
+    seconds = {key: drawn.region(region) for key, region in program.regions.items()}
+    regions = {name: seconds[key] for name, key in program.region_names.items()}
+    return events_of(program, costs, Sizes(drawn, program.mesh, regions, sent_bytes, num_bytes))
 
 
 def _workspaces(program: Program, costs: Costs) -> dict[str, int]:

@@ -15,13 +15,14 @@ from typing import get_args
 import pytest
 
 import graphshard
-from graphshard.cli.commands import BACKENDS
+from graphshard.cli.commands import BACKENDS, SCHEDULES
 from graphshard.cli.main import main
 from graphshard.codec.stage import program_from_json
 from graphshard.ir.fold import fold
 from graphshard.ir.printer import print_program
 from graphshard.lower.backends import Backend
 from graphshard.pipeline.pipeline import Pipeline
+from graphshard.schedule.stages import PIPELINE_SCHEDULES
 from tests.debug.test_repro import copy_stage, write_dump
 
 ROOT = Path(__file__).parents[2]
@@ -243,8 +244,10 @@ def test_nothing_like_it_was_meant(capsys: Capture):
         assert "did you mean" not in refused(capsys, *argv)
 
 
-def test_backends_are_those_of_compile():
+def test_choices_are_those_of_the_functions():
+    """Which the command does not import, as that takes torch."""
     assert get_args(Backend) == BACKENDS
+    assert PIPELINE_SCHEDULES == SCHEDULES
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], ["explain", "--help"], ["shwo"]])
