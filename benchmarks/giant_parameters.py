@@ -64,7 +64,7 @@ def _rank(rank: int, variant: str, args: argparse.Namespace) -> None:
     before, seconds = 0, []
     for step in range(args.steps):
         if step == 1:
-            before = _reset()
+            before = reset_peak()
         start = time.process_time()
         loss = model(tokens, targets)
         loss.backward()
@@ -80,7 +80,7 @@ def _rank(rank: int, variant: str, args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _reset() -> int:
+def reset_peak() -> int:
     """Forget the most so far; bytes that are resident."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
