@@ -2,10 +2,10 @@
 
     python -m benchmarks.step_memory [--steps 6] [--ranks 2] [--sizes 4,256,4,128 4,512,4,128 8,512,8,256]
 
-A size is layers, width, sequences of a rank's batch and tokens of a sequence. Each variant has processes of its own, one
-after the other. Memory is the most that a rank has resident during a step (VmHWM), over what it holds at rest, after two
-steps, with parameters and states of AdamW in place; the median of the steps, of the rank that takes most. What malloc
-keeps of freed memory is given back between steps, and counts within one.
+A size is layers, width, sequences of a rank's batch and tokens of a sequence. Each variant has processes of its own,
+one after the other. Memory is the most that a rank has resident during a step (VmHWM), over what it holds at rest,
+after two steps, with parameters and states of AdamW in place; the median of the steps, of the rank that takes most.
+What malloc keeps of freed memory is given back between steps, and counts within one.
 """
 
 from __future__ import annotations

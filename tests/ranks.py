@@ -290,14 +290,14 @@ def _serve(rank: int, port: int, connection: Connection, log: Path, stacks: Path
         while True:
             request = pickle.loads(connection.recv_bytes())
             reset_distributed()  # not before all ranks have answered: one may still be in a collective
-            answer = _answer(request, dist.PrefixStore(f"run{request.number}", store), rank)
-            connection.send_bytes(pickle.dumps(answer))
-            if answer.error:
-                reset_distributed()
             gc.collect()
             if len(sys.modules) > frozen:  # what imports made stays, and takes 0.1 s to go through
                 frozen = len(sys.modules)
                 gc.freeze()
+            answer = _answer(request, dist.PrefixStore(f"run{request.number}", store), rank)
+            connection.send_bytes(pickle.dumps(answer))
+            if answer.error:
+                reset_distributed()
 
 
 def _leave_with_parent() -> None:
@@ -328,16 +328,21 @@ def _shared_captures(store: dist.Store, rank: int) -> contextlib.AbstractContext
 
 
 def reset_distributed() -> None:
-    """Leave all process groups, and forget what names them.
+    """Leave all process groups, and forget what names or holds them.
 
     DTensor caches its plans by device mesh. A mesh equals that of an earlier run, but a plan of then names
-    groups that are gone, or are others by now.
+    groups that are gone, or are others by now. While a mesh is in a cache its groups live, too, and the threads of
+    each look for news a hundred times a second.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _collective_utils, _redistribute
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+        _redistribute._gen_transform_infos.cache_clear()
+        _redistribute.clear_redistribute_planner_cache()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

@@ -205,6 +205,28 @@ def test_runs_do_not_see_each_other(ranks: Ranks) -> None:
     assert {result[1:] for result in plain + extra} == {(8.0, plain[0][2])}
 
 
+def _threads_of_groups(rank: int, world_size: int, redistribute: bool) -> int:
+    """How many threads gloo has, after a run of the group's, and of a tensor's that DTensor keeps its plans for."""
+    if redistribute:
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # takes new ranks seconds
+
+        mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b"))
+        sharded = distribute_tensor(torch.ones(world_size, 4), mesh, [Replicate(), Shard(0)])
+        assert sharded.full_tensor().sum() == 4 * world_size
+    names = (task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir())
+    return sum("gloo" in name for name in names)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_groups_of_earlier_runs_end(ranks: Ranks) -> None:
+    """Their threads look for news a hundred times a second, on every rank."""
+    before = ranks(2).run(_threads_of_groups, False)
+    for _ in range(2):
+        ranks(2).run(_threads_of_groups, True)
+    after = ranks(2).run(_threads_of_groups, False)
+    assert max(after) <= max(before)
+
+
 def test_fake_world(fake_world: FakeWorld) -> None:
     fake_world(8)
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 8, "fake")
