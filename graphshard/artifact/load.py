@@ -212,7 +212,9 @@ def _check_state(artifact: Artifact, model: nn.Module, library: StoredPrograms) 
                 )
 
 
-def _check_model(artifact: Artifact, model: nn.Module, params: ParamTable, mesh: Mesh, experts: ExpertMeshes | None) -> None:
+def _check_model(
+    artifact: Artifact, model: nn.Module, params: ParamTable, mesh: Mesh, experts: ExpertMeshes | None
+) -> None:
     """Raise ArtifactError if the module is another than was exported."""
     exported, here = artifact.facts["model"], model_facts(model)
     refuse(artifact.path, differences({"model": exported["model"]}, here))

@@ -2,6 +2,7 @@
 
     problem     compute items in a chain, transfers that gate or follow them, links; what a schedule of it is
     simulate    a schedule's time, exposed communication and memory, event by event
+    own         what the model itself communicates: on the link, where it stands
     rates       what no bucket beats, for bounds
     deadlines   the least work of the link with which gathers alone, or reductions alone, keep to a step's time
     legs        what is certain of reductions with two legs
@@ -25,7 +26,7 @@
     memory      what memory its values hold meanwhile
     dag         the timeline as a graph: critical path, slack, what delays a wait
 
-The first fourteen know neither graphs nor tensors.
+The first fifteen know neither graphs nor tensors.
 
 Which plan is taken:
 
@@ -89,6 +90,7 @@ Pitfalls:
 """
 
 from graphshard.schedule.bounds import lower_bound
+from graphshard.schedule.own import Own
 from graphshard.schedule.problem import (
     Bucketed,
     Chain,
@@ -109,6 +111,7 @@ __all__ = [
     "Exposed",
     "Link",
     "Occurrence",
+    "Own",
     "Placement",
     "Problem",
     "Rate",

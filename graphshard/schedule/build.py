@@ -14,7 +14,7 @@ from torch.fx import Graph
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work, work_of
-from graphshard.cost.model_collectives import ModelCollective, split_off
+from graphshard.cost.model_collectives import computing
 from graphshard.ir.graph import with_parts
 from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.liveness import last_use
@@ -24,8 +24,9 @@ from graphshard.ir.program import Phase, Program
 from graphshard.schedule.by_unit import first_use, is_scalar, last_input, next_boundary
 from graphshard.schedule.footprint import base_bytes, item_at, lasting_beside
 from graphshard.schedule.known import remembered
+from graphshard.schedule.own import Own
 from graphshard.schedule.problem import Chain, Link, Problem, Transfer
-from graphshard.schedule.ways import Ways, link_of, ways_of
+from graphshard.schedule.ways import Sent, Ways, link_of, own_collectives, ways_of
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,10 @@ class _Maker:
         if self.settings.constraints.by_unit:  # regions as large as they can be
             readies = [next_boundary(at, needs) for at in readies]
         end = max(len(layout.compute), 1)
-        cuts = tuple(sorted({0, end, *needs, *readies}))
+        own = remembered(graph, "own", lambda: tuple(own_collectives(layout)))
+        # What is started at a position comes before what the model communicates there.
+        model = {at for sent in own for at in (sent.at, sent.at + 1, sent.until)}
+        cuts = tuple(sorted({0, end, *needs, *readies, *(at for at in model if at < end)}))
 
         def gather(atom: Atom, need: int) -> Transfer:
             waits = [w for row in atom.rows for w in of_row["gather", row.name].waits]
@@ -187,20 +191,24 @@ class _Maker:
             ways,
         )
         seconds = tuple(self._seconds(graph, layout, a, b) for a, b in itertools.pairwise(cuts))
-        return Chain(phase_name, seconds, tuple(base), tuple(transfers), tuple(reduced))
+        owns = tuple(self._own(sent, cuts) for sent in own)
+        return Chain(phase_name, seconds, tuple(base), tuple(transfers), tuple(reduced), owns)
+
+    def _own(self, sent: Sent, cuts: Sequence[int]) -> Own:
+        """What the model communicates, on the channel of its axis."""
+        axis = self.program.mesh.named(sent.collective.axis)
+        channel = int(self.costs.link(axis) != self.costs.link(self.ways.gather))
+        seconds = float(sent.collective.seconds(self.costs, axis))
+        return Own(cuts.index(sent.at), cuts.index(sent.until), seconds, channel, sent.collective.name)
 
     def _seconds(self, graph: Graph, layout: Layout, start: int, end: int) -> float:
-        """Of the compute between two positions, and of what the model communicates there at once."""
+        """Of the compute between two positions."""
 
-        def kernels() -> tuple[list[Work], list[ModelCollective]]:
-            nodes, sent = split_off([n for node in layout.compute[start:end] for n in with_parts(node)])
-            return work_of(nodes, fused=self.costs.fused), sent
+        def kernels() -> list[Work]:
+            nodes = computing(n for node in layout.compute[start:end] for n in with_parts(node))
+            return work_of(nodes, fused=self.costs.fused)
 
-        works, sent = remembered(graph, (start, end, self.costs.fused), kernels)
-        mesh = self.program.mesh
-        return float(self.costs.kernels(works)) + sum(
-            float(each.seconds(self.costs, mesh.named(each.axis))) for each in sent if each.at_once
-        )
+        return float(self.costs.kernels(remembered(graph, (start, end, self.costs.fused), kernels)))
 
     def _atoms(self, kind: CollectiveKind, at: Mapping[str, int]) -> Iterator[Atom]:
         """Parameters of a unit and dtype in order of use, cut where they are worth a collective of their own."""

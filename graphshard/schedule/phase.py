@@ -214,9 +214,10 @@ class _Phase:
 
     def _order(self, budget: Budget, order: Sequence[Bucketed]) -> None:
         lates = (False, True) if self.link.all_reduce is not None and self.chain.reductions else (False,)
-        for margin, late in itertools.product((math.inf, self.margin), lates):
+        asides = (False, True) if any(own.at_once for own in self.chain.own) else (False,)
+        for margin, late, aside in itertools.product((math.inf, self.margin), lates, asides):
             budget.spend(_PLACED * (len(self.chain.seconds) + 2 * len(order)))
-            placement = place(self.chain, self.link, order, self.limit, margin, late=late)
+            placement = place(self.chain, self.link, order, self.limit, margin, late=late, aside=aside)
             if placement is not None:
                 self._delayed(placement)
 

@@ -15,6 +15,9 @@ Where parameters are replicated a reduction has two legs: what a reduce-scatter 
 by a channel that may be another one. In between the schedule continues it: compute is held up until the first leg has
 ended, and the second one starts. What was scattered is there twice until the second one is waited for.
 
+The model itself may communicate where it has it: such a collective starts with an item, behind what is started at its
+position, queues for its channel like everything else, and compute is held up by it at the same item or at a later one.
+
 Memory of an item: `base`, gathered tensors from their start to the last item that reads them, gradients from the
 item that makes them to their wait. Between two items the smaller base counts. A packed bucket is copied into one
 buffer when it starts and out of it when it is waited for; both are alive while they are copied: a gather's at its
@@ -31,6 +34,7 @@ from functools import cached_property
 from typing import Literal
 
 from graphshard.ir.plan import CollectiveKind
+from graphshard.schedule.own import Own
 
 KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce")
 
@@ -74,6 +78,7 @@ class Chain:
         base: bytes alive during each item, apart from gathered tensors and gradients that wait for their reduction.
         gathers: by first use.
         reductions: by position at which they are ready.
+        own: what the model itself communicates, by its start.
     """
 
     name: str
@@ -81,6 +86,7 @@ class Chain:
     base: tuple[int, ...]
     gathers: tuple[Transfer, ...] = ()
     reductions: tuple[Transfer, ...] = ()
+    own: tuple[Own, ...] = ()
 
     def __post_init__(self) -> None:
         end = len(self.seconds)
@@ -90,11 +96,29 @@ class Chain:
         assert all(0 < r.at <= end for r in self.reductions), f"{self.name}: a gradient comes out of an item"
         for transfers in (self.gathers, self.reductions):
             assert all(a.at <= b.at for a, b in itertools.pairwise(transfers)), f"{self.name}: transfers out of order"
+        assert all(0 <= o.at <= o.until < end for o in self.own), f"{self.name}: a collective is waited for by an item"
+        assert all(a.at <= b.at for a, b in itertools.pairwise(self.own)), f"{self.name}: collectives out of order"
 
     @cached_property
     def elapsed(self) -> tuple[float, ...]:
-        """Seconds of compute before each position."""
-        return (0.0, *itertools.accumulate(self.seconds))
+        """Seconds before each position of compute, and of what the model communicates at once."""
+        at_once = [sum(own.seconds for _, own in starting if own.at_once) for starting, _ in self.own_of]
+        return (0.0, *itertools.accumulate(a + b for a, b in zip(self.seconds, at_once)))
+
+    @cached_property
+    def own_of(self) -> tuple[tuple[tuple[tuple[int, Own], ...], tuple[int, ...]], ...]:
+        """By item what of the model's own starts with it, and the indices of what it waits for that started before."""
+        starts: list[list[tuple[int, Own]]] = [[] for _ in self.seconds]
+        waits: list[list[int]] = [[] for _ in self.seconds]
+        for index, own in enumerate(self.own):
+            starts[own.at].append((index, own))
+            if not own.at_once:
+                waits[own.until].append(index)
+        return tuple((tuple(started), tuple(waited)) for started, waited in zip(starts, waits))
+
+    def own_seconds(self, channel: int, first: int = 0) -> float:
+        """Work of a channel for the model's own collectives from an item on."""
+        return sum(own.seconds for own in self.own if own.channel == channel and own.at >= first)
 
     @cached_property
     def boundary(self) -> tuple[int, ...]:

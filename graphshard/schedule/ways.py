@@ -3,18 +3,22 @@
     forward     gathers over the sharding axis
     backward    gathers over it, or among neighbours on it; reduce-scatters over it, then all-reduces over the replicas
 
-Collectives share a channel if their axes share a link: within a node, or beyond it.
+Collectives share a channel if their axes share a link: within a node, or beyond it. What the model communicates itself
+is among the compute of a phase, and has the channel of its axis.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from graphshard.cost.costs import Costs
-from graphshard.ir.layout import collectives
+from graphshard.cost.model_collectives import ModelCollective, model_collective
+from graphshard.ir.graph import with_parts
+from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.mesh import Axis
+from graphshard.ir.operators import SETTLED
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.schedule.by_unit import is_scalar
@@ -73,6 +77,26 @@ def link_of(costs: Costs, ways: Ways, *, exchange: bool = False) -> Link:
         on = 0 if costs.link(ways.replicas) == gathers else 1
         link = replace(link, all_reduce=second, all_reduce_on=on)
     return link
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the model communicates, and the compute positions at which it is launched and waited for."""
+
+    collective: ModelCollective
+    at: int
+    until: int
+
+
+def own_collectives(layout: Layout) -> Iterator[Sent]:
+    """What the model communicates among the compute of a phase, in order."""
+    for at, node in enumerate(layout.compute):
+        for part in with_parts(node):
+            sent = model_collective(part)
+            if sent is None:
+                continue
+            settled = [at] if sent.at_once else [layout.index[user] for user in part.users if user.target is SETTLED]
+            yield Sent(sent, at, min(settled, default=len(layout.compute) - 1))
 
 
 def make_link(costs: Costs, axis: Axis, *, exchange: bool = False) -> Link:

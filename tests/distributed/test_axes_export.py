@@ -201,7 +201,9 @@ def test_what_is_not_exported(tmp_path: Path) -> None:
     def neighbours(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return Decoder(ATTENTIONS["ring"], init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])
 
-    with pytest.raises(UnsupportedError, match=r"^export: the model communicates among neighbours \(dp/2\) that are no"):
+    with pytest.raises(
+        UnsupportedError, match=r"^export: the model communicates among neighbours \(dp/2\) that are no"
+    ):
         graphshard.export(
             Decoder(ATTENTIONS["ring"], None),
             {"dp": 4},
