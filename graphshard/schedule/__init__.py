@@ -41,8 +41,12 @@ Which plan is taken:
 * **Each phase has a link of its own, with up to two channels**: collectives whose axes share a node's link, or the
   network, queue. Where parameters are replicated a reduction has a second leg, which carries what one bucket reduced: a
   packed reduction's buffer is all-reduced as it is. FSDP2's order continues a reduction when the next one starts.
-* **Experts are planned by unit** (with `memory_limit=` it is an error): transfers of one kind cost as on two links. So
-  are pieces of different sizes on the tensor axis, as ranks along it would make different plans.
+* **Transfers of experts have costs of their own**, on the same channels, and share no bucket with others. Where their
+  axes lie on another link, or a reduction has other legs, programs are planned by unit (with `memory_limit=` it is an
+  error). So are pieces of different sizes on the tensor axis, as ranks along it would make different plans.
+* **What the model communicates is part of the problem, and not of the schedule**: it stays where it stands. It takes the
+  channel of its axis and queues there. The dynamic program of deep phases counts it as compute; `place` tries to start
+  what would hold it up behind it, and the simulator and the exact search know all of it.
 * **Backwards for other tangents are planned by unit**, as a rank may need one alone and could not ask the others.
 * **A plan holds what it was made with** (name and hash of the profile, network), inside `Plan.hash`. Costs come from a
   file.

@@ -125,7 +125,7 @@ class _Search:
         self.end = len(chain.seconds)
         # Fewer buckets never take longer in all than more of them: what is left takes at least what it takes as one.
         self.rest = {kind: list(_rests(chain, link, kind)) for kind in KINDS}
-        self.rest["all_reduce"] = [link.seconds("all_reduce", n, 1) if n else 0.0 for n in rests(chain.reductions)]
+        self.rest["all_reduce"] = [link.least("all_reduce", n) for n in rests(chain.reductions)]
         # Whether to continue what has ended is a question where others want the channel, or it slows compute down.
         shared = link.shares or any(own.channel == link.all_reduce_on for own in chain.own)
         self.continues = link.all_reduce is None or not (shared or link.contention)
@@ -351,7 +351,7 @@ def _with_clock(channels: tuple[float, float], channel: int, clock: float) -> tu
 def _rests(chain: Chain, link: Link, kind: CollectiveKind) -> Iterator[float]:
     """Seconds of the link, at the least, for what is left from each transfer on."""
     for left in rests(chain.transfers(kind)):
-        yield link.seconds(kind, left, 1) if left else 0.0
+        yield link.least(kind, left)
 
 
 def _placement(state: _State) -> Placement:

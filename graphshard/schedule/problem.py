@@ -54,6 +54,7 @@ class Transfer:
         small_bytes: bytes of those in full.
         packed: whether the small ones are packed; None leaves it to the planner.
         start: the only position at which it may start; None leaves it to the planner.
+        way: index of the costs that it has, see `Link.others`; transfers of a group have the same.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Transfer:
     small_bytes: int = 0
     packed: bool | None = None
     start: int | None = None
+    way: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ class Link:
         all_reduce: seconds of the second leg of a reduction for the same arguments, that is, for bytes of the full
             tensors; None if there is none.
         all_reduce_on: index of its channel.
+        others: costs over other axes on the same channels, for transfers with the ways 1, 2 and so on.
     """
 
     gather: Callable[[int, int], float]
@@ -169,6 +172,15 @@ class Link:
     num_pieces: int = 0
     all_reduce: Callable[[int, int], float] | None = None
     all_reduce_on: int = 0
+    others: tuple[Link, ...] = ()
+
+    def of(self, way: int) -> Link:
+        """What transfers cost that have a way."""
+        return self.others[way - 1] if way else self
+
+    def least(self, kind: CollectiveKind, num_bytes: int) -> float:
+        """Seconds that so many bytes take at the least, over whichever axes: costs are concave."""
+        return min(one.seconds(kind, num_bytes, 1) for one in (self, *self.others)) if num_bytes else 0.0
 
     def seconds(self, kind: CollectiveKind, num_bytes: int, num_tensors: int) -> float:
         """Seconds of one collective."""
@@ -188,22 +200,23 @@ class Link:
     @cached_property
     def first_legs(self) -> Link:
         """The same without second legs: no schedule takes longer."""
-        return replace(self, all_reduce=None)
+        return replace(self, all_reduce=None, others=tuple(other.first_legs for other in self.others))
 
     @cached_property
     def second_legs(self) -> Link:
         """Reductions are their second legs alone: no schedule takes longer."""
         assert self.all_reduce is not None
-        return replace(self, reduce=self.all_reduce, separate=self.all_reduce_on != 0, all_reduce=None)
+        others = tuple(other.second_legs for other in self.others)
+        return replace(self, reduce=self.all_reduce, separate=self.all_reduce_on != 0, all_reduce=None, others=others)
 
     @cached_property
     def both_legs(self) -> Link:
         """Reductions take as long as both legs; where these share a channel, the work on it is the same."""
-        legs = self.reduce, self.all_reduce
+        legs, others = (self.reduce, self.all_reduce), tuple(other.both_legs for other in self.others)
         if all(isinstance(leg, Rate) for leg in legs):
             sums = (sum(getattr(leg, name) for leg in legs) for name in ("latency", "per_byte", "per_tensor"))
-            return replace(self, reduce=Rate(*sums), all_reduce=None)
-        return replace(self, reduce=functools.cache(self._both), all_reduce=None)
+            return replace(self, reduce=Rate(*sums), all_reduce=None, others=others)
+        return replace(self, reduce=functools.cache(self._both), all_reduce=None, others=others)
 
     def _both(self, num_bytes: int, num_tensors: int) -> float:
         return self.reduce(num_bytes, num_tensors) + self.seconds("all_reduce", num_bytes, num_tensors)
@@ -315,6 +328,7 @@ class Together:
     num_tensors: int = 0
     num_small: int = 0
     small_bytes: int = 0
+    way: int = 0
     forced: set[bool] = field(default_factory=set)
 
     def more(self, members: Iterable[Transfer]) -> Together:
@@ -324,6 +338,7 @@ class Together:
             self.num_tensors += member.num_tensors
             self.num_small += member.num_small
             self.small_bytes += member.small_bytes
+            self.way = member.way
             if member.packed is not None:
                 self.forced.add(member.packed)
         return self
@@ -337,6 +352,7 @@ class Together:
 
     def load(self, link: Link, kind: CollectiveKind, packed: bool) -> Load:
         """Costs of them as a bucket."""
+        link = link.of(self.way)
         num_tensors = self.num_tensors - self.num_small + 1 if packed else self.num_tensors
         seconds, transient = link.seconds(kind, self.num_bytes, num_tensors), self.small_bytes if packed else 0
         copy = link.copy(self.small_bytes) if packed else 0.0

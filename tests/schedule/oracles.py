@@ -68,6 +68,16 @@ def chains(draw: st.DrawFn, *, layers: int = 6, reductions: bool | None = None, 
 
 
 @st.composite
+def of_experts(draw: st.DrawFn, *, legs: bool = False, **options: Any) -> tuple[Chain, Link]:
+    """A chain some of whose transfers run over other axes, and have other costs on the same channels."""
+    chain, link = draw(chains(**options)), draw(links(legs=legs))
+    other = draw(links(separate=link.separate, legs=legs))
+    ways = [tuple(replace(t, way=int(t.group == "b")) for t in each) for each in (chain.gathers, chain.reductions)]
+    others = (replace(other, all_reduce_on=link.all_reduce_on),)
+    return replace(chain, gathers=ways[0], reductions=ways[1]), replace(link, others=others)
+
+
+@st.composite
 def communicating(draw: st.DrawFn, **options: Any) -> Chain:
     """A chain whose model communicates itself: at once, or beside some items; on either channel."""
     chain = draw(chains(**options))
@@ -190,6 +200,7 @@ def _members(chain: Chain, bucket: Bucketed) -> tuple[Transfer, ...]:
 def _length(chain: Chain, link: Link, bucket: Bucketed, *, second: bool = False) -> int:
     members = _members(chain, bucket)
     tensors = sum(m.num_tensors - m.num_small * bucket.packed for m in members) + bucket.packed
+    link = link.others[0] if members[0].way else link
     rate = link.all_reduce if second else link.gather if bucket.kind == "gather" else link.reduce
     return int(rate(sum(m.num_bytes for m in members), tensors))
 

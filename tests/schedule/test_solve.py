@@ -26,7 +26,7 @@ from graphshard.schedule import (
 )
 from graphshard.schedule.bounds import chain_bound
 from graphshard.schedule.place import place
-from tests.schedule.oracles import chains, communicating, exhaustive, halves, links
+from tests.schedule.oracles import chains, communicating, exhaustive, halves, links, of_experts
 
 HEURISTIC = Solver(exact_transfers=0)
 LIMITS = st.one_of(st.just(math.inf), st.integers(5, 60))
@@ -100,6 +100,19 @@ def test_beside_it_with_contention(chain: Chain, link: Link, contention: float) 
 @given(communicating(layers=4, reductions=True), links(legs=True), LIMITS)
 def test_searches_beside_what_the_model_communicates(chain: Chain, link: Link, limit: float) -> None:
     """Searches that are not exact find schedules that the simulator agrees with, above the bound."""
+    solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.booleans().flatmap(lambda legs: of_experts(layers=3, reductions=True, legs=legs)), LIMITS)
+def test_transfers_over_other_axes(both: tuple[Chain, Link], limit: float) -> None:
+    """Those of experts have costs of their own, and never share a bucket with others; the bound is never above."""
+    chain, link = both
+    assume(len(chain.gathers) + len(chain.reductions) <= 5)
+    found = solved(Problem((chain,), link), Solver(limit))
+    best = exhaustive(chain, link, limit)
+    assert (found.step_seconds if found else math.inf) == best
+    assert chain_bound(chain, link) <= exhaustive(chain, link) * (1 + 1e-9)
     solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
 
 
