@@ -44,7 +44,7 @@ Which plan is taken:
 * **Transfers of experts have costs of their own**, on the same channels, and share no bucket with others. Where their
   axes lie on another link, or a reduction has other legs, programs are planned by unit (with `memory_limit=` it is an
   error). So are pieces of different sizes on the tensor axis, as ranks along it would make different plans.
-* **What the model communicates is part of the problem, and not of the schedule**: it stays where it stands. It takes the
+* **What the model communicates is part of the problem, and not of the schedule.** It stays where it stands, takes the
   channel of its axis and queues there. The dynamic program of deep phases counts it as compute; `place` tries to start
   what would hold it up behind it, and the simulator and the exact search know all of it.
 * **Backwards for other tangents are planned by unit**, as a rank may need one alone and could not ask the others.
