@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -162,11 +161,7 @@ def test_wrong_numbers(ranks: Ranks, fault: Pass, after: str, where: str) -> Non
 AXES: dict[str, Any] = {
     "tensor": (("dp", "tp"), llama, tokens),
     "expert": (("dp", "ep"), Moe, lambda: (torch.randn(2, 6, 8),)),
-    "context": (
-        ("dp", "cp"),
-        functools.partial(Decoder, ATTENTIONS["by heads"]),
-        lambda: (torch.ones(2, 4).long(),) * 2,
-    ),
+    "context": (("dp", "cp"), lambda cp: Decoder(ATTENTIONS["by heads"], cp), lambda: (torch.ones(2, 4).long(),) * 2),
 }
 
 
@@ -186,7 +181,7 @@ def _along_axes(rank: int, world_size: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", AXES)
 def test_along_other_axes(ranks: Ranks, name: str) -> None:
-    """Pieces of parameters are gathered and reduced over the axes that they are sharded over; partial sums are added."""
+    """Pieces of parameters are gathered and reduced over the axes that shard them, and partial sums are added up."""
     ranks(4).run(_along_axes, name, share=False)
 
 
