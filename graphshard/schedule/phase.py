@@ -173,7 +173,19 @@ class _Phase:
             joined = chain.joined if isinstance(chain, Coarse) else chain
             order = channel_order(joined, look, looking, budget, self.limit)
             if order is not None:
-                self._order(budget, chain.original(order) if isinstance(chain, Coarse) else order)
+                found = chain.original(order) if isinstance(chain, Coarse) else order
+                self._order(budget, found)
+                if self.link.all_reduce is not None and not self.link.separate:
+                    self._order(budget, self._by_position(found))
+
+    def _by_position(self, order: Sequence[Bucketed]) -> list[Bucketed]:
+        """Reductions as soon as they are ready: where second legs take longest, gathers that could come first wait."""
+
+        def key(bucket: Bucketed) -> tuple[int, bool]:
+            members = self.chain.transfers(bucket.kind)[bucket.first : bucket.end]
+            return (members[0].at, True) if bucket.kind == "gather" else (members[-1].at, False)
+
+        return sorted(order, key=key)
 
     def _proof(self, budget: Budget) -> None:
         """Every order that is shorter than the best, of transfers whose small tensors are packed for nothing."""

@@ -223,6 +223,9 @@ class _Placing:
             while self.chain.boundary[position] + self.gathered + self.unreduced + cost.transient > self.limit:
                 if not self._relieve(position):
                     return False
+            # Compute is held up by the gather: second legs of what ends before that start meanwhile.
+            while self._continues and self.done[self.reductions[0]] <= self.done[self.gathers[0]]:
+                self._pass_on(position)
             index = self.gathers.popleft()
             self.compute = max(self.compute, self.done[index]) + cost.copy_out
             self.events.append(Occurrence("wait", index, position))
@@ -250,6 +253,11 @@ class _Placing:
     @property
     def _waits_for_the_end(self) -> bool:
         return self.late and self.link.all_reduce is not None
+
+    @property
+    def _continues(self) -> bool:
+        """Whether there is a first leg that may be followed by the second."""
+        return bool(self.reductions) and self.link.all_reduce is not None and not self.late
 
     def _pass_on(self, position: int) -> None:
         """Wait for the oldest reduction, and start its second leg if it has one."""

@@ -160,6 +160,8 @@ class Link:
         all_reduce: seconds of the second leg of a reduction for the same arguments, that is, for bytes of the full
             tensors; None if there is none.
         all_reduce_on: index of its channel.
+        lead: for bounds, seconds for the same arguments of what must have passed before a reduction starts, wherever
+            they are spent; None if nothing must.
         others: costs over other axes on the same channels, for transfers with the ways 1, 2 and so on.
     """
 
@@ -172,6 +174,7 @@ class Link:
     num_pieces: int = 0
     all_reduce: Callable[[int, int], float] | None = None
     all_reduce_on: int = 0
+    lead: Callable[[int, int], float] | None = None
     others: tuple[Link, ...] = ()
 
     def of(self, way: int) -> Link:
@@ -204,10 +207,19 @@ class Link:
 
     @cached_property
     def second_legs(self) -> Link:
-        """Reductions are their second legs alone: no schedule takes longer."""
+        """Reductions are their second legs alone, and first legs are on no channel: no schedule takes longer."""
         assert self.all_reduce is not None
         others = tuple(other.second_legs for other in self.others)
-        return replace(self, reduce=self.all_reduce, separate=self.all_reduce_on != 0, all_reduce=None, others=others)
+        separate, lead = self.all_reduce_on != 0, self.reduce
+        return replace(self, reduce=self.all_reduce, separate=separate, all_reduce=None, lead=lead, others=others)
+
+    @cached_property
+    def leading(self) -> Link | None:
+        """Reductions are what must have passed before they start."""
+        if self.lead is None:
+            return None
+        others = tuple(other.leading or other for other in self.others)
+        return replace(self, reduce=self.lead, lead=None, others=others)
 
     @cached_property
     def both_legs(self) -> Link:

@@ -238,6 +238,21 @@ def test_a_memory_limit_is_kept_and_the_least_is_named() -> None:
         schedule_graph(gm, GROUPS, memory_limit=error.value.smallest - 1)
 
 
+def test_the_bound_knows_the_limit() -> None:
+    """By hand: beside a product there is room for no second weight, so each gather is exposed in full."""
+    function, inputs = gathered(4, 2048)
+    gm = traced(function, *inputs)
+    free = schedule_graph(gm, GROUPS, hardware=SHORT, memory_limit=math.inf)
+    with pytest.raises(InfeasibleError) as error:
+        schedule_graph(gm, GROUPS, hardware=SHORT, memory_limit=1000)
+    tight = schedule_graph(gm, GROUPS, hardware=SHORT, memory_limit=error.value.smallest)
+    gather = max(bucket.seconds for bucket in tight.buckets)
+    assert len(tight.buckets) == 4
+    assert tight.exposed_after >= 4 * gather * (1 - 1e-9)
+    assert tight.lower_bound == pytest.approx(tight.seconds_after, rel=0.05)
+    assert tight.lower_bound > free.lower_bound + 2 * gather
+
+
 def test_parameters_cut_over_two_axes() -> None:
     """As AutoParallel captures them: the same bits; a gather over tp starts where that over dp has ended."""
     function, inputs = planes("dp", "tp", 2, dim=64, rows=16)
