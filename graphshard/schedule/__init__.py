@@ -83,8 +83,10 @@ How it is found:
   by then stands.
 
 * **Of two legs `exact` knows all, the other searches one at a time**: the first alone, the second alone, and both as
-  one. None of them is exact then, so `place` tries second legs as soon as the first have ended, and at the end. The
-  proof leaves second legs out, which is true and weak; `legs` has the rest of the bound.
+  one. None of them is exact then, so `place` tries second legs as soon as the first have ended, and at the end. While
+  compute is held up by a gather, second legs of what ends before that start, and reductions are tried before gathers
+  that are needed later. The proof leaves second legs out, which is true and weak; `legs` has the rest of the bound: of
+  second legs alone, each behind the first one of its bucket (`Jobs.lead`).
 
 Pitfalls:
 
