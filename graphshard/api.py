@@ -126,7 +126,8 @@ def compile(
     chosen = options_given(compile, options)
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
-    mesh, axes, tensor, experts, answers = axes_of(model, mesh, chosen, dp_mesh_dims)
+    given = mesh
+    mesh, axes, tensor, experts, answers = axes_of(model, given, chosen, dp_mesh_dims)
     check_examples(model, example_inputs, example_kwargs)
     file = None if artifact is None else artifact_path("artifact", artifact)
     if cache is not None and not isinstance(cache, bool):
@@ -137,7 +138,7 @@ def compile(
     runner = make_runner(model, tracer, mesh, recorder(dump_directory(dump, dist.get_rank())), kept, graphs)
     if file is None and kept is None:
         begin_compiling(chosen.backend, tracer.spec.device)
-    library = None if file is None else library_for(file, model, runner)
+    library = None if file is None else library_for(file, model, runner, given)
     prepared = None
     if example_inputs is not None or example_kwargs is not None:
         leaves, structure = pytree.tree_flatten((tuple(example_inputs or ()), dict(example_kwargs or {})))

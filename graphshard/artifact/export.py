@@ -139,9 +139,9 @@ def export(
             None compiles them if there is such a device here. With backend="eager" there is nothing to compile.
         sign: an ed25519 private key to sign the file with, as a PEM file or as an object of the package cryptography;
             `load(..., trust=)` checks it. None does not sign.
-        parallelize: makes the model for meshes with a tensor axis, such as `{"dp": 2, "tp": 2}`: a function of (model,
-            mesh), as for `explain`. Where a program depends on a rank's place on that axis, the file has one for each.
-            For CPUs.
+        parallelize: makes the model for meshes with axes along which it communicates (tensor, context, expert), such as
+            `{"dp": 2, "tp": 2}`: a function of (model, mesh), as for `explain`. Where a program depends on a rank's
+            place on these axes, the file has one for each. For CPUs.
 
     Returns:
         The path.
@@ -169,8 +169,8 @@ def export(
     if compile_regions is not None:
         check_bool("compile_regions", compile_regions)
     machine = load_profile(chosen.hardware or ("h100" if kind.type == "cuda" else "cpu-gloo"))
-    for shape in shapes:
-        check_axes(shape, kind)
+    if parallelize is not None:
+        check_axes(kind)
     if target.suffix == ".pt2":
         return _plain(model, meshes, wanted, kind, target, chosen)
     records = recorder(dump_directory(None, 0))
@@ -184,7 +184,7 @@ def export(
         for block in without_gpu(kind, targets):
             stack.enter_context(block)
 
-        def programs_of(made: nn.Module, tracer: Tracer) -> MeshPrograms:
+        def programs_of(made: nn.Module, tracer: Tracer, shape: dict[str, int]) -> MeshPrograms:
             described, item = describe_options(tracer), tracer.spec.mesh
             tracer.compiled = compiled
             costs = Costs(machine, mesh=item, fused=chosen.backend != "eager")
@@ -192,15 +192,15 @@ def export(
                 tracer, made, compiler, costs, later, accumulate, regions, _prefixed(show, item), records
             )
             programs = tuple(_captured(exporter, call) for call in wanted)
-            return MeshPrograms(item, described, tracer.spec.params, programs)
+            return MeshPrograms(item, shape, described, tracer.spec.params, programs)
 
-        found += [programs_of(model, prepare(model, chosen, item, kind)) for item in meshes]
+        found += [programs_of(model, prepare(model, chosen, item, kind), item.shape) for item in meshes]
         for shape in shapes:
             assert parallelize is not None
             places = []
             for place in range(num_places(shape)):
                 with tracer_at(model, shape, parallelize, chosen, place) as (made, tracer):
-                    places.append(programs_of(made, tracer))
+                    places.append(programs_of(made, tracer, shape))
             found += merged(places)
         native = any(stored.code == "native" for stored in regions.values())
         fingerprint = {

@@ -91,9 +91,10 @@ class ProgramFacts:
 
 @dataclass(frozen=True)
 class MeshFacts:
-    """The programs for a mesh; `place` is that on its tensor axis, None is all of them."""
+    """The programs for a mesh, see `members.MeshPrograms`."""
 
     mesh: Mesh
+    shape: dict[str, int]
     place: int | None
     options: StoredOptions
     num_parameters: int

@@ -27,11 +27,13 @@ from graphshard.artifact.fingerprint import (
 )
 from graphshard.artifact.library import StoredPrograms, read_programs
 from graphshard.artifact.members import Artifact, read_artifact
+from graphshard.artifact.places import context_group, place_here, shape_here
 from graphshard.artifact.signing import trusted
 from graphshard.artifact.stored_options import check_same_options, restored_options
 from graphshard.capture.hooks import HOOKS
 from graphshard.codec.converter import read
-from graphshard.ir.errors import ArgumentError, ArtifactError, GraphshardError, UnsupportedError
+from graphshard.ir.device_meshes import ExpertMeshes
+from graphshard.ir.errors import ArgumentError, ArtifactError, GraphshardError
 from graphshard.ir.given import path_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, build_table, named_parameters
@@ -91,24 +93,21 @@ def load(
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
     data, axes, tensor, experts, _ = axes_of(model, mesh, Options())
-    if experts is not None:
-        raise UnsupportedError(
-            "load: files hold programs for data axes and a tensor axis, and parameters are on an expert axis. Use "
-            "graphshard.compile, with cache= to keep what it makes."
-        )
-    place = 0 if tensor is None else tensor.get_local_rank()
     whole = axes if tensor is None else axes.with_tensor(axis_name(tensor), tensor.size())
+    whole = whole if experts is None else whole.with_experts(experts.mesh)
+    shape = shape_here(mesh, whole)
     artifact = read_artifact(artifact_path("path", path), () if trust is None else trusted(trust))
     device = device_of(data)
     with _as_exported(artifact, given=bool(options)):
-        index = _check_place(artifact, device, whole, place)
+        index = _check_place(artifact, device, whole, shape, place_here(shape, data, tensor))
         params = artifact.params(index)
-        _check_model(artifact, model, params, whole)
+        _check_model(artifact, model, params, whole, experts)
         stored = artifact.meshes[index]["options"]
         wanted = Options(**{**restored_options(stored, model, params), **options})
-        tracer = prepare(model, wanted, axes, device, tensor=tensor)
+        tracer = prepare(model, wanted, axes, device, tensor=tensor, experts=experts)
         check_same_options(artifact.path, stored, params, tracer, given=options.keys())
         runner = make_runner(model, tracer, data)
+        runner.groups.update(context_group(mesh, axes))
         library = read_programs(artifact, index, model, runner)
         _check_state(artifact, model, library)
     runner.library, runner.sealed = library, True
@@ -117,20 +116,26 @@ def load(
     return model
 
 
-def library_for(path: Path, model: nn.Module, runner: Runner) -> StoredPrograms | None:
-    """The programs of a file for a runner; None, and a warning that says why, if it does not fit."""
+def library_for(path: Path, model: nn.Module, runner: Runner, mesh: DeviceMesh) -> StoredPrograms | None:
+    """The programs of a file for a runner; None, and a warning that says why, if it does not fit.
+
+    Args:
+        mesh: as it was given to `compile`.
+    """
     try:
         artifact = read_artifact(path)
         spec = runner.tracer.spec
+        shape = shape_here(mesh, spec.mesh)
         with _as_exported(artifact, given=False):
-            place = 0 if spec.tensor is None else spec.tensor.get_local_rank()
-            index = _check_place(artifact, spec.device, spec.mesh, place)
+            place = place_here(shape, runner.mesh, spec.tensor)
+            index = _check_place(artifact, spec.device, spec.mesh, shape, place)
             params = artifact.params(index)
-            _check_model(artifact, model, params, spec.mesh)
+            _check_model(artifact, model, params, spec.mesh, spec.experts)
             check_same_options(artifact.path, artifact.meshes[index]["options"], params, runner.tracer)
             library = read_programs(artifact, index, model, runner)
             _check_state(artifact, model, library)
         runner.library = library
+        runner.groups.update(context_group(mesh, spec.mesh))
     except ArtifactError as error:
         log.warning("compiling instead of loading: %s", error)
         return None
@@ -160,23 +165,30 @@ def artifact_path(name: str, path: Any) -> Path:
     return path_of(name, path, "a file that graphshard.export wrote")
 
 
-def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh, place: int) -> int:
-    """Raise ArtifactError if versions, machine or mesh do not fit; the index of the mesh among those of the file."""
+def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh, shape: dict[str, int], place: int) -> int:
+    """Raise ArtifactError if versions, machine or mesh do not fit; the index of the mesh among those of the file.
+
+    Args:
+        shape: of the mesh as it was given.
+    """
     exported = artifact.facts["environment"]
     if exported["device"] != device.type:  # the machine's other facts are those of the other kind of device
         refuse(artifact.path, differences({"device": exported["device"]}, {"device": device.type}))
     refuse(artifact.path, differences(exported, environment(device, native=artifact.native)))
     if device.type == "cuda":
         check_capability(torch.cuda.get_device_capability(device), capabilities_of(artifact.facts), artifact.path)
-    meshes = [read(row["mesh"], Mesh) for row in artifact.meshes]
     # What is regathered over is an option, compared later.
-    places = [row["place"] for row in artifact.meshes]
-    fits = [other.grid == mesh.grid and at in (None, place) for other, at in zip(meshes, places)]
+    here = (mesh.grid, mesh.of_experts, list(shape.items()))
+    rows = [(read(row["mesh"], Mesh), row) for row in artifact.meshes]
+    fits = [
+        (other.grid, other.of_experts, list(row["shape"].items())) == here and row["place"] in (None, place)
+        for other, row in rows
+    ]
     if not any(fits):
-        known = " or ".join(dict.fromkeys(str(other.shape) for other in meshes))
+        known = " or ".join(dict.fromkeys(str(row["shape"]) for row in artifact.meshes))
         raise ArtifactError(
-            f"{artifact.path} does not fit: mesh was {known} when it was exported and is {mesh.shape} here. Export "
-            f"again with this mesh in the list: export(model, [..., {mesh.shape}], ...).",
+            f"{artifact.path} does not fit: mesh was {known} when it was exported and is {shape} here. Export "
+            f"again with this mesh in the list: export(model, [..., {shape}], ...).",
             field="mesh",
         )
     return fits.index(True)
@@ -200,7 +212,9 @@ def _check_state(artifact: Artifact, model: nn.Module, library: StoredPrograms) 
                 )
 
 
-def _check_model(artifact: Artifact, model: nn.Module, params: ParamTable, mesh: Mesh) -> None:
+def _check_model(
+    artifact: Artifact, model: nn.Module, params: ParamTable, mesh: Mesh, experts: ExpertMeshes | None
+) -> None:
     """Raise ArtifactError if the module is another than was exported."""
     exported, here = artifact.facts["model"], model_facts(model)
     refuse(artifact.path, differences({"model": exported["model"]}, here))
@@ -211,8 +225,9 @@ def _check_model(artifact: Artifact, model: nn.Module, params: ParamTable, mesh:
                 f"what is gathered of it, in {PRE}, which no file holds. Use graphshard.compile, which captures it.",
                 field="parameters",
             )
-    one = Mesh.of_shape(1) if mesh.tensor is None else Mesh.of_shape(1).with_tensor(mesh.tensor.name, mesh.tensor.size)
-    table = build_table(model, mesh=one, units=(), precision=Precision(), reshard_after_forward=None)
+    one = mesh.resized("shard", 1)
+    names = () if experts is None else experts.params
+    table = build_table(model, mesh=one, units=(), precision=Precision(), reshard_after_forward=None, experts=names)
     refuse(artifact.path, table_differences(params, table, MODEL_FIELDS))
     for field in ("buffers", "modules", "code"):
         refuse(artifact.path, differences({field: exported[field]}, here))

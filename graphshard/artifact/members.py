@@ -92,10 +92,12 @@ class Captured:
 class MeshPrograms:
     """What there is for one mesh; `options` are those of `compile` there, see `artifact/fingerprint.py`.
 
-    `place` is that on the tensor axis which it is for; None is all of them.
+    `shape` has the sizes of axes as they were given, where several may shard as one. `place` is that on the axes along
+    which the model communicates; None is all of them.
     """
 
     mesh: Mesh
+    shape: Mapping[str, int]
     options: Mapping[str, Any]
     params: ParamTable
     programs: tuple[Captured, ...]
@@ -239,6 +241,7 @@ def write_artifact(
         listed.append(
             {
                 "mesh": write(item.mesh),
+                "shape": item.shape,
                 "place": item.place,
                 "options": item.options,
                 "num_parameters": len(item.params),

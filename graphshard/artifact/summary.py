@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphshard.codec.converter import read
-from graphshard.ir.mesh import Mesh
 from graphshard.ir.text import format_bytes
 
 _CODES = {
@@ -46,8 +44,9 @@ def summarize(facts: Mapping[str, Any]) -> str:
 
 def _mesh(mesh: Mapping[str, Any]) -> Iterator[str]:
     shards = format_bytes(mesh["shard_bytes"])
-    at = "" if mesh["place"] is None else f", place {mesh['place']} on the tensor axis"
-    yield f"mesh       {read(mesh['mesh'], Mesh)}{at}: {mesh['num_parameters']} parameters, {shards} of shards per rank"
+    shape = ", ".join(f"{name} {size}" for name, size in mesh["shape"].items())
+    at = "" if mesh["place"] is None else f", place {mesh['place']}"
+    yield f"mesh       {shape}{at}: {mesh['num_parameters']} parameters, {shards} of shards per rank"
     for program in mesh["programs"]:
         inputs = [item for item in program["signature"]["inputs"] if "shape" in item]
         shapes = ", ".join(f"{item['dtype']}{item['shape']}" for item in inputs)

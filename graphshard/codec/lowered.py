@@ -99,8 +99,11 @@ def _decode(
 
 def encode_region(region: Region) -> dict[str, Any]:
     """A region's operators as plain JSON."""
-    values = (node.meta["val"] for node in size_inputs(region.module.graph).values())
-    sizes = {f"n{index}": value for index, value in enumerate(values)}
+    values = [node.meta["val"] for node in size_inputs(region.module.graph).values()]
+    # A sum of other inputs stays one: it is known to be.
+    known = {value.node.expr for value in values if value.node.expr.is_Symbol}
+    own = (value for value in values if value.node.expr in known or not value.node.expr.free_symbols <= known)
+    sizes = {f"n{index}": value for index, value in enumerate(own)}
     names = {value.node.expr: name for name, value in sizes.items()}
     symbols = {**encode_symbols(sizes.items()), **encode_unknown([region.module.graph])}
     return {"symbols": symbols, **write(region, names)}

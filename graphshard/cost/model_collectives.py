@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -78,7 +78,6 @@ def model_collective(node: Node, size_of: Callable[[Node], Scalar] = num_bytes) 
     return ModelCollective(kind, costs_as, size, str(node.args[-1]), at_once=target is node.target)
 
 
-def split_off(nodes: Sequence[Node]) -> tuple[list[Node], list[ModelCollective]]:
-    """Operators that compute, and what the model communicates among them."""
-    found = [(node, model_collective(node)) for node in nodes if node.target is not SETTLED]
-    return [node for node, sent in found if sent is None], [sent for _, sent in found if sent is not None]
+def computing(nodes: Iterable[Node]) -> list[Node]:
+    """The operators that compute, without what the model communicates among them."""
+    return [node for node in nodes if node.target is not SETTLED and model_collective(node) is None]

@@ -21,9 +21,11 @@ from torch.fx import GraphModule, Interpreter
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.ir.distributed_internals import process_group
+from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_number
 from graphshard.ir.graph import fake
+from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes
 from graphshard.ir.transport import reduced_over
@@ -120,23 +122,12 @@ def bisect(
 
     Raises:
         ArgumentError: the module was not compiled.
-        UnsupportedError: its parameters are distributed over a tensor axis, or lie on two meshes.
     """
     model = compiled_module(model)
     check_examples(model, args, {} if kwargs is None else kwargs, ("args", "kwargs"))
     if tolerance is not None:
         check_number("tolerance", tolerance)
     runner = model._graphshard
-    if runner.tracer.spec.tensor is not None:
-        raise UnsupportedError(
-            "bisect compares programs of plain parameters, and this model has DTensors on a tensor axis. Bisect the "
-            "model before parallelize_module is applied."
-        )
-    if runner.tracer.spec.experts is not None:
-        raise UnsupportedError(
-            "bisect compares programs of parameters on one mesh, and this model has experts on another. Bisect the "
-            "model with all parameters on one."
-        )
     if runner.sealed:
         raise ArgumentError(
             f"{users_class(model).__name__} was loaded from a file, which has no stages to compare. Compile it in "
@@ -229,7 +220,7 @@ class _Inputs:
         if slot.kind == "param":
             ref = next(ref for ref in self.runner.tracer.params if ref.row.name == slot.name)
             row = self.program.params[slot.name]
-            return (padded_shard(ref.param, row) if sharded else _full(ref)).to(traced.dtype)
+            return (padded_shard(ref.param, row) if sharded else self._full(ref, row)).to(traced.dtype)
         if slot.kind == "input":
             return self.tensors[int(slot.name)]
         sizes = given_sizes(self.program.sizes, self.tensors)
@@ -252,21 +243,38 @@ class _Inputs:
         if slot.of != "param" or slot.kind != "grad":
             return value
         row = self.program.params[slot.name]
-        rank = shard_index(self.runner.mesh)
+        experts = self.runner.tracer.spec.experts
+        rank = shard_index(experts.data if row.expert and experts is not None else self.runner.mesh)
         if row.ignored:
             return value
         if sharded:
             return row.without_padding(value, rank).to(row.dtype)
         mean = value.to(row.reduce_dtype).contiguous()
         axes = reduced_over(row, self.program)
+        if row.split is not None and row.split.partial:  # what ranks of the tensor axis have of it is added up, too
+            operation = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[row.split.partial]
+            dist.all_reduce(mean, operation, group=self._group(row.split.axis))
         for axis in axes:
-            dist.all_reduce(mean, group=self.runner.mesh.get_group(self.program.mesh.place(axis)))
-        return row.piece(mean / math.prod(axis.size for axis in axes), rank).to(row.dtype)
+            dist.all_reduce(mean, group=self._group(axis.name))
+        factor = row.divide_factor or math.prod(axis.size for axis in axes)
+        return row.piece(mean / factor, rank).to(row.dtype)
 
+    def _full(self, ref: ParamRef, row: ParamRow) -> torch.Tensor:
+        """A parameter, or what a rank of the axes along which the model communicates has of it."""
+        param = ref.param
+        if not isinstance(param, DTensor):
+            return param.detach()
+        if row.split is None and not row.expert:
+            return param.full_tensor()
+        if row.num_shards == 1:
+            return param._local_tensor.detach()
+        shard = padded_shard(param, row).detach().contiguous()
+        shards = [torch.empty_like(shard) for _ in range(row.num_shards)]
+        dist.all_gather(shards, shard, group=self._group(row.on(self.program.mesh).shard.name))
+        return torch.cat(shards, row.dim).narrow(row.dim, 0, row.shape[row.dim])
 
-def _full(ref: ParamRef) -> torch.Tensor:
-    param = ref.param
-    return param.full_tensor() if isinstance(param, DTensor) else param.detach()
+    def _group(self, axis: str) -> dist.ProcessGroup:
+        return process_group(self.runner.groups[axis])
 
 
 def _compare(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor], runner: Runner) -> tuple[float, str]:
@@ -274,8 +282,8 @@ def _compare(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]
     names = sorted({*before, *now})
     errors = [_error(before.get(name), now.get(name)) for name in names]
     everywhere = torch.tensor(errors, dtype=torch.float64, device=runner.tracer.spec.device)
-    for group in runner.mesh.get_all_groups():
-        dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=group)
+    for name in runner.groups.values():
+        dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=process_group(name))
     worst = int(everywhere.argmax()) if names else 0
     return (float(everywhere[worst]), names[worst]) if names else (0.0, "")
 

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
-from graphshard.cost.model_collectives import split_off
+from graphshard.cost.model_collectives import computing
 from graphshard.ir.errors import StageError
 from graphshard.ir.graph import is_communication
 from graphshard.ir.params import ParamTable
@@ -169,7 +169,7 @@ class BlockCut:
         for block, parts in enumerate(nodes):
             key = self.blocks.kind(block), block in (0, self.blocks.count - 1) and block
             if key not in known:
-                known[key] = sum(float(costs.compute(split_off(part)[0])) for part in parts)
+                known[key] = sum(float(costs.compute(computing(part))) for part in parts)
             found.append(known[key])
         return found
 

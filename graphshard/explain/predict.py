@@ -23,6 +23,7 @@ from graphshard.schedule.clock import HOST_LINKS
 from graphshard.schedule.memory import memory_of
 from graphshard.schedule.problem import Chain
 from graphshard.schedule.timeline import Estimate, estimate
+from graphshard.schedule.ways import on_one_link, ways_of
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ def bound_of(program: Program, costs: Costs, plan: Plan | None, *, limit: int | 
     """
     built = build(program, costs, Settings(optimizer_states=states))
     problem = built.problem
-    if program.mesh.experts is not None:  # those of experts are on another link
+    if not all(on_one_link(costs, ways_of(program, phase)) for phase in program.phases.values()):
         problem = replace(problem, chains=tuple(_without_experts(chain, built.maps) for chain in problem.chains))
     seconds = lower_bound(problem, limit=math.inf if limit is None else limit)
     if plan is not None and plan.kept and plan.prediction is not None:
         seconds = min(seconds, plan.prediction.lower_bound)
-    return Bound(seconds, sum(sum(chain.seconds) for chain in problem.chains if chain.name in program.phases))
+    return Bound(seconds, sum(chain.elapsed[-1] for chain in problem.chains if chain.name in program.phases))
 
 
 def _without_experts(chain: Chain, maps: Mapping[str, PhaseMap]) -> Chain:

@@ -44,8 +44,9 @@ class ScheduledGraph:
         module: the graph, which takes and returns what the given one does.
         seconds_before, seconds_after: of one run.
         exposed_before, exposed_after: in which compute waits for collectives.
-        lower_bound: seconds that no other order of the collectives, and no other buckets, take less than, whatever
-            memory they take.
+        lower_bound: seconds that no other order of the collectives, and no other buckets, take less than, within the
+            limit of memory: where one of them by itself does not fit, it does not start. That several together may not
+            fit is not in it.
         peak_before, peak_after: most bytes alive at once, inputs included, estimated from the order of nodes.
         buckets: in the order of their starts.
         groups: by name, as they were counted with.

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
@@ -102,6 +103,35 @@ class Writer:
             peak = max(peak, alive)
             alive -= sum(dies[index])
         return peak
+
+    def earliest(self, limit: float) -> list[int]:
+        """By message the number of compute nodes that must have run before it starts, if all orders keep to a limit.
+
+        Beside a compute node there is in any order what was computed before and is read by it or behind it, and what
+        has arrived and is read before and behind it. What a message leaves comes on top until it is read.
+        """
+        owner, size, sources, results, always = self._memory
+        place = {node: index for index, node in enumerate(self.windows.compute)}
+        read: dict[Node, list[int]] = {}
+        for node, index in place.items():
+            for value in sources[node]:
+                read.setdefault(value, []).append(index)
+        change = [0] * (len(place) + 1)
+        for value in dict.fromkeys((*read, *(node for node in place if owner[node] is node))):
+            begin = place.get(value, min(read.get(value, (0,))))
+            end = len(place) if value in results else max(read.get(value, ()), default=begin) + 1
+            if value in place or value in read:
+                change[begin] += size[value]
+                change[max(end, begin + 1)] -= size[value]
+        least = [always + alive for alive in accumulate(change[:-1])]
+        found = []
+        for message in self.messages:
+            left = dict.fromkeys(owner[node] for nodes in message.arrivals for node in nodes)
+            needed = min((min(read[value]) for value in left if value in read), default=len(place))
+            num_bytes = sum(size[value] for value in left)
+            crowded = (index + 1 for index in range(needed) if least[index] + num_bytes > limit)
+            found.append(max(crowded, default=0))
+        return found
 
     @cached_property
     def _memory(self) -> tuple[dict[Node, Node], dict[Node, int], dict[Node, list[Node]], set[Node], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import functools
 import logging
@@ -57,7 +58,7 @@ def schedule_graph(
         network: the profile's model of the network between nodes: "isolated", "in-training" or "no-rails".
         memory_limit: bytes that inputs and values may take at once, as estimated from the order of nodes. If the graph
             as it is takes more, the result may be slower than it. None is what the graph takes as it is; `math.inf`
-            is no limit. The bound that is reported knows no limit.
+            is no limit.
         steps: what the search may take, about a microsecond each; equal on all machines.
 
     Raises:
@@ -122,6 +123,15 @@ class _Task:
         return self.peak if self.memory_limit is None else self.memory_limit
 
     @property
+    def _within_limit(self) -> Course:
+        """The course in which nothing starts where it fits in no order."""
+        if self.limit == math.inf:
+            return self.course
+        firsts = [bisect.bisect_left(self.writer.cuts, count) for count in self.writer.earliest(self.limit)]
+        legs = (replace(leg, first=max(leg.first, min(at, leg.last))) for leg, at in zip(self.course.legs, firsts))
+        return replace(self.course, legs=tuple(legs))
+
+    @property
     def _names(self) -> dict[Node, tuple[str, ...]]:
         return {message.node: (message.node.name,) for message in self.writer.messages}
 
@@ -129,7 +139,7 @@ class _Task:
         """Search, and write what was found into the module, if it is shorter; or if the graph does not fit as it is."""
         names = self._names
         before, given = self.given, list(self.writer.given)
-        bound, peak = lower_bound(self.course), self.peak
+        bound, peak = lower_bound(self._within_limit), self.peak
         course, itinerary, outcome = self._found(steps)
         after = self
         if outcome is not None and (outcome.seconds < before.seconds or peak > self.limit):

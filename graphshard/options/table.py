@@ -125,8 +125,6 @@ def check_fit(options: Options, model: nn.Module, units: Sequence[str], mesh: Me
 
 def not_by_cost(mesh: Mesh, params: Iterable[ParamRow]) -> str | None:
     """Why programs are planned unit by unit, without costs; None if costs decide."""
-    if mesh.experts is not None:
-        return "experts on a mesh of their own"
     if not even_pieces(mesh, params):  # plans of ranks on the tensor axis would differ
         return "parameters in pieces of different sizes on the tensor axis"
     return None

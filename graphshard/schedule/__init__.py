@@ -2,6 +2,7 @@
 
     problem     compute items in a chain, transfers that gate or follow them, links; what a schedule of it is
     simulate    a schedule's time, exposed communication and memory, event by event
+    own         what the model itself communicates: on the link, where it stands
     rates       what no bucket beats, for bounds
     deadlines   the least work of the link with which gathers alone, or reductions alone, keep to a step's time
     legs        what is certain of reductions with two legs
@@ -25,7 +26,7 @@
     memory      what memory its values hold meanwhile
     dag         the timeline as a graph: critical path, slack, what delays a wait
 
-The first fourteen know neither graphs nor tensors.
+The first fifteen know neither graphs nor tensors.
 
 Which plan is taken:
 
@@ -40,8 +41,12 @@ Which plan is taken:
 * **Each phase has a link of its own, with up to two channels**: collectives whose axes share a node's link, or the
   network, queue. Where parameters are replicated a reduction has a second leg, which carries what one bucket reduced: a
   packed reduction's buffer is all-reduced as it is. FSDP2's order continues a reduction when the next one starts.
-* **Experts are planned by unit** (with `memory_limit=` it is an error): transfers of one kind cost as on two links. So
-  are pieces of different sizes on the tensor axis, as ranks along it would make different plans.
+* **Transfers of experts have costs of their own**, on the same channels, and share no bucket with others. Where their
+  axes lie on another link, or a reduction has other legs, programs are planned by unit (with `memory_limit=` it is an
+  error). So are pieces of different sizes on the tensor axis, as ranks along it would make different plans.
+* **What the model communicates is part of the problem, and not of the schedule.** It stays where it stands, takes the
+  channel of its axis and queues there. The dynamic program of deep phases counts it as compute; `place` tries to start
+  what would hold it up behind it, and the simulator and the exact search know all of it.
 * **Backwards for other tangents are planned by unit**, as a rank may need one alone and could not ask the others.
 * **A plan holds what it was made with** (name and hash of the profile, network), inside `Plan.hash`. Costs come from a
   file.
@@ -78,8 +83,10 @@ How it is found:
   by then stands.
 
 * **Of two legs `exact` knows all, the other searches one at a time**: the first alone, the second alone, and both as
-  one. None of them is exact then, so `place` tries second legs as soon as the first have ended, and at the end. The
-  proof leaves second legs out, which is true and weak; `legs` has the rest of the bound.
+  one. None of them is exact then, so `place` tries second legs as soon as the first have ended, and at the end. While
+  compute is held up by a gather, second legs of what ends before that start, and reductions are tried before gathers
+  that are needed later. The proof leaves second legs out, which is true and weak; `legs` has the rest of the bound: of
+  second legs alone, each behind the first one of its bucket (`Jobs.lead`).
 
 Pitfalls:
 
@@ -89,6 +96,7 @@ Pitfalls:
 """
 
 from graphshard.schedule.bounds import lower_bound
+from graphshard.schedule.own import Own
 from graphshard.schedule.problem import (
     Bucketed,
     Chain,
@@ -109,6 +117,7 @@ __all__ = [
     "Exposed",
     "Link",
     "Occurrence",
+    "Own",
     "Placement",
     "Problem",
     "Rate",

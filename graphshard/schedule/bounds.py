@@ -1,5 +1,7 @@
 """What no schedule can beat, whatever its memory.
 
+What the model communicates is compute where it runs at once, and work of its channel in any case.
+
 In a step of T seconds every gather has a deadline, and no reduction may start before its gradient can be ready. How
 much work of the link each of the two kinds needs at the least, by itself, to keep to that is exact (`deadlines`). If a
 kind cannot keep to it, or if both together are more work than T, then no schedule takes T. The bound is the least T
@@ -21,9 +23,11 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 from graphshard.schedule.deadlines import Jobs, jobs
 from graphshard.schedule.legs import least_tail, one_legged
+from graphshard.schedule.own import pass_own
 from graphshard.schedule.problem import Chain, Link, Problem
 
 # Transfers that halving may look at, together: some tenths of a second. It is known to a few 1e-4 then, or better.
@@ -61,12 +65,13 @@ def chain_bound(chain: Chain, link: Link, *, spared: float = 0.0) -> float:
         bounds = (chain_bound(chain, one, spared=spared) for one in one_legged(chain, link))
         return max(least_tail(chain, link), *bounds)
     gathers, reductions = jobs(chain, link)
+    own = chain.own_seconds(0), chain.own_seconds(1)
     if spared > 0:
         # Which gathers are spared is open, so none is known to gate compute. What is certain is the bytes that are
         # left.
-        only = Chain(chain.name, chain.seconds, chain.base, (), chain.reductions)
+        only = replace(chain, gathers=())
         left = max(0.0, sum(g.num_bytes for g in chain.gathers) - spared)
-        work = _together(link, gathers.least(left), reductions.together[-1])
+        work = _together(link, gathers.least(left), reductions.together[-1], own)
         return max(chain_bound(only, link), work)
     work = _together(link, gathers.together[-1], reductions.together[-1])
     # Where work of the link lies beside compute it slows compute down by the contention; elsewhere it delays it in
@@ -74,15 +79,16 @@ def chain_bound(chain: Chain, link: Link, *, spared: float = 0.0) -> float:
     first = gathers.least(sum(g.num_bytes for g in chain.gathers if g.at == 0))
     last = reductions.least(sum(r.num_bytes for r in chain.reductions if r.at == len(chain.seconds)))
     compute = chain.elapsed[-1] + link.contention * work + (1 - link.contention) * (first + last)
-    ruled_out = max(compute, work, gathers.shortest, reductions.shortest)
+    whole = _together(link, gathers.together[-1], reductions.together[-1], own)
+    ruled_out = max(compute, whole, _own_path(chain), gathers.shortest, reductions.shortest)
     beside = jobs(chain, link, 1 - link.contention) if link.contention else None
-    if _possible(gathers, reductions, beside, link, ruled_out):
+    if _possible(gathers, reductions, beside, link, ruled_out, own):
         return ruled_out
-    possible = max(gathers.longest, reductions.longest, work, ruled_out)
+    possible = max(gathers.longest, reductions.longest, whole, ruled_out)
     looks = _MOST_LOOKS
     while looks > 0 and possible - ruled_out > _NARROW * possible:
         middle = (ruled_out + possible) / 2
-        if _possible(gathers, reductions, beside, link, middle):
+        if _possible(gathers, reductions, beside, link, middle, own):
             possible = middle
         else:
             ruled_out = middle
@@ -90,18 +96,37 @@ def chain_bound(chain: Chain, link: Link, *, spared: float = 0.0) -> float:
     return ruled_out
 
 
-def _together(link: Link, gathering: float, reducing: float) -> float:
-    """On one channel the work adds up; of two, the longer one counts."""
-    return float(max(gathering, reducing) if link.separate else gathering + reducing)
+def _together(link: Link, gathering: float, reducing: float, own: tuple[float, float] = (0.0, 0.0)) -> float:
+    """On one channel the work adds up, with the model's own there; of two, the longer one counts."""
+    first, second = (gathering, reducing) if link.separate else (gathering + reducing, 0.0)
+    return float(max(first + own[0], second + own[1]))
 
 
-def _possible(gathers: Jobs, reductions: Jobs, beside: tuple[Jobs, Jobs] | None, link: Link, seconds: float) -> bool:
+def _own_path(chain: Chain) -> float:
+    """Seconds of compute and of what the model communicates, without anything else on the link."""
+    compute, channels = 0.0, (0.0, 0.0)
+    flying: tuple[tuple[int, float], ...] = ()
+    for (starting, waited), seconds in zip(chain.own_of, chain.seconds):
+        compute, channels, flying = pass_own(starting, waited, 0.0, compute, channels, flying)
+        compute += seconds
+    return compute
+
+
+def _possible(
+    gathers: Jobs,
+    reductions: Jobs,
+    beside: tuple[Jobs, Jobs] | None,
+    link: Link,
+    seconds: float,
+    own: tuple[float, float],
+) -> bool:
     """Whether so many seconds are not ruled out.
 
     Args:
         beside: the jobs if (1 - contention) of their seconds count; None without contention.
+        own: seconds of each channel for what the model communicates.
     """
-    if _work(link, gathers, reductions, seconds) > seconds * (1 + 1e-12):
+    if _work(link, gathers, reductions, seconds, own) > seconds * (1 + 1e-12):
         return False
     step = seconds  # T' at the most: the less there is for it, the more work it takes, and the less is left
     for _ in range(_ROUNDS if beside is not None else 0):
@@ -113,10 +138,10 @@ def _possible(gathers: Jobs, reductions: Jobs, beside: tuple[Jobs, Jobs] | None,
     return True
 
 
-def _work(link: Link, gathers: Jobs, reductions: Jobs, seconds: float) -> float:
+def _work(link: Link, gathers: Jobs, reductions: Jobs, seconds: float, own: tuple[float, float] = (0.0, 0.0)) -> float:
     """The least work of the link in a step of so many seconds; or infinity."""
     gathering = float(gathers.work(seconds)[-1])
-    return _together(link, gathering, float(reductions.work(seconds)[-1])) if gathering <= seconds else math.inf
+    return _together(link, gathering, float(reductions.work(seconds)[-1]), own) if gathering <= seconds else math.inf
 
 
 def _keeping_bound(problem: Problem, backward: Chain, limit: float) -> float:

@@ -42,7 +42,8 @@ def to_buckets(
         packed = tuple(small) if bucket.packed else ()
         units = list(dict.fromkeys(atom.unit or "(root)" for atom in atoms))
         where = f"{' to '.join(dict.fromkeys((units[0], units[-1])))} in {phase_name}"
-        kind = mapped.ways.reduction if bucket.kind == "reduce" else bucket.kind
+        ways = mapped.ways.of(rows[0])
+        kind = ways.reduction if bucket.kind == "reduce" else bucket.kind
         num_bytes = sum(t.num_bytes for t in transfers)
         alone = len(rows) - len(packed) + bool(packed) == 1
         made = Bucket(
@@ -51,15 +52,15 @@ def to_buckets(
             phase=phase_name,
             params=tuple(row.name for row in rows if row.name not in packed),
             packed=packed,
-            axis=mapped.ways.axis(kind).name,
+            axis=ways.axis(kind).name,
             num_bytes=num_bytes,
-            exchanged=kind == "reduce" and alone and exchange(num_bytes),
+            exchanged=kind == "reduce" and alone and not rows[0].expert and exchange(num_bytes),
         )
         first.append(made)
         second.append(made)
-        if kind == "reduce" and mapped.ways.replicas is not None:
+        if kind == "reduce" and ways.replicas is not None:
             shards = sum(row.sent_bytes("all_reduce") for row in rows)
-            axis = mapped.ways.replicas.name
+            axis = ways.replicas.name
             name = named("all_reduce", where)
             second[-1] = replace(made, name=name, kind="all_reduce", axis=axis, num_bytes=shards, exchanged=False)
     events: list[Event] = []

@@ -14,9 +14,9 @@ from torch.fx import Graph
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work, work_of
-from graphshard.cost.model_collectives import ModelCollective, split_off
+from graphshard.cost.model_collectives import computing
 from graphshard.ir.graph import with_parts
-from graphshard.ir.layout import Layout, collectives
+from graphshard.ir.layout import Collective, Layout, collectives
 from graphshard.ir.liveness import last_use
 from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import CollectiveKind
@@ -24,8 +24,9 @@ from graphshard.ir.program import Phase, Program
 from graphshard.schedule.by_unit import first_use, is_scalar, last_input, next_boundary
 from graphshard.schedule.footprint import base_bytes, item_at, lasting_beside
 from graphshard.schedule.known import remembered
+from graphshard.schedule.own import Own
 from graphshard.schedule.problem import Chain, Link, Problem, Transfer
-from graphshard.schedule.ways import Ways, link_of, ways_of
+from graphshard.schedule.ways import Sent, Ways, link_of, own_collectives, ways_of
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Built:
 
 
 def build(program: Program, costs: Costs, settings: Settings) -> Built:
-    """The scheduling problem of a program; experts, which lie on a mesh of their own, count as if on that of others."""
+    """The scheduling problem of a program; experts that are not `on_one_link` with others count as if they were."""
     maker = _Maker(program, costs, settings)
     chains = [maker.chain(name, phase) for name, phase in program.phases.items()]
     trained = [row for row in program.params if row.trainable]
@@ -150,7 +151,7 @@ class _Maker:
         layout = remembered(graph, "layout", lambda: Layout.of(phase))
         position = {**layout.index, graph.output_node(): len(layout.compute)}
         found = remembered(graph, "collectives", lambda: collectives(phase))
-        launches = [c for c in found if c.kind == ways.reduction and not is_scalar(self.program, c)]
+        launches = [c for c in found if c.kind == self._reduction(c) and not is_scalar(self.program, c)]
         of_row = {(c.kind, c.params[0]): c for c in found}
         final = max(len(layout.compute) - 1, 0)
         used = {c.params[0]: min(first_use([c], layout), final) for c in found if c.kind == "gather"}
@@ -162,7 +163,10 @@ class _Maker:
         if self.settings.constraints.by_unit:  # regions as large as they can be
             readies = [next_boundary(at, needs) for at in readies]
         end = max(len(layout.compute), 1)
-        cuts = tuple(sorted({0, end, *needs, *readies}))
+        own = remembered(graph, "own", lambda: tuple(own_collectives(layout)))
+        # What is started at a position comes before what the model communicates there.
+        model = {at for sent in own for at in (sent.at, sent.at + 1, sent.until)}
+        cuts = tuple(sorted({0, end, *needs, *readies, *(at for at in model if at < end)}))
 
         def gather(atom: Atom, need: int) -> Transfer:
             waits = [w for row in atom.rows for w in of_row["gather", row.name].waits]
@@ -187,20 +191,27 @@ class _Maker:
             ways,
         )
         seconds = tuple(self._seconds(graph, layout, a, b) for a, b in itertools.pairwise(cuts))
-        return Chain(phase_name, seconds, tuple(base), tuple(transfers), tuple(reduced))
+        owns = tuple(self._own(sent, cuts) for sent in own)
+        return Chain(phase_name, seconds, tuple(base), tuple(transfers), tuple(reduced), owns)
+
+    def _reduction(self, collective: Collective) -> CollectiveKind:
+        return self.ways.of(self.program.params[collective.params[0]]).reduction
+
+    def _own(self, sent: Sent, cuts: Sequence[int]) -> Own:
+        """What the model communicates, on the channel of its axis."""
+        axis = self.program.mesh.named(sent.collective.axis)
+        channel = int(self.costs.link(axis) != self.costs.link(self.ways.gather))
+        seconds = float(sent.collective.seconds(self.costs, axis))
+        return Own(cuts.index(sent.at), cuts.index(sent.until), seconds, channel, sent.collective.name)
 
     def _seconds(self, graph: Graph, layout: Layout, start: int, end: int) -> float:
-        """Of the compute between two positions, and of what the model communicates there at once."""
+        """Of the compute between two positions."""
 
-        def kernels() -> tuple[list[Work], list[ModelCollective]]:
-            nodes, sent = split_off([n for node in layout.compute[start:end] for n in with_parts(node)])
-            return work_of(nodes, fused=self.costs.fused), sent
+        def kernels() -> list[Work]:
+            nodes = computing(n for node in layout.compute[start:end] for n in with_parts(node))
+            return work_of(nodes, fused=self.costs.fused)
 
-        works, sent = remembered(graph, (start, end, self.costs.fused), kernels)
-        mesh = self.program.mesh
-        return float(self.costs.kernels(works)) + sum(
-            float(each.seconds(self.costs, mesh.named(each.axis))) for each in sent if each.at_once
-        )
+        return float(self.costs.kernels(remembered(graph, (start, end, self.costs.fused), kernels)))
 
     def _atoms(self, kind: CollectiveKind, at: Mapping[str, int]) -> Iterator[Atom]:
         """Parameters of a unit and dtype in order of use, cut where they are worth a collective of their own."""
@@ -210,8 +221,8 @@ class _Maker:
         place = {row.name: index for index, row in enumerate(order)}
         for row in order if whole else sorted(order, key=lambda row: at[row.name]):
             before = "" if whole or kind == "reduce" else self.gathered.get(row.name, "")
-            groups.setdefault((row.unit, str(row.sent_dtype(kind)), before), []).append(row)
-        for (unit, _, before), rows in groups.items():
+            groups.setdefault((row.unit, str(row.sent_dtype(kind)), before, str(row.expert)), []).append(row)
+        for (unit, _, before, _), rows in groups.items():
             parts = [rows] if whole or before else self._parts(kind, rows)
             for part in parts:
                 name = f"{'gradient of ' if kind == 'reduce' else ''}{part[0].name}"
@@ -224,7 +235,7 @@ class _Maker:
 
     def _parts(self, kind: CollectiveKind, rows: list[ParamRow]) -> list[list[ParamRow]]:
         parts: list[list[ParamRow]] = [[]]
-        latency = self.link.seconds(kind, 0, 1)
+        latency = self._link(rows[0]).seconds(kind, 0, 1)
         for row in rows:
             if parts[-1] and self._moving(kind, parts[-1], latency) >= latency:
                 parts.append([])
@@ -235,27 +246,35 @@ class _Maker:
         return parts
 
     def _moving(self, kind: CollectiveKind, rows: list[ParamRow], latency: float) -> float:
-        return self.link.seconds(kind, sum(row.sent_bytes(self._sent(kind)) for row in rows), 1) - latency
+        num_bytes = sum(row.sent_bytes(self._sent(kind, row)) for row in rows)
+        return self._link(rows[0]).seconds(kind, num_bytes, 1) - latency
 
-    def _sent(self, kind: CollectiveKind) -> CollectiveKind:
+    def _link(self, row: ParamRow) -> Link:
+        return self.link.of(self._way(row))
+
+    def _way(self, row: ParamRow) -> int:
+        return int(row.expert and bool(self.link.others))
+
+    def _sent(self, kind: CollectiveKind, row: ParamRow) -> CollectiveKind:
         """What transfers of a kind are in the plan."""
-        return self.ways.reduction if kind == "reduce" else kind
+        return self.ways.of(row).reduction if kind == "reduce" else kind
 
     def _transfer(self, kind: CollectiveKind, atom: Atom, at: int, last: int = -1) -> Transfer:
         exact = kind == "reduce" and self.settings.exact_reductions
         whole = exact or self.settings.constraints.by_unit
         small = [row for row in atom.rows if exact or row.piece_bytes(kind) < self.settings.pack_below]
-        sent = self._sent(kind)
+        sent, way = self._sent(kind, atom.rows[0]), self._way(atom.rows[0])
         return Transfer(
             name=atom.name,
             num_bytes=sum(row.sent_bytes(sent) for row in atom.rows),
             at=at,
             last=last,
-            group=f"{atom.rows[0].sent_dtype(kind)} {atom.name if whole else ''}",
+            group=f"{atom.rows[0].sent_dtype(kind)} {atom.name if whole else ''} {way or ''}",
             num_tensors=len(atom.rows),
             num_small=len(small),
             small_bytes=sum(row.sent_bytes(sent) for row in small),
             packed=len(small) > 1 if exact else None,
+            way=way,
         )
 
     def _pinned(self, phase_name: str, gathers: list[Transfer], atoms: Mapping[str, Atom]) -> list[Transfer]:

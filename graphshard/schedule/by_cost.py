@@ -21,6 +21,7 @@ from graphshard.schedule.by_unit import PlanByUnit, account, plan_scalars
 from graphshard.schedule.known import within_one_plan
 from graphshard.schedule.problem import Problem, Schedule
 from graphshard.schedule.solve import STEPS, Solution, Solver, one_ahead
+from graphshard.schedule.ways import on_one_link, ways_of
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +95,10 @@ class PlanByCost:
             InfeasibleError: no plan fits in the memory limit; the message has the least bytes that one needs.
         """
         self._check_units(program)
-        if program.mesh.experts is not None:
-            return self._unplanned(program)
         # Which ranks share a node is the program's mesh to say.
         here = replace(self, costs=replace(self.costs, mesh=program.mesh))
+        if not all(on_one_link(here.costs, ways_of(program, phase)) for phase in program.phases.values()):
+            return self._unplanned(program)
         settings = here._settings(program)
         if not (self.worth or self.worth_seconds):
             return here._shortest(program, settings).plan
@@ -109,10 +110,10 @@ class PlanByCost:
         Raises:
             ArgumentError: a memory limit was given.
         """
-        why = "experts lie on a mesh of their own"
+        why = "collectives of experts run over other links than those of other parameters, or in other legs"
         if self.memory_limit is not None:
             raise ArgumentError(
-                f"memory_limit={self.memory_limit} cannot be kept: {why}, which is not planned by cost."
+                f"memory_limit={self.memory_limit} cannot be kept: {why}, which is not planned by cost. Leave it out."
             )
         log.info("%s: planned by unit, not by cost", why)
         return PlanByUnit()(program)

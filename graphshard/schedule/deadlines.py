@@ -8,7 +8,8 @@ with `work[j]` for the least seconds of the link in which the first j transfers 
 
     work[j] = min over i of work[i] + seconds of a bucket from i to j, where that is no later than i's deadline
 
-Reductions are the same backwards in time: no bucket starts before its last gradient is ready.
+Reductions are the same backwards in time: no bucket starts before its last gradient is ready, and a second leg not
+before the first one of its bucket has ended.
 """
 
 from __future__ import annotations
@@ -65,12 +66,21 @@ class Jobs:
         tensors: the same for tensors that are not worth packing.
         behind: seconds that a step takes, at the least, from the end of a bucket whose first transfer is this one;
             of reductions, from the begin of the step to the start of the bucket.
+        lead: of what a bucket must wait for in addition, by what is in it; None if for nothing.
     """
 
     costs: Costs
     came: _Numbers
     tensors: _Numbers
     behind: _Numbers
+    lead: Costs | None = None
+
+    @cached_property
+    def leads(self) -> _Numbers:
+        """Seconds that the bucket of each waits for at the least."""
+        if self.lead is None:
+            return np.zeros(len(self.behind))
+        return self.lead(np.diff(self.came), np.zeros(len(self.behind)))
 
     @cached_property
     def together(self) -> _Numbers:
@@ -85,12 +95,13 @@ class Jobs:
     @property
     def shortest(self) -> float:
         """Seconds that every step takes at the least, from closed forms."""
-        return float((self.together[1:] + self.behind).max(initial=0.0))
+        return float((self.together[1:] + self.behind + self.leads).max(initial=0.0))
 
     @property
     def longest(self) -> float:
         """Seconds in which one bucket is enough."""
-        return float(self.together[-1] + self.behind.max(initial=0.0))
+        all_of_it = float(self.lead(self.came[-1:], self.tensors[-1:])[0]) if self.lead is not None else 0.0
+        return float(self.together[-1] + self.behind.max(initial=0.0)) + all_of_it
 
     def between(self, first: int) -> _Numbers:
         """Seconds that a transfer takes at the least together with those behind it, by how many these are."""
@@ -116,9 +127,10 @@ class Jobs:
         work[0] = 0.0
         first = 0
         for end in range(1, num + 1):
-            ends = self.costs(self.came[end] - self.came[first:end], self.tensors[end] - self.tensors[first:end])
-            ends += work[first:end]
-            ends[ends > deadline[first:end]] = math.inf
+            members = self.came[end] - self.came[first:end], self.tensors[end] - self.tensors[first:end]
+            ends = self.costs(*members) + work[first:end]
+            late = ends > deadline[first:end] - (0.0 if self.lead is None else self.lead(*members))
+            ends[late] = math.inf
             best = int(ends.argmin())
             if ends[best] == math.inf:
                 break
@@ -135,8 +147,10 @@ def jobs(chain: Chain, link: Link, share: float = 1.0) -> tuple[Jobs, Jobs]:
     ready = total - elapsed[[r.at for r in reversed(chain.reductions)]]
     gathers = _alone(Costs.of(chain, link, "gather", share), chain.gathers, total - used)
     reductions = _alone(Costs.of(chain, link, "reduce", share), chain.reductions[::-1], total - ready)
+    if link.leading is not None:
+        reductions = replace(reductions, lead=Costs.of(chain, link.leading, "reduce", share))
     # What takes longest behind a position: the compute that is left, or some of it and what it releases.
-    tails = np.maximum.accumulate([total, *(reductions.together[1:] + total - ready)])
+    tails = np.maximum.accumulate([total, *(reductions.together[1:] + reductions.leads + total - ready)])
     heads = np.maximum.accumulate([total, *(gathers.together[1:] + total - used)])
     read, made = [g.at for g in chain.gathers], [r.at for r in chain.reductions]
     gated = [len(made) - bisect.bisect_right(made, at) for at in read]

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from graphshard.cost.costs import slowed
 from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule.budget import Budget
+from graphshard.schedule.own import pass_own
 from graphshard.schedule.problem import (
     KINDS,
     Bucketed,
@@ -70,6 +71,7 @@ class _State:
         seconds: second legs in flight, oldest first.
         num_buckets: that were started.
         path: the last decision and those before it.
+        own: ends of what the model communicates and has not waited for, by its index.
     """
 
     at: int
@@ -83,6 +85,7 @@ class _State:
     seconds: tuple[_Flight, ...]
     num_buckets: int
     path: _Path | None
+    own: tuple[tuple[int, float], ...] = ()
 
 
 class _Path(NamedTuple):
@@ -122,9 +125,11 @@ class _Search:
         self.end = len(chain.seconds)
         # Fewer buckets never take longer in all than more of them: what is left takes at least what it takes as one.
         self.rest = {kind: list(_rests(chain, link, kind)) for kind in KINDS}
-        self.rest["all_reduce"] = [link.seconds("all_reduce", n, 1) if n else 0.0 for n in rests(chain.reductions)]
+        self.rest["all_reduce"] = [link.least("all_reduce", n) for n in rests(chain.reductions)]
         # Whether to continue what has ended is a question where others want the channel, or it slows compute down.
-        self.continues = link.all_reduce is None or not (link.shares or link.contention)
+        shared = link.shares or any(own.channel == link.all_reduce_on for own in chain.own)
+        self.continues = link.all_reduce is None or not (shared or link.contention)
+        self.own = [[chain.own_seconds(channel, item) for item in range(self.end + 1)] for channel in (0, 1)]
         self.kept: dict[tuple[object, ...], list[tuple[float, ...]]] = {}
 
     def run(self) -> Found:
@@ -250,10 +255,14 @@ class _Search:
             return None
         if self.chain.base[state.at] + self._gathered(state, state.at) + self._unreduced(state, state.at) > self.limit:
             return None
+        own, (compute, channels) = state.own, (state.compute, state.channels)
+        if self.chain.own:
+            compute, channels, own = pass_own(
+                *self.chain.own_of[state.at], self.link.contention, compute, channels, own
+            )
         # What is launched later is launched behind this item, so nothing else slows it down.
-        busy = max(state.channels) - state.compute
-        seconds = slowed(self.chain.seconds[state.at], busy, self.link.contention)
-        return self._settle(replace(state, at=state.at + 1, compute=state.compute + seconds))
+        seconds = slowed(self.chain.seconds[state.at], max(channels) - compute, self.link.contention)
+        return self._settle(replace(state, at=state.at + 1, compute=compute + seconds, channels=channels, own=own))
 
     def _finish(self, state: _State) -> _State | None:
         """Wait for everything, if everything was started."""
@@ -300,7 +309,7 @@ class _Search:
     def _least(self, state: _State) -> float:
         """Seconds that every schedule takes from here: the rest of the compute, or of the bytes."""
         # Nothing begins before the clock of its channel, and no item before compute's.
-        left = [0.0, 0.0]
+        left = [own[state.at] for own in self.own]
         left[0] += self.rest["gather"][state.gathered]
         left[self.link.channel("reduce")] += self.rest["reduce"][state.reduced]
         left[self.link.channel("all_reduce")] += self.rest["all_reduce"][state.freed]
@@ -314,7 +323,7 @@ class _Search:
         """
         # Memory needs no entry of its own. States that are compared have started the same transfers, so the same are
         # gathered; and what was waited for counts as infinitely early, so fewer gradients are alive where all are less.
-        clocks = [state.compute, *state.channels]
+        clocks = [state.compute, *state.channels, *(end for _, end in state.own)]
         # Gathers of earlier items were waited for before those ran, in every state.
         first = next((i for i, g in enumerate(self.chain.gathers) if g.at >= state.at), state.gathered)
         pending = {flight.first: flight for flight in state.gathers}
@@ -342,7 +351,7 @@ def _with_clock(channels: tuple[float, float], channel: int, clock: float) -> tu
 def _rests(chain: Chain, link: Link, kind: CollectiveKind) -> Iterator[float]:
     """Seconds of the link, at the least, for what is left from each transfer on."""
     for left in rests(chain.transfers(kind)):
-        yield link.seconds(kind, left, 1) if left else 0.0
+        yield link.least(kind, left)
 
 
 def _placement(state: _State) -> Placement:

@@ -24,11 +24,10 @@ def one_legged(chain: Chain, link: Link) -> Iterator[Link]:
 def least_tail(chain: Chain, link: Link) -> float:
     """Seconds until the last second leg has ended, at the least.
 
-    Behind a gradient comes its first leg, and then the second one of it, and of all that are ready later.
+    Behind a gradient, and the gathers that it needs, comes its first leg, and then the second one of it, and of all
+    that are ready later.
     """
     if link.all_reduce is None or not chain.reductions:
         return 0.0
-    _, first = jobs(chain, link.first_legs)
     _, second = jobs(chain, link.second_legs)
-    backwards = zip(reversed(chain.reductions), second.together[1:])
-    return max(chain.elapsed[r.at] + first.least(r.num_bytes) + float(work) for r, work in backwards)
+    return second.shortest

@@ -173,7 +173,19 @@ class _Phase:
             joined = chain.joined if isinstance(chain, Coarse) else chain
             order = channel_order(joined, look, looking, budget, self.limit)
             if order is not None:
-                self._order(budget, chain.original(order) if isinstance(chain, Coarse) else order)
+                found = chain.original(order) if isinstance(chain, Coarse) else order
+                self._order(budget, found)
+                if self.link.all_reduce is not None and not self.link.separate:
+                    self._order(budget, self._by_position(found))
+
+    def _by_position(self, order: Sequence[Bucketed]) -> list[Bucketed]:
+        """Reductions as soon as they are ready: where second legs take longest, gathers that could come first wait."""
+
+        def key(bucket: Bucketed) -> tuple[int, bool]:
+            members = self.chain.transfers(bucket.kind)[bucket.first : bucket.end]
+            return (members[0].at, True) if bucket.kind == "gather" else (members[-1].at, False)
+
+        return sorted(order, key=key)
 
     def _proof(self, budget: Budget) -> None:
         """Every order that is shorter than the best, of transfers whose small tensors are packed for nothing."""
@@ -214,9 +226,10 @@ class _Phase:
 
     def _order(self, budget: Budget, order: Sequence[Bucketed]) -> None:
         lates = (False, True) if self.link.all_reduce is not None and self.chain.reductions else (False,)
-        for margin, late in itertools.product((math.inf, self.margin), lates):
+        asides = (False, True) if any(own.at_once for own in self.chain.own) else (False,)
+        for margin, late, aside in itertools.product((math.inf, self.margin), lates, asides):
             budget.spend(_PLACED * (len(self.chain.seconds) + 2 * len(order)))
-            placement = place(self.chain, self.link, order, self.limit, margin, late=late)
+            placement = place(self.chain, self.link, order, self.limit, margin, late=late, aside=aside)
             if placement is not None:
                 self._delayed(placement)
 

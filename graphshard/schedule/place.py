@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from graphshard.schedule.deep import least_memory
+from graphshard.schedule.own import Clocks, Own, pass_own
 from graphshard.schedule.problem import Bucketed, Chain, Link, Load, Occurrence, Placement, load, startable
 
 
@@ -24,6 +25,7 @@ def place(
     margin: float = math.inf,
     *,
     late: bool = False,
+    aside: bool = False,
 ) -> Placement | None:
     """Start and wait for buckets in this order; None if they do not fit in `limit` bytes.
 
@@ -34,13 +36,14 @@ def place(
     Args:
         late: second legs start behind the last item, or where the memory allows no other; otherwise when the first has
             ended.
+        aside: what would hold up the next one of the model's own collectives starts behind it, unless it gets late.
     """
-    return _Placing(chain, link, order, limit, margin, late).run()
+    return _Placing(chain, link, order, limit, margin, late, aside).run()
 
 
 class _Placing:
     def __init__(
-        self, chain: Chain, link: Link, order: Sequence[Bucketed], limit: float, margin: float, late: bool
+        self, chain: Chain, link: Link, order: Sequence[Bucketed], limit: float, margin: float, late: bool, aside: bool
     ) -> None:
         self.chain, self.link, self.limit, self.late = chain, link, limit, late
         self.order = order
@@ -56,6 +59,8 @@ class _Placing:
         self.done: dict[int, float] = {}
         self.compute = 0.0
         self.channels = [0.0, 0.0]
+        self.own: tuple[tuple[int, float], ...] = ()
+        self.upcoming = self._upcoming() if aside else {}
         self.least = least_memory(chain)
         self.unreduced = 0  # bytes of gradients that are not waited for, and of what second legs have twice
         self.gathered = 0
@@ -72,6 +77,34 @@ class _Placing:
             latest = min(latest, self.chain.elapsed[self.chain.gathers[self.order[index].first].at]) - seconds
             found[index] = latest - margin * seconds
         return found
+
+    def _upcoming(self) -> dict[tuple[int, int], Own]:
+        """By channel and position the next one of the model's own collectives that runs at once."""
+        found: dict[tuple[int, int], Own] = {}
+        for own in reversed([own for own in self.chain.own if own.at_once]):
+            found.update({(own.channel, position): own for position in range(own.at + 1)})
+        return found
+
+    def _holds_up(self, index: int, position: int) -> bool:
+        """Whether a bucket would hold up what the model communicates next, and could as well come behind it."""
+        bucket, cost = self.order[index], self.loads[index]
+        channel = self.link.channel(bucket.kind)
+        own = self.upcoming.get((channel, position))
+        if own is None:
+            return False
+        elapsed = self.chain.elapsed
+        begins = elapsed[own.at] - elapsed[position]
+        if max(self.channels[channel] - self.compute, 0.0) + cost.seconds <= begins:
+            return False
+        if bucket.kind == "reduce":
+            return True
+        used = elapsed[self.chain.gathers[bucket.first].at] - elapsed[position]
+        return used - begins - own.seconds >= cost.seconds
+
+    def _model(self, item: int) -> None:
+        if self.chain.own:
+            passed = pass_own(*self.chain.own_of[item], 0.0, self.compute, self.channels, self.own)
+            self.compute, self.channels, self.own = passed[0], list(passed[1]), passed[2]
 
     def run(self) -> Placement | None:
         made = [0] * len(self.chain.seconds)
@@ -91,6 +124,7 @@ class _Placing:
                 if not self._relieve(position):
                     return None
             self.unreduced += made[position]
+            self._model(position)
             self.compute += self.chain.seconds[position]
         end = len(self.chain.seconds)
         while self.waiting["reduce"]:  # their buffers did not fit beside the gradients that are on their way
@@ -119,10 +153,12 @@ class _Placing:
         turn = turn or (gather is not None and reduction is not None and gather < reduction)
         if gather is not None and self.urgent and following <= self.urgent[gather]:
             turn = False
+        if gather is not None and turn and self._holds_up(gather, position):
+            turn = False
         if gather is not None and turn and self._may_gather(gather, position):
             self._start(gather, position)
             return True
-        if reduction is not None and self._may_reduce(reduction, position):
+        if reduction is not None and self._may_reduce(reduction, position) and not self._holds_up(reduction, position):
             self._start(reduction, position)
             return True
         return False
@@ -187,6 +223,9 @@ class _Placing:
             while self.chain.boundary[position] + self.gathered + self.unreduced + cost.transient > self.limit:
                 if not self._relieve(position):
                     return False
+            # Compute is held up by the gather: second legs of what ends before that start meanwhile.
+            while self._continues and self.done[self.reductions[0]] <= self.done[self.gathers[0]]:
+                self._pass_on(position)
             index = self.gathers.popleft()
             self.compute = max(self.compute, self.done[index]) + cost.copy_out
             self.events.append(Occurrence("wait", index, position))
@@ -215,6 +254,11 @@ class _Placing:
     def _waits_for_the_end(self) -> bool:
         return self.late and self.link.all_reduce is not None
 
+    @property
+    def _continues(self) -> bool:
+        """Whether there is a first leg that may be followed by the second."""
+        return bool(self.reductions) and self.link.all_reduce is not None and not self.late
+
     def _pass_on(self, position: int) -> None:
         """Wait for the oldest reduction, and start its second leg if it has one."""
         index = self.reductions.popleft()
@@ -239,12 +283,16 @@ class _Placing:
 
 def delay(chain: Chain, link: Link, placement: Placement, margin: float = 1.0) -> Placement:
     """Start gathers as late as keeps every clock, but so early that they end `margin` times their length before use."""
-    arrival, starts, continued, needed = _clocks(chain, link, placement)
+    arrival, starts, continued, needed, owns = _clocks(chain, link, placement)
     loads = _loads(chain, link, placement)
     behind = [(len(chain.seconds), math.inf)] * 2  # by channel: position and time of the start that follows
     first: defaultdict[int, deque[Occurrence]] = defaultdict(deque)  # what was moved comes first at its position
     rest: defaultdict[int, list[Occurrence]] = defaultdict(list)
+    model = deque(zip(chain.own, owns))
     for event in reversed(placement.events):
+        while model and model[-1][0].at >= event.at:  # it starts behind what is started at its position
+            own, began = model.pop()
+            behind[own.channel] = own.at, began
         if event.action == "wait":
             rest[event.at].append(event)
             continue
@@ -280,8 +328,11 @@ def _loads(chain: Chain, link: Link, placement: Placement) -> list[Load]:
 
 def _clocks(
     chain: Chain, link: Link, placement: Placement
-) -> tuple[list[float], dict[int, float], dict[int, float], dict[int, float]]:
-    """When compute comes to each position, when each bucket starts and is continued, when compute comes to its wait."""
+) -> tuple[list[float], dict[int, float], dict[int, float], dict[int, float], list[float]]:
+    """When compute comes to each position, buckets start and are continued, compute comes to their waits.
+
+    And when the model's own collectives begin.
+    """
     loads = _loads(chain, link, placement)
     compute, channels = 0.0, [0.0, 0.0]
     arrival: list[float] = []
@@ -290,6 +341,8 @@ def _clocks(
     needed: dict[int, float] = {}
     done: dict[int, float] = {}  # when what was started of a bucket last ends
     upcoming = deque(placement.events)
+    own: tuple[tuple[int, float], ...] = ()
+    owns: list[float] = []
     for position in range(len(chain.seconds) + 1):
         arrival.append(compute)
         while upcoming and upcoming[0].at == position:
@@ -309,5 +362,13 @@ def _clocks(
             else:
                 needed[event.bucket] = compute
                 compute = max(compute, done[event.bucket]) + cost.copy_out
-        compute += chain.seconds[position] if position < len(chain.seconds) else 0.0
-    return arrival, starts, continued, needed
+        if position < len(chain.seconds):
+            if chain.own:
+                clocks = Clocks(compute, channels, dict(own))
+                starting, waited = chain.own_of[position]
+                for index in waited:
+                    clocks.settle(index)
+                owns += [clocks.start(index, each, 0.0)[0] for index, each in starting]
+                compute, own = clocks.compute, tuple(clocks.flying.items())
+            compute += chain.seconds[position]
+    return arrival, starts, continued, needed, owns

@@ -15,6 +15,9 @@ Where parameters are replicated a reduction has two legs: what a reduce-scatter 
 by a channel that may be another one. In between the schedule continues it: compute is held up until the first leg has
 ended, and the second one starts. What was scattered is there twice until the second one is waited for.
 
+The model itself may communicate where it has it: such a collective starts with an item, behind what is started at its
+position, queues for its channel like everything else, and compute is held up by it at the same item or at a later one.
+
 Memory of an item: `base`, gathered tensors from their start to the last item that reads them, gradients from the
 item that makes them to their wait. Between two items the smaller base counts. A packed bucket is copied into one
 buffer when it starts and out of it when it is waited for; both are alive while they are copied: a gather's at its
@@ -31,6 +34,7 @@ from functools import cached_property
 from typing import Literal
 
 from graphshard.ir.plan import CollectiveKind
+from graphshard.schedule.own import Own
 
 KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce")
 
@@ -50,6 +54,7 @@ class Transfer:
         small_bytes: bytes of those in full.
         packed: whether the small ones are packed; None leaves it to the planner.
         start: the only position at which it may start; None leaves it to the planner.
+        way: index of the costs that it has, see `Link.others`; transfers of a group have the same.
     """
 
     name: str
@@ -62,6 +67,7 @@ class Transfer:
     small_bytes: int = 0
     packed: bool | None = None
     start: int | None = None
+    way: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class Chain:
         base: bytes alive during each item, apart from gathered tensors and gradients that wait for their reduction.
         gathers: by first use.
         reductions: by position at which they are ready.
+        own: what the model itself communicates, by its start.
     """
 
     name: str
@@ -81,6 +88,7 @@ class Chain:
     base: tuple[int, ...]
     gathers: tuple[Transfer, ...] = ()
     reductions: tuple[Transfer, ...] = ()
+    own: tuple[Own, ...] = ()
 
     def __post_init__(self) -> None:
         end = len(self.seconds)
@@ -90,11 +98,29 @@ class Chain:
         assert all(0 < r.at <= end for r in self.reductions), f"{self.name}: a gradient comes out of an item"
         for transfers in (self.gathers, self.reductions):
             assert all(a.at <= b.at for a, b in itertools.pairwise(transfers)), f"{self.name}: transfers out of order"
+        assert all(0 <= o.at <= o.until < end for o in self.own), f"{self.name}: a collective is waited for by an item"
+        assert all(a.at <= b.at for a, b in itertools.pairwise(self.own)), f"{self.name}: collectives out of order"
 
     @cached_property
     def elapsed(self) -> tuple[float, ...]:
-        """Seconds of compute before each position."""
-        return (0.0, *itertools.accumulate(self.seconds))
+        """Seconds before each position of compute, and of what the model communicates at once."""
+        at_once = [sum(own.seconds for _, own in starting if own.at_once) for starting, _ in self.own_of]
+        return (0.0, *itertools.accumulate(a + b for a, b in zip(self.seconds, at_once)))
+
+    @cached_property
+    def own_of(self) -> tuple[tuple[tuple[tuple[int, Own], ...], tuple[int, ...]], ...]:
+        """By item what of the model's own starts with it, and the indices of what it waits for that started before."""
+        starts: list[list[tuple[int, Own]]] = [[] for _ in self.seconds]
+        waits: list[list[int]] = [[] for _ in self.seconds]
+        for index, own in enumerate(self.own):
+            starts[own.at].append((index, own))
+            if not own.at_once:
+                waits[own.until].append(index)
+        return tuple((tuple(started), tuple(waited)) for started, waited in zip(starts, waits))
+
+    def own_seconds(self, channel: int, first: int = 0) -> float:
+        """Work of a channel for the model's own collectives from an item on."""
+        return sum(own.seconds for own in self.own if own.channel == channel and own.at >= first)
 
     @cached_property
     def boundary(self) -> tuple[int, ...]:
@@ -134,6 +160,9 @@ class Link:
         all_reduce: seconds of the second leg of a reduction for the same arguments, that is, for bytes of the full
             tensors; None if there is none.
         all_reduce_on: index of its channel.
+        lead: for bounds, seconds for the same arguments of what must have passed before a reduction starts, wherever
+            they are spent; None if nothing must.
+        others: costs over other axes on the same channels, for transfers with the ways 1, 2 and so on.
     """
 
     gather: Callable[[int, int], float]
@@ -145,6 +174,16 @@ class Link:
     num_pieces: int = 0
     all_reduce: Callable[[int, int], float] | None = None
     all_reduce_on: int = 0
+    lead: Callable[[int, int], float] | None = None
+    others: tuple[Link, ...] = ()
+
+    def of(self, way: int) -> Link:
+        """What transfers cost that have a way."""
+        return self.others[way - 1] if way else self
+
+    def least(self, kind: CollectiveKind, num_bytes: int) -> float:
+        """Seconds that so many bytes take at the least, over whichever axes: costs are concave."""
+        return min(one.seconds(kind, num_bytes, 1) for one in (self, *self.others)) if num_bytes else 0.0
 
     def seconds(self, kind: CollectiveKind, num_bytes: int, num_tensors: int) -> float:
         """Seconds of one collective."""
@@ -164,22 +203,32 @@ class Link:
     @cached_property
     def first_legs(self) -> Link:
         """The same without second legs: no schedule takes longer."""
-        return replace(self, all_reduce=None)
+        return replace(self, all_reduce=None, others=tuple(other.first_legs for other in self.others))
 
     @cached_property
     def second_legs(self) -> Link:
-        """Reductions are their second legs alone: no schedule takes longer."""
+        """Reductions are their second legs alone, and first legs are on no channel: no schedule takes longer."""
         assert self.all_reduce is not None
-        return replace(self, reduce=self.all_reduce, separate=self.all_reduce_on != 0, all_reduce=None)
+        others = tuple(other.second_legs for other in self.others)
+        separate, lead = self.all_reduce_on != 0, self.reduce
+        return replace(self, reduce=self.all_reduce, separate=separate, all_reduce=None, lead=lead, others=others)
+
+    @cached_property
+    def leading(self) -> Link | None:
+        """Reductions are what must have passed before they start."""
+        if self.lead is None:
+            return None
+        others = tuple(other.leading or other for other in self.others)
+        return replace(self, reduce=self.lead, lead=None, others=others)
 
     @cached_property
     def both_legs(self) -> Link:
         """Reductions take as long as both legs; where these share a channel, the work on it is the same."""
-        legs = self.reduce, self.all_reduce
+        legs, others = (self.reduce, self.all_reduce), tuple(other.both_legs for other in self.others)
         if all(isinstance(leg, Rate) for leg in legs):
             sums = (sum(getattr(leg, name) for leg in legs) for name in ("latency", "per_byte", "per_tensor"))
-            return replace(self, reduce=Rate(*sums), all_reduce=None)
-        return replace(self, reduce=functools.cache(self._both), all_reduce=None)
+            return replace(self, reduce=Rate(*sums), all_reduce=None, others=others)
+        return replace(self, reduce=functools.cache(self._both), all_reduce=None, others=others)
 
     def _both(self, num_bytes: int, num_tensors: int) -> float:
         return self.reduce(num_bytes, num_tensors) + self.seconds("all_reduce", num_bytes, num_tensors)
@@ -291,6 +340,7 @@ class Together:
     num_tensors: int = 0
     num_small: int = 0
     small_bytes: int = 0
+    way: int = 0
     forced: set[bool] = field(default_factory=set)
 
     def more(self, members: Iterable[Transfer]) -> Together:
@@ -300,6 +350,7 @@ class Together:
             self.num_tensors += member.num_tensors
             self.num_small += member.num_small
             self.small_bytes += member.small_bytes
+            self.way = member.way
             if member.packed is not None:
                 self.forced.add(member.packed)
         return self
@@ -313,6 +364,7 @@ class Together:
 
     def load(self, link: Link, kind: CollectiveKind, packed: bool) -> Load:
         """Costs of them as a bucket."""
+        link = link.of(self.way)
         num_tensors = self.num_tensors - self.num_small + 1 if packed else self.num_tensors
         seconds, transient = link.seconds(kind, self.num_bytes, num_tensors), self.small_bytes if packed else 0
         copy = link.copy(self.small_bytes) if packed else 0.0

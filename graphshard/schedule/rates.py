@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule.problem import Chain, Link, Rate, Transfer
@@ -49,7 +50,13 @@ def _below(cost: Callable[[int, int], float], smallest: int, largest: int) -> Ra
 
 
 def lines_below(transfers: Sequence[Transfer], link: Link, kind: CollectiveKind) -> list[Rate]:
-    """Rates the least of which is no more than the cost of any bucket of these transfers, and close to it.
+    """Rates the least of which is no more than the cost of any bucket of these transfers, and close to it."""
+    ways = sorted({transfer.way for transfer in transfers}) or [0]
+    return [line for way in ways for line in _lines([t for t in transfers if t.way == way], link.of(way), kind)]
+
+
+def _lines(transfers: Sequence[Transfer], link: Link, kind: CollectiveKind) -> list[Rate]:
+    """The same of transfers with one way.
 
     Costs of links are the least of several rates, or any other concave function: the latter lies above its chords, and
     below their continuations.
@@ -77,6 +84,10 @@ def lines_below(transfers: Sequence[Transfer], link: Link, kind: CollectiveKind)
 
 def tensor_below(transfers: Sequence[Transfer], link: Link, kind: CollectiveKind) -> float:
     """Seconds that every tensor of a bucket beyond the first takes at the least, whatever else is in it."""
+    ways = sorted({transfer.way for transfer in transfers})
+    if ways not in ([], [0]):
+        apart = ([replace(t, way=0) for t in transfers if t.way == way] for way in ways)
+        return min(tensor_below(these, link.of(way), kind) for way, these in zip(ways, apart))
     cost = link.gather if kind == "gather" else link.reduce
     if isinstance(cost, Rate):
         return cost.per_tensor

@@ -11,6 +11,7 @@ from typing import Literal
 
 from graphshard.cost.costs import slowed
 from graphshard.ir.plan import CollectiveKind
+from graphshard.schedule.own import Clocks
 from graphshard.schedule.problem import Chain, Link, Load, Occurrence, Placement, Problem, Schedule, load
 
 Why = Literal["head", "tail", "link", "late", "model"]
@@ -21,10 +22,10 @@ class Span:
     """An item or a bucket in time, seconds from the start of the first step.
 
     Attributes:
-        kind: "compute", "copy", "gather", "reduce" or "all_reduce".
+        kind: "compute", "copy", "gather", "reduce" or "all_reduce"; "model" of what the model communicates.
         phase: name of the chain.
         name: of the item or bucket.
-        index: of the item in its chain, of the bucket in its placement.
+        index: of the item in its chain, of the bucket in its placement, of the model's own in its chain.
     """
 
     kind: str
@@ -50,7 +51,8 @@ class Exposed:
         start: when compute came to the wait.
         seconds: how long it waits.
         why: "head": no compute of the phase precedes it; "tail": none follows it; "link": the bucket had to queue
-            behind `behind`; "late": it was started too late, or is longer than what it could hide behind.
+            behind `behind`; "late": it was started too late, or is longer than what it could hide behind; "model": it
+            is the model's own.
         behind: the bucket before it on its channel if it had to queue.
     """
 
@@ -145,6 +147,7 @@ class _Run:
         self.loads: dict[int, Load] = {}
         self.launched: dict[int, tuple[float, str]] = {}  # by bucket: when what was launched last ends, behind what
         self.dies: defaultdict[int, list[str]] = defaultdict(list)  # gathered tensors by the position they die at
+        self.own: dict[int, float] = {}  # when what the model communicates ends, by its index
         self.born: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)  # gradients by the item that makes them
         for reduction in chain.reductions:
             self.born[reduction.at - 1].append((f"gradient {reduction.name}", reduction.num_bytes))
@@ -168,12 +171,36 @@ class _Run:
         return self.compute
 
     def _item(self, index: int) -> None:
+        self._model(index)
         for name, size in self.born.pop(index, ()):
             self._hold(name, size)
         self._observe(self.chain.base[index])
         # Starts come between items, so all that will be on its way beside this item is known when it begins.
         seconds = slowed(self.chain.seconds[index], max(self.channels) - self.compute, self.link.contention)
         self._busy("compute", str(index), seconds, index)
+
+    def _model(self, item: int) -> None:
+        """What the model communicates at the begin of an item."""
+        starting, waited = self.chain.own_of[item]
+        if not starting and not waited:
+            return
+        clocks = Clocks(self.compute, self.channels, self.own)
+        for index in waited:
+            before = clocks.compute
+            clocks.settle(index)
+            self._held_up(self.chain.own[index].name, item, before, clocks.compute, "model")
+        for index, own in starting:
+            before = clocks.compute
+            behind = self.last_on[own.channel] if self.channels[own.channel] > before else ""
+            begin, end = clocks.start(index, own, self.link.contention)
+            self.found.spans.append(Span("model", self.chain.name, own.name, begin, end, index))
+            self._held_up(own.name, item, before, clocks.compute, "model", behind)
+            self.last_on[own.channel] = own.name
+        self.compute = clocks.compute
+
+    def _held_up(self, name: str, at: int, start: float, end: float, why: Why, behind: str = "") -> None:
+        if end > start:
+            self.found.exposed.append(Exposed(name, self.chain.name, at, start, end - start, why, behind))
 
     def _start(self, index: int, position: int) -> None:
         bucket = self.placement.buckets[index]
@@ -226,10 +253,7 @@ class _Run:
             kind = self.placement.buckets[index].kind
             end_of_chain = position == len(self.chain.seconds)
             why = why_waits(kind, behind, first=position == 0, last=end_of_chain)
-            seconds = end - self.compute
-            self.found.exposed.append(
-                Exposed(self.names[index], self.chain.name, position, self.compute, seconds, why, behind)
-            )
+            self._held_up(self.names[index], position, self.compute, end, why, behind)
             self.compute = end
 
     def _free_gradients(self, index: int) -> None:

@@ -3,18 +3,23 @@
     forward     gathers over the sharding axis
     backward    gathers over it, or among neighbours on it; reduce-scatters over it, then all-reduces over the replicas
 
-Collectives share a channel if their axes share a link: within a node, or beyond it.
+Collectives share a channel if their axes share a link: within a node, or beyond it. What the model communicates itself
+is among the compute of a phase, and has the channel of its axis.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from graphshard.cost.costs import Costs
-from graphshard.ir.layout import collectives
-from graphshard.ir.mesh import Axis
+from graphshard.cost.model_collectives import ModelCollective, model_collective
+from graphshard.ir.graph import with_parts
+from graphshard.ir.layout import Layout, collectives
+from graphshard.ir.mesh import Axis, Mesh
+from graphshard.ir.operators import SETTLED
+from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.schedule.by_unit import is_scalar
@@ -30,12 +35,18 @@ class Ways:
         gather, reduce: the axes that parameters are gathered over, and gradients reduced.
         replicas: the axis of the all-reduce that follows a reduction; None if none does.
         reduction: what a reduction is: an all-reduce if parameters are replicated only.
+        experts: those of parameters on the experts' mesh, if there are such.
     """
 
     gather: Axis
     reduce: Axis
     replicas: Axis | None = None
     reduction: CollectiveKind = "reduce"
+    experts: Ways | None = None
+
+    def of(self, row: ParamRow) -> Ways:
+        """The axes of a parameter."""
+        return self.experts if row.expert and self.experts is not None else self
 
     def axis(self, kind: CollectiveKind) -> Axis:
         """That of the plan's buckets of a kind."""
@@ -45,12 +56,18 @@ class Ways:
 
 
 def ways_of(program: Program, phase: Phase) -> Ways:
-    """The axes of a phase; those of experts, which lie on a mesh of their own, are not among them."""
-    mesh = program.mesh
-    found: dict[CollectiveKind, str] = {}
+    """The axes of a phase."""
+    found: tuple[dict[CollectiveKind, str], dict[CollectiveKind, str]] = {}, {}
     for each in remembered(phase.module.graph, "collectives", lambda: collectives(phase)):
-        if not is_scalar(program, each) and not program.params[each.params[0]].expert:
-            found.setdefault(each.kind, each.axis)
+        if not is_scalar(program, each):
+            found[program.params[each.params[0]].expert].setdefault(each.kind, each.axis)
+    ways = _ways(program.mesh, found[False])
+    if program.mesh.experts is None or not found[True]:
+        return ways
+    return replace(ways, experts=_ways(program.mesh.experts, found[True]))
+
+
+def _ways(mesh: Mesh, found: Mapping[CollectiveKind, str]) -> Ways:
     one = {kind: mesh.named(axis) for kind, axis in found.items()}
     gather, replicas = one.get("gather", mesh.shard), one.get("all_reduce")
     if "reduce" in one or replicas is None:
@@ -58,8 +75,25 @@ def ways_of(program: Program, phase: Phase) -> Ways:
     return Ways(gather, replicas, reduction="all_reduce")
 
 
+def on_one_link(costs: Costs, ways: Ways) -> bool:
+    """Whether collectives of experts have the legs and the channels of others, so that they are planned with them."""
+    if ways.experts is None:
+        return True
+    one, other = (_link(costs, each, exchange=False) for each in (ways, ways.experts))
+    channels = [(link.separate, link.all_reduce is None, link.all_reduce_on) for link in (one, other)]
+    links = [costs.link(each.gather) for each in (ways, ways.experts)]
+    return channels[0] == channels[1] and links[0] == links[1] and ways.reduction == ways.experts.reduction
+
+
 def link_of(costs: Costs, ways: Ways, *, exchange: bool = False) -> Link:
-    """What collectives over these axes cost."""
+    """What collectives over these axes cost; those of experts, if `on_one_link`, are the way 1."""
+    link = _link(costs, ways, exchange=exchange)
+    if ways.experts is None or not on_one_link(costs, ways):
+        return link
+    return replace(link, others=(_link(costs, ways.experts, exchange=False),))
+
+
+def _link(costs: Costs, ways: Ways, *, exchange: bool) -> Link:
     link = make_link(costs, ways.reduce, exchange=exchange)
     gathers, reduces = costs.link(ways.gather), costs.link(ways.reduce)
     if ways.reduction == "all_reduce":
@@ -73,6 +107,26 @@ def link_of(costs: Costs, ways: Ways, *, exchange: bool = False) -> Link:
         on = 0 if costs.link(ways.replicas) == gathers else 1
         link = replace(link, all_reduce=second, all_reduce_on=on)
     return link
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the model communicates, and the compute positions at which it is launched and waited for."""
+
+    collective: ModelCollective
+    at: int
+    until: int
+
+
+def own_collectives(layout: Layout) -> Iterator[Sent]:
+    """What the model communicates among the compute of a phase, in order."""
+    for at, node in enumerate(layout.compute):
+        for part in with_parts(node):
+            sent = model_collective(part)
+            if sent is None:
+                continue
+            settled = [at] if sent.at_once else [layout.index[user] for user in part.users if user.target is SETTLED]
+            yield Sent(sent, at, min(settled, default=len(layout.compute) - 1))
 
 
 def make_link(costs: Costs, axis: Axis, *, exchange: bool = False) -> Link:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
@@ -15,6 +16,9 @@ from graphshard import Pass, PassError, Pipeline, Program
 from graphshard.ir.graph import aten, calls_of, replace_after
 from graphshard.ir.layout import Layout, collectives
 from graphshard.lower.regions import RegionCall
+from tests.distributed.context_parallel import ATTENTIONS, Decoder
+from tests.distributed.expert_parallel import Moe
+from tests.distributed.tensor_parallel import llama, tokens
 from tests.distributed.twins import world_mesh
 from tests.ranks import Ranks
 
@@ -152,6 +156,33 @@ def _faulty(rank: int, world_size: int, fault: Pass, after: str, where: str) -> 
 def test_wrong_numbers(ranks: Ranks, fault: Pass, after: str, where: str) -> None:
     """What no rule can know: a pass that says it is exact and is not."""
     ranks(2).run(_faulty, fault, after, where)
+
+
+AXES: dict[str, Any] = {
+    "tensor": (("dp", "tp"), llama, tokens),
+    "expert": (("dp", "ep"), Moe, lambda: (torch.randn(2, 6, 8),)),
+    "context": (("dp", "cp"), lambda cp: Decoder(ATTENTIONS["by heads"], cp), lambda: (torch.ones(2, 4).long(),) * 2),
+}
+
+
+def _along_axes(rank: int, world_size: int, name: str) -> None:
+    names, make, batch = AXES[name]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    torch.manual_seed(rank // 2)
+    inputs = batch()
+    model = graphshard.compile(make(mesh[names[1]]), mesh, backend="eager")
+    found = graphshard.bisect(model, inputs)
+    assert found.culprit is None, str(found)
+    assert all(stage.error == 0 for stage in found.stages[1:]), str(found)
+    wrong = Pipeline().insert(ScaleReduced(), after="reorder")
+    model = graphshard.compile(make(mesh[names[1]]), mesh, backend="eager", passes=wrong, verify="off")
+    assert graphshard.bisect(model, inputs).culprit.name == ScaleReduced.name
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_along_other_axes(ranks: Ranks, name: str) -> None:
+    """Pieces of parameters are gathered and reduced over the axes that shard them, and partial sums are added up."""
+    ranks(4).run(_along_axes, name, share=False)
 
 
 def _refused(rank: int, world_size: int, fault: Pass, message: str) -> None:

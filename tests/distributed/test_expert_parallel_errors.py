@@ -145,17 +145,6 @@ def _three_meshes() -> None:
     graphshard.fully_shard(model, mesh=dense_axes(mesh))
 
 
-def _limited() -> None:
-    model, mesh = _dealt()
-    graphshard.compile(model, mesh, memory_limit=1 << 30)
-
-
-def _bisected() -> None:
-    model, mesh = _dealt()
-    graphshard.compile(model, mesh, backend="eager")
-    graphshard.bisect(model, (torch.randn(2, 6, 8),))
-
-
 def _reduced_apart() -> None:
     model, mesh = _dealt()
     graphshard.compile(model, mesh, backend="eager").set_separate_reduce_scatter_group()
@@ -200,8 +189,6 @@ WRONG: dict[str, tuple[Callable[[], None], type[Exception], str]] = {
         UnsupportedError,
         r"^mesh: head was sharded over .*, others over .* One mesh besides that of the whole is supported\.$",
     ),
-    "memory limit": (_limited, ArgumentError, r"^memory_limit=.* cannot be kept with experts on a mesh of t"),
-    "bisect": (_bisected, UnsupportedError, r"^bisect compares programs of parameters on one mesh"),
     "a group for reductions": (
         _reduced_apart,
         UnsupportedError,

@@ -17,8 +17,17 @@ from graphshard.cost.profile import load_profile
 from graphshard.ir.errors import InfeasibleError
 from graphshard.passes import MakePlan
 from graphshard.schedule.by_cost import PlanByCost
+from tests.distributed import expert_parallel
 from tests.distributed.tensor_parallel import data_of, llama, mesh_of, mlps, rows, tokens, train_alike
-from tests.distributed.twins import AliveBytes, example_llama, fsdp2, local, train_side_by_side
+from tests.distributed.twins import (
+    AliveBytes,
+    assert_same,
+    example_llama,
+    fsdp2,
+    grads_of,
+    local,
+    train_side_by_side,
+)
 from tests.ranks import Ranks
 
 SHORTEST = graphshard.Pipeline().replace("plan", MakePlan(PlanByCost(Costs(load_profile("cpu-gloo")))))
@@ -64,6 +73,34 @@ def _replicated(rank: int, world_size: int, shape: tuple[int, int], limited: boo
 def test_replicas(ranks: Ranks, shape: tuple[int, int], limited: bool) -> None:
     """Reductions of two legs, joined and moved; or all-reduces alone."""
     ranks(4).run(_replicated, shape, limited)
+
+
+def _with_experts(rank: int, world_size: int, shape: tuple[int, ...], limited: bool) -> int:
+    mesh = expert_parallel.mesh_of(*shape)
+    ours, theirs = (expert_parallel.Moe(mesh["ep"], layers=2) for _ in range(2))
+    expert_parallel.fsdp2(theirs, mesh)
+    inputs = {"example_inputs": (expert_parallel.batch(0, rank),)}
+    ours = _compiled(ours, mesh, inputs, limited=limited)
+    for step in range(2):
+        for model in (ours, theirs):
+            model(expert_parallel.batch(step, rank)).backward()
+        assert_same(grads_of(ours), grads_of(theirs), f"gradients of step {step}")
+    _check(ours)
+    axes = {bucket.axis for bucket in graphshard.programs(ours)[0].plan.buckets}
+    assert {"dp", "dp_ep"} <= axes
+    return graphshard.programs(ours)[0].plan.prediction.peak_bytes
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_experts(ranks: Ranks, limited: bool) -> None:
+    """Their parameters are gathered over other axes, by the same link."""
+    assert len(set(ranks(4).run(_with_experts, (2, 2), limited, share=False))) == 1
+
+
+@pytest.mark.slow
+def test_experts_and_replicas(ranks: Ranks) -> None:
+    """Gradients of both have two legs."""
+    ranks(8).run(_with_experts, (2, 2, 2), True, share=False)
 
 
 def _regathered(rank: int, world_size: int, limited: bool) -> None:

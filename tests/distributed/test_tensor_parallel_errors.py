@@ -316,9 +316,6 @@ def test_what_does_not_know_a_tensor_axis(fake_world: FakeWorld, tmp_path: Any) 
         path = () if run is graphshard.explain else (tmp_path / "y.gshard",)
         with pytest.raises(ArgumentError, match=r"is a DTensor already .*Pass the plain module, and to cut it along a"):
             run(mlps(mesh["tp"]), (2,), *path, example_inputs=(x,))
-    model = graphshard.compile(mlps(mesh["tp"]), mesh, backend="eager")
-    with pytest.raises(UnsupportedError, match=r"^bisect compares programs of plain parameters.*Bisect the model b"):
-        graphshard.bisect(model, (x,))
     odd = parallelize_module(nn.Linear(8, 5), mesh["tp"], ColwiseParallel())
     with pytest.raises(ArgumentError, match=r"^memory_limit=.* cannot be kept with parameters in pieces of diff"):
         graphshard.compile(odd, mesh, memory_limit=1 << 30)

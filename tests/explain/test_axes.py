@@ -26,6 +26,7 @@ from graphshard.explain.study import Study
 from graphshard.ir.errors import BatchError
 from graphshard.ir.mesh import Axis
 from graphshard.options.options import Options
+from graphshard.schedule.build import Settings, build
 from graphshard.schedule.clock import Launch, Wait, run
 from tests.conftest import FakeWorld
 from tests.distributed.context_parallel import ATTENTIONS, Decoder, whole
@@ -111,6 +112,19 @@ def test_no_step_is_shorter_than_the_bound(shape: dict[str, int], hardware: str)
     found = explained(shape, hardware=hardware)
     assert found.step_time_s >= found.lower_bound_s * (1 - 1e-9)
     assert found.lower_bound_s >= found._timeline.compute + found._timeline.at_once
+
+
+@pytest.mark.parametrize("shape", [{"dp": 4, "tp": 2}, {"dp": 2, "tp": 8}], ids=str)
+def test_the_plan_knows_what_the_model_communicates(shape: dict[str, int]) -> None:
+    """In a node it shares the link of the gathers, and with eight ranks on the tensor axis it has one of its own."""
+    found = explained(shape)
+    program = found._program
+    forward, backward, _ = build(program, Costs(H100, mesh=program.mesh), Settings()).problem.chains
+    both = (*forward.own, *backward.own)
+    assert [each.at_once for each in both] == [True] * DEPTH + [False] * DEPTH
+    assert [each.seconds for each in both] == [launch.seconds for launch in own(found)]
+    assert {each.channel for each in both} == {0 if shape["tp"] == 2 else 1}
+    assert found.lower_bound_s >= sum(each.seconds for each in forward.own) + sum(backward.seconds)
 
 
 def test_contention_slows_collectives_of_the_model() -> None:

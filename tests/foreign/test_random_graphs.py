@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphshard import schedule_graph
-from graphshard.foreign.groups import Group
+from graphshard.cost.profile import load_profile
+from graphshard.foreign.bound import lower_bound
+from graphshard.foreign.groups import Group, check_groups
+from graphshard.foreign.schedule import _Task
 from graphshard.ir.errors import InfeasibleError
 from tests.foreign import random_graphs
 from tests.foreign.emulation import results, same
@@ -47,3 +50,18 @@ def test_a_limit_is_kept(chosen: list[Step], share: float) -> None:
         found = schedule_graph(gm, GROUPS, memory_limit=limit, steps=50_000)
     assert found.peak_after <= limit
     assert same(results(gm, random_graphs.inputs()), results(found.module, random_graphs.inputs()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(random_graphs.steps(), st.floats(0.4, 1.2), st.booleans())
+def test_nothing_that_fits_beats_the_bound(chosen: list[Step], share: float, shared: bool) -> None:
+    """As it is found, before it is compared with what was found."""
+    gm, groups = random_graphs.graph(chosen), SHARED if shared else GROUPS
+    limit = max(1, int(schedule_graph(gm, groups, steps=0).peak_before * share))
+    try:
+        found = schedule_graph(gm, groups, memory_limit=limit, steps=50_000)
+    except InfeasibleError as error:
+        limit = error.smallest
+        found = schedule_graph(gm, groups, memory_limit=limit, steps=50_000)
+    task = _Task.of(gm, check_groups(groups), load_profile("h100"), "isolated", limit)
+    assert lower_bound(task._within_limit) <= found.seconds_after * (1 + 1e-9)

@@ -238,6 +238,29 @@ def test_a_memory_limit_is_kept_and_the_least_is_named() -> None:
         schedule_graph(gm, GROUPS, memory_limit=error.value.smallest - 1)
 
 
+def test_the_bound_knows_the_limit() -> None:
+    """By hand: beside the first product, whose input is the graph's, there is room for one more weight, later for none.
+
+    So of four gathers the first, the third and the fourth are exposed in full.
+    """
+    function, inputs = gathered(4, 2048)
+    gm = traced(function, *inputs)
+    with pytest.raises(InfeasibleError) as error:
+        schedule_graph(gm, GROUPS, hardware=SHORT, memory_limit=1000)
+    free = schedule_graph(gm, GROUPS, hardware=SHORT, memory_limit=math.inf)
+    tight = schedule_graph(gm, GROUPS, hardware=SHORT, memory_limit=error.value.smallest)
+    assert tight.peak_after <= error.value.smallest < free.peak_after
+
+    def compute(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.relu(x @ weight)
+        return x
+
+    alone = schedule_graph(traced(compute, inputs[0], inputs[0]), hardware=SHORT).seconds_after
+    assert tight.lower_bound == pytest.approx(alone + 3 * tight.buckets[0].seconds)
+    assert free.lower_bound <= free.seconds_after < tight.lower_bound <= tight.seconds_after
+
+
 def test_parameters_cut_over_two_axes() -> None:
     """As AutoParallel captures them: the same bits; a gather over tp starts where that over dp has ended."""
     function, inputs = planes("dp", "tp", 2, dim=64, rows=16)

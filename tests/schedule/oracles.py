@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 
-from graphshard.schedule import Bucketed, Chain, Link, Occurrence, Placement, Rate, Transfer
+from graphshard.schedule import Bucketed, Chain, Link, Occurrence, Own, Placement, Rate, Transfer
 
 
 def halves(num_bytes: int) -> float:
@@ -66,6 +68,28 @@ def chains(draw: st.DrawFn, *, layers: int = 6, reductions: bool | None = None, 
 
 
 @st.composite
+def of_experts(draw: st.DrawFn, *, legs: bool = False, **options: Any) -> tuple[Chain, Link]:
+    """A chain some of whose transfers run over other axes, and have other costs on the same channels."""
+    chain, link = draw(chains(**options)), draw(links(legs=legs))
+    other = draw(links(separate=link.separate, legs=legs))
+    ways = [tuple(replace(t, way=int(t.group == "b")) for t in each) for each in (chain.gathers, chain.reductions)]
+    others = (replace(other, all_reduce_on=link.all_reduce_on),)
+    return replace(chain, gathers=ways[0], reductions=ways[1]), replace(link, others=others)
+
+
+@st.composite
+def communicating(draw: st.DrawFn, **options: Any) -> Chain:
+    """A chain whose model communicates itself: at once, or beside some items; on either channel."""
+    chain = draw(chains(**options))
+    items = st.integers(0, len(chain.seconds) - 1)
+    starts = sorted(draw(st.lists(items, min_size=1, max_size=3)))
+    own = (
+        Own(at, max(at, draw(items)), float(draw(st.integers(1, 6))), draw(st.integers(0, 1)), "sent") for at in starts
+    )
+    return replace(chain, own=tuple(own))
+
+
+@st.composite
 def placements(draw: st.DrawFn, chain: Chain, *, legs: bool = False) -> Placement:
     """Any schedule of a chain that keeps the orders: random cuts, starts and waits, and starts of second legs."""
     end = len(chain.seconds)
@@ -105,6 +129,10 @@ def ticks(chain: Chain, link: Link, placement: Placement) -> tuple[int, int]:
     program: list[tuple[str, int]] = []
     for position in range(len(chain.seconds) + 1):
         program += [(e.action, e.bucket) for e in placement.events if e.at == position]
+        program += [("settle", -1 - i) for i, own in enumerate(chain.own) if own.at < own.until == position]
+        for i, own in enumerate(chain.own):
+            program += [("send", -1 - i)] if own.at == position else []
+            program += [("settle", -1 - i)] if own.at == own.until == position else []
         program += [("item", position)] if position < len(chain.seconds) else []
     queues: list[list[list[int]]] = [[], []]
     finished: set[int] = set()
@@ -115,6 +143,15 @@ def ticks(chain: Chain, link: Link, placement: Placement) -> tuple[int, int]:
     while todo or busy:
         while not busy and (todo or pending):
             action, index = pending or todo.pop(0)
+            if action == "send":  # of the model's own, by negative numbers; they need no memory here
+                own = chain.own[-1 - index]
+                queues[own.channel].append([index, int(own.seconds)])
+                continue
+            if action == "settle":
+                if index not in finished:
+                    todo.insert(0, (action, index))
+                    break
+                continue
             bucket = placement.buckets[index] if action != "item" else None
             peak = max(peak, _bytes_at(chain, link, placement, done, (action, index))) if not pending else peak
             if action == "item":
@@ -163,6 +200,7 @@ def _members(chain: Chain, bucket: Bucketed) -> tuple[Transfer, ...]:
 def _length(chain: Chain, link: Link, bucket: Bucketed, *, second: bool = False) -> int:
     members = _members(chain, bucket)
     tensors = sum(m.num_tensors - m.num_small * bucket.packed for m in members) + bucket.packed
+    link = link.others[0] if members[0].way else link
     rate = link.all_reduce if second else link.gather if bucket.kind == "gather" else link.reduce
     return int(rate(sum(m.num_bytes for m in members), tensors))
 
@@ -217,8 +255,13 @@ def exhaustive(chain: Chain, link: Link, limit: float = math.inf) -> float:
                     yield Bucketed(kind, first, stop, packed)
 
     @functools.cache
-    def best(at: int, g: int, r: int, compute: float, channels: tuple[float, float], flying: tuple) -> float:
-        """`flying` has (bucket, end, whether it was continued) for what is not waited for, in order of start."""
+    def best(
+        at: int, g: int, r: int, compute: float, channels: tuple[float, float], flying: tuple, sent: tuple = ()
+    ) -> float:
+        """`flying` has (bucket, end, whether it was continued) for what is not waited for, in order of start.
+
+        `sent` has the same of what the model itself communicates: (index, end).
+        """
         gathers = [f for f in flying if f[0].kind == "gather"]
         reductions = [f for f in flying if f[0].kind == "reduce" and not f[2]]
         continued = [f for f in flying if f[2]]
@@ -246,38 +289,55 @@ def exhaustive(chain: Chain, link: Link, limit: float = math.inf) -> float:
                     stop = max(began, channels[channel]) + _length(chain, link, bucket)
                     now = (stop, channels[1]) if channel == 0 else (channels[0], stop)
                     counts = (bucket.end, r) if kind == "gather" else (g, bucket.end)
-                    options.append(best(at, *counts, began, now, (*flying, (bucket, stop, False))))
+                    options.append(best(at, *counts, began, now, (*flying, (bucket, stop, False)), sent))
         if gathers and chain.gathers[gathers[0][0].first].at == at:
             bucket, stop, _ = gathers[0]
             small = sum(m.small_bytes for m in _members(chain, bucket)) if bucket.packed else 0
             if edge + alive + ready + small <= limit:
                 after = max(compute, stop) + _copy(chain, link, bucket, "wait")
-                options.append(best(at, g, r, after, channels, tuple(f for f in flying if f != gathers[0])))
+                options.append(best(at, g, r, after, channels, tuple(f for f in flying if f != gathers[0]), sent))
         if reductions:
             bucket, stop, _ = reductions[0]
             rest = tuple(f for f in flying if f != reductions[0])
             after = max(compute, stop)
             if link.all_reduce is None:
-                options.append(best(at, g, r, after, channels, rest))
+                options.append(best(at, g, r, after, channels, rest, sent))
             else:
                 channel = link.all_reduce_on
                 stop = max(after, channels[channel]) + _length(chain, link, bucket, second=True)
                 now = (stop, channels[1]) if channel == 0 else (channels[0], stop)
-                options.append(best(at, g, r, after, now, (*rest, (bucket, stop, True))))
+                options.append(best(at, g, r, after, now, (*rest, (bucket, stop, True)), sent))
         if continued:
             rest = tuple(f for f in flying if f != continued[0])
-            options.append(best(at, g, r, max(compute, continued[0][1]), channels, rest))
+            options.append(best(at, g, r, max(compute, continued[0][1]), channels, rest, sent))
         gated = any(chain.gathers[f[0].first].at <= at for f in gathers)
         gated = gated or (g < len(chain.gathers) and chain.gathers[g].at <= at)
         if at < end and not gated:
             making = sum(t.num_bytes for t in chain.reductions[freed:] if t.at == at + 1)
             if chain.base[at] + alive + ready + making <= limit:
+                for own, end_of_own in sent:
+                    compute = max(compute, end_of_own) if chain.own[own].until == at else compute
+                left_to_wait = [pair for pair in sent if chain.own[pair[0]].until != at]
+                for index, own in enumerate(chain.own):
+                    if own.at != at:
+                        continue
+                    began = max(compute, channels[own.channel])
+                    others = max(channels[1 - own.channel] - began, 0.0)
+                    # At once it is like compute: slower while the other channel is busy.
+                    slower = min(own.seconds / (1 - link.contention), others) * link.contention
+                    stop = began + own.seconds + (slower if own.until == at else 0.0)
+                    channels = (stop, channels[1]) if own.channel == 0 else (channels[0], stop)
+                    if own.until == at:
+                        compute = stop
+                    else:
+                        left_to_wait.append((index, stop))
+                sent = tuple(left_to_wait)
                 # Beside a busy channel it advances by (1 - contention) a second, after that by one.
                 advanced = max(max(channels) - compute, 0.0) * (1 - link.contention)
                 left = chain.seconds[at] - advanced
                 after = max(channels) + left if 0 < advanced < chain.seconds[at] else None
                 slow = chain.seconds[at] / (1 - link.contention) if advanced else chain.seconds[at]
-                options.append(best(at + 1, g, r, compute + slow if after is None else after, channels, flying))
+                options.append(best(at + 1, g, r, compute + slow if after is None else after, channels, flying, sent))
         return min(options, default=math.inf)
 
     return best(0, 0, 0, 0.0, (0.0, 0.0), ())

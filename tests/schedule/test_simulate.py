@@ -22,7 +22,7 @@ from graphshard.schedule import (
     simulate,
 )
 from graphshard.schedule.bounds import chain_bound
-from tests.schedule.oracles import chains, halves, links, placements, ticks
+from tests.schedule.oracles import chains, communicating, halves, links, placements, ticks
 
 LINK = Link(Rate(1.0, 1.0), Rate(1.0, 1.0), halves, num_shards=2)
 
@@ -36,7 +36,7 @@ def one(chain: Chain, link: Link, placement: Placement) -> tuple[Problem, Schedu
 def test_equal_to_a_clock_that_ticks(data: st.DataObject) -> None:
     """Time and peak memory of random schedules, packed and coalesced, on one channel and on two, with two legs."""
     legs = data.draw(st.booleans())
-    chain, link = data.draw(chains()), data.draw(links(legs=legs))
+    chain, link = data.draw(st.one_of(chains(), communicating())), data.draw(links(legs=legs))
     placement = data.draw(placements(chain, legs=legs))
     timeline = simulate(*one(chain, link, placement))
     assert (timeline.step_seconds, timeline.peak) == ticks(chain, link, placement)
@@ -46,7 +46,7 @@ def test_equal_to_a_clock_that_ticks(data: st.DataObject) -> None:
 @given(st.data())
 def test_what_is_exposed_is_what_compute_does_not_fill(data: st.DataObject) -> None:
     legs = data.draw(st.booleans())
-    chain, link = data.draw(chains()), data.draw(links(legs=legs))
+    chain, link = data.draw(st.one_of(chains(), communicating())), data.draw(links(legs=legs))
     timeline = simulate(*one(chain, link, data.draw(placements(chain, legs=legs))))
     busy = sum(s.seconds for s in timeline.spans if s.kind in ("compute", "copy"))
     assert timeline.step_seconds == busy + timeline.exposed_seconds

@@ -14,6 +14,7 @@ from graphshard.schedule import (
     Bucketed,
     Chain,
     Link,
+    Own,
     Problem,
     Rate,
     Schedule,
@@ -25,7 +26,7 @@ from graphshard.schedule import (
 )
 from graphshard.schedule.bounds import chain_bound
 from graphshard.schedule.place import place
-from tests.schedule.oracles import chains, exhaustive, halves, links
+from tests.schedule.oracles import chains, communicating, exhaustive, halves, links, of_experts
 
 HEURISTIC = Solver(exact_transfers=0)
 LIMITS = st.one_of(st.just(math.inf), st.integers(5, 60))
@@ -70,6 +71,68 @@ def test_six_layers_backward_equal_exhaustive_search(chain: Chain, link: Link, l
     found = solved(Problem((chain,), link), Solver(limit))
     best = exhaustive(chain, link, limit)
     assert (found.step_seconds if found else math.inf) == best
+
+
+@settings(max_examples=100, deadline=None)
+@given(communicating(layers=3, reductions=True), links(), LIMITS)
+def test_beside_what_the_model_communicates(chain: Chain, link: Link, limit: float) -> None:
+    """It queues with gathers and reductions, or has a channel of its own; the bound is never above."""
+    assume(len(chain.gathers) + len(chain.reductions) <= 5)
+    found = solved(Problem((chain,), link), Solver(limit))
+    best = exhaustive(chain, link, limit)
+    assert (found.step_seconds if found else math.inf) == best
+    assert chain_bound(chain, link) <= exhaustive(chain, link) * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(communicating(layers=3, reductions=True), links(), st.sampled_from([0.125, 0.25]))
+def test_beside_it_with_contention(chain: Chain, link: Link, contention: float) -> None:
+    assume(len(chain.gathers) + len(chain.reductions) <= 5)
+    link = replace(link, contention=contention)
+    found = solved(Problem((chain,), link), Solver())
+    assert found is not None
+    best = exhaustive(chain, link)
+    assert found.step_seconds == pytest.approx(best)
+    assert chain_bound(chain, link) <= best * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(communicating(layers=4, reductions=True), links(legs=True), LIMITS)
+def test_searches_beside_what_the_model_communicates(chain: Chain, link: Link, limit: float) -> None:
+    """Searches that are not exact find schedules that the simulator agrees with, above the bound."""
+    solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.booleans().flatmap(lambda legs: of_experts(layers=3, reductions=True, legs=legs)), LIMITS)
+def test_transfers_over_other_axes(both: tuple[Chain, Link], limit: float) -> None:
+    """Those of experts have costs of their own, and never share a bucket with others; the bound is never above."""
+    chain, link = both
+    assume(len(chain.gathers) + len(chain.reductions) <= 5)
+    found = solved(Problem((chain,), link), Solver(limit))
+    best = exhaustive(chain, link, limit)
+    assert (found.step_seconds if found else math.inf) == best
+    assert chain_bound(chain, link) <= exhaustive(chain, link) * (1 + 1e-9)
+    solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
+
+
+def test_a_gather_goes_behind_an_all_reduce_that_it_would_hold_up() -> None:
+    """What is needed late is not launched just before the model's own collective, on the same link."""
+    gathers = (Transfer("a", 1, at=0, last=0), Transfer("b", 10, at=3, last=3))
+    chain = Chain("forward", (2.0, 0.0, 12.0, 1.0), (0,) * 4, gathers, own=(Own(1, 1, 3.0, name="reduced over tp"),))
+    link = Link(Rate(0, 1), Rate(0, 1), halves, num_shards=2)
+    found = Solver()(Problem((chain,), link))
+    # 1 for the first gather, 2 and 3 until the all-reduce has ended, then 12 beside the second gather, and 1.
+    assert found.step_seconds == found.lower_bound == exhaustive(chain, link) == 19
+    ((start,),) = ([e.at for e in p.events if (e.action, e.bucket) == ("start", 1)] for p in found.schedule.placements)
+    assert start == 2
+    other = replace(chain, own=(Own(1, 1, 3.0, channel=1),))
+    early = Schedule((place(other, link, found.schedule.placements[0].buckets),))
+    assert simulate(Problem((other,), link), early).step_seconds == 19
+    late = simulate(Problem((chain,), link), early)
+    assert late.step_seconds > 19
+    assert [wait.why for wait in late.exposed] == ["head", "model"]
+    assert late.exposed[1].behind == "gather b"
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,218 @@
+"""Files for meshes along which models communicate: made in one process, loaded on ranks with the bits of compiling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import graphshard
+from graphshard import ArgumentError, ArtifactError, UnsupportedError
+from graphshard.artifact.members import read_artifact
+from tests.distributed.context_parallel import ATTENTIONS, VOCAB, Decoder
+from tests.distributed.expert_parallel import WIDTH, Moe
+from tests.distributed.tensor_parallel import Mlps, Tied, mesh_of, mlps, rows, tied
+from tests.distributed.test_load import nothing_is_compiled
+from tests.distributed.twins import assert_same, grads_of
+from tests.ranks import Ranks
+
+SHAPE = {"dp": 2, "tp": 2}
+
+
+class Case(NamedTuple):
+    """A model for a mesh; its programs depend on a rank's place or not."""
+
+    shape: dict[str, int]
+    make: Callable[[], nn.Module]
+    parallelize: Callable[[Any, DeviceMesh], nn.Module]
+    batch: Callable[[], tuple[Any, ...]]
+    places: int
+
+
+def _mlps(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return mlps(mesh["tp"])
+
+
+def _tied(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Which rows of its embedding are a rank's own is written in its program."""
+    return tied(mesh["tp"])
+
+
+def _words() -> tuple[torch.Tensor]:
+    return (torch.randint(12, (2, 3)),)
+
+
+def _sequences() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(VOCAB, (2, 4)), torch.randint(VOCAB, (2, 4))
+
+
+def _context(name: str, shape: dict[str, int], places: int) -> Case:
+    """Which positions of a sequence are a rank's own is written in its program, unless it has all of some heads."""
+    return Case(
+        shape,
+        lambda: Decoder(ATTENTIONS[name], None),
+        lambda model, mesh: Decoder(ATTENTIONS[name], mesh["cp"]),
+        _sequences,
+        places,
+    )
+
+
+def _experts(shape: dict[str, int], layers: int = 2) -> Case:
+    return Case(
+        shape,
+        lambda: Moe(None, layers=layers),
+        lambda model, mesh: Moe(mesh["ep"], layers=layers),
+        lambda: (torch.randn(2, 6, WIDTH),),
+        1,
+    )
+
+
+CASES = {
+    "mlps": Case(SHAPE, Mlps, _mlps, rows, 1),
+    "tied": Case(SHAPE, Tied, _tied, _words, 2),
+    "gathered": _context("gathered", {"dp": 2, "cp": 2}, 2),
+    "by heads": _context("by heads", {"dp": 2, "cp": 2}, 1),
+    "ring": _context("ring", {"dp_replicate": 2, "dp_shard": 1, "cp": 2}, 2),
+    "context alone": _context("ring", {"cp": 4}, 4),
+    "experts": _experts({"dp": 2, "ep": 2}),
+    "experts and replicas": _experts({"replicate": 2, "dp": 1, "ep": 2}, 1),
+}
+
+
+def _mesh(shape: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def _trained(
+    model: nn.Module, batch: Callable[[], tuple[Any, ...]], mesh: DeviceMesh
+) -> tuple[list[Any], dict[str, Any]]:
+    """Losses and gradients; ranks of a tensor axis have the same batches."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    place = dist.get_rank() // (mesh["tp"].size() if "tp" in mesh.mesh_dim_names else 1)
+    losses = []
+    for step in range(3):
+        torch.manual_seed(10 * step + place)
+        optimizer.zero_grad()
+        loss = model(*batch())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+    return losses, grads_of(model)
+
+
+def _as_compiled(rank: int, world_size: int, path: str, name: str) -> list[str]:
+    shape, _, parallelize, batch, _ = CASES[name]
+    mesh = _mesh(shape)
+    expected = _trained(graphshard.compile(parallelize(None, mesh), mesh, backend="eager"), batch, mesh)
+    model = parallelize(None, mesh)
+    with nothing_is_compiled():
+        graphshard.load(path, model, mesh)
+        found = _trained(model, batch, mesh)
+    assert all(map(torch.equal, found[0], expected[0]))
+    assert_same(found[1], expected[1], "gradients")
+    again = graphshard.compile(parallelize(None, mesh), mesh, backend="eager", artifact=path)
+    assert all(map(torch.equal, _trained(again, batch, mesh)[0], expected[0]))
+    return [program.reason for program in graphshard.programs(again)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_of_compile(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    """One file for all places on these axes; a program for each where they differ."""
+    shape, make, parallelize, batch, places = CASES[name]
+    path = tmp_path / "model.gshard"
+    with torch.device("meta"):
+        model = make()
+    graphshard.export(
+        model, shape, path, example_inputs=batch(), parallelize=parallelize, backend="eager", device="cpu"
+    )
+    assert not dist.is_initialized()
+    stored = [row["place"] for row in read_artifact(path).meshes]
+    assert stored == ([None] if places == 1 else list(range(places)))
+    reasons = ranks(4).run(_as_compiled, str(path), name, share=False)
+    assert reasons == [["exported"]] * 4
+
+
+def _other(rank: int, world_size: int, path: str) -> list[str]:
+    found = []
+    for shape, make in (((1, 4), mlps), ((2, 2), _all_along_columns)):
+        mesh = mesh_of(*shape)
+        with pytest.raises(ArtifactError) as error:
+            graphshard.load(path, make(mesh["tp"]), mesh)
+        found.append(str(error.value))
+    return found
+
+
+def _all_along_columns(tp: DeviceMesh) -> nn.Module:
+    model = Mlps()
+    plan = {"up": ColwiseParallel(), "down": ColwiseParallel()}
+    for layer in model.layers:
+        parallelize_module(layer, tp, plan)
+    return model
+
+
+def test_what_does_not_fit(ranks: Ranks, tmp_path: Path) -> None:
+    """Another mesh, and another plan, are told."""
+    path = tmp_path / "model.gshard"
+    graphshard.export(Mlps(), SHAPE, path, example_inputs=rows(), parallelize=_mlps, backend="eager", device="cpu")
+    for mesh, plan in ranks(4).run(_other, str(path)):
+        assert "mesh was {'dp': 2, 'tp': 2} when it was exported and is {'dp': 1, 'tp': 4} here" in mesh
+        assert "of layers.0.down.weight was" in plan
+
+
+def _context_of_others(rank: int, world_size: int, path: str) -> list[str]:
+    found = []
+    for shape in ({"dp": 1, "cp": 4}, {"dp": 4}, {"cp": 2, "dp": 2}):
+        mesh = _mesh(shape)
+        with pytest.raises(ArtifactError if "dp" in next(iter(shape)) else ArgumentError) as error:
+            graphshard.load(path, Decoder(ATTENTIONS["by heads"], mesh["cp"] if "cp" in shape else None), mesh)
+        found.append(str(error.value))
+    mesh = _mesh({"dp": 2, "cp": 2})
+    with pytest.raises(ArtifactError) as caught:
+        graphshard.load(path, Decoder(ATTENTIONS["by heads"], mesh["cp"]), mesh["dp", "cp"]._flatten("dp_cp"))
+    return [*found, str(caught.value)]
+
+
+def test_as_many_ranks_on_other_axes(ranks: Ranks, tmp_path: Path) -> None:
+    """All of them shard over four ranks; what the model communicates over differs."""
+    path = tmp_path / "model.gshard"
+    shape, make, parallelize, batch, _ = CASES["by heads"]
+    graphshard.export(
+        make(), shape, path, example_inputs=batch(), parallelize=parallelize, backend="eager", device="cpu"
+    )
+    was = "mesh was {'dp': 2, 'cp': 2} when it was exported and is "
+    for narrower, none, order, flat in ranks(4).run(_context_of_others, str(path), share=False):
+        assert was + "{'dp': 1, 'cp': 4} here" in narrower
+        assert was + "{'dp': 4} here" in none
+        assert "data axes that replicate are outermost" in order
+        assert was + "{'dp_cp': 4} here" in flat
+
+
+def test_what_is_not_exported(tmp_path: Path) -> None:
+    """GPUs, and ranks among which the model communicates that are no axis."""
+    path = tmp_path / "model.gshard"
+
+    def neighbours(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return Decoder(ATTENTIONS["ring"], init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])
+
+    with pytest.raises(
+        UnsupportedError, match=r"^export: the model communicates among neighbours \(dp/2\) that are no"
+    ):
+        graphshard.export(
+            Decoder(ATTENTIONS["ring"], None),
+            {"dp": 4},
+            path,
+            example_inputs=_sequences(),
+            parallelize=neighbours,
+            backend="eager",
+            device="cpu",
+        )
+    with pytest.raises(UnsupportedError, match=r"^export: parallelize= makes programs for CPUs only"):
+        graphshard.export(Mlps(), SHAPE, path, example_inputs=rows(), parallelize=_mlps, device="cuda")
+    assert not path.exists()
