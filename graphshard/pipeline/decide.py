@@ -72,7 +72,9 @@ def decide(passes: tuple[Pass, ...], program: Program, run: Run) -> ActivationCh
 
     def make() -> dict[str, Any]:
         try:
-            share, bound = Search(program, passes[1:at], by_cost, run).best()
+            # One budget for the searches of all plans; the plan that follows has it for itself.
+            searching = replace(by_cost, steps=by_cost.steps // _PLANS)
+            share, bound = Search(program, passes[1:at], searching, run).best()
         except InfeasibleError as error:
             return {"error": str(error), "smallest": error.smallest}
         return {"share": share, "bound": bound}

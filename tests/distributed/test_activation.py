@@ -277,10 +277,25 @@ def test_random_numbers_are_drawn_again_in_inductor(ranks: Ranks) -> None:
     ranks(2).run(_policy_in_inductor)
 
 
+class _Wide(nn.Module):
+    """Blocks that save much more than they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 6)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 65), nn.GELU(), nn.Linear(65, 6)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.layers:
+            x = x + block(x)
+        return x
+
+
 def _decided(rank: int, world_size: int) -> None:
     """Under the least limit there is, and under a loose one."""
     torch.manual_seed(0)
-    model = _Net()
+    model = _Wide()
 
     def ours(limit: int) -> nn.Module:
         made = copy.deepcopy(model)

@@ -63,7 +63,7 @@ def _passes(share: float | str, planner: PlanByCost) -> tuple[graphshard.Pass, .
 
 def _predicted(program: Program, share: float | str, limit: int | None) -> Prediction:
     made = copied(program)
-    run_pipeline(_passes(share, replace(PLANNER, memory_limit=limit)), made, Observer())
+    run_pipeline(_passes(share, replace(PLANNER, memory_limit=limit)), made, Observer("off", most=0))
     assert made.plan is not None
     assert made.plan.prediction is not None
     return made.plan.prediction
@@ -85,7 +85,7 @@ def _borders(joint: Program, limit: int) -> Search:
 
     def run(steps: tuple[graphshard.Pass, ...], program: Program) -> None:
         for step in steps:
-            run_pass(step, program)
+            run_pass(step, program, Observer("off", most=0))
 
     return Search(joint, between, replace(PLANNER, memory_limit=limit), run)
 
