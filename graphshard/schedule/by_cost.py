@@ -175,7 +175,7 @@ class PlanByCost:
             if fits and best.seconds <= max(bound * (1 + self.worth), bound + change):
                 break
             try:
-                found = self._planned(program, attempt, Solver(limit, steps=self.steps))
+                found = self._planned(program, attempt, Solver(limit, exact_kept=0, steps=self.steps))
             except InfeasibleError as error:
                 refused.append(error)
                 continue
