@@ -132,7 +132,7 @@ def within_share(sizes: Mapping[str, int], share: float) -> set[str]:
 
 
 def _ranked(joint: Phase, regions: dict[Node, int]) -> dict[str, int]:
-    """Bytes of what the partitioner would save of regions, by operator; first what takes longest to make again per byte.
+    """Bytes of what the partitioner would save of regions, by operator: first what takes longest per byte to compute.
 
     The partitioner's own choice is the most there is to save. The cost of a value is that of the operators between it
     and other saved values, on an H100; only ratios matter. Of equal ones the last is first, as backward needs it first:
@@ -153,7 +153,8 @@ def _ranked(joint: Phase, regions: dict[Node, int]) -> dict[str, int]:
     seconds = {maker: costs.compute(sorted(chain)) for maker, chain in chains.items()}
     states = {maker: sum(_state_bytes(n) for n in chain) for maker, chain in chains.items()}
     cost = {maker: max(0, size - states[maker]) for maker, size in saved.items()}
-    order = sorted(list(saved)[::-1], key=lambda maker: -seconds[maker] / max(1, cost[maker]))
+    place = {maker: index for index, maker in enumerate(saved)}
+    order = sorted(saved, key=lambda maker: (-seconds[maker] / max(1, cost[maker]), -place[maker]))
     return {maker.name: cost[maker] for maker in order}
 
 

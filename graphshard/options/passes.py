@@ -205,5 +205,6 @@ def with_activation(pipeline: Pipeline, activation: Activation | None) -> Pipeli
         return pipeline
     if isinstance(activation, (int, float)):
         return Pipeline((ActivationCheckpointing(float(activation)), *pipeline))
-    policy = activation if activation in ("full", "auto") else tuple(sorted(activation, key=str))
-    return Pipeline((ActivationCheckpointing(policy), *pipeline))
+    if activation == "full" or activation == "auto":  # noqa: PLR1714  a literal to the type checker
+        return Pipeline((ActivationCheckpointing(activation), *pipeline))
+    return Pipeline((ActivationCheckpointing(tuple(sorted(activation, key=str))), *pipeline))

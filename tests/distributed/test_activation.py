@@ -301,7 +301,7 @@ def _decided(rank: int, world_size: int) -> None:
         made = copy.deepcopy(model)
         return graphshard.compile(made, world_mesh(), backend="eager", activation="auto", memory_limit=limit)
 
-    with pytest.raises(graphshard.InfeasibleError, match="no choice of activation=.auto. takes less") as error:
+    with pytest.raises(graphshard.InfeasibleError, match=r"no choice of activation=.auto. takes less") as error:
         ours(1)(_batch(rank, 0))
     seen = []
     for limit in (error.value.smallest, 10 * error.value.smallest):
