@@ -12,7 +12,7 @@ in front of the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
@@ -32,8 +32,9 @@ from graphshard.ir.units import unit_of
 from graphshard.passes.base import Pass
 
 # "full": units keep their inputs. Operators: units keep their inputs and the results of these. A number from 0 to 1: as
-# much as that share of what the partitioner, left to itself, saves beyond "full".
-Activation: TypeAlias = Literal["full"] | tuple[OpOverload, ...] | float
+# much as that share of what the partitioner, left to itself, saves beyond "full". "auto": the share that is best under
+# the planner's memory limit, see `graphshard/pipeline/decide.py`.
+Activation: TypeAlias = Literal["full", "auto"] | tuple[OpOverload, ...] | float
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,16 @@ class ActivationCheckpointing(Pass):
             raise PassError(f"{self.name}: the program is already partitioned; run this pass before partition")
         if any(is_communication(n) for phase in program.phases.values() for n in phase.module.graph.nodes):
             raise PassError(f"{self.name}: the graph already has collectives; run this pass before they are inserted")
+        if self.policy == "auto":
+            raise PassError(f'{self.name}: "auto" is decided together with the passes that follow; run the pipeline')
 
     def rewrite(self, program: Program) -> int:
         joint = program.phases.get("joint")
         if joint is None:
             return 0
         before = _marks(joint)
-        if self.policy != 1:
-            _mark_units(joint, program.params.units, self.policy)
-        save_leaving(joint.module.graph)
+        regions = _unit_regions(joint, program.params.units) if self.policy != 1 else {}
+        _mark(joint, regions, _kept(joint, regions, self.policy))
         return sum(a != b for a, b in zip(before, _marks(joint)))
 
 
@@ -69,19 +71,27 @@ def _marks(joint: Phase) -> list[tuple[object, object]]:
     return [(n.meta.get("ac_graph_id"), n.meta.get("recompute")) for n in joint.module.graph.nodes]
 
 
-def _mark_units(joint: Phase, units: Sequence[str], policy: Activation) -> None:
-    """Make a region of every unit's nodes, of those that are in no region yet."""
-    regions = _unit_regions(joint, units)
-    if not regions:
-        return
-    kept: set[Node] = set()
+def _kept(joint: Phase, regions: dict[Node, int], policy: Activation) -> set[str]:
+    """Names of the operators of regions whose results are saved."""
     if isinstance(policy, tuple):
-        kept = {node for node in regions if node.target in policy}
-    elif isinstance(policy, (int, float)):
-        kept = _within_budget(joint, regions, policy)
+        return {node.name for node in regions if node.target in policy}
+    if isinstance(policy, (int, float)) and regions:
+        return within_share(_ranked(joint, regions), policy)
+    return set()
+
+
+def _mark(joint: Phase, regions: dict[Node, int], kept: Collection[str]) -> None:
+    """Make regions of nodes that are in none yet."""
     for node, region in regions.items():
         node.meta["ac_graph_id"] = region
-        node.meta["recompute"] = SAVE if maker_of(node) in kept else RECOMPUTE
+        node.meta["recompute"] = SAVE if maker_of(node).name in kept else RECOMPUTE
+    save_leaving(joint.module.graph)
+
+
+def mark(program: Program, kept: Collection[str]) -> None:
+    """Mark what units save, the results of these operators, in a joint graph without marks of this pass."""
+    joint = program.phases["joint"]
+    _mark(joint, _unit_regions(joint, program.params.units), kept)
 
 
 def _unit_regions(joint: Phase, units: Sequence[str]) -> dict[Node, int]:
@@ -104,11 +114,29 @@ def _unit_call(node: Node, units: Sequence[str]) -> str:
     return next((key for key, (name, _) in stack.items() if unit and name == unit), "")
 
 
-def _within_budget(joint: Phase, regions: dict[Node, int], budget: float) -> set[Node]:
-    """The operators whose results to save: those that cost most time per byte to compute again.
+def ranked(program: Program) -> dict[str, int]:
+    """What the partitioner would save of units in a joint graph, see `_ranked`."""
+    joint = program.phases["joint"]
+    return _ranked(joint, _unit_regions(joint, program.params.units))
+
+
+def within_share(sizes: Mapping[str, int], share: float) -> set[str]:
+    """The first values that fit in a share of the bytes of all."""
+    room = int(share * sum(sizes.values()) + 0.01)  # bytes; what is a number of them may have been rounded
+    kept: set[str] = set()
+    for name, size in sizes.items():
+        if size <= room:
+            room -= size
+            kept.add(name)
+    return kept
+
+
+def _ranked(joint: Phase, regions: dict[Node, int]) -> dict[str, int]:
+    """Bytes of what the partitioner would save of regions, by operator: first what takes longest per byte to compute.
 
     The partitioner's own choice is the most there is to save. The cost of a value is that of the operators between it
-    and other saved values, on an H100; only ratios matter.
+    and other saved values, on an H100; only ratios matter. Of equal ones the last is first, as backward needs it first:
+    what the last unit saves takes no more memory than what it would compute again at once.
     """
     num_outputs = sum(not slot.is_of_backward for slot in joint.outputs)
     forward, _ = min_cut_partition(joint.clone().module, num_outputs)
@@ -125,13 +153,9 @@ def _within_budget(joint: Phase, regions: dict[Node, int], budget: float) -> set
     seconds = {maker: costs.compute(sorted(chain)) for maker, chain in chains.items()}
     states = {maker: sum(_state_bytes(n) for n in chain) for maker, chain in chains.items()}
     cost = {maker: max(0, size - states[maker]) for maker, size in saved.items()}
-    room = budget * sum(cost.values())
-    kept: set[Node] = set()
-    for maker in sorted(saved, key=lambda maker: -seconds[maker] / max(1, cost[maker])):
-        if cost[maker] <= room:
-            room -= cost[maker]
-            kept.add(maker)
-    return kept
+    place = {maker: index for index, maker in enumerate(saved)}
+    order = sorted(saved, key=lambda maker: (-seconds[maker] / max(1, cost[maker]), -place[maker]))
+    return {maker.name: cost[maker] for maker in order}
 
 
 def _state_bytes(node: Node) -> int:

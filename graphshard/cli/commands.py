@@ -159,7 +159,7 @@ def _add_explain_options(parser: Parser) -> None:
         "--activation",
         nargs="+",
         metavar="SAVED",
-        help='"none", "full", a share from 0 to 1, or operators to save: aten.mm.default,...',
+        help='"none", "full", "auto", a share from 0 to 1, or operators to save: aten.mm.default,...',
     )
     add("--offload", action="store_true", help="parameters, gradients and optimizer state on the host")
     add("--backend", choices=BACKENDS, default="inductor", help="eager runs each operator by itself")

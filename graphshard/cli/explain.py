@@ -241,11 +241,13 @@ def _reshard(text: str) -> bool | int | None:
 
 
 def _activation(text: str | None) -> Activation | None:
-    """ "none", "full", a number, or names of operators with commas between them."""
+    """ "none", "full", "auto", a number, or names of operators with commas between them."""
     if text is None or text == "none":
         return None
     if text == "full":
         return "full"
+    if text == "auto":
+        return "auto"
     if text.replace(".", "", 1).isdecimal():
         return float(text)
     return tuple(map(_operator, text.split(",")))
@@ -257,7 +259,8 @@ def _operator(name: str) -> OpOverload:
         found = getattr(found, part, None)
     if not isinstance(found, OpOverload):
         raise ArgumentError(
-            f"--activation must be full, a share from 0 to 1 or operators such as aten.mm.default, got {brief(name)}"
+            "--activation must be full, auto, a share from 0 to 1 or operators such as aten.mm.default, got "
+            f"{brief(name)}"
         )
     return found
 

@@ -160,11 +160,11 @@ def _decode_planner(data: Any, _: Any) -> Planner:
 
 
 def _decode_activation(data: Any, _: Any) -> Activation:
-    if isinstance(data, str) and data != "full":
-        raise ArgumentError(f"{data[:60]!r} is no activation policy")
     if isinstance(data, list):
         return tuple(_decode(item, OpOverload) for item in data)
-    return data if data == "full" else _CONVERTER.structure(data, float)
+    if isinstance(data, str) and data not in ("full", "auto"):
+        raise ArgumentError(f"{data[:60]!r} is no activation policy")
+    return data if data in ("full", "auto") else _CONVERTER.structure(data, float)
 
 
 # Times differ from run to run, and the texts of earlier stages have files of their own.

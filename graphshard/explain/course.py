@@ -68,6 +68,11 @@ class Course:
                 f"reshard_after_forward={options.reshard_after_forward} on a mesh with {name}: parameters of a stage "
                 "are gathered once a step, as with reshard_after_forward=False. Leave it out."
             )
+        if options.activation == "auto":
+            raise ArgumentError(
+                f'activation="auto" on a mesh with {name}: stages save as units of the whole model do. Give "full", a '
+                "share or operators."
+            )
         if self.training.pipeline != "interleaved":
             return
         rounds = rounds_of(ranks, self.microbatches)

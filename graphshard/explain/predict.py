@@ -52,6 +52,8 @@ def bound_of(program: Program, costs: Costs, plan: Plan | None, *, limit: int | 
     seconds = lower_bound(problem, limit=math.inf if limit is None else limit)
     if plan is not None and plan.kept and plan.prediction is not None:
         seconds = min(seconds, plan.prediction.lower_bound)
+    if program.bound is not None:
+        seconds = min(seconds, program.bound)
     return Bound(seconds, sum(chain.elapsed[-1] for chain in problem.chains if chain.name in program.phases))
 
 

@@ -23,7 +23,10 @@ def changed(study: Study, options: Options, training: Training, label: str = "")
     before = study.options
     if _equal(before, options, _CAPTURED) and is_local(before) == is_local(options):
         other._subjects = study._subjects
-        if _equal(before, options, _SHAPING):
+        alike = options.activation != "auto" or (
+            before.memory_limit == options.memory_limit and study.training == training
+        )
+        if alike and _equal(before, options, _SHAPING):
             other._before_plan, other._scheduled = study._before_plan, study._scheduled
             other._of_stages = study._of_stages
             other._known = study._known

@@ -67,7 +67,7 @@ from graphshard.options.pretended import Parallelize
 from graphshard.options.table import not_by_cost
 from graphshard.passes import MakePlan, OverlapCollectives, Pass
 from graphshard.pipeline.observe import Observer
-from graphshard.pipeline.pipeline import run_pass
+from graphshard.pipeline.pipeline import decided, run_pass
 from graphshard.pipeline.verify import verify
 from graphshard.schedule.known import Known, while_unchanged
 
@@ -154,7 +154,7 @@ class Study:
             raise ArgumentError(
                 "symbols: formulas are of one microbatch. Leave symbols, or accumulate and global_batch, out."
             )
-        before_plan = self._prepared(place, profile)
+        before_plan = self._prepared(place, Costs(profile, network))
         costs = Costs(profile, network, before_plan.mesh, dict(measured))
         subject = self._subjects[_whose(place)]
         found = self._predicted(
@@ -228,7 +228,7 @@ class Study:
         course.check(self.options, self.symbols)
         study = replace(self, options=replace(self.options, reshard_after_forward=False))
         study._subjects, study._before_plan = self._subjects, self._of_stages
-        whole = study._prepared(place, costs.profile)
+        whole = study._prepared(place, costs)
         subject = self._subjects[_whose(place)]
         blocks = blocks_of(subject.lists, subject.repeats, whole.model)
         stages = stages_of(whole, blocks, course, costs)
@@ -271,7 +271,7 @@ class Study:
                 run_pass(step, planned, self._observer(mesh, costs.profile.name))
         # Machines that are given the same schedule share what follows.
         schedule = replace(planned.plan, prediction=None).hash if planned.plan else ""
-        key = place, costs.profile.device, schedule
+        key = place, self._machine(costs), schedule
         if key not in self._scheduled:
             planned = _copy(planned)
             observer = self._observer(mesh)
@@ -300,9 +300,19 @@ class Study:
         known = None if not_by_cost(program.mesh, program.params) else costs
         return pipeline_of(self.options, program.mesh, known, optimizer_states=self.training.optimizer_states).passes
 
-    def _prepared(self, place: Place, profile: Profile) -> Program:
+    @property
+    def _decides(self) -> bool:
+        """Whether what units save depends on the machine."""
+        return self.options.activation == "auto"
+
+    def _machine(self, costs: Costs) -> str:
+        """What programs depend on of a machine."""
+        device = costs.profile.device
+        return f"{device} {costs.profile.hash} {costs.network}" if self._decides else device
+
+    def _prepared(self, place: Place, costs: Costs) -> Program:
         """The program as the planner gets it."""
-        key = place, profile.device
+        key = place, self._machine(costs)
         if key not in self._before_plan:
             device = device_given(self.device)
             with at_place(self.model, self.options, place, self.parallelize, device) as (model, spec):
@@ -310,7 +320,7 @@ class Study:
                     raise ArgumentError(
                         "symbols: there are no formulas of models with experts on an axis. Leave it out."
                     )
-                self._before_plan[key] = self._prepare_some(model, spec, self._subject(place, model), profile)
+                self._before_plan[key] = self._prepare_some(model, spec, self._subject(place, model), costs)
         return self._before_plan[key]
 
     def _subject(self, place: Place, model: nn.Module) -> Subject:
@@ -324,17 +334,17 @@ class Study:
             self._subjects[whose] = Subject(inputs, repeats, self.symbols or {}, level, show, device, lists)
         return self._subjects[whose]
 
-    def _prepare_some(self, model: nn.Module, spec: CaptureSpec, subject: Subject, profile: Profile) -> Program:
+    def _prepare_some(self, model: nn.Module, spec: CaptureSpec, subject: Subject, costs: Costs) -> Program:
         """Of a few blocks that stand for all, if that shows what all do."""
         if subject.repeats is not None:
             try:
-                return self._prepare(model, spec, subject, profile)
+                return self._prepare(model, spec, subject, costs)
             except (Uneven, GraphshardError) as error:
                 log.info("%s: every block is captured: %s", type(self.model).__name__, error)
                 subject.every_block()
-        return self._prepare(model, spec, subject, profile)
+        return self._prepare(model, spec, subject, costs)
 
-    def _prepare(self, model: nn.Module, spec: CaptureSpec, subject: Subject, profile: Profile) -> Program:
+    def _prepare(self, model: nn.Module, spec: CaptureSpec, subject: Subject, costs: Costs) -> Program:
         """Capture and the passes before the plan."""
         level, repeats = self.options.verify or "off", subject.repeats
         if repeats is not None:
@@ -344,12 +354,14 @@ class Study:
         if spec.groups:  # what is communicated along the axes was found by the capture
             rows, mesh = with_found(rows, captured.params, repeats), captured.mesh
         program, params = _copy(captured), rows if repeats is None else captured_rows(rows, repeats)
-        program = replace(program, params=params, mesh=mesh, device=torch.device(profile.device))
+        program = replace(program, params=params, mesh=mesh, device=torch.device(costs.profile.device))
         observer = self._observer(spec.mesh)
-        passes = self._passes(program, Costs(profile, mesh=program.mesh))
+        passes = self._passes(program, Costs(costs.profile, costs.network, program.mesh))
         before_plan = list(itertools.takewhile(lambda step: not isinstance(step, MakePlan), passes))
         # Overlapping moves compute from one block into the next, so it is for the whole program.
         of_blocks = list(itertools.takewhile(lambda step: not isinstance(step, OverlapCollectives), before_plan))
+        if self._decides:
+            of_blocks = list(decided(passes, program, observer.show)[: len(of_blocks)])
         for step in of_blocks:
             run_pass(step, program, observer)
         if repeats is not None:
@@ -379,7 +391,7 @@ def _whose(place: Place) -> Place | None:
 
 def is_local(options: Options) -> bool:
     """Whether what passes do to a block depends on its neighbours at most."""
-    by_budget = isinstance(options.activation, (int, float))
+    by_budget = isinstance(options.activation, (int, float)) or options.activation == "auto"
     return options.passes is None and not by_budget and options.dynamic_shapes is None
 
 

@@ -249,6 +249,8 @@ class Program:
         checks: of the outputs of forward that follow those of the module.
         state: what it reads and leaves on the module besides parameters and buffers.
         offloaded: shards, gradients and so optimizer state live on the host; graphs copy them to and from the device.
+        bound: seconds that a step takes at least, whatever else units save for backward, where that was decided
+            together with the plan; None where it was given.
     """
 
     phases: dict[str, Phase]
@@ -278,6 +280,7 @@ class Program:
     checks: tuple[Check | Condition, ...] = ()
     state: ModuleState = field(default_factory=ModuleState)
     offloaded: bool = False
+    bound: float | None = None
 
     @property
     def title(self) -> str:

@@ -36,7 +36,7 @@ VARIABLE = "GRAPHSHARD_EVERY_BLOCK"
 
 def repeats_of(module: nn.Module, spec: CaptureSpec, options: Options) -> Repeats | None:
     """Equal blocks of which a few are enough; None if there are none, or if options look at the model as a whole."""
-    by_budget = isinstance(options.activation, (int, float))
+    by_budget = isinstance(options.activation, (int, float)) or options.activation == "auto"
     whole = options.passes is not None or by_budget or options.dynamic_shapes is not None or bool(spec.followed)
     communicates = spec.tensor is not None or spec.experts is not None or bool(spec.extended)
     if whole or communicates or os.environ.get(VARIABLE) == "1":

@@ -30,7 +30,7 @@ from graphshard.pipeline.pipeline import Pipeline
 
 # Or a ShardPlacementResult, which torch has from 2.12 on.
 PlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | Any | None]
-Activation: TypeAlias = Literal["full"] | Sequence[OpOverload] | float
+Activation: TypeAlias = Literal["full", "auto"] | Sequence[OpOverload] | float
 DynamicShapes: TypeAlias = Mapping[str, Any] | Sequence[Any]
 
 

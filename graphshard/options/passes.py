@@ -24,6 +24,7 @@ from graphshard.options.options import Activation, Options
 from graphshard.passes import (
     ActivationCheckpointing,
     GatherInFloat8,
+    KeepGathered,
     MakePlan,
     Offload,
     Pass,
@@ -61,13 +62,17 @@ def pipeline_of(options: Options, mesh: Mesh, costs: Costs | None, *, optimizer_
     pipeline = with_activation(options.passes or Pipeline(), options.activation)
     if mesh.regather is not None:
         pipeline = with_regather(pipeline)
+    auto = options.activation == "auto"
     pipeline = with_planner(
         pipeline,
         costs,
         memory_limit=options.memory_limit,
         units_given=options.units is not None,
+        keep=auto,
         optimizer_states=optimizer_states,
     )
+    if auto and KeepGathered.name not in [step.name for step in pipeline]:
+        pipeline = pipeline.insert(KeepGathered(), after=MakePlan.name)
     return with_offload(pipeline) if isinstance(options.offload_policy, CPUOffloadPolicy) else pipeline
 
 
@@ -95,7 +100,13 @@ def profile_here(device: torch.device, hardware: Hardware | None) -> Profile | N
 
 
 def with_planner(
-    pipeline: Pipeline, costs: Costs | None, *, memory_limit: int | None, units_given: bool, optimizer_states: int = 2
+    pipeline: Pipeline,
+    costs: Costs | None,
+    *,
+    memory_limit: int | None,
+    units_given: bool,
+    keep: bool = False,
+    optimizer_states: int = 2,
 ) -> Pipeline:
     """The pipeline with a planner, unless it has one.
 
@@ -103,6 +114,7 @@ def with_planner(
         costs: None plans unit by unit, without costs.
         memory_limit: bytes; see `PlanByCost`.
         units_given: the user has named the units, so that nothing is split or joined.
+        keep: parameters may stay gathered between forward and backward.
         optimizer_states: tensors that the optimizer keeps for each parameter.
 
     Raises:
@@ -124,7 +136,7 @@ def with_planner(
     planner = PlanByCost(
         costs,
         memory_limit,
-        Constraints(units=units_given),
+        Constraints(units=units_given, keep=keep),
         optimizer_states=optimizer_states,
         worth=WORTH,
         worth_seconds=WORTH_SECONDS,
@@ -193,5 +205,6 @@ def with_activation(pipeline: Pipeline, activation: Activation | None) -> Pipeli
         return pipeline
     if isinstance(activation, (int, float)):
         return Pipeline((ActivationCheckpointing(float(activation)), *pipeline))
-    policy = activation if activation == "full" else tuple(sorted(activation, key=str))
-    return Pipeline((ActivationCheckpointing(policy), *pipeline))
+    if activation == "full" or activation == "auto":  # noqa: PLR1714  a literal to the type checker
+        return Pipeline((ActivationCheckpointing(activation), *pipeline))
+    return Pipeline((ActivationCheckpointing(tuple(sorted(activation, key=str))), *pipeline))

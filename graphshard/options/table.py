@@ -73,7 +73,7 @@ def capture_spec(
         mesh=mesh,
         units=units,
         precision=precision,
-        reshard_after_forward=_gathers_again(options.reshard_after_forward),
+        reshard_after_forward=_gathers_again(options),
         dims=check_placements(model, answers),
         ignored=ignored,
         known=known,
@@ -99,9 +99,15 @@ def capture_spec(
     )
 
 
-def _gathers_again(reshard_after_forward: bool | int | None) -> bool | None:
-    """Whether backward gathers parameters again, among however many ranks; None leaves it to each unit."""
-    return None if reshard_after_forward is None else reshard_after_forward is True or reshard_after_forward > 1
+def _gathers_again(options: Options) -> bool | None:
+    """Whether backward gathers parameters again, among however many ranks; None leaves it to each unit.
+
+    Where the plan decides what stays gathered, that may be any.
+    """
+    given = options.reshard_after_forward
+    if given is None:
+        return True if options.activation == "auto" else None
+    return given is True or given > 1
 
 
 def _with_regather(mesh: Mesh, reshard_after_forward: bool | int | None) -> Mesh:

@@ -33,6 +33,11 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     for name, check in CHECKS.items():
         check(options[name])
+    if options["activation"] == "auto" and options["memory_limit"] is None:
+        raise ArgumentError(
+            'activation="auto" is decided under a limit of memory. Give memory_limit= in bytes, such as what the '
+            "device has less what other things on it take."
+        )
     if options["activation"] is not None and options["passes"] is not None:
         name = ActivationCheckpointing.name
         if name in {step.name for step in options["passes"]}:
@@ -105,9 +110,9 @@ def _activation(value: Any) -> None:
                 )
         return
     share = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-    if not (value is None or (isinstance(value, str) and value == "full") or share):
+    if not (value is None or (isinstance(value, str) and value in ("full", "auto")) or share):
         raise ArgumentError(
-            "activation must be None, 'full', a list of operators to save, or the share of memory from 0 to 1 "
+            "activation must be None, 'full', 'auto', a list of operators to save, or the share of memory from 0 to 1 "
             f"that activations may take, got {brief(value)}."
         )
 

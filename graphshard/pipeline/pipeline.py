@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ from graphshard.ir.text import brief
 from graphshard.ir.wanted import still_wanted
 from graphshard.passes import (
     AccumulateGradients,
+    ActivationCheckpointing,
     Bucketing,
     DropUnusedTangents,
     InsertCollectives,
@@ -30,6 +31,7 @@ from graphshard.passes import (
     Reorder,
     ReshardAfterForward,
 )
+from graphshard.pipeline.decide import decide
 from graphshard.pipeline.observe import Observer
 from graphshard.schedule.by_unit import PlanByUnit
 
@@ -154,10 +156,28 @@ def run_pipeline(passes: Iterable[Pass], program: Program, observer: Observer) -
             partitioned = Partitioned(program.phases["backward"].clone(), left, frozenset(program.established))
         if not left:
             break
+        if isinstance(left[0], ActivationCheckpointing) and left[0].policy == "auto":
+            left = decided(left, program, observer.show)
         run_pass(left[0], program, observer)
         left = left[1:]
     observer.end(program)
     return partitioned
+
+
+def decided(passes: tuple[Pass, ...], program: Program, show: Callable[[str], None]) -> tuple[Pass, ...]:
+    """Passes whose first one is `ActivationCheckpointing("auto")`, with the share in its place; see `decide`.
+
+    Args:
+        show: told what is being done.
+    """
+
+    def run(steps: tuple[Pass, ...], candidate: Program) -> None:
+        quiet = Observer("off", most=0)
+        for step in steps:
+            run_pass(step, candidate, quiet)
+
+    show("decide what is saved")
+    return (decide(passes, program, run), *passes[1:])
 
 
 @collector_paused()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import logging
 import math
@@ -20,7 +21,7 @@ from graphshard.schedule.build import Built, Constraints, Settings, build
 from graphshard.schedule.by_unit import PlanByUnit, account, plan_scalars
 from graphshard.schedule.known import within_one_plan
 from graphshard.schedule.problem import Problem, Schedule
-from graphshard.schedule.solve import STEPS, Solution, Solver, one_ahead
+from graphshard.schedule.solve import STEPS, Solution, Solver, one_ahead, smallest_of
 from graphshard.schedule.ways import on_one_link, ways_of
 
 log = logging.getLogger(__name__)
@@ -100,9 +101,20 @@ class PlanByCost:
         if not all(on_one_link(here.costs, ways_of(program, phase)) for phase in program.phases.values()):
             return self._unplanned(program)
         settings = here._settings(program)
-        if not (self.worth or self.worth_seconds):
-            return here._shortest(program, settings).plan
-        return here._worthwhile(program, settings).plan
+        search = here._worthwhile if self.worth or self.worth_seconds else here._shortest
+        found = search(program, settings)
+        if program.bound is None:
+            return found.plan
+        return found.above(min(program.bound, found.seconds), found.prediction.stopped).plan
+
+    @within_one_plan()
+    def least(self, program: Program) -> tuple[int, float]:
+        """The least bytes in which a partitioned program runs, and seconds that it takes with any memory at least."""
+        here = replace(self, costs=replace(self.costs, mesh=program.mesh))
+        settings = here._settings(program)
+        together = replace(settings, constraints=replace(self.constraints, units=True))
+        problems = [build(program, here.costs, attempt).problem for attempt in dict.fromkeys((settings, together))]
+        return min(map(smallest_of, problems)), lower_bound(problems[0])
 
     def _unplanned(self, program: Program) -> Plan:
         """The plan by units, where transfers of a kind cost as on several links.
@@ -134,42 +146,51 @@ class PlanByCost:
     def _shortest(self, program: Program, settings: Settings) -> _Planned:
         """The best plan of all, or of those in which units travel together: a search may be better at fewer buckets."""
         together = replace(settings, constraints=replace(self.constraints, units=True))
-        best = self._planned(program, settings, Solver(self._limit, steps=self.steps))
-        if settings == together:
-            return best
-        try:
-            found = self._planned(program, together, Solver(self._limit, steps=self.steps))
-        except InfeasibleError:  # less fits if units travel together
-            return best
-        stopped = best.prediction.stopped or found.prediction.stopped
-        shorter = min(best, found, key=lambda planned: planned.seconds)
-        return shorter.above(min(best.bound, found.seconds), stopped)
+        found: dict[Settings, _Planned] = {}
+        refused: list[InfeasibleError] = []
+        for attempt in dict.fromkeys((settings, together)):
+            try:
+                found[attempt] = self._planned(program, attempt, Solver(self._limit, steps=self.steps))
+            except InfeasibleError as error:
+                refused.append(error)
+        if not found:
+            raise _least_of(refused)
+        shortest = min(found.values(), key=lambda planned: planned.seconds)
+        bound = found[settings].bound if settings in found else self._bound(program, settings, self._limit)
+        stopped = any(planned.prediction.stopped for planned in found.values())
+        return shortest.above(min(bound, shortest.seconds), stopped)
 
     def _worthwhile(self, program: Program, settings: Settings) -> _Planned:
         """FSDP2's order, or the best of its buckets, or the best of all, if that beats what comes before by enough."""
         together = replace(settings, constraints=replace(self.constraints, units=True))
-        best = self._planned(program, together, one_ahead)
+        ahead = functools.partial(one_ahead, limit=0 if self.memory_limit is None else self.memory_limit)
+        best = self._planned(program, together, ahead)
         # Without a limit what FSDP2's order takes is the limit.
         limit = self._limit if self.memory_limit is not None else best.prediction.peak_bytes
-        bound = min(best.bound, lower_bound(build(program, self.costs, settings).problem, limit=limit))
+        bound = min(best.bound, self._bound(program, settings, limit))
         fits = best.prediction.peak_bytes <= limit
         together_bound, stopped = best.bound, False
         change = self.worth_seconds * len(program.params.units)
+        refused: list[InfeasibleError] = []
         for attempt in dict.fromkeys((together, settings)):
             if fits and best.seconds <= max(bound * (1 + self.worth), bound + change):
                 break
             try:
-                found = self._planned(program, attempt, Solver(limit, steps=self.steps))
-            except InfeasibleError:
-                if not fits and attempt == settings:
-                    raise
+                found = self._planned(program, attempt, Solver(limit, exact_kept=0, steps=self.steps))
+            except InfeasibleError as error:
+                refused.append(error)
                 continue
             stopped |= found.prediction.stopped
             if attempt == settings:  # what is proven of all plans there, or by any of units
                 bound = max(bound, min(found.bound, together_bound))
             if not fits or best.seconds > max(found.seconds * (1 + self.worth), found.seconds + change):
                 best, fits = found, True
+        if not fits:
+            raise _least_of(refused)
         return best.above(min(bound, best.seconds), stopped)
+
+    def _bound(self, program: Program, settings: Settings, limit: float) -> float:
+        return lower_bound(build(program, self.costs, settings).problem, limit=limit)
 
     @property
     def _limit(self) -> float:
@@ -236,3 +257,8 @@ class PlanByCost:
                 f"prefetch names {unknown[0]!r}, which is no unit with parameters. The units are "
                 f"{', '.join(map(repr, program.params.units[:8]))}."
             )
+
+
+def _least_of(refused: list[InfeasibleError]) -> InfeasibleError:
+    """Of what no plan fits in, the error with the least bytes that one needs."""
+    return min(refused, key=lambda error: error.smallest)

@@ -71,7 +71,7 @@ class Solver:
         Raises:
             InfeasibleError: no schedule fits in the limit; it has the least bytes one needs.
         """
-        smallest = _smallest(problem)
+        smallest = smallest_of(problem)
         if smallest > self.limit:
             raise InfeasibleError(
                 f"no schedule fits in a memory_limit of {self.limit:,.0f} bytes. The least possible is {smallest:,} "
@@ -84,7 +84,7 @@ class Solver:
         choices = list(self._choices(problem))
         for index, kept in enumerate(choices):
             with_kept = problem.keep(kept)
-            if _smallest(with_kept) > self.limit:
+            if smallest_of(with_kept) > self.limit:
                 continue
             if best is not None and lower_bound(with_kept, kept=frozenset()) >= best[0] * (1 - 1e-12):
                 continue
@@ -112,7 +112,7 @@ class Solver:
     def _choices(self, problem: Problem) -> Iterator[frozenset[str]]:
         """What may stay gathered: every choice of few; of many the last ones of forward, the first of backward."""
         yield frozenset()
-        names = [g.name for g in reversed(problem.chains[0].gathers) if g.name in problem.keepable]
+        names = _to_keep(problem)
         if len(names) <= self.exact_kept:
             sizes = range(1, len(names) + 1)
             yield from (frozenset(c) for size in sizes for c in itertools.combinations(names, size))
@@ -124,15 +124,37 @@ class Solver:
                 yield frozenset(names[:k])
 
     def _fits(self, problem: Problem, names: Sequence[str]) -> bool:
-        return _smallest(problem.keep(frozenset(names))) <= self.limit
+        return smallest_of(problem.keep(frozenset(names))) <= self.limit
 
 
-def one_ahead(problem: Problem) -> Solution:
-    """FSDP2's order: a gather starts when the one before it has arrived; a reduction ends when the next one starts."""
-    found = (simple.one_ahead(chain, second=problem.link_of(chain).all_reduce is not None) for chain in problem.chains)
-    schedule = Schedule(tuple(found))
+def _to_keep(problem: Problem) -> list[str]:
+    """What may stay gathered, the last one of forward first: backward lets go of it first."""
+    return [g.name for g in reversed(problem.chains[0].gathers) if g.name in problem.keepable]
+
+
+def one_ahead(problem: Problem, limit: float = 0) -> Solution:
+    """FSDP2's order: a gather starts when the one before it has arrived; a reduction ends when the next one starts.
+
+    Args:
+        limit: bytes in which as much as may stays gathered.
+    """
+    names, most = _to_keep(problem), 0
+    above = len(names) + 1
+    while above - most > 1:
+        middle = (most + above) // 2
+        if _one_ahead(problem, frozenset(names[:middle])).peak <= limit:
+            most = middle
+        else:
+            above = middle
+    return _one_ahead(problem, frozenset(names[:most]))
+
+
+def _one_ahead(problem: Problem, kept: frozenset[str]) -> Solution:
+    keeping = problem.keep(kept)
+    found = (simple.one_ahead(chain, second=problem.link_of(chain).all_reduce is not None) for chain in keeping.chains)
+    schedule = Schedule(tuple(found), kept)
     timeline = simulate(problem, schedule)
-    return Solution(schedule, timeline.step_seconds, lower_bound(problem, kept=frozenset()), timeline.peak)
+    return Solution(schedule, timeline.step_seconds, lower_bound(problem), timeline.peak)
 
 
 def smallest_peak(chain: Chain, link: Link) -> int:
@@ -140,7 +162,8 @@ def smallest_peak(chain: Chain, link: Link) -> int:
     return _laziest(chain, link).peak
 
 
-def _smallest(problem: Problem) -> int:
+def smallest_of(problem: Problem) -> int:
+    """The least bytes in which all chains of a problem can run, if nothing stays gathered that need not."""
     return max(smallest_peak(chain, problem.link_of(chain)) for chain in problem.chains)
 
 

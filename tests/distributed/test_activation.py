@@ -275,3 +275,45 @@ def _policy_in_inductor(rank: int, world_size: int) -> None:
 def test_random_numbers_are_drawn_again_in_inductor(ranks: Ranks) -> None:
     """The masks of FSDP2's operators; no region falls back to those."""
     ranks(2).run(_policy_in_inductor)
+
+
+class _Wide(nn.Module):
+    """Blocks that save much more than they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 6)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 65), nn.GELU(), nn.Linear(65, 6)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.layers:
+            x = x + block(x)
+        return x
+
+
+def _decided(rank: int, world_size: int) -> None:
+    """Under the least limit there is, and under a loose one."""
+    torch.manual_seed(0)
+    model = _Wide()
+
+    def ours(limit: int) -> nn.Module:
+        made = copy.deepcopy(model)
+        return graphshard.compile(made, world_mesh(), backend="eager", activation="auto", memory_limit=limit)
+
+    with pytest.raises(graphshard.InfeasibleError, match=r"no choice of activation=.auto. takes less") as error:
+        ours(1)(_batch(rank, 0))
+    seen = []
+    for limit in (error.value.smallest, 10 * error.value.smallest):
+        pair = ours(limit), fsdp2(copy.deepcopy(model), world_mesh())
+        _train(pair, rank)
+        (program,) = graphshard.programs(pair[0])
+        assert program.plan is not None
+        assert program.plan.prediction is not None
+        assert program.plan.prediction.peak_bytes <= limit
+        seen.append(sum(sum(row.recomputed.values()) for row in program.saved))
+    assert seen[0] > seen[1]
+
+
+def test_one_decision_for_memory_equals_fsdp2(ranks: Ranks) -> None:
+    ranks(2).run(_decided)

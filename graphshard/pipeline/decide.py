@@ -1,0 +1,247 @@
+"""One decision for memory: what units save, what backward computes again or gathers again, under one limit.
+
+    values of units    dearest per byte first    v7 v3 v3' v1 | v5 v2 ...
+                                                 saved        | computed again
+    each border        partition -> plan under the limit, which keeps gathered what fits -> seconds of a step
+
+What is saved leaves less for gathered parameters, and for what is gathered ahead. So each border (`shares`) is planned
+as if it were given, and the shortest predicted step is taken. The order is that of the knapsack's relaxation: no other
+values of as many bytes take less to compute again, as the costs of operators add up.
+
+* **Peaks grow along the order**, as more is saved, and compute falls. So the last border that fits is found by halving,
+  and none behind it is planned. Before it fewer bytes are saved, in steps that double, until what the step takes at
+  least, with any memory, is no less than the best step so far. Around that the search goes on by halving.
+* **The bound** is that of the first border that does not fit, with any memory for gathered parameters. What fits saves
+  less, and so computes no less.
+* **With few borders all are planned** (`exact`), with more nine: a plan of a deep model takes seconds.
+* **Ranks**: the first one decides, as it plans (`schedule/agreed.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+from graphshard.ir.errors import ArgumentError, InfeasibleError
+from graphshard.ir.plan import Prediction
+from graphshard.ir.program import Program
+from graphshard.passes import ActivationCheckpointing, MakePlan, Pass
+from graphshard.passes.activation_checkpointing import mark, ranked, within_share
+from graphshard.schedule.agreed import AgreedPlanner
+from graphshard.schedule.by_cost import PlanByCost
+
+log = logging.getLogger(__name__)
+
+# With so many borders, or fewer, all are planned.
+EXACT = 12
+# Of more borders so many.
+_PLANS = 9
+# Borders at which the least memory is looked for, where neither the first nor the last one fits.
+_GRID = 9
+# Borders are not told apart where they save less than this part of the limit more.
+_FINE = 1 / 256
+
+# Partitioned programs that are held for their plans.
+_HELD = 3
+
+# Runs passes over a program.
+Run = Callable[[tuple[Pass, ...], Program], None]
+
+
+def decide(passes: tuple[Pass, ...], program: Program, run: Run) -> ActivationCheckpointing:
+    """What the first of the passes, `ActivationCheckpointing("auto")`, is to be; `program.bound` is set.
+
+    Raises:
+        ArgumentError: the passes have no planner with a limit of memory.
+        InfeasibleError: no choice fits in the limit; it has the least bytes that one needs.
+    """
+    at = next((index for index, step in enumerate(passes) if isinstance(step, MakePlan)), len(passes))
+    planner = getattr(passes[at], "planner", None) if at < len(passes) else None
+    agreed = planner if isinstance(planner, AgreedPlanner) else None
+    by_cost = agreed.planner if agreed is not None else planner
+    if not isinstance(by_cost, PlanByCost) or by_cost.memory_limit is None:
+        raise ArgumentError(
+            'activation="auto" is decided under a limit of memory, by costs. Give memory_limit= in bytes, and leave '
+            "planners out of passes."
+        )
+    if "joint" not in program.phases:
+        return ActivationCheckpointing(1.0)
+
+    def make() -> dict[str, Any]:
+        try:
+            # One budget for the searches of all plans; the plan that follows has it for itself.
+            searching = replace(by_cost, steps=by_cost.steps // _PLANS)
+            share, bound = Search(program, passes[1:at], searching, run).best()
+        except InfeasibleError as error:
+            return {"error": str(error), "smallest": error.smallest}
+        return {"share": share, "bound": bound}
+
+    made = make() if agreed is None else agreed.share(program, make)
+    if "error" in made:
+        raise InfeasibleError(made["error"], made["smallest"])
+    program.bound = made["bound"]
+    return ActivationCheckpointing(made["share"])
+
+
+@dataclass
+class Search:
+    """For the best border.
+
+    Attributes:
+        program: the joint graph.
+        between: passes behind `activation-checkpointing` and before the plan.
+        planner: has a limit of memory.
+        run: runs passes.
+        exact: with at most so many borders all are planned.
+    """
+
+    program: Program
+    between: tuple[Pass, ...]
+    planner: PlanByCost
+    run: Run
+    exact: int = EXACT
+    shares: tuple[float, ...] = field(init=False)
+    _sizes: dict[str, int] = field(init=False)
+    _found: dict[int, Program] = field(default_factory=dict, init=False)
+    _least: dict[int, tuple[int, float]] = field(default_factory=dict, init=False)
+    _planned: dict[int, Prediction] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._sizes = ranked(self.program)
+        total = sum(self._sizes.values())
+        sums = (size / total for size in itertools.accumulate(self._sizes.values()) if 0 < size < total)
+        self.shares = tuple(dict.fromkeys((0.0, *sums, 1.0)))
+
+    def best(self) -> tuple[float, float]:
+        """The share to save, and seconds that no choice takes less than.
+
+        Raises:
+            InfeasibleError: none fits.
+        """
+        last = len(self.shares) - 1
+        most = self._most()
+        for index in itertools.islice(self._tried(most), max(self.exact, _PLANS)):
+            self.planned(index)
+        best = self._shortest_at()
+        found = self.planned(best)
+        log.info(
+            "of %d borders %d were planned: %.0f%% of what is not computed again otherwise is saved, predicted step "
+            "%.3f ms, peak %d bytes",
+            last + 1,
+            len(self._planned),
+            100 * self.shares[best],
+            1e3 * found.step_seconds,
+            found.peak_bytes,
+        )
+        return self.shares[best], self.least(min(most + 1, last))[1]
+
+    def least(self, index: int) -> tuple[int, float]:
+        """The least bytes that a border needs, and the least seconds that it takes with any memory."""
+        if index not in self._least:
+            self._least[index] = self.planner.least(self._partitioned(index))
+        return self._least[index]
+
+    def planned(self, index: int) -> Prediction:
+        """What the plan at a border that fits is predicted to take."""
+        if index not in self._planned:
+            prediction = self.planner(self._partitioned(index)).prediction
+            assert prediction is not None, "a plan by cost has a prediction"
+            self._planned[index] = prediction
+        return self._planned[index]
+
+    def _partitioned(self, index: int) -> Program:
+        """The program as the planner gets it."""
+        if index not in self._found:
+            phases = {name: phase.clone() for name, phase in self.program.phases.items()}
+            copy = replace(self.program, phases=phases, history=[], established=set(self.program.established))
+            if index + 1 < len(self.shares):
+                mark(copy, within_share(self._sizes, self.shares[index]))
+            self.run(self.between, copy)
+            self._found = {**dict(list(self._found.items())[-_HELD:]), index: copy}
+        return self._found[index]
+
+    def _fits(self, index: int) -> bool:
+        limit = self.planner.memory_limit
+        return limit is None or self.least(index)[0] <= limit
+
+    def _most(self) -> int:
+        """The last border that fits."""
+        last = len(self.shares) - 1
+        if self._fits(last):
+            return last
+        if len(self.shares) <= self.exact:
+            fit = list(filter(self._fits, range(last)))
+            return fit[-1] if fit else self._refuse(range(last + 1))
+        fitting, above = 0, last
+        if not self._fits(0):
+            # What the last units save is there at once when they compute it again, so a few values may cost nothing.
+            grid = sorted({*range(self.exact), *(self._near(step / (_GRID - 1)) for step in range(_GRID))})
+            fit = list(filter(self._fits, grid))
+            fitting = fit[-1] if fit else self._refuse(grid)
+            above = next((index for index in grid if index > fitting), last)
+        while above - fitting > 1 and self._differ(fitting, above):
+            middle = self._between(fitting, above)
+            if self._fits(middle):
+                fitting = middle
+            else:
+                above = middle
+        return fitting
+
+    def _between(self, fitting: int, above: int) -> int:
+        """The border at which, between two, the limit is met if bytes grow evenly; nearer the middle than the ends."""
+        low, high, limit = self.least(fitting)[0], self.least(above)[0], self.planner.memory_limit or 0
+        part = min(max((limit - low) / max(1, high - low), 0.1), 0.9)
+        share = self.shares[fitting] + part * (self.shares[above] - self.shares[fitting])
+        return min(max(self._near(share), fitting + 1), above - 1)
+
+    def _near(self, share: float) -> int:
+        return min(range(len(self.shares)), key=lambda index: abs(self.shares[index] - share))
+
+    def _differ(self, index: int, other: int) -> bool:
+        """Whether two borders save so much more or less that it is worth telling them apart."""
+        return abs(self.least(index)[0] - self.least(other)[0]) > _FINE * (self.planner.memory_limit or 0)
+
+    def _tried(self, most: int) -> Iterator[int]:
+        """The borders to plan, the last that fits first."""
+        if len(self.shares) <= self.exact:
+            yield from (index for index in range(most, -1, -1) if self._fits(index))
+            return
+        yield most
+        lowest, distance = most, max(1, most // 16)
+        while lowest > 0 and most - lowest <= max(most // 4, 4 * (most - self._shortest_at())):
+            lowest = max(0, most - distance)
+            distance *= 2
+            if self.least(lowest)[1] >= self._shortest():
+                break
+            if self._fits(lowest):
+                yield lowest
+        width = max(most // 16, (most - self._shortest_at()) // 2)
+        while width > 0:
+            best = self._shortest_at()
+            yield from filter(self._promises, (i for i in (best - width, best + width) if 0 <= i <= most))
+            width //= 2
+
+    def _promises(self, index: int) -> bool:
+        return index not in self._planned and self._fits(index) and self.least(index)[1] < self._shortest()
+
+    def _shortest_at(self) -> int:
+        """The best border so far; of equal ones that at which more is saved."""
+        return min(sorted(self._planned, reverse=True), key=lambda index: self._planned[index].step_seconds)
+
+    def _shortest(self) -> float:
+        return self._planned[self._shortest_at()].step_seconds
+
+    def _refuse(self, borders: Iterable[int]) -> NoReturn:
+        """Raise the planner's error at the border that needs least."""
+        index = min(borders, key=lambda index: self.least(index)[0])
+        try:
+            self.planner(self._partitioned(index))
+        except InfeasibleError as error:
+            raise InfeasibleError(
+                f'{error} That is with activation={self.shares[index]:.3g}; no choice of activation="auto" takes less.',
+                error.smallest,
+            ) from None
+        raise AssertionError("the planner fits where its least does not")
