@@ -7,11 +7,9 @@ by call, as in-process programs are.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from graphshard.codec.values import encode, short_name
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.params import ParamTable
+from graphshard.ir.surroundings import instruction_set
 
 # Fields of a parameter's row that the model decides, in the order in which they are compared, and what they are called.
 MODEL_FIELDS = {
@@ -31,8 +30,6 @@ MODEL_FIELDS = {
     "order": "memory layout",
     "split": "placement on the tensor axis",
 }
-# Of x86 and ARM: what compilers told to generate code for this very processor make use of.
-_EXTENSIONS = ("avx", "amx", "sse", "fma", "f16c", "bmi", "vaes", "gfni", "sve", "asimd", "bf16", "i8mm")
 _REMEDY = {
     "graphshard": "Install that version, or export again with this one.",
     "torch": "Install that version, or export again with this one.",
@@ -92,15 +89,6 @@ def environment(device: torch.device, *, native: bool) -> dict[str, Any]:
         "matmul_precision": torch.get_float32_matmul_precision() if native else None,
         "deterministic": torch.are_deterministic_algorithms_enabled() if native else None,
     }
-
-
-def instruction_set() -> dict[str, str]:
-    """The processor's architecture, what ATen uses of it, and the vector extensions that compilers may use."""
-    found = {"machine": platform.machine(), "vectors": torch.backends.cpu.get_cpu_capability()}
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
-    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
-    return found | {flag: "yes" for flag in sorted(flags.split()) if flag.startswith(_EXTENSIONS)}
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:

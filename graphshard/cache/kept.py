@@ -23,6 +23,7 @@ from graphshard.cache.watching import Ran, watching
 from graphshard.capture.signature import Signature
 from graphshard.codec.lowered import decode_lowered, decode_region, encode_lowered, encode_region
 from graphshard.codec.partitioned import decode_partitioned, encode_partitioned
+from graphshard.ir import checked_files
 from graphshard.ir.program import Program
 from graphshard.lower.libraries import KeptRegion, Kernels
 from graphshard.lower.operators import compile_eager, compile_operators
@@ -108,7 +109,7 @@ class Search:
             return None
         for path in paths:
             try:
-                _, members = entries.read(path)
+                _, members = checked_files.read(path)
                 why = self._misfit(path, members)
                 if why:
                     log.debug("cache: %s does not fit: %s", path.name, why)
@@ -117,13 +118,13 @@ class Search:
             except FileNotFoundError:  # another job has removed it
                 continue
             except Exception as error:
-                removed = entries.remove(path)
+                removed = checked_files.remove(path)
                 what = "removed, and the program is compiled again" if removed else _REMEDY
                 self.cache.warn("cache: %s: %s: %s. It is %s", path, type(error).__name__, error, what)
                 continue
             why = self._state_misfit(kept.program)
             if not why:
-                entries.touch(path)
+                checked_files.touch(path)
                 log.info("cache: %s found in %s in %.2f s", self._label, path, time.perf_counter() - start)
                 return kept
         log.info("cache: %s is not in %s: %s", self._label, self.cache.directory, why or self._difference())
@@ -191,7 +192,7 @@ class Search:
         for entry in entries.entries(self.cache.directory):
             if entry.facts.get("model") == self.facts["model"] and entry.facts.get("key") != self.key:
                 with contextlib.suppress(Exception):
-                    facts = json.loads(entries.read(entry.path)[1]["made_of.json"])["facts"]
+                    facts = json.loads(checked_files.read(entry.path)[1]["made_of.json"])["facts"]
                     names = [name for name in self.facts if facts.get(name) != self.facts[name]]
                     return f"{', '.join(names)}: another than in {entry.path.name}"
         return "nothing was kept of this model"
@@ -252,7 +253,7 @@ class Search:
             "graphshard": self.facts["versions"]["graphshard"],
             "inputs": [f"{shape[2]}{list(shape[0])}" for shape in self.signature.inputs if len(shape) == 4],
         }
-        entries.write(path, facts, members)
+        checked_files.write(path, facts, members)
         removed = entries.shrink(self.cache.directory, self.cache.limit, path)
         log.info("cache: %s kept in %s%s", self._label, path, f", {removed} older removed" if removed else "")
         return ""

@@ -66,6 +66,7 @@ __all__ = [
     "hint",
     "hooks_of_all_modules",
     "inductor_cache",
+    "keeps_code",
     "load_package",
     "min_cut_partition",
     "modes_of_functions",
@@ -323,6 +324,12 @@ def changed_settings() -> dict[str, str]:
                 if value is not entry.default and value != entry.default:
                     found[f"{module.__name__}.{name}"] = repr(value)
     return dict(sorted(found.items()))
+
+
+def keeps_code() -> bool:
+    """Whether Inductor keeps the code that it generates, and nobody wants to see how it does."""
+    settings: Any = inductor_config
+    return bool(settings.fx_graph_cache and not settings.force_disable_caches and not settings.trace.enabled)
 
 
 def modes_of_functions() -> list[str]:

@@ -13,10 +13,13 @@ is compiled with.
   layers would cost milliseconds otherwise.
 * **Random operators stay torch's own** in Inductor's regions (`fallback_random`), so dropout draws what eager mode
   draws.
+* **Code is kept under the text of its region** (`store.py`), beside Inductor's cache. That cache is asked with a graph
+  in its decompositions: to import Inductor, to trace 11 regions and to hash them takes 2 s of CPU, and finding them by
+  their text 0.1 s. The name of a file holds what else the code depends on, the lowering's own source included. What is
+  not kept so is found in Inductor's graph cache, which wants a tracing context, as it has in `torch.compile`.
 * **Ranks of a machine share compilation.** Each takes a share of the regions, by locks, and finds what others have
-  compiled in Inductor's cache (`shares.py`): its graph cache, which wants a tracing context, as it has in
-  `torch.compile`. Nothing is handed from rank to rank, so ranks may have other regions, other compilers or no cache in
-  common.
+  kept (`shares.py`). Nothing is handed from rank to rank, so ranks may have other regions, other compilers or no cache
+  in common.
 * **Kernels of several regions are compiled in one run** (`together.py`). Reading the header, starting the compiler and
   linking take 0.44 s of 0.63 for a kernel (the example's 36 kernels: 22 s of CPU one by one, 2.4 s in one run). The
   text of kernels and all options stay Inductor's. The instructions of 35 of the example's kernels were compared,
@@ -25,7 +28,7 @@ is compiled with.
   tried.
 * **What Inductor does once begins early** (`cpp_internals.begin`), in a thread beside the capture: it asks compiler and
   CPU for their vector instructions, with a file for each set of them, and compiles the header of its kernels. If the
-  best set works, the others are not tried.
+  best set works, the others are not tried. Where code of regions is kept it begins with the first that is not.
 * **What lies in Inductor's cache is not trusted** (`damage.py`). It is there, so Inductor never makes it again, and to
   load a library that a crash has cut short ends the process.
 * **A package for each region, called by torch's own C++ loader** (`AOTIModelPackageLoader.boxed_run`). So loading a

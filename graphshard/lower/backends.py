@@ -8,27 +8,25 @@ from typing import Literal
 import torch
 
 from graphshard.ir.program import Region
-from graphshard.lower.operators import compile_eager
+from graphshard.lower.operators import compile_eager, compile_operators, num_kernels
 from graphshard.lower.regions import Compiled, Compiler
+from graphshard.lower.store import store_here
 
 Backend = Literal["inductor", "eager"]
 
 
 def compiler_for(backend: Backend) -> Compiler:
     """What `lower` compiles regions with."""
-    if backend == "eager":
-        return _all_eager
-    from graphshard.lower import inductor  # takes seconds to import, and not every process needs it
-
-    return inductor.compile_all
+    return _all_eager if backend == "eager" else _inductors
 
 
 def begin_compiling(backend: Backend, device: torch.device) -> None:
     """Start what a backend does once before it compiles, beside other work; returns at once.
 
-    It takes a few seconds of a core with an empty cache, and one otherwise.
+    It takes a few seconds of a core with an empty cache, and one otherwise. Where regions were kept nothing is begun:
+    there may be nothing to compile.
     """
-    if backend == "inductor" and device.type == "cpu":
+    if backend == "inductor" and device.type == "cpu" and not store_here():
         from graphshard.lower import cpp_internals
 
         cpp_internals.begin()
@@ -37,3 +35,19 @@ def begin_compiling(backend: Backend, device: torch.device) -> None:
 def _all_eager(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
     for name, region in regions.items():
         yield name, compile_eager(region)
+
+
+def _inductors(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
+    """What was kept, and then what has to be compiled."""
+    store, missing = store_here(), {}
+    for name, region in regions.items():
+        if num_kernels(region.module) == 1:
+            yield name, compile_operators(region)
+        elif (found := store.find(region)) is not None:
+            yield name, found
+        else:
+            missing[name] = region
+    if missing:
+        from graphshard.lower import inductor  # takes a second to import, and not every process needs it
+
+        yield from inductor.compile_all(missing, show)

@@ -46,13 +46,14 @@ from graphshard.lower.operators import compile_operators, num_kernels, outputs_o
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import Boxed, Compiled
 from graphshard.lower.shares import claims, cores_here, place_here, shares_of
+from graphshard.lower.store import Store, store_here
 from graphshard.lower.unknown import sums_as_sizes
 
 log = logging.getLogger(__name__)
 
 
 def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
-    """Compile each region once per machine: its ranks take shares of them, and meet in Inductor's cache."""
+    """Compile each region once per machine: its ranks take shares of them, and find what others have kept."""
     place, ranks = place_here()
     cores = cores_here()
     shares = shares_of({name: len(region.module.graph.nodes) for name, region in regions.items()}, min(ranks, cores))
@@ -60,19 +61,26 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
     keys = {name: region.key for name, region in regions.items()}
     numbers = itertools.count(1)
     with writable_cache() as cache, Batch(max(1, min(cores // ranks, config.compile_threads or 1))) as batch:
-        locks = Path(cache, "graphshard-locks")
+        locks, store = Path(cache, "graphshard-locks"), store_here()
         for claim in claims([*shares[first:], *shares[:first]], keys, locks, show):
             with claim:
                 begun = {}
                 for name in claim.names:
                     show(f"compile {name}, {next(numbers)} of {len(regions)}")
-                    begun[name] = generate(regions[name], name, batch)
+                    begun[name] = _kept_or_generated(store, regions[name], name, batch)
                     still_wanted()
                 batch.submit()
                 for name, finish in begun.items():
                     made = finish()
+                    store.keep(regions[name], kernels_of(made), getattr(made, "source_code", ""))
                     claim.release(name)
                     yield name, made
+        store.shrink()
+
+
+def _kept_or_generated(store: Store, region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
+    found = store.find(region)  # another rank may have put it there
+    return generate(region, name, batch) if found is None else lambda: found
 
 
 def compile_inductor(region: Region, name: str) -> Boxed:

@@ -96,13 +96,16 @@ def _globals_of(code: CodeType) -> set[str]:
 class KeptRegion:
     """Runs the code of a region; it is loaded at once, so that what is wrong with it is found before it is needed.
 
+    Args:
+        source_code: what is shown of it; by default the code that runs, without that of kernels.
+
     Raises:
         ImportError, SyntaxError, ...: it cannot be loaded.
     """
 
-    def __init__(self, key: str, kernels: Kernels) -> None:
+    def __init__(self, key: str, kernels: Kernels, source_code: str = "") -> None:
         self.kernels = kernels
-        self.source_code = kernels.source
+        self.source_code = source_code or kernels.source
         names: dict[str, Any] = {"extern_kernels": _ExternKernels(), "__name__": f"graphshard_region_{key}"}
         names |= _loaded(key, kernels.libraries)
         exec(compile(kernels.source, f"<region {key}>", "exec"), names)

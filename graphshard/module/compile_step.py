@@ -108,8 +108,7 @@ class CompiledStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train one step; returns the loss, or for several microbatches a tensor of their losses."""
-        params = dict.fromkeys(self._model.parameters())
-        check_step(self._optimizer, params)
+        check_step(self._optimizer, self._model)
         self._updates.begin()
         if self._accumulate == 1:
             return self._last(self._loss_of(args, kwargs))

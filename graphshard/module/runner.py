@@ -151,14 +151,13 @@ class Runner:
         tracer = self.tracer
         if not tracer.name:  # the model's own runner does it for its entries
             self._follow_unsharded(tracer)
-        for ref in tracer.params:
-            ref.check()
+        params = [ref.checked() for ref in tracer.params]
         for alias in self.aliases:
             alias.check()
         leaves, structure = pytree.tree_flatten((args, kwargs))
         check_not_transformed(leaves)
         leaves = tracer.on_device(leaves, structure)
-        signature = tracer.signature(module, leaves, structure)
+        signature = tracer.signature(module, leaves, structure, params)
         if not self.materialized:
             check_materialized(module, tracer.params, tracer.spec.device, tracer.storage.device)
             self.materialized = True

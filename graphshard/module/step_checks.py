@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.optim import optimizer as of_optimizers
 
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.text import brief
+from graphshard.runtime.shown_parameter import behind
 from graphshard.runtime.updates import ELEMENTWISE, is_elementwise, is_whole
 
 # Whose updates fail on parameters that are sharded.
@@ -36,14 +36,14 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise UnsupportedError(
             f"compile_step: optimizer: the step of {_name(optimizer)} was replaced by {_place(replaced)}. {_SEPARATELY}"
         )
-    check_step(optimizer, set(model.parameters()))
+    check_step(optimizer, model)
 
 
-def check_step(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
+def check_step(optimizer: Optimizer, model: nn.Module) -> None:
     """What may have changed since: hooks, options of groups, parameters.
 
     Raises:
-        ArgumentError: a parameter is not among these, those of the model.
+        ArgumentError: a parameter is not the model's.
         UnsupportedError: there are hooks, or an option that needs the separate step.
     """
     hooks = (
@@ -57,6 +57,7 @@ def check_step(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
             f"compile_step: optimizer: a hook is registered on the step of {_name(optimizer)}, {_place(hooks[0])}, "
             f"and there is no one moment at which it would run. Remove it, or: {_SEPARATELY}"
         )
+    owned = _ids_of_parameters(model)
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise UnsupportedError(
@@ -64,12 +65,17 @@ def check_step(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
                 f"are not differentiated. Leave it out, or: {_SEPARATELY}"
             )
         for index, param in enumerate(group["params"]):
-            if param not in params:
+            if id(param) not in owned:
                 raise ArgumentError(
                     f"optimizer: parameter {index} of group {number}, of shape {list(param.shape)}, is not the "
                     "model's. Make the optimizer of model.parameters() after graphshard.compile, and one for each "
                     "model."
                 )
+
+
+def _ids_of_parameters(model: nn.Module) -> set[int]:
+    """Of all that the model has; `parameters()` puts names together, which takes most of its time."""
+    return {id(behind(param)) for module in model.modules() for param in module._parameters.values()}
 
 
 def check_scaler(scaler: Any) -> None:

@@ -26,7 +26,7 @@ from graphshard.capture.variables import relied_on
 from graphshard.ir.classes import users_class
 from graphshard.ir.collector import collector_paused
 from graphshard.ir.errors import DivergenceError, GraphshardError, PeerError
-from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.params import ParamRow, ParamTable, Settings
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import Uneven
 from graphshard.ir.state import Place
@@ -70,6 +70,8 @@ class Tracer:
     compiled: dict[str, RegionCall] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
     _modes: Modes | None = field(default=None, init=False, repr=False)
+    # Of the parameters that they were found for.
+    _settings: tuple[tuple[ParamRef, ...], tuple[Settings, ...]] | None = field(default=None, init=False, repr=False)
     _every_block: bool = field(default=False, init=False, repr=False)
 
     @collector_paused()
@@ -194,12 +196,24 @@ class Tracer:
             if mesh is not None and is_extended(ref.param)
         }
 
-    def signature(self, module: nn.Module, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Signature:
-        """The signature of a call with these input leaves."""
+    def signature(
+        self,
+        module: nn.Module,
+        leaves: Sequence[Any],
+        structure: pytree.TreeSpec,
+        params: Sequence[nn.Parameter] | None = None,
+    ) -> Signature:
+        """The signature of a call with these input leaves.
+
+        Args:
+            params: the parameters as they are now, where they are at hand: to find one takes longer than to ask it.
+        """
         device_type = self.spec.device.type
         if self._modes is None or self._modes.root is not module:
             self._modes = Modes(module)
-        params = [ref.param for ref in self.params]  # to find one takes longer than to ask it
+        params = [ref.param for ref in self.params] if params is None else params
+        if self._settings is None or self._settings[0] is not self.params:
+            self._settings = self.params, tuple(ref.row.settings for ref in self.params)
         return Signature(
             structure=structure,
             inputs=tuple(leaf_key(leaf) for leaf in leaves),
@@ -208,7 +222,7 @@ class Tracer:
             autocast=torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
             params=tuple((param.requires_grad, param.dtype) for param in params),
             extended=relied_on((param, ref.owner) for param, ref in zip(params, self.params)),
-            settings=tuple(ref.row.settings for ref in self.params),
+            settings=self._settings[1],
         )
 
     def on_device(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:

@@ -52,7 +52,7 @@ class Taker:
         inputs: list[Any],
         refs: Sequence[ParamRef | None],
         names: Sequence[str],
-        local: Callable[[torch.Tensor, Slot], torch.Tensor],
+        local: Callable[[torch.Tensor, Slot, nn.Parameter], torch.Tensor],
         *,
         ranges: bool,
         replays: Replays | None = None,
@@ -79,7 +79,8 @@ class Taker:
             for place in code.groups[number]:
                 ref = refs[place]
                 assert ref is not None
-                found.append(Arrival(ref.param, local(grads.pop(0), phase.outputs[place])))
+                param = ref.param
+                found.append(Arrival(param, local(grads.pop(0), phase.outputs[place], param)))
             self.take(found)
 
         code.hand_to = arrived

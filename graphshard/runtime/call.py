@@ -58,12 +58,20 @@ class Call(torch.autograd.Function):
         ctx.executable, ctx.ran = executable, -1
         executable.accumulation.calls.add(ctx)
         ctx.set_materialize_grads(False)
-        ctx.full = {slot: value for slot, value in saved.items() if slot.is_full}
-        executable.show({**ctx.full, **{slot: saved.pop(slot) for slot in list(saved) if slot.kind == "shown"}})
-        numbers = {slot: value for slot, value in saved.items() if not isinstance(value, torch.Tensor)}
-        ctx.numbers = {**numbers, **executable.sizes(tensors)}
-        ctx.slots = [slot for slot in saved if slot not in numbers and slot not in ctx.full]
-        ctx.save_for_backward(*(saved[slot] for slot in ctx.slots))
+        ctx.full, ctx.numbers, ctx.slots = {}, executable.sizes(tensors), []
+        shown, kept = {}, []
+        for slot, value in saved.items():
+            if slot.is_full:
+                ctx.full[slot] = value
+            elif slot.kind == "shown":
+                shown[slot] = value
+            elif isinstance(value, torch.Tensor):
+                ctx.slots.append(slot)
+                kept.append(value)
+            else:
+                ctx.numbers[slot] = value
+        executable.show({**ctx.full, **shown})
+        ctx.save_for_backward(*kept)
         differentiable = executable.program.tangents
         constant = [r for r, name in zip(results, executable.names, strict=True) if name not in differentiable]
         ctx.mark_non_differentiable(*constant)

@@ -196,15 +196,19 @@ class ParamRef:
         assert param is not None
         return param
 
-    def check(self) -> None:
-        """Raise ParameterError if the parameter was removed, or replaced by something that is no shard of it."""
+    def checked(self) -> nn.Parameter:
+        """The parameter as it is now.
+
+        Raises:
+            ParameterError: it was removed, or replaced by something that is no shard of it.
+        """
         param = behind(self.owner._parameters.get(self.attribute))
         if param is None:
             raise ParameterError(
                 f"parameter {self.row.name} was removed, or registered under another name, after graphshard.compile. "
                 "Change the model's parameters first (parametrizations, adapters, tied weights), then compile it."
             )
-        if tuple(param.shape) != self.row.whole_shape:
+        if param.shape != self.row.whole_shape:
             raise ParameterError(
                 f"parameter {self.row.name} has shape {list(param.shape)}, it had {list(self.row.whole_shape)} when "
                 "graphshard.compile was called. Resize it first, then compile."
@@ -214,6 +218,7 @@ class ParamRef:
                 f"parameter {self.row.name} was replaced by a plain tensor. Assign a DTensor: torch.distributed.tensor."
                 f"distribute_tensor(value, mesh, [Shard({self.row.dim})]), or copy into the one that is there."
             )
+        return param
 
 
 @dataclass(frozen=True)

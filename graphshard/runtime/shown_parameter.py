@@ -26,7 +26,7 @@ _SHARD = "_graphshard_shard"
 
 def behind(param: nn.Parameter | None) -> nn.Parameter | None:
     """The shard behind a parameter that is shown gathered, or the parameter."""
-    return param if param is None else vars(param).get(_SHARD, param)
+    return param if param is None else param.__dict__.get(_SHARD, param)
 
 
 class ShownParameter(nn.Parameter):

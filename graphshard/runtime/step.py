@@ -103,6 +103,8 @@ class Executable:
         self._rank = shard_index(mesh)
         self._expert_rank = shard_index(experts.data) if experts is not None else 0
         self._module = module
+        # Where buffers are, by name.
+        self._owners: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {}
         self._params = {ref.row.name: ref for ref in params}
         self._make_backward = make_backward
         self.accumulation = accumulation
@@ -119,6 +121,8 @@ class Executable:
         outputs = zip(self._forward.results, self._forward.outputs)
         self._results = [(value, slot.name) for value, slot in outputs if slot.kind == "output"]
         self._updated = _updated_but_saved(self._forward)
+        # Of each input of forward, the parameter whose padded shard it is.
+        self._shards = [self._sharded(slot) for slot in self._forward.inputs]
         self._shown = {
             slot: places_of(self._params[slot.name], aliases, names[slot.name])
             for slot in self._forward.outputs
@@ -127,6 +131,10 @@ class Executable:
         # Names of the outputs that are tensors; the others are constants.
         self.names = [name for value, name in self._results if isinstance(value, Node)]
         self._grads: tuple[Slot, ...] = ()
+        # Of each gradient, the parameter that it is of; None for an input.
+        self._wrt: list[ParamRef | None] = []
+        # Of each backward, where its gradients are among its outputs, and which of the others are left or kept.
+        self._ends: dict[GraphModule, tuple[list[int | None], list[tuple[int, Slot]]]] = {}
         # The parameters that backward computes gradients of, by their names in the model.
         self.trained: dict[str, ParamRef] = {}
         self._ranged: dict[GraphModule, Boxed] = {}
@@ -136,7 +144,8 @@ class Executable:
         if "backward" in program.phases:
             phase = self._bind(program.phases["backward"])
             self._grads = tuple(slot for slot in phase.outputs if slot.kind == "grad")
-            self.trained.update((names[s.name], self._params[s.name]) for s in self._grads if s.of == "param")
+            self._wrt = [self._params[slot.name] if slot.of == "param" else None for slot in self._grads]
+            self.trained.update((names[ref.row.name], ref) for ref in self._wrt if ref is not None)
             slots = phase.slot_of().items()
             expected = {slot.name: fake(node) for node, slot in slots if slot.kind == "tangent"}
             self._follows_strides &= all(type(s) is int for t in expected.values() for s in (*t.shape, *t.stride()))
@@ -151,7 +160,7 @@ class Executable:
         """Run the program on the tensors it is given; return the leaves of the result, and what follows them."""
         if self._backwards:
             self.accumulation.begin()
-            wrt = [self._params[s.name].param if s.of == "param" else tensors[int(s.name)] for s in self._grads]
+            wrt = [tensors[int(s.name)] if ref is None else ref.param for s, ref in zip(self._grads, self._wrt)]
             results = iter(Call.apply(self, tensors, *wrt))
         else:
             with torch.no_grad():
@@ -166,7 +175,10 @@ class Executable:
         self.hide()
         with disable_autocast(), self._step(self._forward):
             run = self._code(self._forward)
-            values = run([self._given(slot, tensors) for slot in self._forward.inputs])
+            given = zip(self._forward.inputs, self._shards)
+            values = run(
+                [padded_shard(r.param, r.row) if r is not None else self._given(slot, tensors) for slot, r in given]
+            )
         if self.program.offloaded:  # or the user, who may write to a shard now, would change what is still copied
             finish_copies(self.program.device)
         results: list[torch.Tensor] = []
@@ -225,13 +237,23 @@ class Executable:
         self._unsharded.end()
         if self.program.offloaded:
             finish_copies(self.program.device)
-        results = dict(zip(phase.outputs, values, strict=True))
-        for slot, value in results.items():
+        places, others = self._end_of(phase)
+        for place, slot in others:
             if slot.kind in LEFT:
-                self.accumulation.put(slot, self.names_in_model, value, self._summand(slot))
-            elif slot.of == "late" and value is not None:
-                self._buffer(slot.name).copy_(value)
-        return [self._as_gradient(results.get(slot), slot) for slot in self._grads]
+                self.accumulation.put(slot, self.names_in_model, values[place], self._summand(slot))
+            elif values[place] is not None:
+                self._buffer(slot.name).copy_(values[place])
+        return [
+            None if place is None or values[place] is None else self._as_gradient(values[place], slot, ref)
+            for place, slot, ref in zip(places, self._grads, self._wrt)
+        ]
+
+    def _end_of(self, phase: Phase) -> tuple[list[int | None], list[tuple[int, Slot]]]:
+        if phase.module not in self._ends:
+            places = {slot: place for place, slot in enumerate(phase.outputs)}
+            others = [(place, slot) for slot, place in places.items() if slot.kind in LEFT or slot.of == "late"]
+            self._ends[phase.module] = [places.get(slot) for slot in self._grads], others
+        return self._ends[phase.module]
 
     def _run_backward(self, phase: Phase, inputs: list[Any]) -> Any:
         """What the executor returns; None for gradients that somebody takes where they arrive."""
@@ -362,17 +384,31 @@ class Executable:
 
     def _buffer(self, name: str) -> torch.Tensor:
         constant = self.program.constants.get(name)
-        return constant if constant is not None else self._module.get_buffer(name)
+        if constant is not None:
+            return constant
+        if name not in self._owners:  # modules are those that were captured, or the guard finds that they are not
+            owner, _, key = name.rpartition(".")
+            self._owners[name] = self._module.get_submodule(owner)._buffers, key
+        buffers, key = self._owners[name]
+        buffer = buffers[key]
+        assert buffer is not None
+        return buffer
 
-    def _as_gradient(self, value: torch.Tensor | None, slot: Slot) -> torch.Tensor | None:
-        if value is None or slot.of != "param":
+    def _sharded(self, slot: Slot) -> ParamRef | None:
+        """The parameter whose padded shard an input of forward is, if it is one, and not what is copied before."""
+        plain = slot.kind == "param" and slot not in self._updated and not self._params[slot.name].row.ignored
+        return self._params[slot.name] if plain else None
+
+    def _as_gradient(self, value: torch.Tensor, slot: Slot, ref: ParamRef | None) -> torch.Tensor:
+        """What autograd is given of a value that backward has made; `ref` is the parameter that it is a gradient of."""
+        if ref is None:
             return value
-        param = self._params[slot.name].param
-        return sharded_like(self._local_gradient(value, slot), param) if isinstance(param, DTensor) else value
+        param = ref.param
+        return sharded_like(self._local_gradient(value, slot, param), param) if isinstance(param, DTensor) else value
 
-    def _local_gradient(self, value: torch.Tensor, slot: Slot) -> torch.Tensor:
+    def _local_gradient(self, value: torch.Tensor, slot: Slot, param: nn.Parameter) -> torch.Tensor:
         """A parameter's gradient without padding, of what backward has made."""
-        param, row = self._params[slot.name].param, self._params[slot.name].row
+        row = self._params[slot.name].row
         if row.ignored or not isinstance(param, DTensor):
             return value
         rank = self._expert_rank if row.expert else self._rank

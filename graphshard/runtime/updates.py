@@ -79,23 +79,23 @@ class Updates:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._step = _plain(type(optimizer), "step")
-        self._group_of: dict[nn.Parameter, int] = {}
+        self._group_of: dict[int, int] = {}  # by the parameter's id: tensors are hashed in Python
 
     def begin(self) -> None:
         """Look at which groups there are now."""
         groups = enumerate(self._optimizer.param_groups)
-        self._group_of = {param: number for number, group in groups for param in group["params"]}
+        self._group_of = {id(param): number for number, group in groups for param in group["params"]}
 
     def __contains__(self, param: nn.Parameter) -> bool:
         """Whether the optimizer has a parameter."""
-        return param in self._group_of
+        return id(param) in self._group_of
 
     @torch.no_grad()
     def __call__(self, arrivals: Iterable[Arrival]) -> None:
         """Update parameters of the optimizer by their gradients."""
         groups: dict[int, list[Arrival]] = {}
         for arrival in arrivals:
-            groups.setdefault(self._group_of[arrival.param], []).append(arrival)
+            groups.setdefault(self._group_of[id(arrival.param)], []).append(arrival)
         for number, members in groups.items():
             self._update(self._optimizer.param_groups[number], members)
 

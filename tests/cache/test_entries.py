@@ -18,6 +18,7 @@ import pytest
 import graphshard
 from graphshard.cache import entries
 from graphshard.cli.main import main
+from graphshard.ir import checked_files
 from graphshard.ir.errors import ArgumentError
 from tests.cache.launches import Launches, messages
 
@@ -31,12 +32,12 @@ def _name(number: int) -> str:
 
 def _write_for_ever(directory: str, number: int) -> None:
     while True:
-        entries.write(Path(directory) / _name(number), {"model": "m"}, MEMBERS)
+        checked_files.write(Path(directory) / _name(number), {"model": "m"}, MEMBERS)
 
 
 def _write_many(directory: str, count: int) -> None:
     for _ in range(count):
-        entries.write(Path(directory) / _name(1), {"model": "m"}, MEMBERS)
+        checked_files.write(Path(directory) / _name(1), {"model": "m"}, MEMBERS)
         entries.shrink(Path(directory), 3 << 20)
 
 
@@ -49,7 +50,7 @@ def test_two_jobs_write_one_file(tmp_path: Path) -> None:
     read = 0
     while any(job.is_alive() for job in jobs):
         try:
-            facts, members = entries.read(tmp_path / _name(1))
+            facts, members = checked_files.read(tmp_path / _name(1))
         except FileNotFoundError:
             continue
         assert members == MEMBERS
@@ -77,7 +78,7 @@ def test_a_kill_in_the_middle(tmp_path: Path) -> None:
                 left += 1
                 os.utime(tmp_path / name, (0, 0))
             else:
-                assert entries.read(tmp_path / name)[1] == MEMBERS
+                assert checked_files.read(tmp_path / name)[1] == MEMBERS
         entries.shrink(tmp_path, 1 << 30)
         assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
     assert left
@@ -85,9 +86,9 @@ def test_a_kill_in_the_middle(tmp_path: Path) -> None:
 
 def test_the_oldest_unused_are_removed(tmp_path: Path) -> None:
     for number in range(5):
-        entries.write(tmp_path / _name(number), {"model": "m"}, MEMBERS)
+        checked_files.write(tmp_path / _name(number), {"model": "m"}, MEMBERS)
         os.utime(tmp_path / _name(number), (number, number))
-    entries.touch(tmp_path / _name(0))
+    checked_files.touch(tmp_path / _name(0))
     (tmp_path / "notes.txt").write_text("not ours")
     assert entries.shrink(tmp_path, 3 << 20, keep=tmp_path / _name(1)) == 2
     assert {*os.listdir(tmp_path)} == {_name(0), _name(1), _name(4), "notes.txt"}
@@ -98,20 +99,20 @@ def test_the_oldest_unused_are_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [3, 90, -3])
 def test_a_byte_is_another(tmp_path: Path, at: int) -> None:
     path = tmp_path / _name(0)
-    entries.write(path, {"model": "m"}, MEMBERS)
+    checked_files.write(path, {"model": "m"}, MEMBERS)
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
-    with pytest.raises(entries.DamagedError, match="not whole, or was changed"):
-        entries.read(path)
+    with pytest.raises(checked_files.DamagedError, match="not whole, or was changed"):
+        checked_files.read(path)
 
 
 def test_others_could_write_it(tmp_path: Path) -> None:
     path = tmp_path / _name(0)
-    entries.write(path, {"model": "m"}, MEMBERS)
+    checked_files.write(path, {"model": "m"}, MEMBERS)
     path.chmod(0o666)
-    with pytest.raises(entries.DamagedError, match="can be written by other users"):
-        entries.read(path)
+    with pytest.raises(checked_files.DamagedError, match="can be written by other users"):
+        checked_files.read(path)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +165,9 @@ def test_a_damaged_file_is_noticed_and_written_again(launches: Launches, caplog:
 def test_contents_that_were_not_written(launches: Launches, caplog: pytest.LogCaptureFixture) -> None:
     """The checksums are right."""
     (name,) = launches.files()
-    facts, members = entries.read(launches.cache / name)
+    facts, members = checked_files.read(launches.cache / name)
     members["program.json"] = json.dumps({"nothing": 1}).encode()
-    entries.write(launches.cache / name, {"model": facts["model"]}, members)
+    checked_files.write(launches.cache / name, {"model": facts["model"]}, members)
     with caplog.at_level(logging.WARNING, "graphshard.cache"):
         launches.run()
     assert launches.captured
@@ -175,9 +176,9 @@ def test_contents_that_were_not_written(launches: Launches, caplog: pytest.LogCa
 
 def test_another_format(launches: Launches, caplog: pytest.LogCaptureFixture) -> None:
     (name,) = launches.files()
-    _, members = entries.read(launches.cache / name)
-    with mock.patch.object(entries, "FORMAT", 0):
-        entries.write(launches.cache / name, {"model": "m"}, members)
+    _, members = checked_files.read(launches.cache / name)
+    with mock.patch.object(checked_files, "FORMAT", 0):
+        checked_files.write(launches.cache / name, {"model": "m"}, members)
     with caplog.at_level(logging.WARNING, "graphshard.cache"):
         launches.run()
     assert launches.captured

@@ -156,12 +156,12 @@ def test_comments_are_nothing(launches: Launches) -> None:
 
 
 SETTINGS: dict[str, Callable[[], Any]] = {
-    "settings of torch": lambda: mock.patch.object(surroundings, "_settings", return_value="other"),
+    "settings of torch": lambda: mock.patch.object(surroundings, "settings", return_value="other"),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
     "attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     "variable of torch": lambda: mock.patch.dict("os.environ", {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"}),
-    "graphshard's source": lambda: mock.patch.object(surroundings, "_own_files", return_value="other"),
+    "graphshard's source": lambda: mock.patch.object(surroundings, "own_files", return_value="other"),
     "torch's build": lambda: mock.patch.object(torch.version, "git_version", "other"),
     "processor": lambda: mock.patch.object(surroundings, "instruction_set", return_value={"avx9": "yes"}),
     "threads": lambda: mock.patch.object(torch, "get_num_threads", return_value=77),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -16,45 +14,24 @@ from unittest import mock
 import pytest
 import torch
 from filelock import FileLock
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphshard.ir.program import Region
-from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.ir.wanted import wanted_while
 from graphshard.lower import cpp_internals, inductor, together
 from graphshard.lower.cpp_internals import Batch, Pending
 from graphshard.lower.damage import check_whole
 from graphshard.lower.elf import damage_of
 from graphshard.lower.inductor import compile_all, compile_inductor
-from graphshard.lower.operators import outputs_of
-from graphshard.lower.regions import Boxed, extract
-
-INPUT = torch.linspace(-1, 1, 512).reshape(8, 64)
+from graphshard.lower.store import Store
+from tests.lower.small_regions import INPUT, compute, regions_from, values
 
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Inductor; it has compiled its header before."""
+    """Of Inductor, and nothing is kept beside it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-
-
-def _regions(first: int, number: int) -> dict[str, Region]:
-    """Regions that differ in a number, which no other test has: kernels of a process are kept by their source."""
-    return {f"region_{n}": _region(functools.partial(_compute, first + n)) for n in range(number)}
-
-
-def _compute(number: int, x: torch.Tensor) -> torch.Tensor:
-    return (x * (1 + 1 / number)).exp().mean(1).sin()
-
-
-def _region(compute: Callable[..., torch.Tensor]) -> Region:
-    graph = make_fx(compute, tracing_mode="fake")(INPUT).graph
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    region = extract(calls, graph.find_nodes(op="placeholder"), calls[-1:]).as_region()
-    assert fake_mode_of(outputs_of(region.module)[0]).shape_env is not None
-    return region
+    monkeypatch.setattr(inductor, "store_here", lambda: Store(None))
 
 
 def _counted() -> Any:
@@ -69,14 +46,10 @@ def _inductors() -> Any:
     return mock.patch.object(CppBuilder, "build", autospec=True, side_effect=CppBuilder.build)
 
 
-def _values(compiled: dict[str, Boxed]) -> list[torch.Tensor]:
-    return [compiled[name]([INPUT])[0] for name in sorted(compiled)]
-
-
 def test_regions_are_compiled_together(tmp_path: Path) -> None:
     """And their code and bits are those of each by itself."""
-    regions = _regions(1000, 3)
-    compile_inductor(_regions(900, 1)["region_0"], "warm")  # the CPU is known, and the header is there
+    regions = regions_from(1000, 3)
+    compile_inductor(regions_from(900, 1)["region_0"], "warm")  # the CPU is known, and the header is there
     with _counted() as runs, _inductors() as inductors:
         made = dict(compile_all(regions, lambda told: None))
     assert runs.call_count == 1
@@ -88,9 +61,9 @@ def test_regions_are_compiled_together(tmp_path: Path) -> None:
     assert inductors.call_count >= 3
     for name, fn in made.items():
         assert _without_paths(fn) == _without_paths(alone[name])
-    for one, other in zip(_values(made), _values(alone), strict=True):
+    for one, other in zip(values(made), values(alone), strict=True):
         assert torch.equal(one, other)
-    torch.testing.assert_close(_values(made), [_compute(1000 + n, INPUT) for n in range(3)])
+    torch.testing.assert_close(values(made), [compute(1000 + n, INPUT) for n in range(3)])
 
 
 def _without_paths(fn: Any) -> str:
@@ -99,20 +72,20 @@ def _without_paths(fn: Any) -> str:
 
 def test_they_are_found_in_the_cache_by_the_next(tmp_path: Path) -> None:
     """No code is generated, and no compiler runs."""
-    regions = _regions(2000, 2)
+    regions = regions_from(2000, 2)
     first = dict(compile_all(regions, lambda told: None))
     cpp_internals.CppPythonBindingsCodeCache.cache_clear()
     before = _hits()
     with _counted() as runs, _inductors() as inductors:
         second = dict(compile_all(regions, lambda told: None))
     assert (runs.call_count, inductors.call_count, _hits() - before) == (0, 0, 2)
-    for one, other in zip(_values(first), _values(second), strict=True):
+    for one, other in zip(values(first), values(second), strict=True):
         assert torch.equal(one, other)
 
 
 def test_code_for_another_number_of_threads_is_other_code() -> None:
     """Sums of several threads round otherwise."""
-    regions, threads = _regions(9000, 1), torch.get_num_threads()
+    regions, threads = regions_from(9000, 1), torch.get_num_threads()
     dict(compile_all(regions, lambda told: None))
     before = _hits()
     try:
@@ -135,8 +108,8 @@ def _hits() -> int:
 def test_what_does_not_work_together_is_compiled_alone(problem: Exception) -> None:
     first = 3000 + len(str(problem))
     with mock.patch.object(together.Compilers, "run", side_effect=problem):
-        made = dict(compile_all(_regions(first, 2), lambda told: None))
-    torch.testing.assert_close(_values(made), [_compute(first + n, INPUT) for n in range(2)])
+        made = dict(compile_all(regions_from(first, 2), lambda told: None))
+    torch.testing.assert_close(values(made), [compute(first + n, INPUT) for n in range(2)])
 
 
 def test_a_kernel_that_no_compiler_takes_runs_as_operators() -> None:
@@ -152,10 +125,10 @@ def test_a_kernel_that_no_compiler_takes_runs_as_operators() -> None:
         mock.patch.object(Batch, "add", broken),
         pytest.warns(UserWarning, match="Inductor cannot compile region_1 .*CppCompileError"),
     ):
-        made = dict(compile_all(_regions(4000, 2), lambda told: None))
+        made = dict(compile_all(regions_from(4000, 2), lambda told: None))
     assert hasattr(made["region_0"], "source_code")
     assert not hasattr(made["region_1"], "source_code")
-    torch.testing.assert_close(_values(made), [_compute(4000 + n, INPUT) for n in range(2)])
+    torch.testing.assert_close(values(made), [compute(4000 + n, INPUT) for n in range(2)])
 
 
 def test_compilers_are_ended_with_the_work() -> None:
@@ -173,13 +146,13 @@ def test_compilers_are_ended_with_the_work() -> None:
         if begun.is_set():
             raise KeyboardInterrupt
 
-    regions = _regions(5000, 2)
+    regions = regions_from(5000, 2)
     with mock.patch.object(together.Compilers, "run", run), wanted_while(check), pytest.raises(KeyboardInterrupt):
         dict(compile_all(regions, lambda told: None))
     assert ended.is_set()
     assert not any(thread.name.startswith("graphshard-compilers") for thread in threading.enumerate())
     made = dict(compile_all(regions, lambda told: None))
-    torch.testing.assert_close(_values(made), [_compute(5000 + n, INPUT) for n in range(2)])
+    torch.testing.assert_close(values(made), [compute(5000 + n, INPUT) for n in range(2)])
 
 
 def test_threads_that_collect_nothing_get_kernels() -> None:
@@ -225,7 +198,7 @@ def test_gcc_under_another_name_is_told(caplog: pytest.LogCaptureFixture) -> Non
 def test_nothing_is_said_of_a_header_that_is_used(caplog: pytest.LogCaptureFixture) -> None:
     cpp_internals._warn_of_header.cache_clear()
     with _counted() as runs:
-        dict(compile_all(_regions(7000, 2), lambda told: None))
+        dict(compile_all(regions_from(7000, 2), lambda told: None))
     assert runs.call_count == 1
     assert not caplog.records
 
@@ -254,7 +227,7 @@ def test_what_begins_is_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_damaged_entries_of_inductors_cache_are_made_again(tmp_path: Path) -> None:
-    regions = _regions(8000, 2)
+    regions = regions_from(8000, 2)
     first = dict(compile_all(regions, lambda told: None))
     entries = [path for path in (tmp_path / "inductor" / "fxgraph").rglob("*") if path.is_file()]
     assert len(entries) == 2
@@ -263,7 +236,7 @@ def test_damaged_entries_of_inductors_cache_are_made_again(tmp_path: Path) -> No
     before = _hits()
     second = dict(compile_all(regions, lambda told: None))
     assert _hits() == before
-    for one, other in zip(_values(first), _values(second), strict=True):
+    for one, other in zip(values(first), values(second), strict=True):
         assert torch.equal(one, other)
 
 
@@ -273,8 +246,8 @@ def test_damaged_libraries_are_compiled_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, left: int
 ) -> None:
     """One warning is for all of them. (This process would not read them again; another would end with SIGBUS.)"""
-    regions = _regions(first, 2)
-    made = _values(dict(compile_all(regions, lambda told: None)))
+    regions = regions_from(first, 2)
+    made = values(dict(compile_all(regions, lambda told: None)))
     libraries = _libraries(tmp_path)
     assert len(libraries) == 2
     for path in libraries:
@@ -284,7 +257,7 @@ def test_damaged_libraries_are_compiled_again(
     cpp_internals.CppPythonBindingsCodeCache.cache_clear()
     again = dict(compile_all(regions, lambda told: None))
     assert all(hasattr(fn, "source_code") for fn in again.values())
-    for one, other in zip(made, _values(again), strict=True):
+    for one, other in zip(made, values(again), strict=True):
         assert torch.equal(one, other)
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert "has libraries that are damaged, by a crash or a full disk perhaps, such as c" in warning.message
@@ -292,14 +265,14 @@ def test_damaged_libraries_are_compiled_again(
 
 
 def test_a_source_that_is_empty_is_written_again(tmp_path: Path) -> None:
-    regions = _regions(10300, 1)
-    made = _values(dict(compile_all(regions, lambda told: None)))
+    regions = regions_from(10300, 1)
+    made = values(dict(compile_all(regions, lambda told: None)))
     (library,) = _libraries(tmp_path)
     for path in (library, library.with_suffix(".cpp")):
         path.unlink()
         path.write_bytes(b"")
     cpp_internals.CppPythonBindingsCodeCache.cache_clear()
-    assert torch.equal(_values(dict(compile_all(regions, lambda told: None)))[0], made[0])
+    assert torch.equal(values(dict(compile_all(regions, lambda told: None)))[0], made[0])
     assert library.with_suffix(".cpp").read_bytes()
     assert damage_of(library.read_bytes()) == ""
 

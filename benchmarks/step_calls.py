@@ -1,0 +1,106 @@
+"""What Python takes around the programs of a step: microseconds of CPU time of one thread, for each parameter.
+
+    python -m benchmarks.step_calls [--layers 8] [--steps 200]
+
+A step reads parameters, compares what programs take for granted, goes through autograd and makes gradients DTensors.
+Programs run once; after that what they returned is returned again, so that nothing but the rest of a step is left. The
+example's model is a rank of two in torch's fake process group. Numbers are the best step's: others may use the machine.
+Zeroing gradients counts. What the optimizer does is not in it, nor what `compile_step` does to update parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import graphshard
+from graphshard.ir.program import Phase
+from graphshard.lower.executor import Boxed
+from graphshard.runtime import arrivals
+from graphshard.runtime.step import Executable
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import llama
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=200)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    plain = llama.Llama(llama.LlamaConfig(layers=args.layers, dim=16, seq=4))
+    model = graphshard.compile(plain, mesh, backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters())
+    number = len(list(model.parameters()))
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    whole = graphshard.compile_step(model, optimizer)
+
+    def separate() -> None:
+        model(tokens, tokens).backward()
+        optimizer.zero_grad()
+
+    steps = {"forward, backward, zero_grad": separate, "compile_step": lambda: whole(tokens, tokens)}
+    print(f"{number} parameters, us for each")
+    with _returning_again():
+        for title, step in steps.items():
+            print(f"{title:45}{_seconds(step, args.steps) / number * 1e6:8.2f}")
+    dist.destroy_process_group()
+
+
+def _seconds(step: Callable[[], Any], steps: int) -> float:
+    step()
+    return min(_once(step) for _ in range(steps))
+
+
+def _once(step: Callable[[], Any]) -> float:
+    began = time.thread_time()
+    step()
+    return time.thread_time() - began
+
+
+@contextlib.contextmanager
+def _returning_again() -> Iterator[None]:
+    """In the block programs run once, and return after that what they returned."""
+    returned: dict[Any, list[Any]] = {}
+
+    def once(key: Any, run: Boxed) -> Boxed:
+        def call(inputs: list[Any]) -> Any:
+            if key not in returned:
+                returned[key] = list(run(inputs))
+            inputs.clear()
+            return list(returned[key])
+
+        return call
+
+    code, code_of_arrivals = Executable._code, arrivals._code
+
+    def of_arrivals(phase: Phase, *args: Any, **kwargs: Any) -> Any:
+        made = code_of_arrivals(phase, *args, **kwargs)
+        made.run = once(made, made.run)
+        return made
+
+    with (
+        mock.patch.object(Executable, "_code", lambda self, phase: once(phase.module, code(self, phase))),
+        mock.patch.object(arrivals, "_code", of_arrivals),
+    ):
+        yield
+
+
+if __name__ == "__main__":
+    main()
