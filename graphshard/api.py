@@ -86,7 +86,8 @@ def compile(
             `[torch.ops.aten.mm.default]`, saves their results too; a number from 0 ("full") to 1 (None) is the share
             of what the partitioner would save beyond "full" that may be saved. "auto" decides that share under
             `memory_limit`, together with what stays gathered between forward and backward. Results do not change.
-            Regions of `torch.utils.checkpoint` in the model are honoured in any case. `saved_table()` of a program shows it.
+            Regions of `torch.utils.checkpoint` in the model are honoured in any case. `saved_table()` of a program
+            shows it.
         memory_limit: bytes that shards, optimizer state (two tensors like each parameter), gathered parameters,
             gradients and saved values may take on a rank, as predicted. It limits what is gathered ahead.
         hardware: the profile whose costs decide when collectives start and which travel together: a name or file as

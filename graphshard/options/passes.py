@@ -205,6 +205,6 @@ def with_activation(pipeline: Pipeline, activation: Activation | None) -> Pipeli
         return pipeline
     if isinstance(activation, (int, float)):
         return Pipeline((ActivationCheckpointing(float(activation)), *pipeline))
-    if activation == "full" or activation == "auto":  # noqa: PLR1714  a literal to the type checker
+    if activation == "full" or activation == "auto":
         return Pipeline((ActivationCheckpointing(activation), *pipeline))
     return Pipeline((ActivationCheckpointing(tuple(sorted(activation, key=str))), *pipeline))

@@ -9,11 +9,11 @@ as if it were given, and the shortest predicted step is taken. The order is that
 values of as many bytes take less to compute again, as the costs of operators add up.
 
 * **Peaks grow along the order**, as more is saved, and compute falls. So the last border that fits is found by halving,
-  and none behind it is planned. Before it fewer bytes are saved, in steps that double, until what the step takes at
-  least, with any memory, is no less than the best step so far. Around that the search goes on by halving.
+  and none behind it is planned. Before it quarters of the bytes are tried, and then, by halving, what is around the
+  best; but none of which the step takes at least, with any memory, as long as the best so far.
 * **The bound** is that of the first border that does not fit, with any memory for gathered parameters. What fits saves
   less, and so computes no less.
-* **With few borders all are planned** (`exact`), with more nine: a plan of a deep model takes seconds.
+* **With few borders all are planned** (`exact`), with more as many: a plan of a deep model takes seconds.
 * **Ranks**: the first one decides, as it plans (`schedule/agreed.py`).
 """
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 # With so many borders, or fewer, all are planned.
 EXACT = 12
-# Of more borders so many.
+# How many plans share the planner's budget of steps.
 _PLANS = 9
 # Borders at which the least memory is looked for, where neither the first nor the last one fits.
 _GRID = 9
@@ -123,7 +123,7 @@ class Search:
         """
         last = len(self.shares) - 1
         most = self._most()
-        for index in itertools.islice(self._tried(most), max(self.exact, _PLANS)):
+        for index in itertools.islice(self._tried(most), self.exact):
             self.planned(index)
         best = self._shortest_at()
         found = self.planned(best)
@@ -210,15 +210,9 @@ class Search:
             yield from (index for index in range(most, -1, -1) if self._fits(index))
             return
         yield most
-        lowest, distance = most, max(1, most // 16)
-        while lowest > 0 and most - lowest <= max(most // 4, 4 * (most - self._shortest_at())):
-            lowest = max(0, most - distance)
-            distance *= 2
-            if self.least(lowest)[1] >= self._shortest():
-                break
-            if self._fits(lowest):
-                yield lowest
-        width = max(most // 16, (most - self._shortest_at()) // 2)
+        for quarters in (3, 2, 1, 0):
+            yield from filter(self._promises, (self._near(quarters / 4 * self.shares[most]),))
+        width = most // 8
         while width > 0:
             best = self._shortest_at()
             yield from filter(self._promises, (i for i in (best - width, best + width) if 0 <= i <= most))

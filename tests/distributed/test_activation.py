@@ -315,5 +315,6 @@ def _decided(rank: int, world_size: int) -> None:
     assert seen[0] > seen[1]
 
 
+@pytest.mark.slow
 def test_one_decision_for_memory_equals_fsdp2(ranks: Ranks) -> None:
     ranks(2).run(_decided)

@@ -249,7 +249,7 @@ def test_pass_is_stored_with_its_policy(policy: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("ful", "activation must be None, 'full', a list of operators to save, or .* got 'ful'"),
+        ("ful", "activation must be None, 'full', 'auto', a list of operators to save, or .* got 'ful'"),
         (True, "got True"),
         (1.5, "share of memory from 0 to 1 that activations may take, got 1.5"),
         ([aten.mm], "Choose one of its overloads: torch.ops.aten.mm.default, torch.ops.aten.mm.out"),

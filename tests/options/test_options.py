@@ -104,7 +104,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"ignored_params": 3}, "ignored_params must be a set of the model's parameters, got a int"),
     ({"units": "layers.*"}, r"units must be a sequence of name patterns, got one string\. Pass \['layers\.\*'\]"),
     ({"backend": "cudagraphs"}, "backend must be one of 'inductor', 'eager', got 'cudagraphs'"),
-    ({"activation": "some"}, "activation must be None, 'full', a list of operators to save, or .* got 'some'"),
+    ({"activation": "some"}, "activation must be None, 'full', 'auto', a list of operators to save, or .* got 'some'"),
     ({"memory_limit": 0}, "memory_limit must be a positive number of bytes, got 0"),
     ({"memory_limit": True}, "memory_limit must be a positive number of bytes, got True"),
     ({"dynamic_shapes": "auto"}, "dynamic_shapes must be a tuple with an entry for each input, or a dict .* got str"),

@@ -122,6 +122,7 @@ def test_no_other_choice_is_better(joint: Program) -> None:
     assert len(chosen) > 2, "the limit decides"
 
 
+@pytest.mark.slow
 def test_the_search_of_many_borders_is_near_the_best() -> None:
     joint = _joint(depth=7)
     search = _borders(joint, 1)
