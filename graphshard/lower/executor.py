@@ -12,7 +12,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -23,9 +23,11 @@ from torch.fx.graph import PythonCode
 from torch.fx.node import map_arg
 
 from graphshard.ir.graph import WAIT, launch_of, module_of
+from graphshard.lower.ahead import Gather, gathers_at_the_head
 from graphshard.lower.arrivals import Arrived, Groups, Taken, with_arrivals
 from graphshard.lower.lines import (
     Around,
+    Arrive,
     Call,
     Line,
     Operator,
@@ -69,7 +71,7 @@ class Executor(GraphModule):
 
     def with_arrivals(
         self, taken: Sequence[Taken], arrived: Arrived, *, ranges: bool = False, replays: Replays | None = None
-    ) -> tuple[Boxed, Groups]:
+    ) -> tuple[Boxed, Groups, int]:
         """What `forward` does, but that gradients are handed over where they have arrived; None is returned for them.
 
         Args:
@@ -79,13 +81,39 @@ class Executor(GraphModule):
             replays: who launches runs of regions, where there are none.
 
         Returns:
-            The code, and what each group consists of: places among the results.
+            The code, what each group consists of, places among the results, and the number of groups before the last
+            collective is started.
         """
         lines, groups = with_arrivals(self.lines, taken)
+        last = max((index for index, line in enumerate(lines) if isinstance(line, Start)), default=0)
+        early = sum(isinstance(line, Arrive) for line in lines[:last])
         if replays is not None and not ranges:
-            return self.with_replays(replays, lines, arrived=arrived), groups
+            return self.with_replays(replays, lines, arrived=arrived), groups, early
         freed = tuple(_with_frees(lines))
-        return self._within(_ranged if ranges else None, freed, arrived=arrived), groups
+        return self._within(_ranged if ranges else None, freed, arrived=arrived), groups, early
+
+    def with_gathers(
+        self, shards: Collection[int], begun: Sequence[Boxed], *, ranges: bool = False, replays: Replays | None = None
+    ) -> tuple[Boxed, list[Gather]]:
+        """What `forward` does, but that somebody else starts the gathers at its head.
+
+        Args:
+            shards: places among the inputs of what gathers read.
+            begun: of each gather what is called to start it; it may be filled when the code is there.
+            ranges: whether there are ranges for the profiler.
+            replays: who launches runs of regions, where there are none.
+
+        Returns:
+            The code, and the gathers; there is one function in `begun` for each.
+        """
+        lines, gathers = gathers_at_the_head(self.lines, shards)
+        if replays is not None and not ranges:
+            return self.with_replays(replays, lines, begun=begun), gathers
+        return self._within(_ranged if ranges else None, tuple(_with_frees(lines)), begun=begun), gathers
+
+    def code_of(self, lines: Sequence[Line]) -> Boxed:
+        """Other lines as a function that takes a list of inputs, which it empties; regions are those of this graph."""
+        return self._within(None, tuple(_with_frees(lines)))
 
     def with_replays(self, replays: Replays, lines: Sequence[Line] | None = None, **known: Any) -> Boxed:
         """What `forward`, or other lines do, but that somebody else launches runs of regions.
@@ -155,7 +183,7 @@ def _parts(node: Node) -> list[Node]:
 def _names(graph: Graph) -> dict[Node, Variable]:
     """A name for each value that is nothing else's in the code; a parameter may be called "inputs"."""
     modules = {path_of(node.target).partition(".")[0] for node in graph.nodes if node.op == "call_function"}
-    taken = {"self", "inputs", "clock", "arrived", "replays", *_SCOPE, *modules}
+    taken = {"self", "inputs", "clock", "arrived", "begun", "replays", *_SCOPE, *modules}
     found: dict[Node, Variable] = {}
     for node in graph.nodes:
         name = node.name

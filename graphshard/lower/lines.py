@@ -214,6 +214,20 @@ class Replay(Compute):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Begin(Compute):
+    """A gather that may be under way already; `number` is which one it is, and `where` its bucket."""
+
+    number: int
+
+    @property
+    def label(self) -> str:
+        return f"start {self.where}"
+
+    def statements(self) -> list[str]:
+        return _boxed(f"begun[{self.number}]", self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Return(Line):
     """The end.
 
@@ -264,7 +278,7 @@ def path_of(target: Any) -> str:
     return f"{target.__module__.rpartition('.')[2].lstrip('_')}.{target.__name__}"
 
 
-def _boxed(function: str, line: Call | Replay) -> list[str]:
+def _boxed(function: str, line: Call | Replay | Begin) -> list[str]:
     """A call with a list of inputs, which are let go of before."""
     given, call = f"[{', '.join(line.inputs)}]", f"{_unpack(line.results)} = {function}"
     before = [name for name in line.frees if name in line.inputs]

@@ -10,7 +10,7 @@ plain tensors. Where that cannot be, backward accumulates gradients as ever, and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.given import check_count, check_function, check_number
+from graphshard.ir.given import check_bool, check_count, check_function, check_number
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.ir.text import brief
 from graphshard.module.sharded_module import ShardedModule, compiled_module
 from graphshard.module.step_checks import check_loss, check_optimizer, check_scaler, check_step
+from graphshard.runtime.ahead import Ahead
 from graphshard.runtime.arrivals import Arrival, Taker
 from graphshard.runtime.clipping import Clipping, placed_alike
 from graphshard.runtime.graphs import trained_by_one_call
@@ -37,6 +38,7 @@ def compile_step(
     clip_norm: float | None = None,
     accumulate: int = 1,
     scaler: torch.amp.GradScaler | None = None,
+    gather_ahead: bool = False,
 ) -> CompiledStep:
     """Make a function of a whole training step: forward, backward, clipping, updates and zeroing.
 
@@ -55,6 +57,9 @@ def compile_step(
         accumulate: how many microbatches a step takes. Their gradients are added up, as by so many calls of backward:
             the loss is not divided.
         scaler: scales the loss and skips the steps whose gradients overflow; updates then follow the backward.
+        gather_ahead: start the gathers that the next forward begins with as soon as their parameters are updated, under
+            the updates of others. They are kept until the next call of the model; one by another program drops them,
+            and so does whoever writes to the parameters, which all ranks must do alike.
 
     Returns:
         `step(*args, **kwargs)`, which returns the loss, detached. For several microbatches it is
@@ -73,7 +78,8 @@ def compile_step(
         check_number("clip_norm", clip_norm, positive=True)
     check_count("accumulate", accumulate)
     check_scaler(scaler)
-    return CompiledStep(compiled, optimizer, loss, clip_norm, accumulate, scaler)
+    check_bool("gather_ahead", gather_ahead)
+    return CompiledStep(compiled, optimizer, loss, clip_norm, accumulate, scaler, gather_ahead=gather_ahead)
 
 
 class CompiledStep:
@@ -92,6 +98,8 @@ class CompiledStep:
         clip_norm: float | None,
         accumulate: int,
         scaler: torch.amp.GradScaler | None,
+        *,
+        gather_ahead: bool,
     ) -> None:
         self.grad_norm: torch.Tensor | None = None
         self.updated_in_backward = False
@@ -104,7 +112,9 @@ class CompiledStep:
         self._updates = Updates(optimizer)
         self._by_shards = is_elementwise(optimizer)
         self._clipping = Clipping(clip_norm) if clip_norm is not None else None
-        self._taker = Taker(self._clipping.take if self._clipping is not None else self._updates)
+        self._taker = Taker(self._clipping.take if self._clipping is not None else self._update)
+        self._gather_ahead = gather_ahead
+        self._ahead: Ahead | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train one step; returns the loss, or for several microbatches a tensor of their losses."""
@@ -164,8 +174,9 @@ class CompiledStep:
     def _last(self, loss: torch.Tensor) -> torch.Tensor:
         """The backward that reduces gradients, and all that follows."""
         accumulation = self._model._graphshard.accumulation
-        self._taker.params, self._taker.ran = self._taken(loss), False
+        self._taker.params, self._taker.ran, self._taker.at_the_end = self._taken(loss), False, False
         accumulation.taker = self._taker if self._taker.params else None
+        self._ahead = self._begin_ahead() if self._gather_ahead else None
         try:
             self._scaled(loss).backward()
             self.updated_in_backward = self._taker.ran
@@ -176,7 +187,29 @@ class CompiledStep:
             if self._clipping is not None:
                 self._clipping.forget()
         self._follow()
+        if self._ahead is not None:
+            self._ahead.finish()
+            accumulation.ahead = self._ahead
         return loss.detach()
+
+    def _begin_ahead(self) -> Ahead | None:
+        """The gathers of the next forward, if the loss goes through one program, which is taken for the next one."""
+        programs = {call.executable for call in self._model._graphshard.accumulation.calls}
+        ahead: Ahead | None = programs.pop().ahead() if len(programs) == 1 else None
+        if ahead is not None:
+            ahead.begin()
+        return ahead
+
+    def _update(self, arrivals: list[Arrival]) -> None:
+        """Update parameters, and start to gather them if the next forward begins with that."""
+        self._updates(arrivals)
+        if self._ahead is not None:
+            at_the_end = self._taker.at_the_end or self._model._graphshard.accumulation.taker is None
+            self._ahead.updated([param for param, _ in arrivals], start=at_the_end)
+
+    def _is_late(self, arrivals: Iterable[Arrival]) -> bool:
+        """Whether parameters may be updated last behind a backward: the next forward does not begin with them."""
+        return self._ahead is not None and not self._ahead.first([param for param, _ in arrivals])
 
     def _end_clipping(self, clipping: Clipping) -> None:
         """Update parameters by what was kept of the backward; leave it to torch if that is not all."""
@@ -184,9 +217,9 @@ class CompiledStep:
             clipping.give_back()
             self.updated_in_backward = False
             return
-        self.grad_norm, groups = clipping.end(self._model.parameters())
+        self.grad_norm, groups = clipping.end(self._model.parameters(), self._is_late)
         for group in groups:
-            self._updates(group)
+            self._update(group)
 
     def _taken(self, loss: torch.Tensor) -> set[str]:
         """Parameters, by their names, whose gradients are used where they arrive; none if that would not be exact."""
@@ -231,7 +264,9 @@ class CompiledStep:
             self._update_rest()
 
     def _update_rest(self) -> None:
-        self._updates([Arrival(param, shard_in(param.grad)) for param in self._params() if param.grad is not None])
+        left = [Arrival(param, shard_in(param.grad)) for param in self._params() if param.grad is not None]
+        for late in (False, True):
+            self._update([one for one in left if self._is_late([one]) == late])
 
     def _params(self) -> Iterator[nn.Parameter]:
         return (param for group in self._optimizer.param_groups for param in group["params"])

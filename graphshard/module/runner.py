@@ -267,6 +267,7 @@ class Runner:
 
     def reshard(self, names: Collection[str]) -> None:
         """Free parameters that were gathered by hand, or that forward left to a backward, which gathers them again."""
+        self.accumulation.drop_ahead()
         free(self.accumulation.calls, names)
         self.unsharded.shown.hide_left(names)
         held = [name for name in names if name in self.unsharded.full]
@@ -275,7 +276,8 @@ class Runner:
             self.change(held, held=False)
 
     def reshard_all(self) -> None:
-        """Free all that was gathered by hand, and let modules hold their shards."""
+        """Free all that was gathered by hand or ahead, and let modules hold their shards."""
+        self.accumulation.drop_ahead()
         self.unsharded.shown.forget()
         if self.unsharded.full:
             self.reshard(list(self.unsharded.full))
@@ -285,6 +287,7 @@ class Runner:
         if self.event is not None:
             self.event.wait()
             self.event = None
+            self.accumulation.drop_ahead()
         several = torch.is_grad_enabled() and self.unsharded.is_one_of_several(called.name)
         if self.unsharded.left:
             params = ((ref.row.name, ref.param) for ref in self.tracer.params)

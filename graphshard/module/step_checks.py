@@ -29,6 +29,12 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {brief(optimizer)}.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            f"compile_step: optimizer: the step of {_name(optimizer)}, {_place(type(optimizer).step)}, computes the "
+            "loss several times, by a closure. Call optimizer.step(closure) instead, with a closure that calls "
+            "optimizer.zero_grad(), computes the loss, calls loss.backward() and returns the loss."
+        )
     if not (is_elementwise(optimizer) or is_whole(optimizer)):
         raise UnsupportedError(f"compile_step: optimizer: {_other_step(optimizer)} {_SEPARATELY}")
     replaced = optimizer.__dict__.get("step")
@@ -102,12 +108,11 @@ def check_loss(loss: Any, where: str) -> None:
 def _other_step(optimizer: Optimizer) -> str:
     """Which step an optimizer has, and why it is not run shard by shard."""
     known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return "LBFGS computes the loss several times in a step, by a closure."
     if type(optimizer) in _NOT_ON_DTENSORS:
         return (
-            f"{_name(optimizer)} has no step on DTensors in torch 2.13, which parameters of a sharded model are, so "
-            "it fails with FSDP2, too. Take another optimizer; or if your torch has such a step:"
+            f"the step of {_name(optimizer)}, {_place(type(optimizer).step)}, takes no DTensors in torch 2.13, which "
+            "parameters of a sharded model are, so it fails with FSDP2, too. Take another optimizer; or if your torch "
+            "has such a step:"
         )
     name = "_init_group" if _step_is_torchs(optimizer) else "step"
     method = inspect.unwrap(getattr(type(optimizer), name))

@@ -14,6 +14,7 @@ from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.program import Phase, Slot
 from graphshard.ir.torch_internals import number_of_backward
 from graphshard.passes.accumulate_gradients import AccumulateGradients
+from graphshard.runtime.ahead import Ahead
 from graphshard.runtime.arrivals import Taker
 
 # What backwards leave to each other.
@@ -33,6 +34,7 @@ class Accumulation:
         calls: nodes of calls in graphs of autograd that are alive.
         measured: backwards are measured now, which return gradients that stand for those that would be accumulated.
         taker: takes gradients of the backward that comes now where they arrive; None lets it return them.
+        ahead: what was gathered for the next forward already.
     """
 
     unsynced: set[str] = field(default_factory=set)
@@ -41,6 +43,7 @@ class Accumulation:
     calls: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     measured: bool = False
     taker: Taker | None = None
+    ahead: Ahead | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accumulation:
         """Of a copy of the model, which was not called yet."""
@@ -51,6 +54,12 @@ class Accumulation:
         if number_of_backward() == -1:
             for slot in [slot for slot in self.sums if slot.kind == "pending"]:
                 del self.sums[slot]
+
+    def drop_ahead(self) -> None:
+        """Let the next forward gather everything itself."""
+        if self.ahead is not None:
+            self.ahead.forget()
+            self.ahead = None
 
     def step(self, names: Mapping[str, str], deferred: Collection[str] = ()) -> AccumulateGradients | None:
         """What the next backward does about these parameters; None reduces their gradients and nothing else.

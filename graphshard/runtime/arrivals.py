@@ -37,11 +37,13 @@ class Taker:
         take: is given gradients that have arrived together.
         params: the parameters, by their names in the model, whose gradients are taken.
         ran: whether a backward has run that handed them over: one that copies gradients to the host does not.
+        at_the_end: whether that backward has no collective to start any more.
     """
 
     take: Callable[[list[Arrival]], None]
     params: Collection[str] = ()
     ran: bool = False
+    at_the_end: bool = False
     _codes: WeakKeyDictionary[GraphModule, dict[tuple[frozenset[str], bool], _Code]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -81,6 +83,7 @@ class Taker:
                 assert ref is not None
                 param = ref.param
                 found.append(Arrival(param, local(grads.pop(0), phase.outputs[place], param)))
+            self.at_the_end = number >= code.at_the_end
             self.take(found)
 
         code.hand_to = arrived
@@ -97,7 +100,10 @@ class _Code:
         self.hand_to: Arrived | None = None
         self.run: Boxed
         self.groups: Groups
-        self.run, self.groups = executor.with_arrivals(taken, self._arrived, ranges=ranges, replays=replays)
+        self.at_the_end: int
+        self.run, self.groups, self.at_the_end = executor.with_arrivals(
+            taken, self._arrived, ranges=ranges, replays=replays
+        )
 
     def _arrived(self, number: int, grads: list[torch.Tensor]) -> None:
         assert self.hand_to is not None

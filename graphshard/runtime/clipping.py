@@ -6,7 +6,7 @@ numbers as there are parameters makes the total, with the sums and in the order 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -48,11 +48,14 @@ class Clipping:
         self._groups.append(arrivals)
 
     @torch.no_grad()
-    def end(self, params: Iterable[nn.Parameter]) -> tuple[torch.Tensor, Iterable[list[Arrival]]]:
+    def end(
+        self, params: Iterable[nn.Parameter], is_late: Callable[[list[Arrival]], bool] = bool
+    ) -> tuple[torch.Tensor, Iterable[list[Arrival]]]:
         """The total norm, and the clipped gradients in the groups in which they arrived.
 
         Args:
             params: all that have one, in the order in which norms are added up.
+            is_late: of a group, whether it comes behind those of which this is False.
         """
         chosen = [param for param in params if param in self._norms]
         first = chosen[0]
@@ -64,7 +67,7 @@ class Clipping:
         norms = dtensor_of(stacked, first.device_mesh, self._placements, stacked.shape, stacked.stride())
         total = torch.linalg.vector_norm(norms, 2.0).full_tensor()
         factor = torch.clamp(self._max_norm / (total + 1e-6), max=1.0)
-        groups = self._groups
+        groups = sorted(self._groups, key=is_late)
         self.forget()
         return total, (_scaled(group, factor) for group in groups)
 

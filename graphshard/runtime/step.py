@@ -34,6 +34,7 @@ from graphshard.lower.executor import Boxed, Executor
 from graphshard.lower.replays import Replays
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
+from graphshard.runtime.ahead import Ahead
 from graphshard.runtime.call import Call
 from graphshard.runtime.custom import Custom
 from graphshard.runtime.gloo import exchange_reductions, gather_into_buffers
@@ -137,6 +138,7 @@ class Executable:
         self._ends: dict[GraphModule, tuple[list[int | None], list[tuple[int, Slot]]]] = {}
         # The parameters that backward computes gradients of, by their names in the model.
         self.trained: dict[str, ParamRef] = {}
+        self._ahead: Ahead | None = None
         self._ranged: dict[GraphModule, Boxed] = {}
         self._others: dict[GraphModule, Program] = {}
         self._follows_strides = follows_strides
@@ -174,7 +176,7 @@ class Executable:
         """Run the forward executor; return the module's tensors and the values saved for backward."""
         self.hide()
         with disable_autocast(), self._step(self._forward):
-            run = self._code(self._forward)
+            run = self._forward_code()
             given = zip(self._forward.inputs, self._shards)
             values = run(
                 [padded_shard(r.param, r.row) if r is not None else self._given(slot, tensors) for slot, r in given]
@@ -327,6 +329,25 @@ class Executable:
         env = {size.symbol: known[Slot("size", size.name)] for size in self.program.sizes}
         env |= sizes_in(fake(node), tangent)
         return tuple(evaluate(expression(size), env) for size in stride)
+
+    def ahead(self) -> Ahead | None:
+        """What forward gathers first, so that it can be started before; None if there is nothing of the kind."""
+        by_user = self._custom is not None and self._custom.gathers
+        if self.program.offloaded or by_user:
+            return None
+        if self._ahead is None:
+            replays = self._replays(self._forward.module)
+            self._ahead = Ahead(self._forward, self._params, lambda slot: self._read(slot, ()), replays)
+        return self._ahead if self._ahead else None
+
+    def _forward_code(self) -> Boxed:
+        """Forward's code, which takes what was gathered ahead if it is for this program and still holds."""
+        ahead, ranges = self.accumulation.ahead, _profiling()
+        if ahead is not None and ahead is self._ahead and current_recording() is None and ahead.holds():
+            self.accumulation.ahead = None
+            return lambda inputs: ahead.run(inputs, ranges=ranges)
+        self.accumulation.drop_ahead()
+        return self._code(self._forward)
 
     def _code(self, phase: Phase) -> Boxed:
         """The phase's code; while it is measured or a profiler runs, one that shows: other steps pay nothing."""

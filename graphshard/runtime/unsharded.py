@@ -38,7 +38,7 @@ class Unsharded:
     kept: set[str] = field(default_factory=set)
     calls: Counter[str] = field(default_factory=Counter)
     several: dict[str, int] = field(default_factory=dict)
-    left: dict[str, _Written] = field(default_factory=dict)
+    left: dict[str, Written] = field(default_factory=dict)
     shown: Shown = field(default_factory=Shown)
 
     @property
@@ -76,11 +76,11 @@ class Unsharded:
 
     def leave(self, params: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Watch parameters that were gathered for several calls: nobody has said that they do not change."""
-        self.left.update((name, _written(param)) for name, param in params if name in self.full)
+        self.left.update((name, written(param)) for name, param in params if name in self.full)
 
     def written(self, params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
         """Which of them have changed since."""
-        return [name for name, param in params if name in self.left and self.left[name] != _written(param)]
+        return [name for name, param in params if name in self.left and self.left[name] != written(param)]
 
     def show(self, refs: Iterable[ParamRef], aliases: Sequence[Alias]) -> None:
         """Let modules show the gathered parameters that have arrived, as FSDP2's do, until the next backward."""
@@ -98,10 +98,11 @@ class Unsharded:
 
 
 # A shard, and how often it and the parameter were written to.
-_Written = tuple[int, int, int]
+Written = tuple[int, int, int]
 
 
-def _written(param: torch.nn.Parameter) -> _Written:
+def written(param: torch.nn.Parameter) -> Written:
+    """What is other when a parameter or its shard were written to, or replaced, as far as torch knows."""
     local = shard_in(param)
     return id(local), local._version, param._version
 

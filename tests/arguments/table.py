@@ -223,6 +223,7 @@ def _compile_step(model: nn.Module) -> Iterator[Row]:
     yield Row(step, "optimizer", (None, 3, "adam", torch.optim.SGD, [optimizer], Hostile()), {"model": model})
     yield Row(step, "loss", bad.NO_FUNCTIONS, good)
     yield Row(step, "clip_norm", (0, -1, True, math.nan, math.inf, "x", [1.0], Hostile()), good)
+    yield Row(step, "gather_ahead", (None, 0, 1, "yes", [], Hostile()), good)
     yield Row(step, "accumulate", (None, 0, *bad.NO_COUNTS), good)
     yield Row(step, "scaler", (3, "cpu", torch.amp.GradScaler, Hostile()), good)
 

@@ -131,7 +131,7 @@ def test_the_code_hands_over_what_it_does_not_return(*, ranges: bool) -> None:
     graph.output((*parts, None))
     got: list[tuple[int, list[torch.Tensor]]] = []
     run = executor(graph, {})
-    code, groups = run.with_arrivals([Taken(1, ())], lambda *given: got.append(given), ranges=ranges)
+    code, groups, _ = run.with_arrivals([Taken(1, ())], lambda *given: got.append(given), ranges=ranges)
     results = code([torch.tensor([1.0, -1.0])])
     assert groups == [(1,)]
     assert [value is None for value in results] == [False, True, True]

@@ -25,6 +25,16 @@ class Own(torch.optim.AdamW):
         return super().step(closure)
 
 
+class Branching(torch.optim.Optimizer):
+    """Whose step looks at values."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad.norm() > 1:
+                    param.data -= 0.1 * param.grad
+
+
 class Initialised(torch.optim.SGD):
     """With other state."""
 
@@ -44,15 +54,20 @@ def _refused(optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
 
 def test_lbfgs() -> None:
     model = nn.Linear(2, 2)
-    text = _refused(torch.optim.LBFGS(model.parameters()), model)
-    assert "LBFGS computes the loss several times in a step, by a closure" in text
+    line = inspect.unwrap(torch.optim.LBFGS.step).__code__.co_firstlineno
+    text = (
+        rf"the step of LBFGS, .*lbfgs\.py:{line}, computes the loss several times, by a closure. Call optimizer.step\("
+    )
+    with pytest.raises(graphshard.UnsupportedError, match=text):
+        check_optimizer(torch.optim.LBFGS(model.parameters()), model)
 
 
-@pytest.mark.parametrize(("cls", "method"), [(Own, "step"), (Initialised, "_init_group")])
+@pytest.mark.parametrize(("cls", "method"), [(Own, "step"), (Branching, "step"), (Initialised, "_init_group")])
 def test_an_optimizer_of_the_users(cls: type[torch.optim.Optimizer], method: str) -> None:
     """The error names the line."""
     model = nn.Linear(2, 2)
-    text = _refused(cls(model.parameters(), lr=0.1), model)
+    given: tuple[Any, ...] = (model.parameters(), {"lr": 0.1} if cls is Branching else 0.1)
+    text = _refused(cls(*given), model)
     line = inspect.unwrap(getattr(cls, method)).__code__.co_firstlineno
     assert re.search(rf"{cls.__name__} has a {method} of its own, .*test_step_checks\.py:{line}, which may look", text)
 
@@ -62,7 +77,7 @@ def test_optimizers_of_torch_that_are_not_taken(name: str) -> None:
     """As they fail on sharded parameters anyway."""
     model = nn.Linear(2, 2, bias=False)
     text = _refused(getattr(torch.optim, name)(model.parameters(), lr=0.1), model)
-    assert f"{name} has no step on DTensors in torch 2.13" in text
+    assert re.search(rf"the step of {name}, .*{name.lower()}\.py:\d+, takes no DTensors in torch 2.13", text)
 
 
 class OwnMuon(torch.optim.Muon):
