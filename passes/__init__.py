@@ -62,7 +62,9 @@ from graphshard.passes.mixed_precision import MixedPrecision
 from graphshard.passes.offload import Offload
 from graphshard.passes.overlap_collectives import OverlapCollectives
 from graphshard.passes.partition import Partition
+from graphshard.passes.pieced_loss import PiecedLoss
 from graphshard.passes.pipeline_matmuls import PipelineMatmuls
+from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.regather_in_group import RegatherInGroup
 from graphshard.passes.reorder import Reorder
 from graphshard.passes.reshard_after_forward import ReshardAfterForward
@@ -84,7 +86,9 @@ __all__ = [
     "OverlapCollectives",
     "Partition",
     "Pass",
+    "PiecedLoss",
     "PipelineMatmuls",
+    "ReduceInPieces",
     "RegatherInGroup",
     "Reorder",
     "ReshardAfterForward",

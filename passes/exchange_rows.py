@@ -35,7 +35,7 @@ from graphshard.ir.errors import PassError
 from graphshard.ir.graph import WAIT, aten, calls_of, emit, erase_dead, fake
 from graphshard.ir.layout import Collective, collectives
 from graphshard.ir.mesh import Axis
-from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED
+from graphshard.ir.operators import BEGINS, BEGUN, EXCHANGED, JOINED
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
 from graphshard.ir.transport import OF_A_REDUCTION, ROWS_REDUCED, landing, reduced_over
@@ -44,7 +44,7 @@ from graphshard.passes.base import Pass
 
 _INDEX_BYTES = 8
 # Of what lies between a full gradient and its reduction, what changes numbers; the rest is about rows of other ranks.
-_ARITHMETIC = frozenset({aten._to_copy.default, aten.mul.Tensor, aten.div.Tensor})
+ARITHMETIC = frozenset({aten._to_copy.default, aten.mul.Tensor, aten.div.Tensor})
 _MOVES = frozenset({aten.constant_pad_nd.default, aten.clone.default})
 # On so many ranks a sum has the same bits in either order.
 _PAIR = 2
@@ -64,7 +64,12 @@ class ExchangeRows(Pass):
     costs: Costs | None = None
 
     def requires(self, program: Program) -> None:
-        begun = any(calls_of(phase, start) for phase in program.phases.values() for start in BEGINS.values())
+        begun = any(
+            BEGUN not in node.meta
+            for phase in program.phases.values()
+            for start in BEGINS.values()
+            for node in calls_of(phase, start)
+        )
         if "joint" in program.phases or program.plan is not None or begun:
             raise PassError(f"{self.name}: insert this pass after 'partition' and before 'overlap-collectives'")
 
@@ -214,7 +219,7 @@ def _exchange_gradient(value: Node, table: _Table) -> bool:
         return False
     gradient, ids, _, padding, by_frequency = full.args
     tokens = fake(ids).numel()  # type: ignore[arg-type]
-    chain = _until_reduced(full)
+    chain = until_reduced(full)
     if not chain or by_frequency or not isinstance(tokens, int) or not tokens or not table.gradient_pays(tokens):
         return False
     *steps, launch, wait = chain
@@ -227,7 +232,7 @@ def _exchange_gradient(value: Node, table: _Table) -> bool:
         asked = _asked(write, flat, table)
         rows = write(aten.reshape.default, gradient, [tokens, *table.row.shape[1:]])
         every = write(JOINED, rows, table.axis.size, table.axis.name)
-        total = _summed(write, every, asked, table, [node for node in steps if node.target in _ARITHMETIC])
+        total = _summed(write, every, asked, table, [node for node in steps if node.target in ARITHMETIC])
         if launch.args[1] == "avg":
             total = write(aten.div.Tensor, total, table.axis.size)
     total.meta.update({OF_A_REDUCTION: True, ROWS_REDUCED: table.axis.name})
@@ -237,7 +242,7 @@ def _exchange_gradient(value: Node, table: _Table) -> bool:
     return True
 
 
-def _until_reduced(full: Node) -> list[Node]:
+def until_reduced(full: Node) -> list[Node]:
     """What lies between a gradient and its sum over ranks, with the launch and the wait; empty if it is not alone."""
     chain = [full]
     while chain[-1].target is not WAIT:
@@ -246,7 +251,7 @@ def _until_reduced(full: Node) -> list[Node]:
         chain += chain[-1].users
         if OF_A_REDUCTION not in chain[-1].meta:
             return []
-    return chain[1:] if all(node.target in _ARITHMETIC | _MOVES for node in chain[1:-2]) else []
+    return chain[1:] if all(node.target in ARITHMETIC | _MOVES for node in chain[1:-2]) else []
 
 
 def _summed(write: _Emitter, rows: Node, asked: Node, table: _Table, steps: list[Node]) -> Node:
@@ -272,13 +277,13 @@ def _summed(write: _Emitter, rows: Node, asked: Node, table: _Table, steps: list
 
     if ranks != _PAIR:
         wide = changed(rows, frozenset({aten._to_copy.default}))
-        return changed(shard_of(wide, places), _ARITHMETIC - {aten._to_copy.default})
+        return changed(shard_of(wide, places), ARITHMETIC - {aten._to_copy.default})
     first, second = (
         changed(
             shard_of(
                 *(write(aten.slice.Tensor, each, 0, rank * tokens, (rank + 1) * tokens) for each in (rows, places))
             ),
-            _ARITHMETIC,
+            ARITHMETIC,
         )
         for rank in range(ranks)
     )

@@ -30,7 +30,7 @@ from graphshard.cost.model_collectives import model_collective
 from graphshard.ir.errors import PassError
 from graphshard.ir.graph import aten, calls_of, emit, fake
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.operators import BEGINS, JOINED, SCATTERED
+from graphshard.ir.operators import BEGINS, BEGUN, JOINED, SCATTERED
 from graphshard.ir.program import Program
 from graphshard.ir.row_products import OPERAND, RowProducts, row_products, rows_of
 from graphshard.passes.base import Pass
@@ -55,7 +55,12 @@ class PipelineMatmuls(Pass):
     pieces: tuple[int, ...] = (2, 4, 8)
 
     def requires(self, program: Program) -> None:
-        begun = any(calls_of(phase, start) for phase in program.phases.values() for start in BEGINS.values())
+        begun = any(
+            BEGUN not in node.meta
+            for phase in program.phases.values()
+            for start in BEGINS.values()
+            for node in calls_of(phase, start)
+        )
         if "joint" in program.phases or program.plan is not None or begun:
             raise PassError(f"{self.name}: insert this pass after 'partition' and before 'overlap-collectives'")
         if not self.pieces or not all(isinstance(count, int) and count > 1 for count in self.pieces):

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from graphshard.capture.capture import CaptureSpec, capture
 from graphshard.ir.graph import WAIT, fake, is_collective
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, NAMING_GROUPS, SETTLED
+from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, NAMING_GROUPS, SCATTERED, SETTLED
 from graphshard.ir.params import ParamRow, build_table
 from graphshard.ir.precision import precision_of
 from graphshard.ir.program import Phase, Program, Slot
@@ -228,6 +228,8 @@ def _of_the_model(node: Node, tensors: list[Any]) -> list[Any]:
     """The results of what a model gathers, or exchanges in equal pieces, by rank."""
     if node.target in (JOINED, BEGINS[JOINED]):
         return [torch.cat(tensors)] * len(tensors)
+    if node.target in (SCATTERED, BEGINS[SCATTERED]):
+        return _collective(node, tensors, None)
     assert node.target in (EXCHANGED, BEGINS[EXCHANGED]), node.target
     return [torch.cat(pieces) for pieces in zip(*(tensor.chunk(len(tensors)) for tensor in tensors))]
 

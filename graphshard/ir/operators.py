@@ -175,6 +175,8 @@ EXCHANGED, EXCHANGING = _define_both(
 # Of what runs at once, what starts it.
 BEGINS = {REDUCED: REDUCING, JOINED: JOINING, SCATTERED: SCATTERING, EXCHANGED: EXCHANGING}
 SETTLED = _define("settled(Tensor value) -> Tensor", _settled, torch.empty_like)
+# Mark of what a pass has started where it stands, before collectives are given compute to run beside.
+BEGUN = "begun"
 # They name a mesh axis by their last argument; its process group takes the place when a program is installed.
 NAMING_GROUPS = frozenset({OWN_CHUNK, *BEGINS, *BEGINS.values()})
 UPLOAD = _define(

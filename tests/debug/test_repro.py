@@ -31,7 +31,9 @@ from graphshard.passes import (
     MakePlan,
     Offload,
     Pass,
+    PiecedLoss,
     PipelineMatmuls,
+    ReduceInPieces,
     RegatherInGroup,
     ToDevice,
 )
@@ -134,7 +136,13 @@ OTHERS: dict[str, tuple[Pass, Pipeline]] = {
 
 def test_the_others_are_all_others():
     """Those of the catalogue that the default pipeline lacks, and that find something in these blocks on data axes."""
-    default = {type(step) for step in Pipeline()} | {ChunkedLoss, ExchangeRows, PipelineMatmuls}
+    default = {type(step) for step in Pipeline()} | {
+        ChunkedLoss,
+        ExchangeRows,
+        PiecedLoss,
+        PipelineMatmuls,
+        ReduceInPieces,
+    }
     assert {type(step) for step, _ in OTHERS.values()} == {*PASSES.values()} - default
 
 

@@ -1,0 +1,220 @@
+"""pieced-loss and reduce-in-pieces: the loss over a vocabulary for some words at a time, by pieces of the head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.export import Dim
+
+from graphshard.codec.passes import decode_pass, encode_pass
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import aten, fake
+from graphshard.ir.printer import print_phase
+from graphshard.ir.program import Program
+from graphshard.passes import ExchangeRows, PiecedLoss, ReduceInPieces
+from graphshard.pipeline.pipeline import run_pass
+from tests.helpers import calls, captured, step, through
+from tests.passes.test_chunked_loss import BATCH, BF16, DIM, LENGTH, MODELS, VOCAB, Bare, Language, _batches, _mean
+
+CUT = ["mean", "sum", "capped", "in part", "frozen head", "frozen trunk"]
+
+
+def _program(model: nn.Module, pieces: int | None, batch: tuple[Tensor, ...] | None = None, **options: Any) -> Program:
+    program = through(captured(model, batch or _batches()[0], **options), "mixed-precision")
+    if pieces is not None:
+        run_pass(PiecedLoss(pieces), program)
+        run_pass(ReduceInPieces(), through(program, "partition"))
+    return through(program, "reorder")
+
+
+def test_before_and_after() -> None:
+    """Pieces of two rows, and of one, of each rank; the last word is none."""
+    program = through(captured(Bare(), (torch.ones(4, 3), torch.zeros(4, dtype=torch.long))), "mixed-precision")
+    run_pass(PiecedLoss(2), program)
+    lines = print_phase(program.phases["joint"]).splitlines()
+    assert_expected_inline(
+        "\n".join(line for line in lines if _is_told(line)),
+        """\
+  %25: f32[4, 3] = joining(%24, 2, shard)
+  %34: f32[2, 3] = joining(%33, 2, shard)
+  %35: f32[4, 3] = settled(%25)
+  %37: f32[4, 4] = mm(%1, %36)
+  %56: f32[2, 3] = settled(%34)
+  %64: f32[2, 3] = masked_fill.Scalar(%56, %63, 0)
+  %66: f32[4, 2] = mm(%1, %65)
+  %75: f32[4, 2] = masked_fill.Scalar(%66, %74, -inf)
+  %121: f32[4, 3] = joining(%120, 2, shard)  # (backward)
+  %123: f32[4, 2] = mm(%1, %122)  # (backward)
+  %132: f32[4, 2] = masked_fill.Scalar(%123, %131, -inf)  # (backward)
+  %150: f32[2, 3] = mm(%149, %1)  # (backward)
+  %151: f32[4, 3] = settled(%121)  # (backward)
+  %153: f32[4, 4] = mm(%1, %152)  # (backward)
+  %171: f32[4, 3] = mm(%170, %1)  # (backward)
+  %174: f32[2, 3, 3] = cat([%172, %173], 1)  # (backward)
+  return %106 as output:0
+  return %23 as grad:w""",
+    )
+    run_pass(ReduceInPieces(), through(program, "partition"))
+    assert_expected_inline(
+        "\n".join(print_phase(program.phases["backward"]).splitlines()[-9:]),
+        """\
+  %166: i64[4, 1] = unsqueeze(%163, 1)
+  %167: f32[4, 1] = unsqueeze(%165, 1)
+  %168: f32[4, 4] = scatter_add(%155, 1, %166, %167)
+  %169: f32[4, 4] = mul.Tensor(%168, %118)
+  %170: f32[4, 4] = t(%169)
+  %171: f32[4, 3] = mm(%170, %1)
+  %178: f32[2, 3] = scattered(%171, avg, 2, shard)
+  %179: f32[3, 3] = cat([%178, %177])
+  return %179 as grad:w""",
+    )
+
+
+def _is_told(line: str) -> bool:
+    """Of what is gathered, multiplied and returned."""
+    return any(word in line for word in ("joining", "settled", " mm(", "addmm(", "masked_fill", "cat(", "return"))
+
+
+def _model(name: str) -> Language:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    if name.startswith("frozen"):
+        model.head = nn.Linear(DIM, VOCAB, bias=False).requires_grad_(name != "frozen head")
+    return model
+
+
+@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in CUT), ("mean", 3)])
+def test_the_same_up_to_rounding(name: str, ranks: int, policy: MixedPrecisionPolicy | None) -> None:
+    """Losses and gradients; shards of three ranks are uneven, and their padding is not a number."""
+    model, batches = _model(name), [*_batches(), *_batches()][:ranks]
+    plain, pieced = (_program(model, pieces, mp_policy=policy, world_size=ranks) for pieces in (None, 4))
+    assert _count(pieced, "joining") == (4, 3)
+    assert _count(pieced, "scattered", "scattering") == (0, 4 * (name != "frozen head"))
+    assert _count(pieced, "_log_softmax") == (0, 0)
+    expected, found = (step(program, model, batches) for program in (plain, pieced))
+    error = 1e-5 if policy is None else 2e-2
+    for rank, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
+        names = [name for name in theirs if name.startswith(("output", "grad"))]
+        assert any(name.startswith("grad") for name in names)
+        for each in names:
+            own, their = ours[each], theirs[each]
+            if each.startswith("grad"):
+                row = plain.params[each.removeprefix("grad:")]
+                own, their = (row.without_padding(value, rank) for value in (own, their))
+            largest = float(their.abs().max())
+            torch.testing.assert_close(own, their, rtol=error, atol=error * largest, msg=each)
+
+
+def _count(program: Program, *names: str) -> tuple[int, ...]:
+    """How many calls of operators there are in each phase."""
+    return tuple(sum(len(calls(phase, name)) for name in names) for phase in program.phases.values())
+
+
+def test_neither_head_nor_logits_are_ever_whole() -> None:
+    """No value has a row or a column for each word, and nothing of the head is gathered or reduced as a whole."""
+    program = _program(Language(_mean), 4)
+    nodes = [node for phase in program.phases.values() for node in phase.module.graph.nodes if node.op != "placeholder"]
+    tensors = [fake(node) for node in nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert max(t.numel() for t in tensors if DIM not in t.shape) <= 14 * BATCH * LENGTH  # seven words of two ranks
+    of_head = [bucket for bucket in program.plan.buckets if "head.weight" in bucket.members] if program.plan else None
+    assert of_head == []
+
+
+def test_gathers_are_under_way_beside_products() -> None:
+    """The first piece beside what comes before the head, each other one beside the product of the one before it."""
+    program = _program(Language(_mean), 4)
+    for phase in program.phases.values():
+        nodes = list(phase.module.graph.nodes)
+        for begun in calls(phase, "joining"):
+            (settled,) = begun.users
+            between = nodes[nodes.index(begun) : nodes.index(settled)]
+            assert any(node.target in (aten.mm.default, aten.addmm.default) for node in between)
+
+
+def test_no_row_counts() -> None:
+    """The loss is not a number then, and gradients are zeros, as in torch."""
+    model, batches = Language(_mean), _batches(ignored=BATCH * LENGTH)
+    for result in step(_program(model, 4), model, batches):
+        assert result["output:0"].isnan()
+        assert not result["grad:head.weight"].any()
+        assert not result["grad:embed.weight"].any()
+
+
+@pytest.mark.parametrize("word", [-1, VOCAB, VOCAB + 1])
+def test_a_word_that_is_none(word: int) -> None:
+    """Is no target, not even one whose row would lie in the padding of the last shard."""
+    model = Language(_mean)
+    program = _program(model, 4, world_size=3)
+    batches = [*_batches(), *_batches()][:3]
+    batches[0][1].view(-1)[-1] = word
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        step(program, model, batches)
+
+
+def test_a_forward_alone() -> None:
+    model, batches = Language(_mean), _batches()
+    pieced = _program(model, 4, grad=False)
+    assert _count(pieced, "joining") == (4,)
+    for result, batch in zip(step(pieced, model, batches), batches):
+        torch.testing.assert_close(result["output:0"], model(*batch).detach())
+
+
+def test_reduced_as_a_whole() -> None:
+    """Without `reduce-in-pieces`, with the same bits on two ranks."""
+    model, batches = Language(_mean), _batches()
+    whole = through(captured(model, batches[0]), "mixed-precision")
+    run_pass(PiecedLoss(4), whole)
+    through(whole, "reorder")
+    assert _count(whole, "scattered", "scattering") == (0, 0)
+    for theirs, ours in zip(*(step(program, model, batches) for program in (whole, _program(model, 4)))):
+        assert torch.equal(theirs["grad:head.weight"], ours["grad:head.weight"])
+
+
+@pytest.mark.parametrize("name", ["bias", "tied"])
+def test_left_alone(name: str) -> None:
+    program = through(captured(MODELS[name](), _batches()[0]), "mixed-precision")
+    before = print_phase(program.phases["joint"])
+    assert PiecedLoss(4).rewrite(program) == 0
+    assert print_phase(program.phases["joint"]) == before
+
+
+def test_left_alone_by_its_dtype_and_its_sizes() -> None:
+    half = MixedPrecisionPolicy(param_dtype=torch.float16)
+    dynamic = {0: Dim("batch", min=2, max=64)}
+    for options in ({"mp_policy": half}, {"dynamic_shapes": (dynamic, dynamic)}, {"world_size": 1}):
+        program = through(captured(Language(_mean), _batches()[0], **options), "mixed-precision")
+        assert PiecedLoss(4).rewrite(program) == 0
+
+
+def test_twice() -> None:
+    program = through(captured(Language(_mean), _batches()[0]), "mixed-precision")
+    assert PiecedLoss(4).rewrite(program) == 1
+    assert PiecedLoss(4).rewrite(program) == 0
+    through(program, "partition")
+    assert ReduceInPieces().rewrite(program) == 1
+    assert ReduceInPieces().rewrite(program) == 0
+    assert ExchangeRows().rewrite(program) > 0  # which may come behind it
+
+
+def test_wrong_use() -> None:
+    program = captured(Language(_mean), _batches()[0])
+    with pytest.raises(PassError, match="pieced-loss: insert this pass after 'mixed-precision' and before 'partition'"):
+        run_pass(PiecedLoss(), program)
+    with pytest.raises(PassError, match="reduce-in-pieces: insert this pass after 'partition' and before 'overlap-"):
+        run_pass(ReduceInPieces(), program)
+    with pytest.raises(PassError, match="pieced-loss: pieces must be a number from 2 on, got 1"):
+        run_pass(PiecedLoss(1), through(program, "mixed-precision"))
+    with pytest.raises(PassError, match="pieced-loss: insert this pass after 'mixed-precision'"):
+        run_pass(PiecedLoss(), through(program, "partition"))
+
+
+def test_dumps_hold_them() -> None:
+    """With their options, so that `graphshard repro` can run them again."""
+    assert decode_pass(encode_pass(PiecedLoss(8))).step == PiecedLoss(8)
+    assert decode_pass(encode_pass(ReduceInPieces())).step == ReduceInPieces()
