@@ -25,7 +25,8 @@ REDUCES = frozenset({c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_ten
 ALL_REDUCES = frozenset({c10d.all_reduce.default, c10d.all_reduce_coalesced.default})
 _COLLECTIVES = GATHERS | REDUCES | ALL_REDUCES
 WAIT = c10d.wait_tensor.default
-_COMMUNICATION = _COLLECTIVES | {WAIT}
+# These questions are asked of every node again and again, and torch hashes an operator in Python: ids need none of it.
+_COLLECTIVE_IDS = frozenset(map(id, _COLLECTIVES))
 # Operators of our own, which stay outside of regions.
 OWN = frozenset({UPLOAD, ARRIVED, DOWNLOAD, SETTLED}) | NAMING_GROUPS
 
@@ -143,7 +144,7 @@ def is_idle_draw(node: Node) -> bool:
 
 def is_collective(node: Node) -> bool:
     """An all-gather, reduce-scatter or all-reduce, single or coalesced; not its wait."""
-    return node.target in _COLLECTIVES
+    return id(node.target) in _COLLECTIVE_IDS
 
 
 def is_reduction(node: Node) -> bool:
@@ -168,7 +169,7 @@ def is_communication(node: Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and is_collective(source)
-    return node.target in _COMMUNICATION
+    return node.target is WAIT or is_collective(node)
 
 
 def launch_of(wait: Node) -> Node:

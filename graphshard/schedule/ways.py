@@ -13,12 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from graphshard.cost.costs import Costs
-from graphshard.ir.layout import collectives
 from graphshard.ir.mesh import Axis
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.schedule.by_unit import is_scalar
-from graphshard.schedule.known import remembered
+from graphshard.schedule.known import collectives_of
 from graphshard.schedule.problem import Link
 
 
@@ -48,7 +47,7 @@ def ways_of(program: Program, phase: Phase) -> Ways:
     """The axes of a phase; those of experts, which lie on a mesh of their own, are not among them."""
     mesh = program.mesh
     found: dict[CollectiveKind, str] = {}
-    for each in remembered(phase.module.graph, "collectives", lambda: collectives(phase)):
+    for each in collectives_of(phase):
         if not is_scalar(program, each) and not program.params[each.params[0]].expert:
             found.setdefault(each.kind, each.axis)
     one = {kind: mesh.named(axis) for kind, axis in found.items()}
