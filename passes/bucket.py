@@ -22,7 +22,7 @@ from torch._ops import OpOverloadPacket
 from torch.fx import Graph, Node
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import WAIT, aten, base_of, c10d, emit, erase_dead, fake, start_together
+from graphshard.ir.graph import WAIT, aten, base_of, c10d, emit, erase_dead, fake, made_once, start_together
 from graphshard.ir.layout import COMPUTE, Collective, Layout, collectives
 from graphshard.ir.params import ParamTable
 from graphshard.ir.plan import Bucket
@@ -49,6 +49,7 @@ class Bucketing(Pass):
                 odd = sorted(set(found) ^ set(planned)) or found
                 raise PassError(f"{self.name}: plan and {phase_name} graph disagree about {odd[:5]}")
 
+    @made_once()
     def rewrite(self, program: Program) -> int:
         assert program.plan is not None
         count = 0

@@ -48,10 +48,11 @@ class OverlapCollectives(Pass):
 def _overlap(phase: Phase) -> int:
     """Reorder a phase and split its collectives; how many are under way beside compute now."""
     nodes = [node for node in phase.module.graph.nodes if node.op == "call_function"]
-    compute = Layout.of(phase).index
-    launches = [node for node in nodes if node.target in BEGINS and node in compute]
+    launches = [node for node in nodes if node.target in BEGINS]
     if not launches or any(map(_writes, nodes)):
         return 0
+    compute = Layout.of(phase).index
+    launches = [node for node in launches if node in compute]
     order = _with_inputs(_reordered(nodes, launches, compute), nodes)
     place = {node: index for index, node in enumerate(order)}
     needed = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ REDUCES = frozenset({c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_ten
 ALL_REDUCES = frozenset({c10d.all_reduce.default, c10d.all_reduce_coalesced.default})
 _COLLECTIVES = GATHERS | REDUCES | ALL_REDUCES
 WAIT = c10d.wait_tensor.default
-_COMMUNICATION = _COLLECTIVES | {WAIT}
+# These questions are asked of every node again and again, and torch hashes an operator in Python: ids need none of it.
+_COLLECTIVE_IDS = frozenset(map(id, _COLLECTIVES))
 # Operators of our own, which stay outside of regions.
 OWN = frozenset({UPLOAD, ARRIVED, DOWNLOAD, SETTLED}) | NAMING_GROUPS
 
@@ -35,8 +37,52 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None
 
     Module stack and partitioner tag are taken from `like`, so that the node prints as part of that module.
     """
+    return _insert(graph, target, args, kwargs, _made(target, args, kwargs), like)
+
+
+# Fake values that calls made, with the values that they were made of, by question.
+_MADE: ContextVar[dict[Hashable, tuple[Any, Any]] | None] = ContextVar("_MADE", default=None)
+
+
+@contextmanager
+def made_once() -> Iterator[None]:
+    """Within it calls that are emitted share their fake value with the first one of the same values.
+
+    Copies of equal blocks have the values of what they were copied from, so that one block is asked for all.
+    """
+    token = _MADE.set({})
+    try:
+        yield
+    finally:
+        _MADE.reset(token)
+
+
+def _made(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The fake value of a call."""
+    known = _MADE.get()
+    key = None if known is None else question(target, args, kwargs)
+    if known is not None and key in known:
+        return known[key][1]
     vals = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    return _insert(graph, target, args, kwargs, target(*vals[0], **vals[1]), like)
+    made = target(*vals[0], **vals[1])
+    if known is not None:
+        known[key] = vals, made  # ids are those of values that are there
+    return made
+
+
+def question(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+    """Equal for calls of an operator with the very same values, as long as these are there."""
+    return id(target), _asked(args), _asked(kwargs) if kwargs else ()
+
+
+def _asked(arg: Any) -> Hashable:
+    if isinstance(arg, Node):
+        return Node, id(arg.meta.get("val"))
+    if isinstance(arg, (tuple, list)):
+        return (list, *map(_asked, arg))
+    if isinstance(arg, Mapping):
+        return (dict, *((key, _asked(value)) for key, value in arg.items()))
+    return type(arg), str(arg)
 
 
 def _insert(graph: Graph, target: Callable[..., Any], args: Any, kwargs: Any, val: Any, like: Node | None) -> Node:
@@ -143,7 +189,7 @@ def is_idle_draw(node: Node) -> bool:
 
 def is_collective(node: Node) -> bool:
     """An all-gather, reduce-scatter or all-reduce, single or coalesced; not its wait."""
-    return node.target in _COLLECTIVES
+    return id(node.target) in _COLLECTIVE_IDS
 
 
 def is_reduction(node: Node) -> bool:
@@ -168,7 +214,7 @@ def is_communication(node: Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and is_collective(source)
-    return node.target in _COMMUNICATION
+    return node.target is WAIT or is_collective(node)
 
 
 def launch_of(wait: Node) -> Node:

@@ -13,8 +13,9 @@ collectives, `>` calls of regions, `[...]` buckets.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +26,7 @@ from graphshard.ir.graph import is_collective, module_of
 from graphshard.ir.layout import collectives
 from graphshard.ir.operators import NAMING_GROUPS
 from graphshard.ir.program import Phase, Program
-from graphshard.ir.sizes import SymNumber, expression, is_size, rename
+from graphshard.ir.sizes import SymNumber, expression, is_size, numbers_in, rename
 from graphshard.ir.text import visible
 from graphshard.ir.torch_internals import CheckpointPolicy
 
@@ -40,17 +41,53 @@ _DTYPES = {
 _MARKS = {CheckpointPolicy.MUST_RECOMPUTE: "(recompute)", CheckpointPolicy.MUST_SAVE: "(save)"}
 
 
-def print_program(program: Program) -> str:
-    """All phases of a program, one after the other; values without a number receive one."""
+# What lines say of nodes besides their calls.
+_PRINTED = (
+    *("val", "nn_module_stack", "fwd_nn_module_stack", "where"),
+    *("bucket", "exchanged", "recompute", "partitioner_tag"),
+)
+
+
+class Lines:
+    """Lines of nodes as they were printed, for the next stage: most passes leave most nodes as they are."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Node, str] = {}
+        self._known: dict[Node, tuple[tuple[Any, ...], str]] = {}
+
+    def begin(self, numbers: Mapping[Node, str]) -> None:
+        """Another text begins, in which values have these numbers."""
+        before = self._numbers
+        if any(before.get(node, name) != name for node, name in numbers.items()):
+            self._numbers, self._known = {}, {}  # others name them
+        self._numbers.update(numbers)
+
+    def line(self, node: Node, label: str, make: Callable[[], str]) -> str:
+        """The line of a node, made if the node is not what it was."""
+        facts = (node.target, node.args, node.kwargs, *map(node.meta.get, _PRINTED))
+        known = self._known.get(node)
+        if known is None or known[0][0] != label or not all(map(operator.is_, facts, known[0][1:])):
+            known = (label, *facts), make()
+            if not numbers_in(node.meta.get("val")):  # one that is dynamic may turn out to be one number
+                self._known[node] = known
+        return known[1]
+
+
+def print_program(program: Program, known: Lines | None = None) -> str:
+    """All phases of a program, one after the other; values without a number receive one.
+
+    Args:
+        known: lines of an earlier stage; those of this one are added.
+    """
     number(program)
-    return "\n".join(f"{name}:\n{print_phase(phase)}" for name, phase in program.phases.items())
+    return "\n".join(f"{name}:\n{print_phase(phase, known)}" for name, phase in program.phases.items())
 
 
-def print_phase(phase: Phase) -> str:
+def print_phase(phase: Phase, known: Lines | None = None) -> str:
     """One line per node of a numbered phase."""
     slots = (*phase.inputs, *phase.outputs)
     labels = ["saved" if slot.kind == "saved" else visible(str(slot), lines=False) for slot in slots]
-    return print_graph(phase.module.graph, labels[: len(phase.inputs)], labels[len(phase.inputs) :])
+    return print_graph(phase.module.graph, labels[: len(phase.inputs)], labels[len(phase.inputs) :], known=known)
 
 
 def number(program: Program) -> None:
@@ -65,10 +102,13 @@ def number(program: Program) -> None:
             taken.add(known)
 
 
-def print_graph(graph: Graph, inputs: list[str], outputs: list[str], *, canonical: bool = False) -> str:
+def print_graph(
+    graph: Graph, inputs: list[str], outputs: list[str], *, canonical: bool = False, known: Lines | None = None
+) -> str:
     """A graph as text, with a label for each placeholder and output.
 
     Args:
+        known: lines of an earlier text of these nodes.
         canonical: number values in order and leave out what tells one occurrence of a graph from another.
     """
     numbers: dict[Node, str] = {}
@@ -80,19 +120,31 @@ def print_graph(graph: Graph, inputs: list[str], outputs: list[str], *, canonica
         expression(node.meta["val"]): f"n{index}" if canonical else label.removeprefix("size:")
         for index, (node, label) in enumerate(sizes.items())
     }
+
+    def line(node: Node, label: str) -> str:
+        call = label if node.op == "placeholder" else f"{_target(node)}({_args(node, numbers)})"
+        text = f"{_mark(node)} {numbers[node]}: {describe(node.meta.get('val'), names)} = {call}"
+        return _commented(text, "" if canonical else _comment(node))
+
+    keep = Lines() if known is None or names else known  # sizes are named by the text that they are in
+    keep.begin(numbers)
     labels = iter(inputs)
-    lines = []
+    lines: list[str] = []
     for node in graph.nodes:
         if node.op == "output":
             for value, label in zip(node.args[0], outputs, strict=True):
                 comment = module_of(value) if label == "saved" else ""
-                lines.append((f"  return {_arg(value, numbers)}" + (f" as {label}" if label else ""), comment))
+                lines.append(
+                    _commented(f"  return {_arg(value, numbers)}" + (f" as {label}" if label else ""), comment)
+                )
         else:
-            call = next(labels) if node.op == "placeholder" else f"{_target(node)}({_args(node, numbers)})"
-            line = f"{_mark(node)} {numbers[node]}: {describe(node.meta.get('val'), names)} = {call}"
-            lines.append((line, "" if canonical else _comment(node)))
-    shown = (f"{line}  # {visible(comment, lines=False)}" if comment else line for line, comment in lines)
-    return "".join(f"{line}\n" for line in shown)
+            label = next(labels) if node.op == "placeholder" else ""
+            lines.append(keep.line(node, label, functools.partial(line, node, label)))
+    return "".join(lines)
+
+
+def _commented(line: str, comment: str) -> str:
+    return f"{line}  # {visible(comment, lines=False)}\n" if comment else f"{line}\n"
 
 
 def print_nodes_around(phase: Phase, node: Node, margin: int = 3) -> str:
@@ -128,7 +180,8 @@ def describe(val: Any, names: Mapping[Any, str] = MappingProxyType({})) -> str:
         names: of the symbols that dynamic sizes are expressed in.
     """
     if isinstance(val, torch.Tensor):
-        return f"{dtype_name(val.dtype)}[{', '.join(rename(size, names) for size in val.shape)}]"
+        sizes = [str(size) if type(size) is int else rename(size, names) for size in val.shape]
+        return f"{dtype_name(val.dtype)}[{', '.join(sizes)}]"
     if isinstance(val, (tuple, list)):
         return f"({', '.join(describe(v, names) for v in val)})"
     if isinstance(val, SymNumber) and val.node.expr.free_symbols:
@@ -136,6 +189,7 @@ def describe(val: Any, names: Mapping[Any, str] = MappingProxyType({})) -> str:
     return type(val).__name__.removeprefix("Sym").lower()  # one that depends on values may turn out to be one number
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Short name of a dtype: f32, bf16, i64, b8."""
     name = str(dtype).removeprefix("torch.")

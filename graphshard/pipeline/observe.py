@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from graphshard.ir.errors import PassError
 from graphshard.ir.liveness import peak_gathered
 from graphshard.ir.plan import Plan
-from graphshard.ir.printer import number, print_communication, print_program
+from graphshard.ir.printer import Lines, number, print_communication, print_program
 from graphshard.ir.program import Program, Stage
 from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
@@ -56,6 +56,7 @@ class Observer:
     show: Callable[[str], None] = lambda _: None
     most: int | None = None
     _last: tuple[str, Plan | None] | None = field(default=None, init=False)
+    _lines: Lines = field(default_factory=Lines, init=False)
 
     def after(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True) -> None:
         """A pass, or capture or lowering, has made `program` what it is."""
@@ -68,6 +69,7 @@ class Observer:
 
     def end(self, program: Program) -> None:
         """All passes are done; what ranks compare is written down."""
+        self._lines = Lines()  # of nodes that need not stay
         if self.level != "off":
             verify(program, "the last pass", complete=True)
         program.communication = print_communication(program)
@@ -91,7 +93,7 @@ class Observer:
         num_nodes = sum(n.op.startswith("call") for p in program.phases.values() for n in p.module.graph.nodes)
         number(program)
         printed = self.most is None or num_nodes <= self.most or self.level != "off"
-        text = print_program(program) if printed else f"{num_nodes:,} operators: too many to print\n"
+        text = print_program(program, self._lines) if printed else f"{num_nodes:,} operators: too many to print\n"
         stage = Stage(name, rewrites, seconds, text, num_nodes, exact)
         program.history.append(stage)
         log.info("%s: %d rewrites in %.2f s%s", name, rewrites, seconds, "" if exact else ", may change numerics")

@@ -15,7 +15,17 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from graphshard.ir.graph import ALL_REDUCES, WAIT, aten, fake, is_collective, is_communication, is_reduced, launch_of
+from graphshard.ir.graph import (
+    ALL_REDUCES,
+    WAIT,
+    aten,
+    fake,
+    is_collective,
+    is_communication,
+    is_reduced,
+    launch_of,
+    question,
+)
 from graphshard.ir.layout import collectives
 from graphshard.ir.liveness import peak_gathered_bytes
 from graphshard.ir.printer import describe, dtype_name
@@ -40,7 +50,9 @@ class Violation:
 
 Rule = Callable[[Program, str], Iterator[Violation]]
 
-_CONSTANTS = (
+# What may be written into a call.
+_WRITTEN = (
+    Node,
     *(int, float, bool, complex, str, type(None), slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     torch._ops.OpOverload,  # of a random operator that is computed again
@@ -109,11 +121,22 @@ def no_rank(program: Program, phase_name: str) -> Iterator[Violation]:
             wanted = " or ".join(f"{axis.size} ranks of axis {axis.name!r}" for axis in program.mesh.every_axis)
             size = "" if node.target in ALL_REDUCES else f"{node.args[-2]} ranks of "
             yield Violation(f"the collective runs over {size}{node.args[-1]!r}, not {wanted}", node)
-        for leaf in pytree.tree_leaves((node.args, node.kwargs)):
-            if not isinstance(leaf, (*_CONSTANTS, Node)):
+        for leaf in _leaves((node.args, node.kwargs)):
+            if not isinstance(leaf, _WRITTEN):
                 yield Violation(f"a {type(leaf).__name__} is written into the graph", node)
         if node.op == "get_attr":
             yield Violation(f"{node.target} is read from the module instead of passed as an input", node)
+
+
+def _leaves(arg: Any) -> Iterator[Any]:
+    """What is written into a call; FX has lists, tuples and dicts only."""
+    if isinstance(arg, (tuple, list)):
+        for each in arg:
+            yield from _leaves(each)
+    elif isinstance(arg, dict):
+        yield from _leaves(list(arg.values()))
+    else:
+        yield arg
 
 
 def _runs_over_an_axis(node: Node, program: Program) -> bool:
@@ -130,25 +153,32 @@ def consistent_values(program: Program, phase_name: str) -> Iterator[Violation]:
 def wrong_values(graph: Graph) -> Iterator[Violation]:
     """The values of a graph that are said to be others than their operators make."""
     known: dict[Hashable, str] = {}
+    right: set[Hashable] = set()
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem or _makes_symbol(node):
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        # Copies of a block have the very values of the block.
+        same = question(node.target, node.args, node.kwargs), id(node.meta.get("val"))
+        if same in right or _makes_symbol(node):
             continue
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         leaves, structure = pytree.tree_flatten((args, kwargs))
         # Equal blocks ask the same questions: each is answered once.
-        question = (node.target, str(structure), *map(_aspect, leaves))
-        if question not in known:
+        asked = (node.target, str(structure), *map(_aspect, leaves))
+        if asked not in known:
             mode = next((fake_mode_of(v) for v in [*leaves, node.meta.get("val")] if isinstance(v, torch.Tensor)), None)
             try:
                 if mode is None:
                     continue
                 with mode, torch.no_grad():
-                    known[question] = describe(node.target(*args, **kwargs))
+                    known[asked] = describe(node.target(*args, **kwargs))
             except Exception as error:
-                known[question] = f"{type(error).__name__}: {error}"
-        if known[question] != describe(node.meta.get("val")):
+                known[asked] = f"{type(error).__name__}: {error}"
+        if known[asked] != describe(node.meta.get("val")):
             said = describe(node.meta.get("val"))
-            yield Violation(f"{node.name} is said to be {said}, its operator makes {known[question]}", node)
+            yield Violation(f"{node.name} is said to be {said}, its operator makes {known[asked]}", node)
+        else:
+            right.add(same)
 
 
 def _makes_symbol(node: Node) -> bool:
@@ -191,6 +221,7 @@ def reduced_once(program: Program, phase_name: str) -> Iterator[Violation]:
     phase = program.phases[phase_name]
     owners: dict[Reduced, str] = {}
     partial = {node for node, slot in phase.slot_of().items() if slot.kind == "partial"}
+    results = set(phase.results)
     for value, slot in zip(phase.results, phase.outputs, strict=True):
         is_grad = slot.kind == "grad" and slot.of == "param"
         axes = [axis.name for axis in reduced_over(program.params[slot.name], program)] if is_grad else []
@@ -218,7 +249,7 @@ def reduced_once(program: Program, phase_name: str) -> Iterator[Violation]:
         over = f" over each of {', '.join(axes)}" if len(axes) > 1 else ""
         yield Violation(f"{slot} {how}, it must be reduced once{over}", value)
     for node in phase.module.graph.nodes:
-        if is_reduced(node) and not _reaches(node, set(phase.results)):
+        if is_reduced(node) and not _reaches(node, results):
             yield Violation("the reduction belongs to no gradient that is returned", node)
 
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from graphshard.ir.errors import InfeasibleError
-from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import Program
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import account, first_use, last_input
+from graphshard.schedule.known import collectives_of, layout_of, within_one_plan
 
 # A program and what makes plain data for it; the result is that of the first rank.
 Share = Callable[[Program, Callable[[], dict[str, Any]]], dict[str, Any]]
@@ -45,6 +45,7 @@ class AgreedPlanner:
     share: Share
     known: dict[str, tuple[Plan, Outline]] = field(default_factory=dict)
 
+    @within_one_plan()
     def __call__(self, program: Program) -> Plan:
         """The plan; raises `InfeasibleError` on all ranks if the first rank finds none within the limit."""
         mine = communication(program)
@@ -79,7 +80,9 @@ def communication(program: Program) -> str:
     """
     found = {}
     for name, phase in program.phases.items():
-        sent = [(c.kind, c.params[0], c.axis, _sent(program.params[c.params[0]], c.kind)) for c in collectives(phase)]
+        sent = [
+            (c.kind, c.params[0], c.axis, _sent(program.params[c.params[0]], c.kind)) for c in collectives_of(phase)
+        ]
         found[name] = sorted(sent)
     return json.dumps(found)
 
@@ -92,10 +95,10 @@ def outline(program: Program, kept: Sequence[str] = ()) -> dict[str, tuple[int, 
     """What a plan for a program, in which parameters are kept gathered, has positions in."""
     found = {}
     for name, phase in _keeping(program, kept).phases.items():
-        layout = Layout.of(phase)
+        layout = layout_of(phase)
         at = {
             f"{c.kind} {c.axis} {c.params[0]}": (first_use if c.kind == "gather" else last_input)([c], layout)
-            for c in collectives(phase)
+            for c in collectives_of(phase)
         }
         found[name] = len(layout.compute), at
     return found
@@ -123,7 +126,7 @@ def fit(plan: Plan, made_for: Outline, program: Program) -> Plan | None:
     gathered = {}
     for name, placed in events.items():
         phase = program.phases[name]
-        of_row = {(c.kind, c.axis, c.params[0]): c for c in collectives(phase)}
+        of_row = {(c.kind, c.axis, c.params[0]): c for c in collectives_of(phase)}
         buckets = [bucket for bucket in plan.buckets if bucket.phase == name]
         groups = [(b, [of_row[b.kind, b.axis, member] for member in b.members]) for b in buckets]
         gathered[name] = account(phase, groups, placed, program.params)

@@ -16,14 +16,14 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work, work_of
 from graphshard.cost.model_collectives import computing
 from graphshard.ir.graph import with_parts
-from graphshard.ir.layout import Collective, Layout, collectives
+from graphshard.ir.layout import Collective, Layout
 from graphshard.ir.liveness import last_use
 from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.schedule.by_unit import first_use, is_scalar, last_input, next_boundary
 from graphshard.schedule.footprint import base_bytes, item_at, lasting_beside
-from graphshard.schedule.known import remembered
+from graphshard.schedule.known import collectives_of, layout_of, remembered
 from graphshard.schedule.own import Own
 from graphshard.schedule.problem import Chain, Link, Problem, Transfer
 from graphshard.schedule.ways import Sent, Ways, link_of, own_collectives, ways_of
@@ -148,9 +148,9 @@ class _Maker:
         link = self.made.get(ways) or link_of(self.costs, ways, exchange=self.settings.exchange)
         self.ways, self.link = ways, link
         self.made[ways] = self.links[phase_name] = link
-        layout = remembered(graph, "layout", lambda: Layout.of(phase))
+        layout = layout_of(phase)
         position = {**layout.index, graph.output_node(): len(layout.compute)}
-        found = remembered(graph, "collectives", lambda: collectives(phase))
+        found = collectives_of(phase)
         launches = [c for c in found if c.kind == self._reduction(c) and not is_scalar(self.program, c)]
         of_row = {(c.kind, c.params[0]): c for c in found}
         final = max(len(layout.compute) - 1, 0)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from graphshard.cost.costs import Costs
 from graphshard.ir.errors import ArgumentError, InfeasibleError
-from graphshard.ir.layout import collectives
 from graphshard.ir.plan import EXCHANGE_RANKS, Bucket, Event, Plan, Prediction
 from graphshard.ir.program import Program
 from graphshard.passes.keep_gathered import keep_gathered
@@ -19,7 +18,7 @@ from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.buckets import to_buckets
 from graphshard.schedule.build import Built, Constraints, Settings, build
 from graphshard.schedule.by_unit import PlanByUnit, account, plan_scalars
-from graphshard.schedule.known import within_one_plan
+from graphshard.schedule.known import collectives_of, within_one_plan
 from graphshard.schedule.problem import Problem, Schedule
 from graphshard.schedule.solve import STEPS, Solution, Solver, one_ahead, smallest_of
 from graphshard.schedule.ways import on_one_link, ways_of
@@ -239,7 +238,7 @@ class PlanByCost:
                 continue
             phase, mapped = program.phases[chain.name], built.maps[chain.name]
             made, placed = to_buckets(chain.name, chain, mapped, placement, settings.pack_below, exchange)
-            of_row = {(c.kind, c.params[0]): c for c in collectives(phase)}
+            of_row = {(c.kind, c.params[0]): c for c in collectives_of(phase)}
             groups = [(bucket, [of_row[bucket.kind, name] for name in bucket.members]) for bucket in made]
             scalars, theirs = plan_scalars(program, chain.name, [event.at for event in placed])
             buckets += [*made, *scalars]

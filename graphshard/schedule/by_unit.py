@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_count, check_texts
 from graphshard.ir.graph import fake
-from graphshard.ir.layout import Collective, Layout, collectives
+from graphshard.ir.layout import Collective, Layout
 from graphshard.ir.liveness import last_use
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.text import brief
+from graphshard.schedule.known import collectives_of, layout_of, within_one_plan
 
 # Buckets whose gathers start when that of another has arrived.
 Prefetch = Mapping[str, Sequence[str]]
@@ -67,6 +68,7 @@ class PlanByUnit:
             for unit, following in getattr(self, name).items():
                 check_texts(f"{name}[{brief(unit)}]", following, "['layers.1']")
 
+    @within_one_plan()
     def __call__(self, program: Program) -> Plan:
         """Bucket every collective of the program and place its start and wait."""
         buckets: list[Bucket] = []
@@ -101,7 +103,7 @@ class PlanByUnit:
     def _group(self, program: Program, phase_name: str, phase: Phase) -> list[tuple[Bucket, list[Collective]]]:
         """Collectives of one kind, unit and dtype travel together, in the order of the parameter table."""
         groups: dict[tuple[str, ...], list[Collective]] = {}
-        for collective in collectives(phase):
+        for collective in collectives_of(phase):
             row = program.params[collective.params[0]]
             dtypes = f"{row.sent_dtype(collective.kind)} as {fake(collective.node.all_input_nodes[0]).dtype}"
             # What is not cut is reduced over one axis after the other, on a way of its own.
@@ -152,12 +154,12 @@ def plan_scalars(program: Program, phase_name: str, starts: Iterable[int]) -> tu
     """
     phase = program.phases[phase_name]
     groups: dict[tuple[str, ...], dict[str, list[Collective]]] = {}
-    for collective in collectives(phase):
+    for collective in collectives_of(phase):
         if is_scalar(program, collective):
             _, operation, axis = collective.node.args
             sent = program.params[collective.params[0]].reduce_dtype
             groups.setdefault((str(sent), str(operation)), {}).setdefault(str(axis), []).append(collective)
-    layout = Layout.of(phase)
+    layout = layout_of(phase)
     end = len(layout.compute)
     buckets, events = [], []
     for (dtype, operation), by_axis in groups.items():
@@ -187,7 +189,7 @@ def is_scalar(program: Program, collective: Collective) -> bool:
 
 def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]], prefetch: Prefetch, most: int) -> list[Event]:
     """Starts and waits of a phase in order of execution, with so many reductions under way at most."""
-    layout = Layout.of(phase)
+    layout = layout_of(phase)
     end = len(layout.compute)
     needed = {b.name: first_use(members, layout) for b, members in groups if b.kind == "gather"}
     ready = {
@@ -255,7 +257,7 @@ def account(
     params: ParamTable,
 ) -> int:
     """The most bytes of gathered parameters alive at once: each from its start to the last compute that reads it."""
-    layout = Layout.of(phase)
+    layout = layout_of(phase)
     position = {**layout.index, phase.module.graph.output_node(): len(layout.compute)}
     alive: list[tuple[int, int]] = []
     most = 0

@@ -15,6 +15,9 @@ from weakref import WeakKeyDictionary
 
 from torch.fx import Graph
 
+from graphshard.ir.layout import Collective, Layout, collectives
+from graphshard.ir.program import Phase
+
 T = TypeVar("T")
 
 
@@ -59,3 +62,13 @@ def remembered(graph: Graph, key: Hashable, find: Callable[[], T]) -> T:
         facts[key] = find()
     found: T = facts[key]
     return found
+
+
+def layout_of(phase: Phase) -> Layout:
+    """The roles of a phase's nodes."""
+    return remembered(phase.module.graph, "layout", lambda: Layout.of(phase))
+
+
+def collectives_of(phase: Phase) -> list[Collective]:
+    """A phase's collectives in launch order."""
+    return remembered(phase.module.graph, "collectives", lambda: collectives(phase))

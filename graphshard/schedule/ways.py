@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from graphshard.cost.costs import Costs
 from graphshard.cost.model_collectives import ModelCollective, model_collective
 from graphshard.ir.graph import with_parts
-from graphshard.ir.layout import Layout, collectives
+from graphshard.ir.layout import Layout
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.operators import SETTLED
 from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.schedule.by_unit import is_scalar
-from graphshard.schedule.known import remembered
+from graphshard.schedule.known import collectives_of
 from graphshard.schedule.problem import Link
 
 
@@ -58,7 +58,7 @@ class Ways:
 def ways_of(program: Program, phase: Phase) -> Ways:
     """The axes of a phase."""
     found: tuple[dict[CollectiveKind, str], dict[CollectiveKind, str]] = {}, {}
-    for each in remembered(phase.module.graph, "collectives", lambda: collectives(phase)):
+    for each in collectives_of(phase):
         if not is_scalar(program, each):
             found[program.params[each.params[0]].expert].setdefault(each.kind, each.axis)
     ways = _ways(program.mesh, found[False])

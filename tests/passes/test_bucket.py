@@ -10,9 +10,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.fx import Node
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.graph import c10d, emit
+from graphshard.ir.graph import c10d, calls_of, emit, made_once
 from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import Plan
@@ -367,3 +368,23 @@ def test_all_reduces_over_two_axes_are_two_buckets(planner: PlanByUnit) -> None:
         assert (axis, sorted(params)) == (bucket.axis, sorted(bucket.members))
     waited = [event.bucket for event in program.plan.events["backward"] if event.action == "wait"]
     assert waited[-4:] == [*(b.name for b in reduced if b.axis == "replicate"), *(b.name for b in reduced[1::2])]
+
+
+def test_values_of_copies_are_made_once() -> None:
+    """Calls of the same values have one fake value; those of others, or with other numbers, have their own."""
+    program = through(captured(Blocks(2), (torch.ones(3, 4),)), "partition")
+    graph = program.phases["forward"].module.graph
+    one, other = calls_of(program.phases["forward"], torch.ops.aten.relu.default)
+    view = torch.ops.aten.view.default
+
+    def value(node: Node, shape: list[int]) -> torch.Tensor:
+        return emit(graph, view, node, shape).meta["val"]
+
+    with graph.inserting_before(graph.output_node()):
+        with made_once():
+            first = value(one, [-1])
+            copy = graph.node_copy(one)
+            assert value(copy, [-1]) is first
+            assert value(other, [-1]) is not first
+            assert value(one, [12, 1]).shape == (12, 1)
+        assert value(one, [-1]) is not first

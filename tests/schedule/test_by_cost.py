@@ -13,9 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.ir.errors import ArgumentError, InfeasibleError
-from graphshard.ir.layout import collectives
+from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.plan import Plan
-from graphshard.ir.program import Program
+from graphshard.ir.program import Phase, Program
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.schedule import Solver, simulate
@@ -235,3 +235,18 @@ def test_what_may_be_packed_is_a_number_of_the_profile() -> None:
     costs = Costs(replace(profile, pack_below=100.0, inside={**profile.inside, "gather": free}))
     assert PlanByCost(costs)._settings(program).pack_below == 100
     assert PlanByCost(costs, pack_below=7)._settings(program).pack_below == 7
+
+
+def test_a_plan_sorts_the_nodes_of_a_phase_once(monkeypatch: pytest.MonkeyPatch, partitioned: Program) -> None:
+    """However many problems and solutions it compares."""
+    sort, sorted_phases = Layout.of, []
+
+    def counted(phase: Phase) -> Layout:
+        sorted_phases.append(phase)
+        return sort(phase)
+
+    monkeypatch.setattr(Layout, "of", staticmethod(counted))
+    for planner in (replace(FREE, worth=0.001), PlanByUnit()):
+        sorted_phases.clear()
+        planner(partitioned)
+        assert sorted_phases == list(partitioned.phases.values())
