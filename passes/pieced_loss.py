@@ -144,7 +144,7 @@ class _Pieces:
 
     def rewrite(self) -> None:
         last = len(self._ranges) - 1
-        begun = self._begin_first()
+        begun: Node | None = self._begin_first()
         with self._graph.inserting_before(self._found.loss):
             targets = self._place_targets()
             most = total = logit = whole = None
