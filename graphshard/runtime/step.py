@@ -175,8 +175,8 @@ class Executable:
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[Slot, Any]]:
         """Run the forward executor; return the module's tensors and the values saved for backward."""
         self.hide()
-        with disable_autocast(), self._step(self._forward):
-            run = self._forward_code()
+        run, taken = self._forward_code()
+        with disable_autocast(), self._step(self._forward, taken):
             given = zip(self._forward.inputs, self._shards)
             values = run(
                 [padded_shard(r.param, r.row) if r is not None else self._given(slot, tensors) for slot, r in given]
@@ -340,14 +340,14 @@ class Executable:
             self._ahead = Ahead(self._forward, self._params, lambda slot: self._read(slot, ()), replays)
         return self._ahead if self._ahead else None
 
-    def _forward_code(self) -> Boxed:
-        """Forward's code, which takes what was gathered ahead if it is for this program and still holds."""
+    def _forward_code(self) -> tuple[Boxed, str]:
+        """Forward's code, which takes what was gathered ahead if that still holds; and what others are told of it."""
         ahead, ranges = self.accumulation.ahead, _profiling()
         if ahead is not None and ahead is self._ahead and current_recording() is None and ahead.holds():
             self.accumulation.ahead = None
-            return lambda inputs: ahead.run(inputs, ranges=ranges)
+            return (lambda inputs: ahead.run(inputs, ranges=ranges)), ", beginning with what was gathered ahead"
         self.accumulation.drop_ahead()
-        return self._code(self._forward)
+        return self._code(self._forward), ""
 
     def _code(self, phase: Phase) -> Boxed:
         """The phase's code; while it is measured or a profiler runs, one that shows: other steps pay nothing."""
@@ -376,10 +376,13 @@ class Executable:
         assert isinstance(executor, Executor)
         return self._replaying.of(self._others.get(executor, self.program), executor)
 
-    def _step(self, phase: Phase) -> AbstractContextManager[None]:
+    def _step(self, phase: Phase, how: str = "") -> AbstractContextManager[None]:
         """What others are told while a phase runs; those that do not communicate are nobody's business."""
         sent = self._sent.get(phase.module)
-        return _NOTHING if self._peers is None or sent is None else self._peers.step(*sent)
+        if self._peers is None or sent is None:
+            return _NOTHING
+        label, text = sent
+        return self._peers.step(label + how, text + how)
 
     def _given(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
         """What forward is given: a copy of what is written to behind it, if backward must see what forward saw."""

@@ -156,6 +156,21 @@ def known_accumulation(job: Job) -> None:
     job.steps(model, 2)
 
 
+def gathered_ahead(job: Job) -> None:
+    """One rank writes to its shard between two steps, so it alone gathers again."""
+    model = job.trained(width=4)
+    step = graphshard.compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), gather_ahead=True)
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        step(x)
+    dist.barrier()
+    job.fault()
+    if job.odd:
+        with torch.no_grad():
+            next(model.parameters()).to_local().mul_(0.5)
+    step(x)
+
+
 def extra_call(job: Job) -> None:
     """The other ranks' scripts end."""
     model = job.trained()
@@ -219,6 +234,7 @@ CASES: dict[str, Callable[[Job], None]] = {
         requires_grad,
         accumulation,
         known_accumulation,
+        gathered_ahead,
         extra_call,
         extra_call_of_many,
         ends_early,

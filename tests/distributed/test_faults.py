@@ -108,6 +108,13 @@ def test_accumulation_with_known_programs(case: str) -> None:
     assert_all_say(found, "DivergenceError", *expected)
 
 
+def test_gathered_ahead() -> None:
+    """Gathers of rank 1 would meet those of other parameters."""
+    found = ends("gathered_ahead:steps")
+    expected = "step 9: rank 0 runs forward of Net (gather: 2), beginning with what was gathered ahead, rank 1 runs "
+    assert_all_say(found, "DivergenceError", expected)
+
+
 @pytest.mark.parametrize("case", ["extra_call", "extra_call:steps"])
 def test_extra_call(case: str) -> None:
     found = ends(case)
