@@ -345,6 +345,10 @@ class Peers:
             self._own_store.set(str(self.rank), status.to_json())
             self._own_store.compare_set("finding", "", finding.to_json())
 
+    def forget(self) -> None:
+        """End the thread: C++ that it is in cannot be left while the interpreter is taken down."""
+        self._watch.stop()
+
 
 class _Running:
     """A step that runs. A class, as a context manager made of a generator takes three times as long."""
@@ -363,6 +367,10 @@ class _Running:
 
 def _leave_at_exit(known: weakref.ref[Peers]) -> None:
     peers = known()
-    if peers is not None and peers.is_current() and peers.status(0).process.pid == os.getpid():  # not a forked child
+    if peers is None or peers.status(0).process.pid != os.getpid():  # a forked child
+        return
+    if not peers.is_current():  # the thread may just be saying so
+        peers.forget()
+    else:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         peers.leave(f"has ended with {told(error)}" if error is not None else "has ended")
