@@ -5,12 +5,14 @@
     reshard_after_forward     what backward gathers again, and what it keeps
     activation_checkpointing  what units save for backward, and what is computed again
     chunked_loss              the loss over a vocabulary, some rows of logits at a time (opt-in, inexact)
+    pieced_loss               the loss over a vocabulary, some words at a time, by pieces of the head (opt-in, inexact)
     partition                 the joint graph becomes forward and backward
     drop_unused_tangents      outputs that never receive a gradient cost nothing in backward
     offload                   parameters and gradients live on the host
     regather_in_group         backward gathers again among fewer ranks
     gather_in_float8          parameters travel in eight bits (opt-in, inexact)
     exchange_rows             rows of embeddings are exchanged, instead of tables gathered (opt-in, inexact)
+    reduce_in_pieces          the gradient of such a head is reduced piece by piece (opt-in, inexact)
     overlap_collectives       what the model itself communicates runs beside compute that does not need it
     pipeline_matmuls          products and the gathers or reduce-scatters at them, in pieces (opt-in, inexact)
     make_plan                 which collectives travel together, and when

@@ -1,4 +1,4 @@
-"""pieced-loss and reduce-in-pieces: the loss over a vocabulary for some words at a time, by pieces of the head."""
+"""pieced-loss: the loss over a vocabulary for some words at a time, by pieces of the head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphshard.ir.errors import PassError
 from graphshard.ir.graph import aten, fake
 from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Program
-from graphshard.passes import ExchangeRows, PiecedLoss, ReduceInPieces
+from graphshard.passes import PiecedLoss, ReduceInPieces
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import calls, captured, step, through
 from tests.passes.test_chunked_loss import BATCH, BF16, DIM, LENGTH, MODELS, VOCAB, Bare, Language, _batches, _mean
@@ -58,20 +58,6 @@ def test_before_and_after() -> None:
   %174: f32[2, 3, 3] = cat([%172, %173], 1)  # (backward)
   return %106 as output:0
   return %23 as grad:w""",
-    )
-    run_pass(ReduceInPieces(), through(program, "partition"))
-    assert_expected_inline(
-        "\n".join(print_phase(program.phases["backward"]).splitlines()[-9:]),
-        """\
-  %166: i64[4, 1] = unsqueeze(%163, 1)
-  %167: f32[4, 1] = unsqueeze(%165, 1)
-  %168: f32[4, 4] = scatter_add(%155, 1, %166, %167)
-  %169: f32[4, 4] = mul.Tensor(%168, %118)
-  %170: f32[4, 4] = t(%169)
-  %171: f32[4, 3] = mm(%170, %1)
-  %178: f32[2, 3] = scattered(%171, avg, 2, shard)
-  %179: f32[3, 3] = cat([%178, %177])
-  return %179 as grad:w""",
     )
 
 
@@ -165,17 +151,6 @@ def test_a_forward_alone() -> None:
         torch.testing.assert_close(result["output:0"], model(*batch).detach())
 
 
-def test_reduced_as_a_whole() -> None:
-    """Without `reduce-in-pieces`, with the same bits on two ranks."""
-    model, batches = Language(_mean), _batches()
-    whole = through(captured(model, batches[0]), "mixed-precision")
-    run_pass(PiecedLoss(4), whole)
-    through(whole, "reorder")
-    assert _count(whole, "scattered", "scattering") == (0, 0)
-    for theirs, ours in zip(*(step(program, model, batches) for program in (whole, _program(model, 4)))):
-        assert torch.equal(theirs["grad:head.weight"], ours["grad:head.weight"])
-
-
 @pytest.mark.parametrize("name", ["bias", "tied"])
 def test_left_alone(name: str) -> None:
     program = through(captured(MODELS[name](), _batches()[0]), "mixed-precision")
@@ -196,25 +171,18 @@ def test_twice() -> None:
     program = through(captured(Language(_mean), _batches()[0]), "mixed-precision")
     assert PiecedLoss(4).rewrite(program) == 1
     assert PiecedLoss(4).rewrite(program) == 0
-    through(program, "partition")
-    assert ReduceInPieces().rewrite(program) == 1
-    assert ReduceInPieces().rewrite(program) == 0
-    assert ExchangeRows().rewrite(program) > 0  # which may come behind it
 
 
 def test_wrong_use() -> None:
     program = captured(Language(_mean), _batches()[0])
     with pytest.raises(PassError, match="pieced-loss: insert this pass after 'mixed-precision' and before 'partition'"):
         run_pass(PiecedLoss(), program)
-    with pytest.raises(PassError, match="reduce-in-pieces: insert this pass after 'partition' and before 'overlap-"):
-        run_pass(ReduceInPieces(), program)
     with pytest.raises(PassError, match="pieced-loss: pieces must be a number from 2 on, got 1"):
         run_pass(PiecedLoss(1), through(program, "mixed-precision"))
     with pytest.raises(PassError, match="pieced-loss: insert this pass after 'mixed-precision'"):
         run_pass(PiecedLoss(), through(program, "partition"))
 
 
-def test_dumps_hold_them() -> None:
-    """With their options, so that `graphshard repro` can run them again."""
+def test_dumps_hold_it() -> None:
+    """With its option, so that `graphshard repro` can run it again."""
     assert decode_pass(encode_pass(PiecedLoss(8))).step == PiecedLoss(8)
-    assert decode_pass(encode_pass(ReduceInPieces())).step == ReduceInPieces()

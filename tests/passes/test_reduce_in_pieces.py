@@ -1,0 +1,66 @@
+"""reduce-in-pieces: the gradient of a head is reduced piece by piece, as `pieced-loss` has computed it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from graphshard.codec.passes import decode_pass, encode_pass
+from graphshard.ir.errors import PassError
+from graphshard.ir.printer import print_phase
+from graphshard.passes import ExchangeRows, PiecedLoss, ReduceInPieces
+from graphshard.pipeline.pipeline import run_pass
+from tests.helpers import captured, step, through
+from tests.passes.test_chunked_loss import Bare, Language, _batches, _mean
+from tests.passes.test_pieced_loss import _count, _program
+
+
+def test_before_and_after() -> None:
+    """Pieces of two rows, and of one, of each rank; what arrives last is the first part of the shard."""
+    program = through(captured(Bare(), (torch.ones(4, 3), torch.zeros(4, dtype=torch.long))), "mixed-precision")
+    run_pass(PiecedLoss(2), program)
+    run_pass(ReduceInPieces(), through(program, "partition"))
+    assert_expected_inline(
+        "\n".join(print_phase(program.phases["backward"]).splitlines()[-9:]),
+        """\
+  %166: i64[4, 1] = unsqueeze(%163, 1)
+  %167: f32[4, 1] = unsqueeze(%165, 1)
+  %168: f32[4, 4] = scatter_add(%155, 1, %166, %167)
+  %169: f32[4, 4] = mul.Tensor(%168, %118)
+  %170: f32[4, 4] = t(%169)
+  %171: f32[4, 3] = mm(%170, %1)
+  %178: f32[2, 3] = scattered(%171, avg, 2, shard)
+  %179: f32[3, 3] = cat([%178, %177])
+  return %179 as grad:w""",
+    )
+
+
+def test_reduced_as_a_whole() -> None:
+    """Without `reduce-in-pieces`, with the same bits on two ranks."""
+    model, batches = Language(_mean), _batches()
+    whole = through(captured(model, batches[0]), "mixed-precision")
+    run_pass(PiecedLoss(4), whole)
+    through(whole, "reorder")
+    assert _count(whole, "scattered", "scattering") == (0, 0)
+    for theirs, ours in zip(*(step(program, model, batches) for program in (whole, _program(model, 4)))):
+        assert torch.equal(theirs["grad:head.weight"], ours["grad:head.weight"])
+
+
+def test_twice() -> None:
+    program = through(captured(Language(_mean), _batches()[0]), "mixed-precision")
+    run_pass(PiecedLoss(4), program)
+    through(program, "partition")
+    assert ReduceInPieces().rewrite(program) == 1
+    assert ReduceInPieces().rewrite(program) == 0
+    assert ExchangeRows().rewrite(program) > 0  # which may come behind it
+
+
+def test_wrong_use() -> None:
+    program = captured(Language(_mean), _batches()[0])
+    with pytest.raises(PassError, match="reduce-in-pieces: insert this pass after 'partition' and before 'overlap-"):
+        run_pass(ReduceInPieces(), program)
+
+
+def test_dumps_hold_it() -> None:
+    assert decode_pass(encode_pass(ReduceInPieces())).step == ReduceInPieces()
