@@ -207,7 +207,10 @@ def test_command_with_two_axes(factory, tmp_path):
             ["FILE:Small", "--mesh", "8", "--batch", "1,2", "--reshard", "some"],
             "--reshard must be default, always, never",
         ),
-        (["FILE:Small", "--mesh", "8", "--batch", "1,2", "--activation", "all"], "--activation must be full, a share"),
+        (
+            ["FILE:Small", "--mesh", "8", "--batch", "1,2", "--activation", "all"],
+            "--activation must be full, auto, a share",
+        ),
         (
             ["FILE:Small", "--mesh", "8", "--batch", "1,2", "--activation", "aten.mm"],
             "as aten.mm.default, got 'aten.mm'",
