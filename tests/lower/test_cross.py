@@ -208,13 +208,13 @@ def test_equal_exports_are_equal_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("here", "fits"), [((8, 0), True), ((10, 0), True), ((8, 6), False), ((12, 0), False)])
 def test_the_gpu_here_must_be_one_that_was_compiled_for(file: Path, here: tuple[int, int], fits: bool) -> None:
-    artifact = read_artifact(file)
+    artifact, mesh = read_artifact(file), Mesh.of_shape(2)
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=here):
         if fits:
-            assert _check_place(artifact, CUDA, Mesh.of_shape(2), 0) == 0
+            assert _check_place(artifact, CUDA, mesh, mesh.shape, 0) == 0
             return
         with pytest.raises(ArtifactError) as caught:
-            _check_place(artifact, CUDA, Mesh.of_shape(2), 0)
+            _check_place(artifact, CUDA, mesh, mesh.shape, 0)
     assert caught.value.field == "capability"
     assert "compiled for compute capability 8.0 and 9.0 and 10.0, and the GPU here has" in str(caught.value)
     assert f"Export again with capability={here}" in str(caught.value)
@@ -228,7 +228,7 @@ def test_a_file_for_an_h100_on_an_a100(tmp_path: Path) -> None:
             ArtifactError, match=r"capability 9\.0, and the GPU here has 8\.0.*Export again with cap"
         ) as caught,
     ):
-        _check_place(read_artifact(file), CUDA, Mesh.of_shape(2), 0)
+        _check_place(read_artifact(file), CUDA, mesh := Mesh.of_shape(2), mesh.shape, 0)
     assert caught.value.field == "capability"
 
 
