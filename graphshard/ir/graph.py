@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -231,11 +230,18 @@ def is_view(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and _may_alias(node.target)
 
 
-@functools.cache
+# By id; an operator is kept, so that no other one has its id.
+_ALIASING: dict[int, tuple[OpOverload, bool]] = {}
+
+
 def _may_alias(target: OpOverload) -> bool:
-    """Whether a result may share memory that the operator does not write; asked of every node again and again."""
-    infos = [r.alias_info for r in target._schema.returns]
-    return any(info is not None and not info.is_write for info in infos)
+    """Whether a result may share memory that the operator does not write."""
+    known = _ALIASING.get(id(target))
+    if known is None:
+        infos = [r.alias_info for r in target._schema.returns]
+        known = target, any(info is not None and not info.is_write for info in infos)
+        _ALIASING[id(target)] = known
+    return known[1]
 
 
 def base_of(node: Node, shares: Callable[[Node], bool] = is_view) -> Node:

@@ -5,6 +5,7 @@ blocks 0 1 2 3 4 5 ... in groups of two:    0 1 | 2 3 | 4 5 | ...
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -64,16 +65,21 @@ class Repeats:
 
     def name_at(self, group: int, name: str) -> str:
         """What is in another group where `name` is in its own; what is in none keeps its name."""
-        place = self.place_of(name)
-        if place is None:
-            return name
-        offset, rest = re.match(r"(\d+)(.*)", place[1]).groups()  # type: ignore[union-attr]
-        return f"{self.path}.{self.first + group * self.period + int(offset)}{rest}"
+        return _name_at(self, group, name)
 
     def has_left_out(self, name: str) -> bool:
         """Whether it is in a group that is not captured."""
         place = self.place_of(name)
         return place is not None and not self.is_captured(place[0])
+
+
+@functools.lru_cache(1 << 16)  # copies of nodes are in the same modules again and again
+def _name_at(repeats: Repeats, group: int, name: str) -> str:
+    place = repeats.place_of(name)
+    if place is None:
+        return name
+    offset, rest = re.match(r"(\d+)(.*)", place[1]).groups()  # type: ignore[union-attr]
+    return f"{repeats.path}.{repeats.first + group * repeats.period + int(offset)}{rest}"
 
 
 def without_left_out(program: Program, repeats: Repeats) -> None:
