@@ -21,6 +21,7 @@ from graphshard.ir import progress as module
 from graphshard.ir.progress import progress
 from graphshard.lower import inductor
 from graphshard.lower.regions import Compiler
+from graphshard.lower.store import Store
 from graphshard.module import runner
 from tests.ranks import FakeWorld
 
@@ -142,7 +143,11 @@ def test_compile_names_passes_and_another_backward(fake_world: FakeWorld) -> Non
 def test_inductor_names_regions_and_how_many(compile_regions: Compiler) -> None:
     told: list[str] = []
     regions: Any = {name: mock.MagicMock(key=name) for name in ("region_0", "region_1")}
-    with mock.patch.object(inductor, "generate"), mock.patch.object(inductor, "package"):
+    with (
+        mock.patch.object(inductor, "generate"),
+        mock.patch.object(inductor, "package"),
+        mock.patch.object(inductor, "store_here", return_value=Store(None)),
+    ):
         assert [name for name, _ in compile_regions(regions, told.append)] == ["region_0", "region_1"]
     assert told == ["compile region_0, 1 of 2", "compile region_1, 2 of 2"]
 

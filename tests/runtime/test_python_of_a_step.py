@@ -14,8 +14,8 @@ import graphshard
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
 
-# 219 with torch 2.13, the operators of a layer and its collectives included.
-MOST = 240
+# 173 with torch 2.13, the operators of a layer and its collectives included.
+MOST = 190
 
 
 def _calls_of_a_step(depth: int) -> Counter[str]:
@@ -54,5 +54,5 @@ def test_python_calls_for_a_parameter(fake_world: FakeWorld) -> None:
     parameters = 2 * 10
     assert sum(more.values()) / parameters <= MOST, more.most_common(20)
     assert more["narrow"] == 0  # shards of equal sizes need no view
-    assert more["check"] == parameters  # each is looked at once
+    assert more["checked"] == parameters  # each is looked at once
     assert more["sharded_like"] == parameters  # and its gradient is made a DTensor once
