@@ -35,7 +35,7 @@ from graphshard.ir.errors import PassError
 from graphshard.ir.graph import aten, emit, erase_dead, fake
 from graphshard.ir.program import Program
 from graphshard.ir.recomputed import IN_FORWARD
-from graphshard.ir.vocabulary_loss import SUM, VocabularyLoss, same_numbers, vocabulary_loss
+from graphshard.ir.vocabulary_loss import SUM, VocabularyLoss, computed_again, vocabulary_loss
 from graphshard.passes.base import Pass
 
 
@@ -113,7 +113,7 @@ class _Chunks:
         logits = self._emit(found.product.target, *([bias] if bias is not None else []), own, weight)
         made = {found.product: logits}
         for node in found.forward:
-            made[node] = self._again(node, made)
+            made[node] = computed_again(node, made, self._emit)
         targets = self._emit(aten.slice.Tensor, found.loss.args[1], 0, start, end)
         ignored = found.loss.args[4]
         softmax = made[found.forward[-1]]
@@ -128,7 +128,7 @@ class _Chunks:
         made[first] = self._emit(first.target, one, softmax, targets, None, SUM, ignored, counted)
         made[second] = self._emit(second.target, made[first], softmax, *second.args[2:])
         for node in others:
-            made[node] = self._again(node, made)
+            made[node] = computed_again(node, made, self._emit)
         gradient = made[found.backward[-1]]
         if transposed is not None:
             self._parts.append(self._emit(aten.mm.default, gradient, transposed))
@@ -136,14 +136,6 @@ class _Chunks:
             self._multiply("weight", self._emit(aten.t.default, gradient), own)
         if found.of_bias:
             self._add("bias", self._wide(self._emit(aten.sum.dim_IntList, gradient, [0], True)))
-
-    def _again(self, node: Node, made: dict[Node, Node]) -> Node:
-        """What a node computes, of the rows of a chunk."""
-        same = same_numbers(node)
-        if same is not node:
-            return made[same]
-        args = torch.fx.map_arg(node.args, lambda each: made.get(same_numbers(each), each))
-        return self._emit(node.target, *args, **node.kwargs)
 
     def _add(self, name: str, value: Node) -> None:
         before = self._sums.get(name)

@@ -38,7 +38,7 @@ from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
 from graphshard.ir.recomputed import IN_FORWARD
 from graphshard.ir.transport import landing
-from graphshard.ir.vocabulary_loss import VocabularyLoss, same_numbers, vocabulary_loss
+from graphshard.ir.vocabulary_loss import VocabularyLoss, computed_again, same_numbers, vocabulary_loss
 from graphshard.passes.base import Pass
 
 # Mark of what joins the pieces of a gradient: one behind another for each rank.
@@ -186,7 +186,7 @@ class _Pieces:
             _, second, *others = found.backward
             made[second] = self._in_dtype(self._emit(aten.mul.Tensor, share, factor), fake(second).dtype)
             for node in others:
-                made[node] = self._again(node, made)
+                made[node] = computed_again(node, made, self._emit)
             gradient = made[found.backward[-1]]
             if found.of_rows:
                 of_rows = self._product(of_rows, gradient, whole)
@@ -253,7 +253,7 @@ class _Pieces:
         product = self._emit(aten.mm.default, self._rows, self._emit(aten.t.default, whole))
         made = {found.product: product}
         for node in found.forward[:-1]:
-            made[node] = self._again(node, made)
+            made[node] = computed_again(node, made, self._emit)
         softmax = found.forward[-1].all_input_nodes[0]
         logits = self._in_dtype(made[same_numbers(softmax)], torch.float32)
         none = self._none_of(number)
@@ -339,14 +339,6 @@ class _Pieces:
         wide = torch.promote_types(fake(product).dtype, torch.float32)
         product = self._in_dtype(product, wide)
         return product if before is None else self._emit(aten.add.Tensor, before, product)
-
-    def _again(self, node: Node, made: dict[Node, Node]) -> Node:
-        """What a node computes, of the words of a piece."""
-        same = same_numbers(node)
-        if same is not node:
-            return made[same]
-        args = torch.fx.map_arg(node.args, lambda each: made.get(same_numbers(each), each))
-        return self._emit(node.target, *args, **node.kwargs)
 
     def _in_dtype(self, value: Node, dtype: torch.dtype) -> Node:
         return value if fake(value).dtype == dtype else self._emit(aten._to_copy.default, value, dtype=dtype)

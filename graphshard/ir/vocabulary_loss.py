@@ -14,10 +14,10 @@ alone: casts, views, factors, `tanh`. Every row of logits is then made of one ro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from torch.fx import Node
+from torch.fx import Node, map_arg
 
 from graphshard.ir.graph import aten, fake
 
@@ -66,6 +66,20 @@ def same_numbers(node: Node) -> Node:
     while node.target in _VIEWS:
         node = node.all_input_nodes[0]
     return node
+
+
+def computed_again(node: Node, made: Mapping[Node, Node], emit_call: Callable[..., Node]) -> Node:
+    """What a node computes, of a part of the rows or words.
+
+    Args:
+        made: what was computed of the part, by what it is of the whole.
+        emit_call: is given an operator and its arguments.
+    """
+    same = same_numbers(node)
+    if same is not node:
+        return made[same]
+    args = map_arg(node.args, lambda each: made.get(same_numbers(each), each))
+    return emit_call(node.target, *args, **node.kwargs)
 
 
 def vocabulary_loss(loss: Node) -> VocabularyLoss | None:
