@@ -205,26 +205,31 @@ def test_runs_do_not_see_each_other(ranks: Ranks) -> None:
     assert {result[1:] for result in plain + extra} == {(8.0, plain[0][2])}
 
 
-def _threads_of_groups(rank: int, world_size: int, redistribute: bool) -> int:
-    """How many threads gloo has, after a run of the group's, and of a tensor's that DTensor keeps its plans for."""
-    if redistribute:
+def _threads(rank: int, world_size: int, width: int) -> int:
+    """How many threads the rank has; with a width, it redistributes a tensor, which DTensor keeps plans for by shape.
+
+    All of them are counted: those of gloo take their names some time after they start.
+    """
+    if width:
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # takes new ranks seconds
 
         mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b"))
-        sharded = distribute_tensor(torch.ones(world_size, 4), mesh, [Replicate(), Shard(0)])
-        assert sharded.full_tensor().sum() == 4 * world_size
-    names = (task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir())
-    return sum("gloo" in name for name in names)
+        sharded = distribute_tensor(torch.ones(world_size, width), mesh, [Replicate(), Shard(0)])
+        assert sharded.full_tensor().sum() == width * world_size
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_groups_of_earlier_runs_end(ranks: Ranks) -> None:
     """Their threads look for news a hundred times a second, on every rank."""
-    before = ranks(2).run(_threads_of_groups, False)
-    for _ in range(2):
-        ranks(2).run(_threads_of_groups, True)
-    after = ranks(2).run(_threads_of_groups, False)
-    assert max(after) <= max(before)
+
+    def threads_after(*widths: int) -> int:
+        for width in widths:
+            ranks(2).run(_threads, width)
+        return max(ranks(2).run(_threads, 0))
+
+    once = threads_after(1)
+    assert threads_after(2, 3, 4) == once
 
 
 def test_fake_world(fake_world: FakeWorld) -> None:
