@@ -125,7 +125,7 @@ class ParamRow:
     def name(self) -> str:
         return self.names[0]
 
-    @property
+    @cached_property
     def whole_shape(self) -> tuple[int, ...]:
         """Shape of the parameter that a user sees, on all ranks together."""
         return self.split.shape if self.split else self.shape

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -65,6 +66,9 @@ class Slot:
     of: SlotKind | None = None
     index: int = 0
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # text remembers its hash: a step looks up several slots of each parameter
+
     def __str__(self) -> str:
         end = f"[{self.index}]" if self.kind == "part" else " in backward" if self.of == "late" else ""
         return f"{self.kind}:{self.name}{end}"
@@ -74,7 +78,7 @@ class Slot:
         """Whether backward returns it."""
         return self.kind == "grad" or self.of == "late"
 
-    @property
+    @cached_property
     def is_full(self) -> bool:
         """Whether it is a full parameter, which can be gathered again from shards."""
         return "gathered" in (self.kind, self.of)

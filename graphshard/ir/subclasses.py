@@ -60,7 +60,8 @@ def shard_in(param: torch.Tensor) -> torch.Tensor:
 def is_extended(param: torch.Tensor) -> bool:
     """Whether a parameter follows the protocol, now: methods may have been set on its shard since."""
     shard = shard_in(param)
-    set_on_shard = PRE in shard.__dict__ or POST in shard.__dict__
+    own = shard.__dict__
+    set_on_shard = bool(own) and (PRE in own or POST in own)
     return set_on_shard or (type(shard) not in _PLAIN and is_subclass(shard))
 
 

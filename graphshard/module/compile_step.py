@@ -118,7 +118,7 @@ class CompiledStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train one step; returns the loss, or for several microbatches a tensor of their losses."""
-        check_step(self._optimizer, self._model)
+        check_step(self._optimizer, self._model, (ref.param for ref in self._model._graphshard.tracer.params))
         self._updates.begin()
         if self._accumulate == 1:
             return self._last(self._loss_of(args, kwargs))
@@ -225,13 +225,7 @@ class CompiledStep:
         """Parameters, by their names, whose gradients are used where they arrive; none if that would not be exact."""
         refs = self._model._graphshard.tracer.params
         own = [(ref.row.name, ref.param) for ref in refs]
-        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for _, p in own)
-        if (
-            not self._by_shards
-            or self._scaler is not None
-            or hooked
-            or any(p.grad is not None or is_extended(p) for _, p in own)
-        ):
+        if not self._by_shards or self._scaler is not None or any(_has_more_to_do(param) for _, param in own):
             return set()
         trained = trained_by_one_call(loss, self._model._graphshard.accumulation.calls)
         taken = {name: param for name, param in own if name in trained and param in self._updates}
@@ -270,3 +264,9 @@ class CompiledStep:
 
     def _params(self) -> Iterator[nn.Parameter]:
         return (param for group in self._optimizer.param_groups for param in group["params"])
+
+
+def _has_more_to_do(param: nn.Parameter) -> bool:
+    """Whether more is done with its gradient than to update it: it is added to another one, or hooks see it."""
+    hooks = param._backward_hooks or param._post_accumulate_grad_hooks
+    return bool(hooks) or param.grad is not None or is_extended(param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,8 +46,11 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     check_step(optimizer, model)
 
 
-def check_step(optimizer: Optimizer, model: nn.Module) -> None:
+def check_step(optimizer: Optimizer, model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
     """What may have changed since: hooks, options of groups, parameters.
+
+    Args:
+        known: parameters of the model that are at hand; to go through all of its modules takes longer.
 
     Raises:
         ArgumentError: a parameter is not the model's.
@@ -63,7 +67,7 @@ def check_step(optimizer: Optimizer, model: nn.Module) -> None:
             f"compile_step: optimizer: a hook is registered on the step of {_name(optimizer)}, {_place(hooks[0])}, "
             f"and there is no one moment at which it would run. Remove it, or: {_SEPARATELY}"
         )
-    owned = _ids_of_parameters(model)
+    owned = {id(param) for param in known}
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise UnsupportedError(
@@ -71,7 +75,7 @@ def check_step(optimizer: Optimizer, model: nn.Module) -> None:
                 f"are not differentiated. Leave it out, or: {_SEPARATELY}"
             )
         for index, param in enumerate(group["params"]):
-            if id(param) not in owned:
+            if id(param) not in owned and id(param) not in _ids_of_parameters(model):
                 raise ArgumentError(
                     f"optimizer: parameter {index} of group {number}, of shape {list(param.shape)}, is not the "
                     "model's. Make the optimizer of model.parameters() after graphshard.compile, and one for each "
@@ -80,7 +84,7 @@ def check_step(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def _ids_of_parameters(model: nn.Module) -> set[int]:
-    """Of all that the model has; `parameters()` puts names together, which takes most of its time."""
+    """Of all that the model has, also of those that are not sharded."""
     return {id(behind(param)) for module in model.modules() for param in module._parameters.values()}
 
 

@@ -41,4 +41,5 @@ def trained_by_one_call(loss: torch.Tensor, calls: Collection[Any]) -> frozenset
     if found is None:
         return frozenset()
     trained = found.executable.trained
-    return frozenset() if any(id(ref.param) in leaves for ref in trained.values()) else frozenset(trained)
+    again = leaves and any(id(ref.param) in leaves for ref in trained.values())
+    return frozenset() if again else frozenset(trained)

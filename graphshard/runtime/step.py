@@ -230,9 +230,10 @@ class Executable:
                 return restride(
                     self.accumulation.take(slot, self.names_in_model, self._summand(slot)), fake(node).stride()
                 )
-            return self._buffer(slot.name) if slot.kind == "late" else saved[slot]
+            return self._buffer(slot.name)
 
-        inputs = [read(slot, node) for slot, node in zip(phase.inputs, phase.placeholders, strict=True)]
+        slots = zip(phase.inputs, phase.placeholders, strict=True)
+        inputs = [read(slot, node) if (kept := saved.get(slot)) is None else kept for slot, node in slots]
         saved.clear()
         with disable_autocast(), self._step(phase):
             values = self._run_backward(phase, inputs)
@@ -435,10 +436,9 @@ class Executable:
         row = self._params[slot.name].row
         if row.ignored or not isinstance(param, DTensor):
             return value
-        rank = self._expert_rank if row.expert else self._rank
-        # A view of all of it would cost as much as the rest.
-        whole = row.num_shards == 1 or row.local_range(rank)[1] == value.shape[row.dim]
-        local = value if whole else row.without_padding(value, rank)
+        if value.shape == param._local_tensor.shape:  # a view of all of it would cost as much as the rest
+            return value
+        local = row.without_padding(value, self._expert_rank if row.expert else self._rank)
         if row.memory_dim > 0 and local.shape != value.shape:
             local = dense(local, row, local.device)
         return local
