@@ -17,9 +17,9 @@ where all ranks' tokens together are fewer than the words of the vocabulary, abo
 The forward has the same bits. On two ranks so has the gradient; on more, the ranks' rows are summed in the order of the
 ranks, in the reduce dtype, and reduce-scatters of gloo and NCCL have orders of their own: equal up to rounding there.
 
-A table that is used for anything else, such as a tied head, is gathered as before; so is one that is split over a
-tensor axis. Reduced as before are gradients that are added to those of earlier microbatches, and those that are reduced
-over replicas, too.
+A table that is used for anything else, such as a tied head that is not in pieces, is gathered as before; so is one that
+is split over a tensor axis. Reduced as before are gradients that are added to those of earlier microbatches, and those
+that are reduced over replicas, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from graphshard.ir.errors import PassError
 from graphshard.ir.graph import WAIT, aten, calls_of, emit, erase_dead, fake
 from graphshard.ir.layout import Collective, collectives
 from graphshard.ir.mesh import Axis
-from graphshard.ir.operators import BEGINS, BEGUN, EXCHANGED, JOINED
+from graphshard.ir.operators import BEGINS, BEGUN, EXCHANGED, JOINED, SCATTERED
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
 from graphshard.ir.transport import OF_A_REDUCTION, ROWS_REDUCED, landing, reduced_over
@@ -237,20 +237,25 @@ def _exchange_gradient(value: Node, table: _Table) -> bool:
             total = write(aten.div.Tensor, total, table.axis.size)
     total.meta.update({OF_A_REDUCTION: True, ROWS_REDUCED: table.axis.name})
     wait.replace_all_uses_with(total)
-    wait.graph.erase_node(wait)
-    wait.graph.erase_node(launch)
+    for node in dict.fromkeys((wait, launch)):
+        node.graph.erase_node(node)
     return True
 
 
 def until_reduced(full: Node) -> list[Node]:
-    """What lies between a gradient and its sum over ranks, with the launch and the wait; empty if it is not alone."""
+    """What lies between a gradient and its sum over ranks, with the launch and the wait; empty if it is not alone.
+
+    Both are one node where `reduce-in-pieces` reduces it by itself.
+    """
     chain = [full]
-    while chain[-1].target is not WAIT:
+    while chain[-1].target not in (WAIT, SCATTERED):
         if len(chain[-1].users) != 1:
             return []
         chain += chain[-1].users
         if OF_A_REDUCTION not in chain[-1].meta:
             return []
+    if chain[-1].target is SCATTERED:
+        chain.append(chain[-1])
     return chain[1:] if all(node.target in ARITHMETIC | _MOVES for node in chain[1:-2]) else []
 
 

@@ -16,8 +16,11 @@ A piece has the same rows of every rank's shard, so it is gathered by one collec
 may be reduced by one (`reduce-in-pieces`). While a piece is multiplied the next one is gathered; the first beside as
 many multiplications before the loss as a piece takes. Backward multiplies again: a third more for the head.
 
-Sums are taken piece by piece, in float32, so results are equal up to rounding. Left alone are heads with a bias, tied
-ones, those of float16, and all that `chunked-loss` leaves alone.
+A head that is tied to the embedding is gathered whole for the lookup, unless `exchange-rows` does without; nothing of
+that is left when its pieces arrive.
+
+Sums are taken piece by piece, in float32, so results are equal up to rounding. Left alone are heads with a bias, those
+of float16, those that are tied to more than an embedding, and all that `chunked-loss` leaves alone.
 """
 
 from __future__ import annotations
@@ -79,7 +82,8 @@ class PiecedLoss(Pass):
                 if found is None or weight not in heads or not _alone(found, weight):
                     continue
                 gather, row = heads[weight]
-                _Pieces(found, gather, row, min(self.pieces, row.shard_len)).rewrite()
+                is_looked_up = any(user.target is aten.embedding.default for user in weight.users)
+                _Pieces(found, gather, row, min(self.pieces, row.shard_len), is_looked_up=is_looked_up).rewrite()
                 count += 1
             if count:
                 erase_dead(phase.module.graph)
@@ -111,14 +115,14 @@ def _head(found: VocabularyLoss) -> Node | None:
 
 
 def _alone(found: VocabularyLoss, weight: Node) -> bool:
-    """Whether a head is multiplied for this loss alone, in its forward and its backward."""
+    """Whether a head is multiplied for this loss alone, in its forward and its backward, and else looked up at most."""
     ends = {found.product, *found.of_rows}
     seen, left = set(), [weight]
     while left:
         for user in left.pop().users:
             if user.target is aten.t.default:
                 left.append(user)
-            else:
+            elif user.target is not aten.embedding.default:
                 seen.add(user)
     return seen <= ends
 
@@ -131,10 +135,13 @@ class _Pieces:
         gather: of the head.
         row: the head.
         pieces: into how many it is cut.
+        is_looked_up: whether it is an embedding, too, which its gather is for.
     """
 
-    def __init__(self, found: VocabularyLoss, gather: Collective, row: ParamRow, pieces: int) -> None:
-        self._found, self._gather, self._row = found, gather, row
+    def __init__(
+        self, found: VocabularyLoss, gather: Collective, row: ParamRow, pieces: int, *, is_looked_up: bool
+    ) -> None:
+        self._found, self._gather, self._row, self._is_looked_up = found, gather, row, is_looked_up
         self._graph: Graph = found.product.graph
         self._like = found.product
         self._rows = found.operands[0]
@@ -215,27 +222,28 @@ class _Pieces:
         """Start to gather the first piece beside as many multiplications as a piece takes."""
         length, (at, end) = len(fake(self._rows)), self._ranges[0]
         wanted = length * (end - at) * self._row.num_shards * self._row.shape[1]
+        sources = [self._gather.node.all_input_nodes[0]]
+        while sources[-1].op != "placeholder":
+            sources.append(sources[-1].all_input_nodes[0])
+        self._shard = sources[-1] if self._is_looked_up else sources[0]
         place = self._found.product
         for node in reversed(list(self._graph.nodes)):
             if node.op == "placeholder" or wanted <= 0:
                 break
             if node < self._found.product and node.op == "call_function" and not is_backward(node):
-                place = node
+                place = place if node in sources else node
                 wanted -= _multiplied(node)
-        source: Node | None = self._gather.node.all_input_nodes[0]
-        moved = []
-        while source is not None and source.op != "placeholder" and place < source:
-            moved.append(source)
-            source = source.all_input_nodes[0]
-        for node in reversed(moved):
-            place.prepend(node)
         with self._graph.inserting_before(place):
+            for node in reversed(sources[:-1]):
+                if self._is_looked_up:  # the gather for the lookup keeps what it is made of
+                    self._shard = self._graph.node_copy(node, {node.all_input_nodes[0]: self._shard}.__getitem__)
+                elif place < node:
+                    place.prepend(node)
             return self._begin(0)
 
     def _begin(self, number: int) -> Node:
-        shard, ranks, axis = self._gather.node.all_input_nodes[0], self._row.num_shards, self._gather.axis
-        piece = self._emit(aten.slice.Tensor, shard, 0, *self._ranges[number])
-        begun = self._emit(JOINING, piece, ranks, axis)
+        piece = self._emit(aten.slice.Tensor, self._shard, 0, *self._ranges[number])
+        begun = self._emit(JOINING, piece, self._row.num_shards, self._gather.axis)
         begun.meta[BEGUN] = True
         return begun
 

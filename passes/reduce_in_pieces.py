@@ -9,6 +9,9 @@ A piece has the same rows of every rank's shard, so what each rank gets of it is
 is never held. Each element is the sum of the same numbers: equal bits on two ranks, and on more where a reduce-scatter
 adds up ranks in an order that does not depend on what lies beside it.
 
+Of a head that is tied to the embedding the gradient of the lookup is reduced by itself, where `exchange-rows` may send
+its rows instead, and added to what ranks have of the pieces.
+
 Reduced as before are gradients that are added to those of earlier microbatches, and those of replicas.
 """
 
@@ -59,25 +62,42 @@ def _reduce_in_pieces(program: Program, phase: Phase) -> int:
 def _split(value: Node) -> bool:
     """Replace the reduction of a gradient that is joined of pieces by one of each."""
     full = full_gradient(value)
-    joined = full
-    while joined is not None and joined.target in (aten.slice.Tensor, aten.view.default, aten.t.default):
-        joined = joined.all_input_nodes[0]
     chain = until_reduced(full) if full is not None else []
-    if joined is None or OF_PIECES not in joined.meta or not chain:
+    pieces, looked_up = _parts(full) if full is not None else (None, None)
+    if pieces is None or not chain:
         return False
     *steps, launch, wait = chain
     _, op, ranks, axis = launch.args
-    parts = []
-    for by_rank in joined.all_input_nodes:
-        (piece,) = by_rank.all_input_nodes
-        parts.append(_scattered(piece, steps, op, ranks, axis))
+    parts = [_scattered(piece, steps, op, ranks, axis) for by in pieces.all_input_nodes for piece in by.all_input_nodes]
     with wait.graph.inserting_before(wait):
         total = emit(wait.graph, aten.cat.default, parts, like=launch)
+        if looked_up is not None:
+            chain[0].replace_input_with(full, looked_up)
+            rows = emit(wait.graph, SCATTERED, launch.args[0], op, ranks, axis, like=launch)
+            rows.meta[OF_A_REDUCTION] = True
+            total = emit(wait.graph, aten.add.Tensor, rows, total, like=launch)
     total.meta.update({OF_A_REDUCTION: True, ROWS_REDUCED: axis})
     wait.replace_all_uses_with(total)
     wait.graph.erase_node(wait)
     wait.graph.erase_node(launch)
     return True
+
+
+def _parts(full: Node) -> tuple[Node | None, Node | None]:
+    """What a gradient is joined of pieces by, and what an embedding adds to it."""
+    if full.target is aten.add.Tensor and len(full.args) == 2 and len(full.all_input_nodes) == 2:
+        first, second = full.all_input_nodes
+        for pieces, other in ((first, second), (second, first)):
+            joined = _joined(pieces)
+            if joined is not None and other.target is aten.embedding_dense_backward.default:
+                return joined, other
+    return _joined(full), None
+
+
+def _joined(value: Node) -> Node | None:
+    while value.target in (aten.slice.Tensor, aten.view.default, aten.t.default):
+        value = value.all_input_nodes[0]
+    return value if OF_PIECES in value.meta else None
 
 
 def _scattered(piece: Node, steps: list[Node], op: object, ranks: object, axis: object) -> Node:

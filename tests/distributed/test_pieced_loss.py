@@ -23,11 +23,19 @@ PIECED = (
 
 
 def _beside_fsdp2(
-    rank: int, world_size: int, backend: str, shape: tuple[int, ...], policy: MixedPrecisionPolicy, accumulate: int
+    rank: int,
+    world_size: int,
+    backend: str,
+    shape: tuple[int, ...],
+    policy: MixedPrecisionPolicy,
+    accumulate: int,
+    tied: bool = False,
 ) -> list[str]:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     model, batch = example_llama()
+    if tied:
+        model.head.weight = model.embed.weight
     twin = fsdp2(copy.deepcopy(model), mesh, mp_policy=policy)
     ours = graphshard.compile(model, mesh, backend=backend, mp_policy=policy, passes=PIECED)
     error = 1e-4 if policy.param_dtype is None else 5e-2
@@ -64,6 +72,15 @@ def test_beside_fsdp2(ranks: Ranks, shape: tuple[int, ...], accumulate: int, pol
     for lines in ranks(num_ranks).run(_beside_fsdp2, "eager", shape, POLICIES[policy], accumulate):
         assert sum("joining over shard" in line for line in lines) == 5
         assert any("head" in line for line in lines) == (len(shape) == 2)  # gradients of replicas are reduced whole
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("shape", "accumulate"), [((2,), 1), ((2,), 2), ((4,), 1)], ids=str)
+def test_a_head_that_is_the_embedding(ranks: Ranks, shape: tuple[int, ...], accumulate: int, policy: str) -> None:
+    """Nothing of the table is gathered or reduced whole, but for gradients of several microbatches."""
+    for lines in ranks(shape[0]).run(_beside_fsdp2, "eager", shape, POLICIES[policy], accumulate, True):
+        assert sum("joining over shard" in line for line in lines) == 5
+        assert not any("embed" in line for line in lines if accumulate == 1 or "gather" in line)
 
 
 @pytest.mark.slow

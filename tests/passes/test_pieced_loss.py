@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import calls, captured, step, through
 from tests.passes.test_chunked_loss import BATCH, BF16, DIM, LENGTH, MODELS, VOCAB, Bare, Language, _batches, _mean
 
-CUT = ["mean", "sum", "capped", "in part", "frozen head", "frozen trunk"]
+CUT = ["mean", "sum", "capped", "in part", "frozen head", "frozen trunk", "tied"]
 
 
 def _program(model: nn.Module, pieces: int | None, batch: tuple[Tensor, ...] | None = None, **options: Any) -> Program:
@@ -81,7 +82,7 @@ def test_the_same_up_to_rounding(name: str, ranks: int, policy: MixedPrecisionPo
     model, batches = _model(name), [*_batches(), *_batches()][:ranks]
     plain, pieced = (_program(model, pieces, mp_policy=policy, world_size=ranks) for pieces in (None, 4))
     assert _count(pieced, "joining") == (4, 3)
-    assert _count(pieced, "scattered", "scattering") == (0, 4 * (name != "frozen head"))
+    assert _count(pieced, "scattered", "scattering") == (0, 4 * (name != "frozen head") + (name == "tied"))
     assert _count(pieced, "_log_softmax") == (0, 0)
     expected, found = (step(program, model, batches) for program in (plain, pieced))
     error = 1e-5 if policy is None else 2e-2
@@ -151,9 +152,16 @@ def test_a_forward_alone() -> None:
         torch.testing.assert_close(result["output:0"], model(*batch).detach())
 
 
-@pytest.mark.parametrize("name", ["bias", "tied"])
-def test_left_alone(name: str) -> None:
-    program = through(captured(MODELS[name](), _batches()[0]), "mixed-precision")
+class _ReadTwice(Language):
+    """Its head is tied, and read for something that is no lookup."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(tokens, targets) + self.head.weight.square().mean()
+
+
+@pytest.mark.parametrize("make", [MODELS["bias"], lambda: _ReadTwice(_mean, tied=True)], ids=["bias", "read twice"])
+def test_left_alone(make: Callable[[], Language]) -> None:
+    program = through(captured(make(), _batches()[0]), "mixed-precision")
     before = print_phase(program.phases["joint"])
     assert PiecedLoss(4).rewrite(program) == 0
     assert print_phase(program.phases["joint"]) == before

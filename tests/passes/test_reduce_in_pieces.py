@@ -12,7 +12,7 @@ from graphshard.ir.printer import print_phase
 from graphshard.passes import ExchangeRows, PiecedLoss, ReduceInPieces
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import captured, step, through
-from tests.passes.test_chunked_loss import Bare, Language, _batches, _mean
+from tests.passes.test_chunked_loss import MODELS, Bare, Language, _batches, _mean
 from tests.passes.test_pieced_loss import _count, _program
 
 
@@ -45,6 +45,26 @@ def test_reduced_as_a_whole() -> None:
     assert _count(whole, "scattered", "scattering") == (0, 0)
     for theirs, ours in zip(*(step(program, model, batches) for program in (whole, _program(model, 4)))):
         assert torch.equal(theirs["grad:head.weight"], ours["grad:head.weight"])
+
+
+def test_nothing_is_whole_of_a_table_that_is_looked_up_and_multiplied() -> None:
+    """Its pieces are reduced as they are made, and what the lookup adds goes as rows."""
+    torch.manual_seed(0)
+    model, batches = MODELS["tied"](), _batches()
+    plain = _program(model, None)
+    program = through(captured(model, batches[0]), "mixed-precision")
+    run_pass(PiecedLoss(4), program)
+    through(program, "partition")
+    run_pass(ReduceInPieces(), program)
+    run_pass(ExchangeRows(), program)
+    through(program, "reorder")
+    assert program.plan is not None
+    assert all("embed.weight" not in bucket.members for bucket in program.plan.buckets)
+    assert _count(program, "scattering", "scattered") == (0, 4)
+    assert _count(program, "exchanging", "exchanged") == (2, 1)
+    for theirs, ours in zip(*(step(each, model, batches) for each in (plain, program)), strict=True):
+        for name in ("output:0", "grad:embed.weight", "grad:layer.weight"):
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_twice() -> None:
