@@ -62,8 +62,10 @@ def _reduce_in_pieces(program: Program, phase: Phase) -> int:
 def _split(value: Node) -> bool:
     """Replace the reduction of a gradient that is joined of pieces by one of each."""
     full = full_gradient(value)
-    chain = until_reduced(full) if full is not None else []
-    pieces, looked_up = _parts(full) if full is not None else (None, None)
+    if full is None:
+        return False
+    pieces, looked_up = _parts(full)
+    chain = until_reduced(full)
     if pieces is None or not chain:
         return False
     *steps, launch, wait = chain
