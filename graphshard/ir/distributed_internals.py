@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import _register_work
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
@@ -30,6 +30,7 @@ __all__ = [
     "dtensor_of",
     "fake_world",
     "flattened_mesh",
+    "group_of",
     "is_replicated",
     "joined_mesh",
     "process_group",
@@ -38,6 +39,7 @@ __all__ = [
     "rendezvous_store",
     "sharded_like",
     "started",
+    "track_draws",
 ]
 
 
@@ -109,6 +111,15 @@ def process_group(name: str) -> dist.ProcessGroup:
     return group
 
 
+def group_of(ranks: Sequence[int]) -> str | None:
+    """The name of the first process group here that has these ranks in this order; None if there is none.
+
+    All of its ranks find the same one, as they make groups in the same order.
+    """
+    groups = dist.distributed_c10d._world.pg_map
+    return next((str(g.group_name) for g in groups if dist.get_process_group_ranks(g) == list(ranks)), None)
+
+
 def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
     """Launch an all-gather as `torch.distributed` does, to be waited for as a functional one.
 
@@ -132,12 +143,20 @@ def fake_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    tracker = _random._rng_tracker
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _random._rng_tracker = tracker  # one that the block has made draws on its meshes' devices
         # DTensor keeps plans by mesh, and an equal mesh of later has other groups.
         _clear_sharding_prop_cache()
+
+
+def track_draws(mesh: DeviceMesh) -> None:
+    """Let DTensors on a mesh of GPUs draw random numbers, without asking a GPU, which need not be here, for its state."""
+    if mesh.device_type != "cpu":
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
 def is_replicated(module: nn.Module) -> bool:
