@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import graphshard
 from graphshard import ArgumentError, ArtifactError
+from graphshard.artifact import places
 from graphshard.artifact.members import read_artifact
 from tests.distributed.context_parallel import ATTENTIONS, VOCAB, Decoder
 from tests.distributed.expert_parallel import WIDTH, Moe
@@ -211,8 +213,9 @@ def test_as_many_ranks_on_other_axes(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _of_nobody(rank: int, world_size: int, path: str) -> str:
-    with pytest.raises(ArtifactError) as error:
-        graphshard.load(path, Decoder(ATTENTIONS["ring"], None), _mesh({"dp": 4}))
+    model = CASES["neighbours"].parallelize(None, mesh := _mesh({"dp": 4}))
+    with mock.patch.object(places, "group_of", return_value=None), pytest.raises(ArtifactError) as error:
+        graphshard.load(path, model, mesh)
     assert error.value.field == "mesh"
     return str(error.value)
 
