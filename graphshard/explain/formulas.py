@@ -298,7 +298,7 @@ def _state(program: Program, states: int) -> tuple[Any, Any]:
 
 
 def _saved(phase: Phase) -> Any:
-    """Bytes that forward leaves for backward, without parameters and inputs."""
+    """Bytes that forward leaves for backward, without parameters, inputs, and numbers of tokens."""
     pairs = zip(phase.results, phase.outputs)
-    saved = [node for node, slot in pairs if slot.kind == "saved" and isinstance(node, Node)]
+    saved = [node for node, slot in pairs if slot.kind == "saved" and isinstance(node, Node) and symbolic(node)]
     return sympy.Add(*(math.prod(symbolic(node)) * node.meta["val"].dtype.itemsize for node in saved))

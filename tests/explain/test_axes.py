@@ -30,7 +30,7 @@ from graphshard.schedule.build import Settings, build
 from graphshard.schedule.clock import Launch, Wait, run
 from tests.conftest import FakeWorld
 from tests.distributed.context_parallel import ATTENTIONS, Decoder, whole
-from tests.distributed.expert_parallel import Moe, grouped
+from tests.distributed.expert_parallel import Moe, grouped, one_by_one
 from tests.explain.test_explain import BF16, meta_net
 
 H100 = graphshard.load_profile("h100")
@@ -243,10 +243,32 @@ def test_an_expert_axis() -> None:
     assert {launch.num_bytes for launch in sent} == {4 * 8, 12 * 2 * 8 * 4}  # counts, and two experts for each token
     assert found.step_time_s >= found.lower_bound_s * (1 - 1e-9)
     assert {launch.link for launch in sent} == {"node"}
-    with pytest.raises(ArgumentError, match=r"^symbols: there are no formulas of models with experts on an axis"):
-        graphshard.explain(
-            Moe(None), {"dp": 4, "ep": 2}, example_inputs=(rows,), parallelize=parallelize, symbols={"batch": 0}
+
+
+@pytest.mark.parametrize("product", [grouped, one_by_one], ids=["grouped", "one by one"])
+def test_formulas_of_experts(product: Any) -> None:
+    """Of tokens whose numbers are values, in the batch; of ranks as many as before have each expert."""
+
+    def explained(shape: dict[str, int], batch: int, symbols: dict[str, int] | None = None) -> Any:
+        return graphshard.explain(
+            Moe(None),
+            shape,
+            example_inputs=(torch.zeros(batch, 16, 8),),
+            parallelize=lambda model, mesh: Moe(mesh["ep"], product),
+            symbols=symbols,
         )
+
+    formulas = explained({"dp": 4, "ep": 2}, 8, {"batch": 0}).formulas
+    assert formulas.at == {"batch": 8, "ranks": 8}
+    for batch in (8, 16):
+        expected, values = explained({"dp": 4, "ep": 2}, batch), formulas.evaluate(batch=batch)
+        for name in ("step_time_s", "compute_s", "optimizer_s", "communication_s", "exposed_comm_s"):
+            assert values[name] == pytest.approx(getattr(expected, name), rel=1e-9), name
+    more = explained({"dp": 8, "ep": 2}, 8)
+    assert formulas.evaluate(ranks=16)["communication_s"] == pytest.approx(more.communication_s, rel=1e-9)
+    for found, ranks in ((expected, 8), (more, 16)):
+        held = sum(4 * row.shard_bytes(row.dtype) for row in found._program.params)
+        assert formulas.evaluate(ranks=ranks)["state_bytes"] == held
 
 
 def test_microbatches() -> None:
