@@ -48,7 +48,6 @@ from graphshard.module.runner import Runner
 from graphshard.options.arguments import options_given, takes_options
 from graphshard.options.axes import axes_of
 from graphshard.options.checks import check_model, default_mesh
-from graphshard.options.meshes import axis_name
 from graphshard.options.options import CompileArguments, Options
 from graphshard.runtime.groups import ranks_of, whole_mesh
 
@@ -95,7 +94,7 @@ def load(
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
     data, axes, tensor, experts, _ = axes_of(model, mesh, Options())
-    whole = axes if tensor is None else axes.with_tensor(axis_name(tensor), tensor.size())
+    whole = axes if tensor is None else axes.with_tensors(tensor)
     whole = whole if experts is None else whole.with_experts(experts.mesh)
     shape = shape_here(mesh, whole)
     artifact = read_artifact(artifact_path("path", path), () if trust is None else trusted(trust))

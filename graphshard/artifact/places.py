@@ -47,8 +47,7 @@ def shape_here(given: DeviceMesh, mesh: Mesh) -> dict[str, int]:
     names = given.mesh_dim_names
     if not names:
         return mesh.shape
-    tensor = {} if mesh.tensor is None else {mesh.tensor.name: mesh.tensor.size}
-    return dict(zip(names, given.shape)) | tensor
+    return dict(zip(names, given.shape)) | {axis.name: axis.size for axis in mesh.tensors}
 
 
 def period_of(program: Program) -> int:

@@ -31,8 +31,10 @@ __all__ = [
     "fake_world",
     "flattened_mesh",
     "group_of",
+    "is_part",
     "is_replicated",
     "joined_mesh",
+    "mesh_of_both",
     "process_group",
     "rank_in_group",
     "register_as",
@@ -86,6 +88,29 @@ def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     """
     joined: DeviceMesh = DeviceMesh._concatenate([first, second])
     return joined
+
+
+def mesh_of_both(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """The mesh of the axes of two others, each of them once, in the order of the mesh that both are parts of.
+
+    Raises:
+        RuntimeError, KeyError: there is none.
+    """
+    root = first._get_root_mesh()
+    wanted = (*(first.mesh_dim_names or ()), *(second.mesh_dim_names or ()))
+    names = tuple(name for name in root.mesh_dim_names or () if name in wanted)
+    both = root if len(names) == root.ndim else root[names]
+    if not all(is_part(mesh, both) for mesh in (first, second)):
+        raise RuntimeError(f"they are no parts of {root}")
+    return both
+
+
+def is_part(mesh: DeviceMesh, whole: DeviceMesh) -> bool:
+    """Whether a mesh has some of the axes of another, or all, with the same ranks."""
+    names = mesh.mesh_dim_names
+    if mesh == whole or names is None:
+        return mesh == whole
+    return set(names) < set(whole.mesh_dim_names or ()) and bool(whole[names] == mesh)
 
 
 def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
