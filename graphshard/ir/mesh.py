@@ -264,7 +264,8 @@ class Mesh:
     def distance(self, axis: Axis) -> int:
         """How many ranks lie between neighbours along an axis: those of the axes behind it, and they are 1 apart."""
         if self.experts is not None and axis not in self.axes:
-            return self.experts.distance(axis) * (self.size // self.experts.size)  # a tensor axis is inside of both
+            inside = max(self.size // self.experts.size, 1)  # a tensor axis is inside of both, if both have it
+            return self.experts.distance(axis) * inside
         return math.prod(other.size for other in self.grid[self.place(axis) + 1 :])
 
     def placements(self, dim: int | None, split: Split | None = None) -> tuple[Placement, ...]:

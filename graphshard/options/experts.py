@@ -19,7 +19,7 @@ from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.distributed_internals import ShardPlacementResult, is_part, mesh_of_both
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.mesh import EXPERT
-from graphshard.ir.params import named_parameters
+from graphshard.ir.params import chunk_range, named_parameters
 from graphshard.ir.subclasses import is_subclass
 from graphshard.ir.text import brief
 from graphshard.options.meshes import axes_by_role, check_placement, dims_named
@@ -104,6 +104,7 @@ def experts_of(
             )
         if isinstance(param, DTensor):
             check_placement(name, param)
+            _check_dealt(name, param)
     return meshes
 
 
@@ -158,6 +159,16 @@ def _ranks(mesh: DeviceMesh, axis: str) -> Sequence[int]:
     own = mesh if mesh.ndim == 1 else mesh[axis]
     ranks: list[int] = own.mesh.flatten().tolist()
     return ranks
+
+
+def _check_dealt(name: str, param: DTensor) -> None:
+    for size, placement in zip(param.device_mesh.shape, param.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None and chunk_range(param.shape[dim], size, size - 1)[1] == 0:
+            raise UnsupportedError(
+                f"parameter {name} of shape {list(param.shape)} is dealt out along dim {dim} to {size} ranks, and some "
+                "of them get nothing. Use more experts, or fewer ranks on the axis."
+            )
 
 
 def _both(first: DeviceMesh | None, second: DeviceMesh | None) -> DeviceMesh | None:

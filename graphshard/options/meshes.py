@@ -143,6 +143,7 @@ def tensor_axis(
     known: Container[nn.Parameter] = (),
     *,
     whole_model: bool = True,
+    elsewhere: Sequence[str] = (),
 ) -> DeviceMesh | None:
     """The mesh of the tensor axes: those that the model's DTensors are on, each on some or all; None if it has none.
 
@@ -151,13 +152,14 @@ def tensor_axis(
         given: the tensor axes of the mesh that the model is to be compiled for.
         known: parameters that are sharded already, or are on a mesh of their own.
         whole_model: False for a part of one, which need not have DTensors.
+        elsewhere: names of the axes that parameters on a mesh of their own are DTensors on.
 
     Raises:
         ArgumentError: DTensors are on another mesh, or there are none on a tensor axis.
         UnsupportedError: a DTensor is placed in a way that cannot be sharded yet.
     """
     found, of = given, ""
-    used: set[str] = set()
+    used = set(elsewhere)
     for (name, *_), param in named_parameters(model).items():
         if not isinstance(param, DTensor) or param in known:
             continue
