@@ -130,9 +130,7 @@ def library_for(path: Path, model: nn.Module, runner: Runner, mesh: DeviceMesh) 
         shape = shape_here(mesh, spec.mesh)
         with _as_exported(artifact, given=False):
             all_ranks = whole_mesh(runner.mesh, spec.tensor)
-            index = _check_place(
-                artifact, spec.device, spec.mesh, shape, ranks_of(all_ranks).index(dist.get_rank())
-            )
+            index = _check_place(artifact, spec.device, spec.mesh, shape, ranks_of(all_ranks).index(dist.get_rank()))
             params = artifact.params(index)
             _check_model(artifact, model, params, spec.mesh, spec.experts)
             check_same_options(artifact.path, artifact.meshes[index]["options"], params, runner.tracer)

@@ -51,7 +51,7 @@ def shape_here(given: DeviceMesh, mesh: Mesh) -> dict[str, int]:
 
 
 def period_of(program: Program) -> int:
-    """After how many ranks there is one again with the place of the first on all axes that the model communicates along."""
+    """After how many ranks there is one with the place of the first on all axes that the model communicates along."""
     found = (model_collective(node) for phase in program.phases.values() for node in phase.module.graph.nodes)
     axes = [program.mesh.named(each.axis) for each in found if each is not None]
     return math.lcm(*(axis.size * program.mesh.distance(axis) for axis in axes))

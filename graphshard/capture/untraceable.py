@@ -99,8 +99,8 @@ _ADVICE = {
         "one alone. Ask for the rest outside of forward, or make the program where there is a GPU."
     ),
     "devices": (
-        "Tensors on a CPU and on a GPU meet here, as they would where there is a GPU. Make what forward makes where the "
-        "other is: torch.arange(n, device=x.device)."
+        "Tensors on a CPU and on a GPU meet here, as they would where there is a GPU. Make what forward makes where "
+        "the other is: torch.arange(n, device=x.device)."
     ),
     "other": "This line cannot be traced, or it fails for these inputs.",
 }

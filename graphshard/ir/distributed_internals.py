@@ -179,7 +179,7 @@ def fake_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 def track_draws(mesh: DeviceMesh) -> None:
-    """Let DTensors on a mesh of GPUs draw random numbers, without asking a GPU, which need not be here, for its state."""
+    """Let DTensors on a mesh of GPUs draw random numbers, without asking a GPU for its state: none need be here."""
     if mesh.device_type != "cpu":
         _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 

@@ -85,14 +85,14 @@ def experts_of(
     axis = axes[first]
     for name, other in others:
         try:
+            if other != mesh:
+                raise RuntimeError
             axis = _both(axis, axes[name])
         except (RuntimeError, KeyError):
-            other = None
-        if other != mesh:
             raise UnsupportedError(
-                f"parameter {name} is sharded over {found[name]} and distributed over {axes[name]}, and {first} over "
-                f"{mesh} and {axes[first]}. One mesh besides that of the others is supported."
-            )
+                f"parameter {name} is sharded over {other} and distributed over {axes[name]}, and {first} over {mesh} "
+                f"and {axes[first]}. One mesh besides that of the others is supported."
+            ) from None
     meshes = ExpertMeshes(mesh, axis, frozenset(found))
     check_meshes(meshes, data, first)
     for name in found:

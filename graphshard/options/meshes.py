@@ -195,7 +195,7 @@ def tensor_axis(
         check_placement(name, param)
         of = of or name
         used.update(names)
-    for axis in (found.mesh_dim_names or () if found is not None and whole_model else ()):
+    for axis in found.mesh_dim_names or () if found is not None and whole_model else ():
         if axis not in used:
             raise ArgumentError(
                 f"mesh has a tensor axis, {axis!r}, and no parameter of {type(model).__name__} is distributed over it. "

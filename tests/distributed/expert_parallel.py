@@ -70,7 +70,11 @@ class Experts(nn.Module):
         arriving = collectives.wait_tensor(collectives.all_to_all_single(counts, None, None, group)).view(size, own)
         sent, taken = counts.view(size, own).sum(1).tolist(), arriving.sum(1).tolist()
         got = collectives.all_to_all_single_autograd(rows, taken, sent, group)
-        of = torch.arange(own, device=rows.device).repeat(size).repeat_interleave(arriving.flatten(), output_size=sum(taken))
+        of = (
+            torch.arange(own, device=rows.device)
+            .repeat(size)
+            .repeat_interleave(arriving.flatten(), output_size=sum(taken))
+        )
         order = of.argsort(stable=True)
         made = self._products(got[order], arriving.sum(0), up, down)
         return collectives.all_to_all_single_autograd(made[order.argsort()], sent, taken, group)
