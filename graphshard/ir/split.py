@@ -74,11 +74,11 @@ class Split:
         """How many pieces a dim is cut into.
 
         Args:
-            sizes: of the axes, by name.
+            sizes: of the axes, by name; a call for a part of a model need not have them.
         """
         found = 1
         for cut in self.cuts:
-            found *= sizes[cut.axis] if cut.dim == dim else 1
+            found *= sizes.get(cut.axis, 1) if cut.dim == dim else 1
         return found
 
     def is_even(self, sizes: Mapping[str, int]) -> bool:
