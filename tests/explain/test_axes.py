@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard import ArgumentError
@@ -354,8 +355,40 @@ def test_wrong_meshes(shape: Any, parallelize: Any, message: str) -> None:
 
 
 def test_two_tensor_axes() -> None:
-    with pytest.raises(graphshard.UnsupportedError, match=r"has 2 axes besides those of data: 'tensor', 'tp'\."):
-        explained({"dp": 2, "tensor": 2, "tp": 2})
+    """Blocks on one and on the other; an axis that nothing lies on is told."""
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+        for index, block in enumerate(model.get_submodule("layers").children()):
+            axis = mesh["tp" if index % 2 else "tensor"]
+            parallelize_module(block, axis, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    shape = {"dp": 2, "tensor": 2, "tp": 2}
+    found = explained(shape, parallelize=parallelize)
+    assert {launch.name for launch in own(found)} == {"reduced over tensor", "reduced over tp"}
+    assert (found.data_ranks, found.mesh) == (2, shape)
+    assert found.step_time_s >= found.lower_bound_s * (1 - 1e-9)
+    with pytest.raises(ArgumentError, match=r"^mesh has a tensor axis, 'tensor', and no parameter of Net is distrib"):
+        explained(shape)
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="torch cannot be told of a GPU")
+def test_the_program_of_a_gpu() -> None:
+    """Captured where there is none, on a mesh that need not exist; on one that does it is an error."""
+    pytest.importorskip("cffi")
+    found = explained({"dp": 4, "tp": 2}, device="cuda", backend="eager")
+    assert [launch.name for launch in own(found)] == ["reduced over tp"] * 2 * DEPTH
+    (phase, *_) = found._program.phases.values()
+    assert {node.meta["val"].device.type for node in phase.placeholders} == {"cuda"}
+
+
+def test_the_program_of_a_gpu_on_a_mesh_that_exists(fake_world: FakeWorld) -> None:
+    pytest.importorskip("cffi")
+    fake_world(8)
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    model = meta_net(width=WIDTH, depth=DEPTH)
+    megatron(model, mesh)
+    with pytest.raises(ArgumentError, match=r"^device='cuda': a program is captured for a GPU on meshes that need not"):
+        graphshard.explain(model, mesh, example_inputs=(TOKENS,), device="cuda")
 
 
 def test_process_groups_that_are_there(fake_world: FakeWorld) -> None:
