@@ -140,7 +140,11 @@ def as_compiled(rank: int, world_size: int, path: str, name: str, hardware: str 
     return [program.reason for program in graphshard.programs(again)]
 
 
-@pytest.mark.parametrize("name", CASES)
+# Neighbours of other kinds.
+_SLOW = ("neighbours by heads", "neighbours and replicas", "neighbours on a context axis")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in _SLOW else ()) for n in CASES])
 def test_losses_of_compile(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """One file for all places on these axes; a program for each where they differ."""
     shape, make, parallelize, batch, places = CASES[name]

@@ -32,7 +32,8 @@ pytestmark = [
 
 CUDA = torch.device("cuda", 0)
 # Attention of the others is a GPU's own operator.
-RUN_ANYWHERE = ("mlps", "tied", "ring", "context alone", "neighbours", "experts", "experts and replicas")
+RUN_ANYWHERE = ("tied", "neighbours", "experts")
+RUN_ANYWHERE_SLOW = ("mlps", "ring", "context alone", "experts and replicas")
 
 
 def _tied(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -93,7 +94,7 @@ def _for_cpu(path: Path) -> Path:
     return rewritten(path, relabel)
 
 
-@pytest.mark.parametrize("name", RUN_ANYWHERE)
+@pytest.mark.parametrize("name", [*RUN_ANYWHERE, *(pytest.param(n, marks=pytest.mark.slow) for n in RUN_ANYWHERE_SLOW)])
 def test_programs_for_gpus_have_the_bits_of_compile(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Captured for a GPU and run on CPUs: no place of theirs is the CPU's."""
     shape, make, parallelize, batch, places = CASES[name]
