@@ -43,7 +43,7 @@ def shared_captures(store: dist.Store, rank: int) -> Iterator[None]:
     def capture_once(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec: CaptureSpec, *, grad: bool
     ) -> Program:
-        if spec.tensor is not None and spec.tensor.get_local_rank() != 0:
+        if spec.tensor is not None and any(spec.tensor.get_coordinate() or ()):
             return capture(module, args, kwargs, spec, grad=grad)  # the program is that of a place on this axis
         call = _call(module, args, kwargs, spec, grad)
         key = f"{call}-{seen[call]}"

@@ -23,7 +23,7 @@ from graphshard.artifact.compilers import capabilities_given, compiler_for_file,
 from graphshard.artifact.exporter import Exporter, in_mode, with_threads
 from graphshard.artifact.fingerprint import environment, model_facts
 from graphshard.artifact.members import Captured, MeshPrograms, StoredRegion, write_artifact
-from graphshard.artifact.places import check_axes, merged, num_places, tracer_at
+from graphshard.artifact.places import merged, num_places, tracer_at
 from graphshard.artifact.signing import signer_of
 from graphshard.artifact.stored_options import describe_options
 from graphshard.cost.costs import Costs
@@ -141,7 +141,7 @@ def export(
             `load(..., trust=)` checks it. None does not sign.
         parallelize: makes the model for meshes with axes along which it communicates (tensor, context, expert), such as
             `{"dp": 2, "tp": 2}`: a function of (model, mesh), as for `explain`. Where a program depends on a rank's
-            place on these axes, the file has one for each. For CPUs.
+            place on these axes, the file has one for each.
 
     Returns:
         The path.
@@ -169,8 +169,6 @@ def export(
     if compile_regions is not None:
         check_bool("compile_regions", compile_regions)
     machine = load_profile(chosen.hardware or ("h100" if kind.type == "cuda" else "cpu-gloo"))
-    if parallelize is not None:
-        check_axes(kind)
     if target.suffix == ".pt2":
         return _plain(model, meshes, wanted, kind, target, chosen)
     records = recorder(dump_directory(None, 0))
@@ -197,9 +195,9 @@ def export(
         found += [programs_of(model, prepare(model, chosen, item, kind), item.shape) for item in meshes]
         for shape in shapes:
             assert parallelize is not None
-            places = []
-            for place in range(num_places(shape)):
-                with tracer_at(model, shape, parallelize, chosen, place) as (made, tracer):
+            places: list[MeshPrograms] = []
+            while len(places) < num_places(shape, places):
+                with tracer_at(model, shape, parallelize, chosen, kind, len(places)) as (made, tracer):
                     places.append(programs_of(made, tracer, shape))
             found += merged(places)
         native = any(stored.code == "native" for stored in regions.values())

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphshard.artifact.members import Captured, StoredBackward, StoredRegion, stored_region
+from graphshard.artifact.places import period_of
 from graphshard.capture.inputs import count_tokens, stand_in
 from graphshard.codec.lowered import encode_lowered
 from graphshard.codec.partitioned import encode_partitioned
@@ -102,7 +103,7 @@ class Exporter:
             backwards = list(further.all(wanted))
             prediction = self._prediction(program, observer, leaves)
             start = encode_partitioned(partitioned, program)
-        return Captured(entry, signature, data, backwards, text, plan, start, prediction)
+        return Captured(entry, signature, data, backwards, text, plan, start, prediction, period_of(program))
 
     def lower(self, program: Program, observer: Observer) -> None:
         """Compile its regions and write its executors."""

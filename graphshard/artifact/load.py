@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
@@ -27,7 +28,7 @@ from graphshard.artifact.fingerprint import (
 )
 from graphshard.artifact.library import StoredPrograms, read_programs
 from graphshard.artifact.members import Artifact, read_artifact
-from graphshard.artifact.places import context_group, place_here, shape_here
+from graphshard.artifact.places import groups_found, shape_here
 from graphshard.artifact.signing import trusted
 from graphshard.artifact.stored_options import check_same_options, restored_options
 from graphshard.capture.hooks import HOOKS
@@ -47,8 +48,8 @@ from graphshard.module.runner import Runner
 from graphshard.options.arguments import options_given, takes_options
 from graphshard.options.axes import axes_of
 from graphshard.options.checks import check_model, default_mesh
-from graphshard.options.meshes import axis_name
 from graphshard.options.options import CompileArguments, Options
+from graphshard.runtime.groups import ranks_of, whole_mesh
 
 log = logging.getLogger(__name__)
 
@@ -93,13 +94,14 @@ def load(
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
     data, axes, tensor, experts, _ = axes_of(model, mesh, Options())
-    whole = axes if tensor is None else axes.with_tensor(axis_name(tensor), tensor.size())
+    whole = axes if tensor is None else axes.with_tensors(tensor)
     whole = whole if experts is None else whole.with_experts(experts.mesh)
     shape = shape_here(mesh, whole)
     artifact = read_artifact(artifact_path("path", path), () if trust is None else trusted(trust))
     device = device_of(data)
     with _as_exported(artifact, given=bool(options)):
-        index = _check_place(artifact, device, whole, shape, place_here(shape, data, tensor))
+        all_ranks = whole_mesh(data, tensor)
+        index = _check_place(artifact, device, whole, shape, ranks_of(all_ranks).index(dist.get_rank()))
         params = artifact.params(index)
         _check_model(artifact, model, params, whole, experts)
         stored = artifact.meshes[index]["options"]
@@ -107,9 +109,9 @@ def load(
         tracer = prepare(model, wanted, axes, device, tensor=tensor, experts=experts)
         check_same_options(artifact.path, stored, params, tracer, given=options.keys())
         runner = make_runner(model, tracer, data)
-        runner.groups.update(context_group(mesh, axes))
         library = read_programs(artifact, index, model, runner)
         _check_state(artifact, model, library)
+        runner.groups.update(groups_found(library.ready or (), runner.groups, all_ranks))
     runner.library, runner.sealed = library, True
     shard(model, runner)
     library.install(model, runner)
@@ -127,15 +129,15 @@ def library_for(path: Path, model: nn.Module, runner: Runner, mesh: DeviceMesh) 
         spec = runner.tracer.spec
         shape = shape_here(mesh, spec.mesh)
         with _as_exported(artifact, given=False):
-            place = place_here(shape, runner.mesh, spec.tensor)
-            index = _check_place(artifact, spec.device, spec.mesh, shape, place)
+            all_ranks = whole_mesh(runner.mesh, spec.tensor)
+            index = _check_place(artifact, spec.device, spec.mesh, shape, ranks_of(all_ranks).index(dist.get_rank()))
             params = artifact.params(index)
             _check_model(artifact, model, params, spec.mesh, spec.experts)
             check_same_options(artifact.path, artifact.meshes[index]["options"], params, runner.tracer)
             library = read_programs(artifact, index, model, runner)
             _check_state(artifact, model, library)
+            runner.groups.update(groups_found(library.ready or (), runner.groups, all_ranks))
         runner.library = library
-        runner.groups.update(context_group(mesh, spec.mesh))
     except ArtifactError as error:
         log.warning("compiling instead of loading: %s", error)
         return None
@@ -165,11 +167,12 @@ def artifact_path(name: str, path: Any) -> Path:
     return path_of(name, path, "a file that graphshard.export wrote")
 
 
-def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh, shape: dict[str, int], place: int) -> int:
+def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh, shape: dict[str, int], rank: int) -> int:
     """Raise ArtifactError if versions, machine or mesh do not fit; the index of the mesh among those of the file.
 
     Args:
         shape: of the mesh as it was given.
+        rank: this one's number among all ranks of the mesh.
     """
     exported = artifact.facts["environment"]
     if exported["device"] != device.type:  # the machine's other facts are those of the other kind of device
@@ -180,18 +183,19 @@ def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh, shape: di
     # What is regathered over is an option, compared later.
     here = (mesh.grid, mesh.of_experts, list(shape.items()))
     rows = [(read(row["mesh"], Mesh), row) for row in artifact.meshes]
-    fits = [
-        (other.grid, other.of_experts, list(row["shape"].items())) == here and row["place"] in (None, place)
-        for other, row in rows
-    ]
-    if not any(fits):
+    fits: dict[int | None, int] = {
+        row["place"]: index
+        for index, (other, row) in enumerate(rows)
+        if (other.grid, other.of_experts, list(row["shape"].items())) == here
+    }
+    if not fits:
         known = " or ".join(dict.fromkeys(str(row["shape"]) for row in artifact.meshes))
         raise ArtifactError(
             f"{artifact.path} does not fit: mesh was {known} when it was exported and is {shape} here. Export "
             f"again with this mesh in the list: export(model, [..., {shape}], ...).",
             field="mesh",
         )
-    return fits.index(True)
+    return fits[None] if None in fits else fits[rank % len(fits)]
 
 
 def _check_state(artifact: Artifact, model: nn.Module, library: StoredPrograms) -> None:

@@ -76,6 +76,7 @@ class Captured:
         plan: JSON.
         partitioned: where another backward begins, see `codec/partitioned.py`; None if there is none.
         prediction: what a step is expected to take, as text; "" for inference.
+        period: after how many ranks it may be that of a rank again, see `places.period_of`.
     """
 
     entry: str
@@ -86,6 +87,7 @@ class Captured:
     plan: str
     partitioned: Mapping[str, Any] | None = None
     prediction: str = ""
+    period: int = 1
 
 
 @dataclass(frozen=True)

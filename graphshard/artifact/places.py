@@ -2,44 +2,39 @@
 
 A program is that of a rank's place: which rows of an embedding are its own is written in it, and which positions of a
 sequence; and pieces may have different sizes. So the model is made and captured once for each place, on a mesh that is
-pretended. These axes lie inside of the others, so the place is what is left of a rank's number.
+pretended. These axes lie inside of the others, so the place is what is left of a rank's number. Among which neighbours
+the model communicates, too, and over how many ranks, is known when it was captured at the first place.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.artifact.members import MeshPrograms
-from graphshard.ir.errors import UnsupportedError
+from graphshard.cost.model_collectives import model_collective
+from graphshard.ir.distributed_internals import group_of
+from graphshard.ir.errors import ArtifactError
 from graphshard.ir.mesh import CONTEXT, EXPERT, TENSOR, Mesh
+from graphshard.ir.program import Program
 from graphshard.module.prepare import prepare
 from graphshard.module.tracer import Tracer
 from graphshard.options.axes import axes_of
 from graphshard.options.options import Options
 from graphshard.options.pretended import Parallelize, options_for, pretended
-from graphshard.runtime.groups import make_groups, ranks_of, whole_mesh
+from graphshard.runtime.groups import make_groups, neighbours, whole_mesh
 
 
-def check_axes(device: torch.device) -> None:
-    """Raise UnsupportedError for devices that models of a user's `parallelize` are not exported for."""
-    if device.type != "cpu":
-        raise UnsupportedError(
-            f"export: parallelize= makes programs for CPUs only, and the device is {device.type}. Use "
-            "graphshard.compile, with cache= to keep what it makes, or pass device='cpu'."
-        )
-
-
-def num_places(shape: Mapping[str, int]) -> int:
-    """Ranks along all axes along which models communicate; 1 if there is none."""
-    return math.prod(size for name, size in shape.items() if name in (*CONTEXT, *EXPERT, *TENSOR))
+def num_places(shape: Mapping[str, int], captured: Iterable[MeshPrograms]) -> int:
+    """Ranks along all axes along which models communicate, and the captured ones do besides; 1 if there is none."""
+    named = math.prod(size for name, size in shape.items() if name in (*CONTEXT, *EXPERT, *TENSOR))
+    return math.lcm(named, *(program.period for item in captured for program in item.programs))
 
 
 def shape_here(given: DeviceMesh, mesh: Mesh) -> dict[str, int]:
@@ -52,41 +47,64 @@ def shape_here(given: DeviceMesh, mesh: Mesh) -> dict[str, int]:
     names = given.mesh_dim_names
     if not names:
         return mesh.shape
-    tensor = {} if mesh.tensor is None else {mesh.tensor.name: mesh.tensor.size}
-    return dict(zip(names, given.shape)) | tensor
+    return dict(zip(names, given.shape)) | {axis.name: axis.size for axis in mesh.tensors}
 
 
-def place_here(shape: Mapping[str, int], data: DeviceMesh, tensor: DeviceMesh | None) -> int:
-    """This rank's place on the axes of a shape along which models communicate."""
-    return ranks_of(whole_mesh(data, tensor)).index(dist.get_rank()) % num_places(shape)
+def period_of(program: Program) -> int:
+    """After how many ranks there is one with the place of the first on all axes that the model communicates along."""
+    found = (model_collective(node) for phase in program.phases.values() for node in phase.module.graph.nodes)
+    axes = [program.mesh.named(each.axis) for each in found if each is not None]
+    return math.lcm(*(axis.size * program.mesh.distance(axis) for axis in axes))
 
 
-def context_group(given: DeviceMesh, mesh: Mesh) -> dict[str, str]:
-    """The process group of a mesh's context axis, by the name that it has among neighbours on the sharding axis."""
-    return {
-        mesh.with_inner(given[name].size()).axes[-1].name: str(given.get_group(name).group_name)
-        for name in given.mesh_dim_names or ()
-        if name in CONTEXT and given[name].size() < mesh.shard.size
-    }
+def groups_found(programs: Iterable[Program], known: Mapping[str, str], mesh: DeviceMesh) -> dict[str, str]:
+    """The process groups of neighbours among whom programs communicate, by their names: those that the model has made.
+
+    Args:
+        known: groups of the mesh's axes.
+        mesh: all axes.
+
+    Raises:
+        ArtifactError: this process has no such group.
+    """
+    found = {}
+    for program in programs:
+        for axis in program.mesh.axes:
+            if axis.name in known:
+                continue
+            ranks = neighbours(program.mesh, mesh, axis)
+            group = group_of(ranks)
+            if group is None:
+                raise ArtifactError(
+                    f"a program communicates among neighbours ({axis.name}), ranks {ranks} here, and this process has "
+                    "no group of them. Make the model as it was made for the export before it is loaded.",
+                    field="mesh",
+                )
+            found[axis.name] = group
+    return found
 
 
 @contextlib.contextmanager
 def tracer_at(
-    model: nn.Module, shape: Mapping[str, int], parallelize: Parallelize, options: Options, place: int
+    model: nn.Module,
+    shape: Mapping[str, int],
+    parallelize: Parallelize,
+    options: Options,
+    device: torch.device,
+    place: int,
 ) -> Iterator[tuple[nn.Module, Tracer]]:
-    """In the block this process is at a place of these axes: the model that is made there, and its tracer."""
-    with pretended(model, shape, parallelize, rank=place) as (made, mesh):
+    """In the block this process is at a place of these axes: the model that is made there, and its tracer.
+
+    Args:
+        device: what the program is for.
+    """
+    with pretended(model, shape, parallelize, device.type, rank=place) as (made, mesh):
         chosen = options_for(made, model, options)
         data, axes, tensor, experts, answers = axes_of(made, mesh, chosen)
-        tracer = prepare(made, chosen, axes, torch.device("cpu"), {}, tensor, experts, answers)
-        groups = make_groups(tracer.spec.mesh, whole_mesh(data, tensor), experts) | context_group(mesh, axes)
-        tracer.spec = replace(tracer.spec, groups=dict(groups))
+        tracer = prepare(made, chosen, axes, device, {}, tensor, experts, answers)
+        groups = make_groups(tracer.spec.mesh, whole_mesh(data, tensor), experts)
+        tracer.spec = replace(tracer.spec, groups=groups)
         yield made, tracer
-        for name in tracer.spec.groups.keys() - groups.keys():  # found by a capture
-            raise UnsupportedError(
-                f"export: the model communicates among neighbours ({name}) that are no axis of the mesh {dict(shape)}, "
-                "so ranks that load a file have no process group for them. Give the mesh a context axis of that size."
-            )
 
 
 def merged(places: Sequence[MeshPrograms]) -> list[MeshPrograms]:

@@ -45,7 +45,7 @@ from graphshard.capture.tensor_axis import take_off_last_sums, take_off_wrapping
 from graphshard.capture.untraceable import Located, Untraceable
 from graphshard.capture.watch import check_nothing_kept
 from graphshard.capture.written_again import write_again
-from graphshard.ir.device_meshes import ExpertMeshes
+from graphshard.ir.device_meshes import ExpertMeshes, axes_of_mesh
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.errors import CaptureError, DivergenceError, PeerError
 from graphshard.ir.kernel_strides import new_tracing_mode
@@ -89,11 +89,15 @@ class CaptureSpec:
     groups: dict[str, str] = field(default_factory=dict)
 
     @property
-    def communicating(self) -> dict[str, DeviceMesh]:
-        """The meshes of the axes that parameters are DTensors on, by the names of the axes."""
-        own = {self.mesh.tensor.name: self.tensor} if self.mesh.tensor is not None and self.tensor is not None else {}
-        experts = self.experts
-        return own if experts is None or experts.axis is None else {**own, experts.axis_name: experts.axis}
+    def communicating(self) -> dict[tuple[str, ...], DeviceMesh]:
+        """The meshes that parameters are DTensors on, by the names of their axes."""
+        of_experts = self.experts.axis if self.experts is not None else None
+        found = {}
+        for row in self.params:
+            mesh = of_experts if row.expert else self.tensor
+            if row.split is not None and mesh is not None:
+                found[row.split.axes] = axes_of_mesh(mesh, row.split.axes)
+        return found
 
 
 def capture(

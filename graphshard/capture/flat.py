@@ -80,7 +80,7 @@ class FlatForward(nn.Module):
         bare: Callable[[], contextlib.AbstractContextManager[None]],
         path: EagerPath,
         extensions: Extensions,
-        meshes: Mapping[str, DeviceMesh],
+        meshes: Mapping[tuple[str, ...], DeviceMesh],
         learned: Learned,
         allow: Collection[str],
     ) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,21 +25,22 @@ from graphshard.ir.graph import aten
 from graphshard.ir.operators import REDUCED
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Phase, Slot
+from graphshard.ir.split import Sum
 
 
 def distributed(
-    used: Mapping[Slot, torch.Tensor], params: ParamTable, meshes: Mapping[str, DeviceMesh]
+    used: Mapping[Slot, torch.Tensor], params: ParamTable, meshes: Mapping[tuple[str, ...], DeviceMesh]
 ) -> dict[Slot, torch.Tensor]:
     """What a module finds in the place of its tensors: DTensors for parameters that are split over an axis.
 
     Args:
-        meshes: of the axes, by their names.
+        meshes: of tensor axes, by their names.
     """
     found = dict(used)
     for slot, tensor in used.items():
         split = params[slot.name].split if slot.kind == "param" else None
         if split is not None:
-            found[slot] = Distributed.apply(tensor, params[slot.name], meshes[split.axis])
+            found[slot] = Distributed.apply(tensor, params[slot.name], meshes[split.axes])
     return found
 
 
@@ -77,7 +78,7 @@ class Distributed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, piece: torch.Tensor, row: ParamRow, mesh: DeviceMesh) -> DTensor:
         assert row.split is not None
-        ctx.placements = (row.split.placement,)
+        ctx.placements = row.split.placements
         shape = torch.Size(row.split.shape)
         return dtensor_of(piece.detach(), mesh, ctx.placements, shape, row.stride_of(shape))
 
@@ -106,15 +107,26 @@ def take_off_last_sums(phase: Phase, params: ParamTable) -> ParamTable:
     """
     rows, results = {row.name: row for row in params}, phase.results
     for index, slot in enumerate(phase.outputs):
-        value = results[index]
-        if slot.kind != "grad" or slot.of != "param" or not isinstance(value, Node) or value.target is not REDUCED:
+        row = rows[slot.name] if slot.kind == "grad" and slot.of == "param" else None
+        if row is None or row.split is None:
             continue
-        row, (source, operation, _) = rows[slot.name], value.args
-        if row.split is None or len(value.users) > 1 or operation not in ("sum", "avg"):
-            continue
-        rows[slot.name] = replace(row, split=replace(row.split, partial=str(operation)))
-        results[index] = source
+        sums: list[Sum] = []
+        while _is_last_sum(value := results[index]):
+            results[index], operation, axis = value.args
+            sums.insert(0, Sum(str(axis), str(operation)))
+        rows[slot.name] = replace(row, split=replace(row.split, sums=tuple(sums)))
     phase.set_results(results)
-    for node in [n for n in phase.module.graph.nodes if n.target is REDUCED and not n.users]:
-        phase.module.graph.erase_node(node)
+    for node in reversed([n for n in phase.module.graph.nodes if n.target is REDUCED]):
+        if not node.users:
+            phase.module.graph.erase_node(node)
     return ParamTable(tuple(rows.values()))
+
+
+def _is_last_sum(value: Any) -> TypeGuard[Node]:
+    """Whether a gradient is what ranks have added up, and nothing else reads that."""
+    return (
+        isinstance(value, Node)
+        and value.target is REDUCED
+        and len(value.users) == 1
+        and value.args[1] in ("sum", "avg")
+    )

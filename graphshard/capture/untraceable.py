@@ -98,6 +98,10 @@ _ADVICE = {
         "There is no GPU here. Without one torch.cuda says that there is one, and of which kind, if capability= names "
         "one alone. Ask for the rest outside of forward, or make the program where there is a GPU."
     ),
+    "devices": (
+        "Tensors on a CPU and on a GPU meet here, as they would where there is a GPU. Make what forward makes where "
+        "the other is: torch.arange(n, device=x.device)."
+    ),
     "other": "This line cannot be traced, or it fails for these inputs.",
 }
 

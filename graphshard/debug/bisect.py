@@ -251,9 +251,9 @@ class _Inputs:
             return row.without_padding(value, rank).to(row.dtype)
         mean = value.to(row.reduce_dtype).contiguous()
         axes = reduced_over(row, self.program)
-        if row.split is not None and row.split.partial:  # what ranks of the tensor axis have of it is added up, too
-            operation = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[row.split.partial]
-            dist.all_reduce(mean, operation, group=self._group(row.split.axis))
+        for left in row.split.sums if row.split is not None else ():  # what ranks of tensor axes have of it
+            operation = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[left.operation]
+            dist.all_reduce(mean, operation, group=self._group(left.axis))
         for axis in axes:
             dist.all_reduce(mean, group=self._group(axis.name))
         factor = row.divide_factor or math.prod(axis.size for axis in axes)

@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.model_collectives import model_collective
-from graphshard.explain.symbols import RANKS, symbolic
+from graphshard.explain.symbols import RANKS, mesh_of_ranks, num_shards_of, symbolic
 from graphshard.explain.training import Training
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
@@ -208,7 +208,7 @@ def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, traini
         definitions.append((symbol, value))
         return symbol
 
-    mesh = program.mesh.resized("shard", RANKS)
+    mesh = mesh_of_ranks(program.mesh)
     anywhere = replace(costs, mesh=mesh)  # how many ranks wait for each other is a symbol, too
     regions = {
         name: define(name, anywhere.region(_symbolic_region(program.regions[key])))
@@ -270,33 +270,35 @@ def _sent(program: Program, launch: Node) -> Any:
     assert program.plan is not None
     planned = program.plan.bucket(launch.meta["bucket"])
     rows = [program.params[name] for name in planned.members]
-    parts, shards = (1, 1) if planned.kind == "all_reduce" else (RANKS, program.mesh.shard.size)
+    parts, shards = num_shards_of(rows[0], program.mesh), rows[0].on(program.mesh).shard.size
+    if planned.kind == "all_reduce":
+        parts, shards = 1, 1
     sizes = [(row, row.sent_dtype(planned.kind).itemsize) for row in rows]
     here = sent_bytes(launch) // shards
     if here != sum(math.prod(row.padded_shape) * itemsize for row, itemsize in sizes):
         # A pass sends elements of another size, and something with each shard: a scale, for instance.
         itemsize, rest = divmod(here, sum(math.prod(row.padded_shape) for row in rows))
-        return parts * (itemsize * sympy.Add(*map(_shard_numel, rows)) + rest)
-    return sympy.Add(*(parts * _shard_numel(row) * itemsize for row, itemsize in sizes))
+        return parts * (itemsize * sympy.Add(*(_shard_numel(row, program.mesh) for row in rows)) + rest)
+    return sympy.Add(*(parts * _shard_numel(row, program.mesh) * itemsize for row, itemsize in sizes))
 
 
-def _shard_numel(row: ParamRow) -> Any:
+def _shard_numel(row: ParamRow, mesh: Mesh) -> Any:
     """Elements of a padded shard."""
     if row.num_shards == 1:
         return math.prod(row.shape)
     rest = math.prod(row.shape) // max(row.shape[row.dim], 1)
-    return rest * sympy.ceiling(sympy.Integer(row.shape[row.dim]) / RANKS)
+    return rest * sympy.ceiling(sympy.Integer(row.shape[row.dim]) / num_shards_of(row, mesh))
 
 
 def _state(program: Program, states: int) -> tuple[Any, Any]:
     """Bytes of shards, gradients and optimizer state; of trained shards alone."""
-    sizes = [(row, _shard_numel(row) * row.dtype.itemsize) for row in program.params]
+    sizes = [(row, _shard_numel(row, program.mesh) * row.dtype.itemsize) for row in program.params]
     held = sympy.Add(*(size * (2 + states if row.trainable else 1) for row, size in sizes))
     return held, sympy.Add(*(size for row, size in sizes if row.trainable))
 
 
 def _saved(phase: Phase) -> Any:
-    """Bytes that forward leaves for backward, without parameters and inputs."""
+    """Bytes that forward leaves for backward, without parameters, inputs, and numbers of tokens."""
     pairs = zip(phase.results, phase.outputs)
-    saved = [node for node, slot in pairs if slot.kind == "saved" and isinstance(node, Node)]
+    saved = [node for node, slot in pairs if slot.kind == "saved" and isinstance(node, Node) and symbolic(node)]
     return sympy.Add(*(math.prod(symbolic(node)) * node.meta["val"].dtype.itemsize for node in saved))

@@ -119,7 +119,8 @@ def explained(
     ideal = microbatches * sum(count / costs.profile.rate(dtype).peak for dtype, count in flop.items())
     limit = "memory" if peak > costs.profile.memory_capacity else limit_of(timeline)
     size = dict(mesh or program.mesh.shape)
-    same = [axis.size for axis in (program.mesh.tensor, program.mesh.pipeline) if axis is not None]
+    stages = program.mesh.pipeline
+    same = [axis.size for axis in (*program.mesh.tensors, *([stages] if stages else []))]
     data_ranks = program.mesh.size // math.prod(same)
     between = step_range(program, costs, trained=trained, training=training, middle=step, microbatches=microbatches)
     return Explanation(

@@ -316,10 +316,6 @@ class Study:
         if key not in self._before_plan:
             device = device_given(self.device)
             with at_place(self.model, self.options, place, self.parallelize, device) as (model, spec):
-                if self.symbols and spec.experts is not None:
-                    raise ArgumentError(
-                        "symbols: there are no formulas of models with experts on an axis. Leave it out."
-                    )
                 self._before_plan[key] = self._prepare_some(model, spec, self._subject(place, model), costs)
         return self._before_plan[key]
 

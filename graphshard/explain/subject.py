@@ -116,23 +116,23 @@ def at_place(
     """In the block there is such a mesh: the model to capture, and what else the capture depends on."""
     if isinstance(place, Mesh):
         yield model, capture_spec(model, options, place, device)
-    elif device.type != "cpu":
-        raise ArgumentError(
-            f"device={device.type!r}: a program is captured for a GPU on meshes of data axes only, given by their "
-            "shape. Leave device out."
-        )
     elif isinstance(place, DeviceMesh):
-        yield model, _spec_on(model, options, place)
+        if device.type != "cpu":
+            raise ArgumentError(
+                f"device={device.type!r}: a program is captured for a GPU on meshes that need not exist, and mesh is a "
+                "DeviceMesh. Give its shape by name, and parallelize=; or leave device out."
+            )
+        yield model, _spec_on(model, options, place, device)
     else:
         assert parallelize is not None
-        with pretended(model, dict(place), parallelize) as (parallelized, mesh):
-            yield parallelized, _spec_on(parallelized, options_for(parallelized, model, options), mesh)
+        with pretended(model, dict(place), parallelize, device.type) as (parallelized, mesh):
+            yield parallelized, _spec_on(parallelized, options_for(parallelized, model, options), mesh, device)
 
 
-def _spec_on(model: nn.Module, options: Options, device_mesh: DeviceMesh) -> CaptureSpec:
+def _spec_on(model: nn.Module, options: Options, device_mesh: DeviceMesh, device: torch.device) -> CaptureSpec:
     """What a capture depends on where process groups exist."""
     data, mesh, tensor, experts, answers = axes_of(model, device_mesh, options)
-    spec = capture_spec(model, options, mesh, torch.device("cpu"), {}, tensor, experts, answers)
+    spec = capture_spec(model, options, mesh, device, {}, tensor, experts, answers)
     return replace(spec, groups=make_groups(spec.mesh, whole_mesh(data, tensor), experts))
 
 
@@ -201,11 +201,14 @@ class Subject:
 
             def trace(inputs: Inputs) -> Program:
                 if repeats is None:
-                    return capture(model, *inputs, spec, grad=True)
-                with few_blocks(model, repeats) as check_ended:
                     program = capture(model, *inputs, spec, grad=True)
-                    check_ended()
-                without_left_out(program, repeats)
+                else:
+                    with few_blocks(model, repeats) as check_ended:
+                        program = capture(model, *inputs, spec, grad=True)
+                        check_ended()
+                    without_left_out(program, repeats)
+                (phase,) = program.phases.values()
+                assume_even(phase.module.graph)
                 return program
 
             start = time.perf_counter()
@@ -215,7 +218,6 @@ class Subject:
                 self.show("capture at other sizes")
                 self.at = symbolize(self.program, inputs, self.symbols, trace)
             (phase,) = self.program.phases.values()
-            assume_even(phase.module.graph)
             self.flop = flop_of(phase.module.graph.nodes) if repeats is None else flop_of_all(phase, repeats, flop_of)
         return self.program
 

@@ -20,10 +20,12 @@ from torch.utils import _pytree as pytree
 
 from graphshard.cost.multiplications import sizes
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
 from graphshard.ir.sizes import SYMBOLS
 
-# The number of ranks, in every formula.
+# The number of ranks that parameters are sharded over, in every formula; experts may be sharded over fewer.
 RANKS = sympy.Symbol("ranks", integer=True, positive=True)
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -104,6 +106,20 @@ def symbolic(node: Node) -> Any:
     return node.meta.get(SYMBOLS, sizes(node))
 
 
+def num_shards_of(row: ParamRow, mesh: Mesh) -> sympy.Expr:
+    """The ranks that a parameter is sharded over: as large a part of all as on this mesh."""
+    return RANKS * sympy.Rational(row.on(mesh).shard.size, mesh.shard.size)
+
+
+def mesh_of_ranks(mesh: Mesh) -> Mesh:
+    """A mesh of any number of ranks; what lies inside of the axis that shards stays as large as it is."""
+    found = mesh.resized("shard", RANKS)
+    if mesh.experts is None:
+        return found
+    part = sympy.Rational(mesh.experts.shard.size, mesh.shard.size)
+    return found.with_experts(mesh.experts.resized("shard", RANKS * part))
+
+
 def spread_ranks(program: Program) -> None:
     """Give shards their size in the number of ranks, and what follows from them without another shape.
 
@@ -115,7 +131,7 @@ def spread_ranks(program: Program) -> None:
             if node in slots and slots[node].kind == "param" and program.params[slots[node].name].num_shards > 1:
                 row = program.params[slots[node].name]
                 shape = list(row.padded_shape)
-                shape[row.dim] = sympy.ceiling(sympy.Integer(row.shape[row.dim]) / RANKS)
+                shape[row.dim] = sympy.ceiling(sympy.Integer(row.shape[row.dim]) / num_shards_of(row, program.mesh))
                 node.meta[SYMBOLS] = tuple(shape)
             elif node.op == "call_function" and SYMBOLS not in node.meta:
                 source = next((n for n in node.all_input_nodes if SYMBOLS in n.meta and sizes(n) == sizes(node)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,8 +16,8 @@ class ExpertMeshes(NamedTuple):
 
     Attributes:
         data: the axes that they are sharded and replicated over.
-        axis: along which the model itself communicates, and they are DTensors before they are sharded; None if they
-            are plain tensors.
+        axis: along which the model itself communicates, and they are DTensors before they are sharded; it may be
+            several; None if they are plain tensors.
         params: first names of those that are no part's.
     """
 
@@ -31,12 +32,17 @@ class ExpertMeshes(NamedTuple):
 
     @property
     def axis_name(self) -> str:
-        """The name of the axis along which the model communicates."""
-        (name,) = (self.axis.mesh_dim_names if self.axis is not None else None) or ("expert",)
+        """The name of the outermost axis along which the model communicates."""
+        (name, *_) = (self.axis.mesh_dim_names if self.axis is not None else None) or ("expert",)
         return name
 
     @property
     def mesh(self) -> Mesh:
         """Its axes by name and role."""
         own = Mesh.of(self.data)
-        return own if self.axis is None else own.with_tensor(self.axis_name, self.axis.size())
+        return own if self.axis is None else own.with_tensors(self.axis)
+
+
+def axes_of_mesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """Some axes of a mesh, or all."""
+    return mesh if len(names) == mesh.ndim else mesh[tuple(names)]

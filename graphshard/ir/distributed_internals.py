@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import _register_work
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
@@ -30,14 +30,18 @@ __all__ = [
     "dtensor_of",
     "fake_world",
     "flattened_mesh",
+    "group_of",
+    "is_part",
     "is_replicated",
     "joined_mesh",
+    "mesh_of_both",
     "process_group",
     "rank_in_group",
     "register_as",
     "rendezvous_store",
     "sharded_like",
     "started",
+    "track_draws",
 ]
 
 
@@ -86,6 +90,29 @@ def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     return joined
 
 
+def mesh_of_both(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """The mesh of the axes of two others, each of them once, in the order of the mesh that both are parts of.
+
+    Raises:
+        RuntimeError, KeyError: there is none.
+    """
+    root = first._get_root_mesh()
+    wanted = (*(first.mesh_dim_names or ()), *(second.mesh_dim_names or ()))
+    names = tuple(name for name in root.mesh_dim_names or () if name in wanted)
+    both = root if len(names) == root.ndim else root[names]
+    if not all(is_part(mesh, both) for mesh in (first, second)):
+        raise RuntimeError(f"they are no parts of {root}")
+    return both
+
+
+def is_part(mesh: DeviceMesh, whole: DeviceMesh) -> bool:
+    """Whether a mesh has some of the axes of another, or all, with the same ranks."""
+    names = mesh.mesh_dim_names
+    if mesh == whole or names is None:
+        return mesh == whole
+    return set(names) < set(whole.mesh_dim_names or ()) and bool(whole[names] == mesh)
+
+
 def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The axes of a mesh as one, as code for FSDP2 makes it; torch keeps it with the mesh."""
     flat: DeviceMesh = mesh._flatten()
@@ -107,6 +134,15 @@ def process_group(name: str) -> dist.ProcessGroup:
     """The process group of a name."""
     group: dist.ProcessGroup = _resolve_process_group(dist.distributed_c10d.GroupName(name))
     return group
+
+
+def group_of(ranks: Sequence[int]) -> str | None:
+    """The name of the first process group here that has these ranks in this order; None if there is none.
+
+    All of its ranks find the same one, as they make groups in the same order.
+    """
+    groups = dist.distributed_c10d._world.pg_map
+    return next((str(g.group_name) for g in groups if dist.get_process_group_ranks(g) == list(ranks)), None)
 
 
 def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
@@ -132,12 +168,20 @@ def fake_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    tracker = _random._rng_tracker
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _random._rng_tracker = tracker  # one that the block has made draws on its meshes' devices
         # DTensor keeps plans by mesh, and an equal mesh of later has other groups.
         _clear_sharding_prop_cache()
+
+
+def track_draws(mesh: DeviceMesh) -> None:
+    """Let DTensors on a mesh of GPUs draw random numbers, without asking a GPU for its state: none need be here."""
+    if mesh.device_type != "cpu":
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
 def is_replicated(module: nn.Module) -> bool:

@@ -64,7 +64,7 @@ OTHERS = (*PIPELINE, "sp", "sequence", *CONTEXT, *EXPERT)
 _NEIGHBOURS_ON: dict[Role, Role] = {"regather": "shard", "inner": "shard"}
 
 # The model may communicate along several.
-_SEVERAL: tuple[Role, ...] = ("inner",)
+_SEVERAL: tuple[Role, ...] = ("inner", "tensor")
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,13 @@ class Mesh:
         """With a tensor axis inside of all others, as FSDP2 lays them out."""
         return replace(self, axes=(*self.grid, Axis(name, size, "tensor"), *self.axes[len(self.grid) :]))
 
+    def with_tensors(self, mesh: DeviceMesh) -> Mesh:
+        """With all axes of a mesh as tensor axes; one without a name is called "tensor"."""
+        found = self
+        for name, size in zip(mesh.mesh_dim_names or ("tensor",), mesh.shape, strict=True):
+            found = found.with_tensor(name, size)
+        return found
+
     def with_pipeline(self, name: str, size: int) -> Mesh:
         """With an axis of the stages of a pipeline outside of all others, which are those of one stage."""
         axis = Axis(name, size, "pipeline")
@@ -212,9 +219,9 @@ class Mesh:
         return self._of("pipeline")
 
     @property
-    def tensor(self) -> Axis | None:
-        """The axis along which the model itself communicates, and parameters are DTensors before they are sharded."""
-        return self._of("tensor")
+    def tensors(self) -> tuple[Axis, ...]:
+        """The axes along which the model itself communicates, and parameters are DTensors before they are sharded."""
+        return tuple(axis for axis in self.axes if axis.role == "tensor")
 
     def _of(self, role: Role) -> Axis | None:
         return next((axis for axis in self.axes if axis.role == role), None)
@@ -250,25 +257,27 @@ class Mesh:
 
     def place(self, axis: Axis) -> int:
         """Which axis of the grid this is, or has its neighbours on."""
-        role = _NEIGHBOURS_ON.get(axis.role, axis.role)
-        return [other.role for other in self.grid].index(role)
+        if axis in self.grid:
+            return self.grid.index(axis)
+        return [other.role for other in self.grid].index(_NEIGHBOURS_ON[axis.role])
 
     def distance(self, axis: Axis) -> int:
         """How many ranks lie between neighbours along an axis: those of the axes behind it, and they are 1 apart."""
         if self.experts is not None and axis not in self.axes:
-            return self.experts.distance(axis) * (self.size // self.experts.size)  # a tensor axis is inside of both
+            inside = max(self.size // self.experts.size, 1)  # a tensor axis is inside of both, if both have it
+            return self.experts.distance(axis) * inside
         return math.prod(other.size for other in self.grid[self.place(axis) + 1 :])
 
     def placements(self, dim: int | None, split: Split | None = None) -> tuple[Placement, ...]:
         """Of a parameter that is sharded along a dim, as FSDP2 places it; None is a scalar.
 
-        On the data axes; and if it is split over the tensor axis, there, too. Its pieces there are what is cut.
+        On the data axes; and if it is split over tensor axes, there, too. Its pieces there are what is cut.
         """
         cut: Placement = Replicate() if dim is None else Shard(dim)
-        if split is not None and dim is not None and split.dim == dim and self.tensor is not None:
-            cut = cut_of_pieces(dim, self.tensor.size)
+        if split is not None and dim is not None:
+            cut = cut_of_pieces(dim, split.num_pieces(dim, {axis.name: axis.size for axis in self.tensors}))
         of_data = (cut if axis.role == "shard" else Replicate() for axis in self.grid if axis.role != "tensor")
-        return (*of_data, *((split.placement,) if split else ()))
+        return (*of_data, *(split.placements if split else ()))
 
     def __str__(self) -> str:
         """ "replicate 2, shard 4"."""

@@ -26,7 +26,7 @@ from graphshard.ir.extension import Extension
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.precision import Precision, keeps_wider_gradients, reduced_in
-from graphshard.ir.split import Split
+from graphshard.ir.split import Cut, Split
 from graphshard.ir.text import brief
 from graphshard.ir.units import unit_of, units_within
 
@@ -382,9 +382,9 @@ def build_table(
 
 
 def _on_tensor_axis(param: nn.Parameter, mesh: Mesh) -> tuple[torch.Tensor, Split | None]:
-    """What a rank of the tensor axis has of a parameter, and how it is split there."""
-    if mesh.tensor is None or not isinstance(param, DTensor):
+    """What a rank of the tensor axes has of a parameter, and how it is split there."""
+    if not mesh.tensors or not isinstance(param, DTensor):
         return param, None
-    (placement,) = param.placements
-    dim = placement.dim if isinstance(placement, Shard) else None
-    return param._local_tensor, Split(mesh.tensor.name, dim, tuple(param.shape))
+    names = param.device_mesh.mesh_dim_names or [axis.name for axis in mesh.tensors]
+    dims = (placement.dim if isinstance(placement, Shard) else None for placement in param.placements)
+    return param._local_tensor, Split(tuple(param.shape), tuple(map(Cut, names, dims)))

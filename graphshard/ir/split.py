@@ -1,14 +1,15 @@
-"""What a DTensor says of a parameter: how it lies on the ranks of the mesh's tensor axis.
+"""What a DTensor says of a parameter: how it lies on the ranks of the mesh's tensor axes.
 
-    colwise: nn.Linear(4, 8).weight     Split("tp", 0, (8, 4))       each of two ranks has 4 rows: a row of the table
-                                                                     with shape (4, 4)
-    norm: nn.LayerNorm(4).weight        Split("tp", None, (4,))      all ranks have the whole
+    colwise: nn.Linear(4, 8).weight     Split((8, 4), (Cut("tp", 0),))      each of two ranks has 4 rows: a row of the
+                                                                            table with shape (4, 4)
+    norm: nn.LayerNorm(4).weight        Split((4,), (Cut("tp", None),))     all ranks have the whole
 
-To the passes a parameter is what one rank of the tensor axis has of it. That is what is sharded over the data ranks.
+To the passes a parameter is what one rank of the tensor axes has of it. That is what is sharded over the data ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Replicate, Shard
@@ -16,26 +17,70 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True)
-class Split:
-    """How a parameter is distributed over the tensor axis.
+class Cut:
+    """How a parameter, or a piece of it, lies along one axis of the mesh.
 
     Attributes:
-        axis: name of the mesh axis.
+        axis: its name.
         dim: what it is cut along; None is not at all.
-        shape: of the whole.
-        partial: "sum" if the ranks' gradients are yet to be added up, as a program's may be; "" if each has its own.
     """
 
     axis: str
     dim: int | None
-    shape: tuple[int, ...]
-    partial: str = ""
-
-    def is_even(self, size: int) -> bool:
-        """Whether the pieces for so many ranks have one size."""
-        return self.dim is None or self.shape[self.dim] % size == 0
 
     @property
     def placement(self) -> Placement:
-        """On the tensor axis."""
+        """On the axis."""
         return Replicate() if self.dim is None else Shard(self.dim)
+
+    def __str__(self) -> str:
+        """ "cut along dim 0 over tp"."""
+        return f"{'replicated' if self.dim is None else f'cut along dim {self.dim}'} over {self.axis}"
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What ranks of an axis are yet to do about a gradient of which each has a part: "sum" or "avg"."""
+
+    axis: str
+    operation: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter is distributed over tensor axes.
+
+    Attributes:
+        shape: of the whole.
+        cuts: an entry for each axis that it is on, outermost first: a later one cuts the pieces of those before.
+        sums: what is left to be done about its gradients, as a program's may be, in this order.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+    sums: tuple[Sum, ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(cut.axis for cut in self.cuts)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """On the tensor axes."""
+        return tuple(cut.placement for cut in self.cuts)
+
+    def num_pieces(self, dim: int, sizes: Mapping[str, int]) -> int:
+        """How many pieces a dim is cut into.
+
+        Args:
+            sizes: of the axes, by name; a call for a part of a model need not have them.
+        """
+        found = 1
+        for cut in self.cuts:
+            found *= sizes.get(cut.axis, 1) if cut.dim == dim else 1
+        return found
+
+    def is_even(self, sizes: Mapping[str, int]) -> bool:
+        """Whether all pieces have one size."""
+        return all(size % self.num_pieces(dim, sizes) == 0 for dim, size in enumerate(self.shape))

@@ -101,7 +101,7 @@ def reduced_over(row: ParamRow, program: Program) -> tuple[Axis, ...]:
 
 def reduce(graph: Graph, grad: Node, row: ParamRow, axes: tuple[Axis, ...]) -> Node:
     """Mean of a full gradient over the ranks in the reduce dtype, as this rank's padded shard."""
-    if not axes and row.divide_factor is None and not (row.split and row.split.partial):
+    if not axes and row.divide_factor is None and not (row.split and row.split.sums):
         return grad
     return over_replicas(graph, over_shards(graph, grad, row, axes), row, axes)
 
@@ -112,8 +112,8 @@ def over_shards(graph: Graph, grad: Node, row: ParamRow, axes: tuple[Axis, ...])
     how = division(row, axes)
     if fake(grad).dtype != row.reduce_dtype:
         then(aten._to_copy.default, dtype=row.reduce_dtype)
-    if row.split and row.split.partial:  # by now in the reduce dtype, and after the sum over microbatches
-        then(REDUCED, row.split.partial, row.split.axis)
+    for left in row.split.sums if row.split else ():  # by now in the reduce dtype, and after the sum over microbatches
+        then(REDUCED, left.operation, left.axis)
     if row.order:
         then(aten.permute.default, list(row.order))
     dim, rank = row.memory_dim if row.num_shards > 1 else 0, len(row.shape)

@@ -107,8 +107,7 @@ def agreed_text(program: Program) -> str:
 def _described(row: ParamRow) -> str:
     shape = f"{dtype_name(row.dtype)}[{', '.join(map(str, row.shape))}]"
     if row.split is not None:
-        cut = "replicated" if row.split.dim is None else f"cut along dim {row.split.dim}"
-        shape = f"{shape}, of {list(row.split.shape)} {cut} over {row.split.axis},"
+        shape = f"{shape}, of {list(row.split.shape)} {' and '.join(map(str, row.split.cuts))},"
     return f"{shape} in {row.num_shards} shards along dim {row.dim}" if row.num_shards > 1 else shape
 
 

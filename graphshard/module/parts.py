@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from graphshard.capture.entry import without_entries
 from graphshard.ir.classes import users_class
 from graphshard.ir.device_meshes import ExpertMeshes
+from graphshard.ir.distributed_internals import is_part, mesh_of_both
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import is_int
 from graphshard.ir.mesh import Mesh
@@ -179,19 +180,23 @@ def mesh_with(axes: Mesh, options: Options, parts: Sequence[Part]) -> Mesh:
 
 
 def tensor_of_parts(own: DeviceMesh | None, parts: Sequence[Part], mesh: DeviceMesh) -> DeviceMesh | None:
-    """The tensor axis of a model with parts: that of its own parameters, or of the parts'.
+    """The tensor axes of a model with parts: those of its own parameters, and of the parts'.
 
     Raises:
         UnsupportedError: parts are on different ones.
     """
     for part in parts:
         theirs = part.runner.tracer.spec.tensor if part.runner.mesh == mesh else None
-        if own is not None and theirs is not None and theirs != own:
+        if own is None or theirs is None or is_part(theirs, own):
+            own = own or theirs
+            continue
+        try:
+            own = mesh_of_both(own, theirs)
+        except (RuntimeError, KeyError):
             raise UnsupportedError(
                 f"mesh: parameters of {part.label} are distributed over {theirs}, others over {own}. Distribute all "
-                "over one axis."
-            )
-        own = own or theirs
+                "over axes of one mesh."
+            ) from None
     return own
 
 

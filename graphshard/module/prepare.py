@@ -96,13 +96,15 @@ def make_runner(
     spec = tracer.spec
     whole = whole_mesh(mesh, spec.tensor)
     groups = make_groups(spec.mesh, whole, spec.experts)
-    # Pieces of different sizes on the tensor axis make programs of different sizes: those of data ranks are compared.
-    alike = even_pieces(spec.mesh, spec.params)
+    # Pieces of different sizes make programs of different sizes: those of ranks with the same pieces are compared.
+    alike = whole if even_pieces(spec.mesh, [row for row in spec.params if not row.expert]) else mesh
+    if spec.experts is not None and not even_pieces(spec.mesh, [row for row in spec.params if row.expert]):
+        alike = spec.experts.data
     return Runner(
         replace(tracer, mesh=mesh, spec=replace(spec, groups=groups)),
         mesh,
         groups=groups,
-        agreement=Agreement(peers_of(whole if alike else mesh, groups.values())),
+        agreement=Agreement(peers_of(alike, groups.values())),
         recorder=recorder,
         aliases=tuple(aliases(model, tracer.params)),
         cache=cache,

@@ -49,5 +49,6 @@ def axes_of(model: nn.Module, mesh: DeviceMesh, options: Options, dp_mesh_dims: 
     axes, ignored = check_mesh(data), check_ignored(model, options.ignored_params)
     answers = placements_of(model, options.shard_placement_fn, ignored)
     experts = experts_of(model, data, by_name, answers, ignored)
-    tensor = tensor_axis(model, data, given, params_of(model, experts))
+    elsewhere = experts.axis.mesh_dim_names or () if experts is not None and experts.axis is not None else ()
+    tensor = tensor_axis(model, data, given, params_of(model, experts), elsewhere=elsewhere)
     return Axes(data, axes, tensor, experts, answers)

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graphshard.ir.device_meshes import ExpertMeshes
-from graphshard.ir.distributed_internals import ShardPlacementResult
+from graphshard.ir.distributed_internals import ShardPlacementResult, is_part, mesh_of_both
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.mesh import EXPERT
-from graphshard.ir.params import named_parameters
+from graphshard.ir.params import chunk_range, named_parameters
 from graphshard.ir.subclasses import is_subclass
 from graphshard.ir.text import brief
 from graphshard.options.meshes import axes_by_role, check_placement, dims_named
@@ -68,7 +68,9 @@ def experts_of(
     named = {name: param for (name, *_), param in named_parameters(model).items() if param not in left_out}
     found = _by_answers(answers, data)
     if given is not None and given.axis is not None:
-        on_axis = {name: p for name, p in named.items() if isinstance(p, DTensor) and p.device_mesh == given.axis}
+        on_axis = {
+            name: p for name, p in named.items() if isinstance(p, DTensor) and is_part(given.axis, p.device_mesh)
+        }
         if whole_model and not on_axis:
             raise ArgumentError(
                 f"mesh has an expert axis, {given.axis_name!r}, and no parameter of {type(model).__name__} is a "
@@ -80,13 +82,18 @@ def experts_of(
         return None
     axes = {name: param.device_mesh if isinstance(param := named[name], DTensor) else None for name in found}
     (first, mesh), *others = found.items()
+    axis = axes[first]
     for name, other in others:
-        if other != mesh or axes[name] != axes[first]:
+        try:
+            if other != mesh:
+                raise RuntimeError
+            axis = _both(axis, axes[name])
+        except (RuntimeError, KeyError):
             raise UnsupportedError(
                 f"parameter {name} is sharded over {other} and distributed over {axes[name]}, and {first} over {mesh} "
                 f"and {axes[first]}. One mesh besides that of the others is supported."
-            )
-    meshes = ExpertMeshes(mesh, axes[first], frozenset(found))
+            ) from None
+    meshes = ExpertMeshes(mesh, axis, frozenset(found))
     check_meshes(meshes, data, first)
     for name in found:
         param = named[name]
@@ -97,7 +104,7 @@ def experts_of(
             )
         if isinstance(param, DTensor):
             check_placement(name, param)
-            _check_even(name, param)
+            _check_dealt(name, param)
     return meshes
 
 
@@ -154,11 +161,20 @@ def _ranks(mesh: DeviceMesh, axis: str) -> Sequence[int]:
     return ranks
 
 
-def _check_even(name: str, param: DTensor) -> None:
-    (placement,) = param.placements
-    size, dim = param.device_mesh.size(), getattr(placement, "dim", None)
-    if dim is not None and param.shape[dim] % size:
-        raise UnsupportedError(
-            f"parameter {name} of shape {list(param.shape)} is dealt out unevenly along dim {dim} to {size} ranks. Use "
-            "a number of experts that they divide."
-        )
+def _check_dealt(name: str, param: DTensor) -> None:
+    for size, placement in zip(param.device_mesh.shape, param.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None and chunk_range(param.shape[dim], size, size - 1)[1] == 0:
+            raise UnsupportedError(
+                f"parameter {name} of shape {list(param.shape)} is dealt out along dim {dim} to {size} ranks, and some "
+                "of them get nothing. Use more experts, or fewer ranks on the axis."
+            )
+
+
+def _both(first: DeviceMesh | None, second: DeviceMesh | None) -> DeviceMesh | None:
+    """The axes of both, which are parts of one mesh, or none of both."""
+    if first is None or second is None:
+        if first is not second:
+            raise RuntimeError("one of them is no DTensor")
+        return None
+    return first if is_part(second, first) else mesh_of_both(first, second)

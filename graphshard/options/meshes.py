@@ -1,8 +1,8 @@
-"""Which axes of a mesh are data axes, and which is the tensor axis, along which the model itself communicates.
+"""Which axes of a mesh are data axes, and which are tensor axes, along which the model itself communicates.
 
     init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))         by their names
     init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "cp"))         sharded over both, as one axis; so is "ep"
-    compile(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="x"))    as told; the other axis is the tensor axis
+    compile(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="x"))    as told; other axes are tensor axes
     fully_shard(block, mesh=mesh["dp"])                                   by the DTensors among the parameters
 
 An axis whose name says nothing is an error where it matters. That two data axes replicate and shard is decided by their
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from graphshard.ir.distributed_internals import flattened_mesh, joined_mesh
+from graphshard.ir.distributed_internals import flattened_mesh, is_part, joined_mesh, mesh_of_both
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, OTHERS, REPLICATING, SHARDING, TENSOR
 from graphshard.ir.params import named_parameters
@@ -35,7 +35,7 @@ _NUMBER = "mesh {} must have one data axis (to shard over) or two (to replicate 
 
 
 def data_and_tensor(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The data axes of a mesh, and its tensor axis if it has one.
+    """The data axes of a mesh, and its tensor axes if it has any.
 
     Parameters are sharded over a context axis, too: its ranks have pieces of the same sequences. With the sharding axis
     around it, it is one axis.
@@ -45,7 +45,6 @@ def data_and_tensor(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> tuple[DeviceM
 
     Raises:
         ArgumentError: it cannot be told what an axis is for, or there is none to shard over.
-        UnsupportedError: there are two tensor axes.
     """
     if not isinstance(mesh, DeviceMesh):
         return mesh, None  # which check_mesh refuses
@@ -56,7 +55,7 @@ def axes_by_role(mesh: DeviceMesh, dp_mesh_dims: Any, *, without: str = "") -> t
     """What `data_and_tensor` returns, as if the mesh did not have one of its sharding axes.
 
     Raises:
-        ArgumentError, UnsupportedError: as there.
+        ArgumentError: as there.
     """
     names = tuple(mesh.mesh_dim_names or ())
     if dp_mesh_dims is not None:
@@ -113,11 +112,6 @@ def _parts(
         raise ArgumentError(
             f"mesh {names} has no axis to shard over, as {data[-1]!r} replicates. Add one; of size 1 it cuts nothing."
         )
-    if len(others) > 1:
-        raise UnsupportedError(
-            f"mesh {names} has {len(others)} axes besides those of data: {_listed(others)}. One tensor axis is "
-            "supported."
-        )
     if data != [name for name in names if name in data]:
         raise ArgumentError(
             f"mesh {names}: data axes that replicate are outermost, those that shard inside of them, and context and "
@@ -135,7 +129,7 @@ def _parts(
         )
     parts = [_as_one(mesh, of) for of in (replicating, sharding) if of]
     whole = parts[0] if len(parts) == 1 else joined_mesh(*parts)
-    return whole, mesh[others[0]] if others else None
+    return whole, mesh[tuple(others)] if others else None
 
 
 def _as_one(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
@@ -149,20 +143,23 @@ def tensor_axis(
     known: Container[nn.Parameter] = (),
     *,
     whole_model: bool = True,
+    elsewhere: Sequence[str] = (),
 ) -> DeviceMesh | None:
-    """The mesh of the tensor axis: the one that the model's DTensors are on; None if it has none.
+    """The mesh of the tensor axes: those that the model's DTensors are on, each on some or all; None if it has none.
 
     Args:
         data: the data axes.
-        given: the tensor axis of the mesh that the model is to be compiled for.
+        given: the tensor axes of the mesh that the model is to be compiled for.
         known: parameters that are sharded already, or are on a mesh of their own.
         whole_model: False for a part of one, which need not have DTensors.
+        elsewhere: names of the axes that parameters on a mesh of their own are DTensors on.
 
     Raises:
-        ArgumentError: DTensors are on another mesh, or there are none and there is a tensor axis.
+        ArgumentError: DTensors are on another mesh, or there are none on a tensor axis.
         UnsupportedError: a DTensor is placed in a way that cannot be sharded yet.
     """
     found, of = given, ""
+    used = set(elsewhere)
     for (name, *_), param in named_parameters(model).items():
         if not isinstance(param, DTensor) or param in known:
             continue
@@ -172,7 +169,9 @@ def tensor_axis(
                 f"parameter {name} is a DTensor on the data axes, too, of {mesh}: FSDP2's full SPMD mesh is not "
                 "supported yet. Distribute it over the tensor axis alone: parallelize_module(model, mesh['tp'], plan)."
             )
-        if mesh.ndim != 1 or mesh == data or (found is None and mesh.mesh_dim_names is None):
+        names = mesh.mesh_dim_names or ()
+        shards = bool({*names} & {*(data.mesh_dim_names or ())}) and (mesh.ndim > 1 or mesh == data)
+        if shards or mesh == data or (not names and (mesh.ndim > 1 or found is None)):
             raise ArgumentError(
                 f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). "
                 "Compile the plain module, or one with DTensors on another axis of the mesh than the data axes, by "
@@ -180,20 +179,29 @@ def tensor_axis(
             )
         if found is None:
             _check_joins(name, data, mesh)
-        elif mesh != found:
-            others = f"parameter {of} is" if of else "the tensor axis is"
-            raise ArgumentError(
-                f"parameter {name} is distributed over {mesh}, and {others} on {found}. Distribute all parameters over "
-                "one axis of the mesh that the model is compiled for."
-            )
+            found = mesh
+        elif not is_part(mesh, found):
+            try:
+                if given is not None:
+                    raise RuntimeError
+                found = mesh_of_both(found, mesh)
+                _check_joins(name, data, found)
+            except (RuntimeError, KeyError):
+                others = f"parameter {of} is" if of else "the tensor axis is"
+                raise ArgumentError(
+                    f"parameter {name} is distributed over {mesh}, and {others} on {found}. Distribute all parameters "
+                    "over axes of the mesh that the model is compiled for."
+                ) from None
         check_placement(name, param)
-        found, of = mesh, of or name
-    if found is not None and not of and whole_model:
-        raise ArgumentError(
-            f"mesh has a tensor axis, {axis_name(found)!r}, and no parameter of {type(model).__name__} is distributed "
-            "over it. Call torch.distributed.tensor.parallel.parallelize_module first, or pass the data axes alone, "
-            "such as mesh['dp']."
-        )
+        of = of or name
+        used.update(names)
+    for axis in found.mesh_dim_names or () if found is not None and whole_model else ():
+        if axis not in used:
+            raise ArgumentError(
+                f"mesh has a tensor axis, {axis!r}, and no parameter of {type(model).__name__} is distributed over it. "
+                "Call torch.distributed.tensor.parallel.parallelize_module first, or pass the data axes alone, such as "
+                "mesh['dp']."
+            )
     return found
 
 
@@ -215,13 +223,13 @@ def _check_joins(name: str, data: DeviceMesh, tensor: DeviceMesh) -> None:
 
 
 def check_placement(name: str, param: DTensor) -> None:
-    """Raise UnsupportedError for a DTensor on one axis that cannot be sharded over others."""
-    (placement,) = param.placements
-    if type(placement) not in (Shard, Replicate):
-        raise UnsupportedError(
-            f"parameter {name} is placed as {placement} on the tensor axis. Use Shard or Replicate, as "
-            "ColwiseParallel, RowwiseParallel and SequenceParallel do."
-        )
+    """Raise UnsupportedError for a DTensor on some axes that cannot be sharded over others."""
+    for placement in param.placements:
+        if type(placement) not in (Shard, Replicate):
+            raise UnsupportedError(
+                f"parameter {name} is placed as {placement} on the tensor axis. Use Shard or Replicate, as "
+                "ColwiseParallel, RowwiseParallel and SequenceParallel do."
+            )
     if is_subclass(param._local_tensor):
         raise UnsupportedError(
             f"parameter {name} is a DTensor of a {type(param._local_tensor).__name__}, a tensor subclass. Distribute "
@@ -232,12 +240,6 @@ def check_placement(name: str, param: DTensor) -> None:
             f"parameter {name} has pieces that are not contiguous on the tensor axis. Make it contiguous before it is "
             "distributed."
         )
-
-
-def axis_name(mesh: DeviceMesh) -> str:
-    """The name of the axis of a mesh of one axis."""
-    (name,) = mesh.mesh_dim_names or ("tensor",)
-    return name
 
 
 def _listed(names: Sequence[str]) -> str:

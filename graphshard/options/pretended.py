@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from graphshard.ir.distributed_internals import fake_world
+from graphshard.ir.distributed_internals import fake_world, track_draws
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import answer_of, check_function, is_int
 from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, MOST_RANKS, OTHERS, PIPELINE, TENSOR
@@ -84,7 +84,7 @@ def needs_parallelize(mesh: Any) -> bool:
 
 @contextlib.contextmanager
 def pretended(
-    model: nn.Module, mesh: Mapping[str, int], parallelize: Parallelize, rank: int = 0
+    model: nn.Module, mesh: Mapping[str, int], parallelize: Parallelize, device_type: str, rank: int = 0
 ) -> Iterator[tuple[nn.Module, DeviceMesh]]:
     """In the block there is such a mesh; what is yielded is a copy of the model that was parallelized, and the mesh.
 
@@ -92,6 +92,7 @@ def pretended(
         model: left as it is.
         mesh: sizes by name, outermost first, of `shape_of`.
         parallelize: of a user's.
+        device_type: of the mesh; "cuda" need not be here where something stands in for it.
         rank: which one this process is.
 
     Raises:
@@ -105,7 +106,8 @@ def pretended(
             "DeviceMesh and a model that was parallelized."
         )
     with fake_world(math.prod(mesh.values()), rank):
-        device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+        device_mesh = init_device_mesh(device_type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+        track_draws(device_mesh)
         copied = on_meta(model)
         with torch.device("meta"):
             made = answer_of("parallelize", parallelize, copied, device_mesh)

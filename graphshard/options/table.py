@@ -23,7 +23,6 @@ from graphshard.ir.precision import precision_of
 from graphshard.ir.text import brief
 from graphshard.ir.units import find_units
 from graphshard.options.checks import check_ignored, check_params, check_placements, placements_of
-from graphshard.options.meshes import axis_name
 from graphshard.options.options import Options
 
 
@@ -55,7 +54,7 @@ def capture_spec(
     precision = precision_of(options.mp_policy, units)
     mesh = _with_regather(mesh, options.reshard_after_forward)
     if tensor is not None:
-        mesh = mesh.with_tensor(axis_name(tensor), tensor.size())
+        mesh = mesh.with_tensors(tensor)
     if experts is not None:
         if mesh.regather is not None:
             raise UnsupportedError(
@@ -137,9 +136,9 @@ def not_by_cost(mesh: Mesh, params: Iterable[ParamRow]) -> str | None:
 
 
 def even_pieces(mesh: Mesh, params: Iterable[ParamRow]) -> bool:
-    """Whether all ranks on the tensor axis, if there is one, have pieces of the same sizes."""
-    size = 1 if mesh.tensor is None else mesh.tensor.size
-    return all(row.split is None or row.expert or row.split.is_even(size) for row in params)
+    """Whether all ranks on the axes along which the model communicates have pieces of the same sizes."""
+    sizes = {axis.name: axis.size for axis in mesh.every_axis}
+    return all(row.split is None or row.split.is_even(sizes) for row in params)
 
 
 def check_activation(options: Options, model: str, units: Sequence[str]) -> None:

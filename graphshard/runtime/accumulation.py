@@ -12,6 +12,7 @@ import torch
 
 from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.program import Phase, Slot
+from graphshard.ir.split import Sum
 from graphshard.ir.torch_internals import number_of_backward
 from graphshard.passes.accumulate_gradients import AccumulateGradients
 from graphshard.runtime.ahead import Ahead
@@ -84,16 +85,16 @@ class Accumulation:
         )
         return step if step != AccumulateGradients() else None
 
-    def take(self, slot: Slot, names: Mapping[str, str], summand: str = "") -> torch.Tensor:
+    def take(self, slot: Slot, names: Mapping[str, str], summand: tuple[Sum, ...] = ()) -> torch.Tensor:
         """What earlier backwards left; it is forgotten here.
 
         Args:
-            summand: "sum" if ranks of the tensor axis are yet to add theirs up.
+            summand: what ranks of the tensor axes are yet to add up.
 
         Raises:
             UnsupportedError: for what earlier backwards left it is otherwise.
         """
-        left = Slot(slot.kind, names[slot.name], index=len(summand))
+        left = Slot(slot.kind, names[slot.name], index=hash(summand))
         if left not in self.sums:
             raise UnsupportedError(
                 f"gradients of {left.name} are partial sums over the tensor axis in some calls and whole in others, "
@@ -102,9 +103,9 @@ class Accumulation:
             )
         return self.sums.pop(left)
 
-    def put(self, slot: Slot, names: Mapping[str, str], value: torch.Tensor, summand: str = "") -> None:
+    def put(self, slot: Slot, names: Mapping[str, str], value: torch.Tensor, summand: tuple[Sum, ...] = ()) -> None:
         """Leave something for later backwards."""
-        self.sums[Slot(slot.kind, names[slot.name], index=len(summand))] = value
+        self.sums[Slot(slot.kind, names[slot.name], index=hash(summand))] = value
 
     def follow(self, phase: Phase, names: Mapping[str, str]) -> None:
         """Take and leave what a backward would, without values."""

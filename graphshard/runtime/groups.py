@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph
 
 from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.distributed_internals import joined_mesh
 from graphshard.ir.graph import is_collective
-from graphshard.ir.mesh import Mesh
+from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.operators import NAMING_GROUPS
 
 
@@ -31,12 +32,28 @@ def make_groups(mesh: Mesh, device_mesh: DeviceMesh, experts: ExpertMeshes | Non
     groups = {}
     for axis in mesh.axes:
         place, of = mesh.place(axis), device_mesh
-        if axis not in mesh.grid:  # one of neighbours, who lie one behind another in memory here
-            place, of = 1, DeviceMesh(of.device_type, of.mesh.movedim(place, -1).reshape(-1, axis.size))
+        if axis not in mesh.grid:
+            place, of = 1, DeviceMesh(of.device_type, _rows(mesh, of, axis))
         groups[axis.name] = str(of.get_group(place).group_name)
     if mesh.experts is not None and experts is not None:
         groups |= make_groups(mesh.experts, experts.whole)
     return groups
+
+
+def neighbours(mesh: Mesh, device_mesh: DeviceMesh, axis: Axis) -> list[int]:
+    """This rank and its neighbours on an axis, outermost first.
+
+    Args:
+        device_mesh: of all axes that lay out the ranks.
+    """
+    rank = dist.get_rank()
+    rows: list[list[int]] = _rows(mesh, device_mesh, axis).tolist()
+    return next(row for row in rows if rank in row)
+
+
+def _rows(mesh: Mesh, device_mesh: DeviceMesh, axis: Axis) -> Tensor:
+    """All ranks, in rows of neighbours on an axis, who lie one behind another."""
+    return device_mesh.mesh.movedim(mesh.place(axis), -1).reshape(-1, axis.size)
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from graphshard.ir.device_meshes import ExpertMeshes
+from graphshard.ir.device_meshes import ExpertMeshes, axes_of_mesh
 from graphshard.ir.distributed_internals import dtensor_of, joined_mesh, sharded_like
 from graphshard.ir.errors import ParameterError
 from graphshard.ir.mesh import Mesh
@@ -79,13 +79,13 @@ def shard_module(
 
 def is_sharded(param: torch.Tensor, row: ParamRow) -> bool:
     """Whether a parameter is a shard already; one that is split over the tensor axis was a DTensor before."""
-    return isinstance(param, DTensor) and (row.split is None or param.device_mesh.ndim > 1)
+    return isinstance(param, DTensor) and (row.split is None or param.device_mesh.ndim > len(row.split.cuts))
 
 
 def data_axes(param: DTensor, row: ParamRow) -> DeviceMesh:
     """The mesh of the data axes that a shard is on: it may be on the tensor axis, too."""
     mesh = param.device_mesh
-    return mesh if row.split is None else mesh[tuple(mesh.mesh_dim_names or ())[:-1]]
+    return mesh if row.split is None else mesh[tuple(mesh.mesh_dim_names or ())[: -len(row.split.cuts)]]
 
 
 @torch.no_grad()
@@ -131,7 +131,8 @@ def as_dtensor(local: torch.Tensor, row: ParamRow, mesh: DeviceMesh, tensor: Dev
     shape, stride = torch.Size(row.whole_shape), row.stride_of(row.whole_shape)
     axes = Mesh.of(mesh)
     if row.split is not None and tensor is not None:
-        axes, mesh = axes.with_tensor(row.split.axis, tensor.size()), joined_mesh(mesh, tensor)
+        own = axes_of_mesh(tensor, row.split.axes)
+        axes, mesh = axes.with_tensors(own), joined_mesh(mesh, own)
     placements = axes.placements(row.dim if row.shape else None, row.split)
     if is_subclass(local):  # which need not have the views that `from_local` takes of it
         return dtensor_of(local, mesh, placements, shape, stride)

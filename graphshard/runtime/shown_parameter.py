@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from graphshard.ir.device_meshes import axes_of_mesh
 from graphshard.ir.distributed_internals import dtensor_of
 from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.params import ParamRow
@@ -133,9 +134,8 @@ def shown_dtensor(full: torch.Tensor, shard: nn.Parameter, row: ParamRow, path: 
     """A parameter that is split over the tensor axis, as the DTensor that it was before it was sharded."""
     assert row.split is not None
     assert isinstance(shard, DTensor)
-    (*_, axis) = shard.device_mesh.mesh_dim_names or ()
-    shape = torch.Size(row.split.shape)
-    whole = dtensor_of(full, shard.device_mesh[axis], (row.split.placement,), shape, row.stride_of(shape))
+    shape, mesh = torch.Size(row.split.shape), axes_of_mesh(shard.device_mesh, row.split.axes)
+    whole = dtensor_of(full, mesh, row.split.placements, shape, row.stride_of(shape))
     shown = nn.Parameter(whole, requires_grad=shard.requires_grad)
     vars(shown)[_SHARD] = shard
     if shard.requires_grad:

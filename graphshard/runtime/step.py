@@ -27,6 +27,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import finish_copies
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes, sizes_in
+from graphshard.ir.split import Sum
 from graphshard.ir.strides import strides_without_gaps
 from graphshard.ir.subclasses import shard_in
 from graphshard.ir.torch_internals import Fate, disable_autocast
@@ -309,10 +310,10 @@ class Executable:
             )
         return step
 
-    def _summand(self, slot: Slot) -> str:
-        """Whether ranks of the tensor axis are yet to add up what backwards leave of a gradient."""
+    def _summand(self, slot: Slot) -> tuple[Sum, ...]:
+        """What ranks of the tensor axes are yet to add up of what backwards leave of a gradient."""
         split = self.program.params[slot.name].split
-        return split.partial if split and slot.kind in ("accumulated", "pending") else ""
+        return split.sums if split and slot.kind in ("accumulated", "pending") else ()
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
         """The dynamic sizes of a call."""

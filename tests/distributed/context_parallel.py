@@ -30,7 +30,8 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, axis: DeviceMesh | None) -> Tensor
         collectives.wait_tensor(collectives.all_gather_tensor_autograd(each.contiguous(), 2, group)) for each in (k, v)
     )
     first = axis.get_local_rank() * length
-    sees = torch.arange(first, first + length)[:, None] >= torch.arange(k.shape[2])
+    positions = torch.arange(k.shape[2], device=q.device)
+    sees = positions[first : first + length, None] >= positions
     return F.scaled_dot_product_attention(q, k, v, attn_mask=sees)
 
 
@@ -77,7 +78,8 @@ def ring(q: Tensor, k: Tensor, v: Tensor, axis: DeviceMesh | None) -> Tensor:
         if step:
             k, v = _ToTheNext.apply(torch.stack((k, v)), axis).unbind()
         first = (rank - step) % size * length
-        sees = torch.arange(rank * length, rank * length + length)[:, None] >= torch.arange(first, first + length)
+        own, theirs = (torch.arange(begin, begin + length, device=q.device) for begin in (rank * length, first))
+        sees = own[:, None] >= theirs
         scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~sees, -1e4)
         weights.append(scores.logsumexp(-1, keepdim=True))
         parts.append(scores.softmax(-1) @ v)

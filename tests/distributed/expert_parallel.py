@@ -42,7 +42,7 @@ def expert_axes(mesh: DeviceMesh) -> DeviceMesh:
 def one_by_one(rows: Tensor, sizes: list[int], up: Tensor, down: Tensor) -> Tensor:
     """Each expert by products of its own."""
     parts = rows.split(sizes)
-    return torch.cat([F.silu(part @ up[expert]) @ down[expert] for expert, part in enumerate(parts)])
+    return torch.cat([F.gelu(part @ up[expert]) @ down[expert] for expert, part in enumerate(parts)])
 
 
 def grouped(rows: Tensor, sizes: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -70,7 +70,11 @@ class Experts(nn.Module):
         arriving = collectives.wait_tensor(collectives.all_to_all_single(counts, None, None, group)).view(size, own)
         sent, taken = counts.view(size, own).sum(1).tolist(), arriving.sum(1).tolist()
         got = collectives.all_to_all_single_autograd(rows, taken, sent, group)
-        of = torch.arange(own).repeat(size).repeat_interleave(arriving.flatten(), output_size=sum(taken))
+        of = (
+            torch.arange(own, device=rows.device)
+            .repeat(size)
+            .repeat_interleave(arriving.flatten(), output_size=sum(taken))
+        )
         order = of.argsort(stable=True)
         made = self._products(got[order], arriving.sum(0), up, down)
         return collectives.all_to_all_single_autograd(made[order.argsort()], sent, taken, group)

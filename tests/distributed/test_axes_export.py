@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import graphshard
-from graphshard import ArgumentError, ArtifactError, UnsupportedError
+from graphshard import ArgumentError, ArtifactError
+from graphshard.artifact import places
 from graphshard.artifact.members import read_artifact
 from tests.distributed.context_parallel import ATTENTIONS, VOCAB, Decoder
 from tests.distributed.expert_parallel import WIDTH, Moe
@@ -74,6 +76,16 @@ def _experts(shape: dict[str, int], layers: int = 2) -> Case:
     )
 
 
+def _neighbours(name: str, shape: dict[str, int], ring: int, places: int) -> Case:
+    """Sequences are shared by ranks that are no axis of the mesh, or all of one that is called a data axis."""
+
+    def parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
+        sizes = (4 // ring, ring)
+        return Decoder(ATTENTIONS[name], init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("a", "b"))["b"])
+
+    return Case(shape, lambda: Decoder(ATTENTIONS[name], None), parallelize, _sequences, places)
+
+
 CASES = {
     "mlps": Case(SHAPE, Mlps, _mlps, rows, 1),
     "tied": Case(SHAPE, Tied, _tied, _words, 2),
@@ -81,6 +93,11 @@ CASES = {
     "by heads": _context("by heads", {"dp": 2, "cp": 2}, 1),
     "ring": _context("ring", {"dp_replicate": 2, "dp_shard": 1, "cp": 2}, 2),
     "context alone": _context("ring", {"cp": 4}, 4),
+    "neighbours": _neighbours("ring", {"dp": 4}, 2, 2),
+    "neighbours by heads": _neighbours("by heads", {"dp": 4}, 2, 1),
+    "neighbours and replicas": _neighbours("gathered", {"replicate": 2, "dp": 2}, 2, 2),
+    "neighbours on a context axis": _neighbours("ring", {"dp": 1, "cp": 4}, 2, 4),
+    "all of a data axis": _neighbours("ring", {"dp": 4}, 4, 4),
     "experts": _experts({"dp": 2, "ep": 2}),
     "experts and replicas": _experts({"replicate": 2, "dp": 1, "ep": 2}, 1),
 }
@@ -107,7 +124,8 @@ def _trained(
     return losses, grads_of(model)
 
 
-def _as_compiled(rank: int, world_size: int, path: str, name: str) -> list[str]:
+def as_compiled(rank: int, world_size: int, path: str, name: str, hardware: str | None = None) -> list[str]:
+    """Train what was loaded beside what is compiled here; why there are the programs of what is given the file."""
     shape, _, parallelize, batch, _ = CASES[name]
     mesh = _mesh(shape)
     expected = _trained(graphshard.compile(parallelize(None, mesh), mesh, backend="eager"), batch, mesh)
@@ -117,12 +135,16 @@ def _as_compiled(rank: int, world_size: int, path: str, name: str) -> list[str]:
         found = _trained(model, batch, mesh)
     assert all(map(torch.equal, found[0], expected[0]))
     assert_same(found[1], expected[1], "gradients")
-    again = graphshard.compile(parallelize(None, mesh), mesh, backend="eager", artifact=path)
+    again = graphshard.compile(parallelize(None, mesh), mesh, backend="eager", artifact=path, hardware=hardware)
     assert all(map(torch.equal, _trained(again, batch, mesh)[0], expected[0]))
     return [program.reason for program in graphshard.programs(again)]
 
 
-@pytest.mark.parametrize("name", CASES)
+# Neighbours of other kinds.
+_SLOW = ("neighbours by heads", "neighbours and replicas", "neighbours on a context axis")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in _SLOW else ()) for n in CASES])
 def test_losses_of_compile(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """One file for all places on these axes; a program for each where they differ."""
     shape, make, parallelize, batch, places = CASES[name]
@@ -135,7 +157,7 @@ def test_losses_of_compile(ranks: Ranks, tmp_path: Path, name: str) -> None:
     assert not dist.is_initialized()
     stored = [row["place"] for row in read_artifact(path).meshes]
     assert stored == ([None] if places == 1 else list(range(places)))
-    reasons = ranks(4).run(_as_compiled, str(path), name, share=False)
+    reasons = ranks(4).run(as_compiled, str(path), name, share=False)
     assert reasons == [["exported"]] * 4
 
 
@@ -194,25 +216,22 @@ def test_as_many_ranks_on_other_axes(ranks: Ranks, tmp_path: Path) -> None:
         assert was + "{'dp_cp': 4} here" in flat
 
 
-def test_what_is_not_exported(tmp_path: Path) -> None:
-    """GPUs, and ranks among which the model communicates that are no axis."""
+def _of_nobody(rank: int, world_size: int, path: str) -> str:
+    model = CASES["neighbours"].parallelize(None, mesh := _mesh({"dp": 4}))
+    with mock.patch.object(places, "group_of", return_value=None), pytest.raises(ArtifactError) as error:
+        graphshard.load(path, model, mesh)
+    assert error.value.field == "mesh"
+    return str(error.value)
+
+
+def test_neighbours_without_a_group(ranks: Ranks, tmp_path: Path) -> None:
+    """A model that was made otherwise on the ranks than for the file has no process group for its programs."""
     path = tmp_path / "model.gshard"
-
-    def neighbours(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        return Decoder(ATTENTIONS["ring"], init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])
-
-    with pytest.raises(
-        UnsupportedError, match=r"^export: the model communicates among neighbours \(dp/2\) that are no"
-    ):
-        graphshard.export(
-            Decoder(ATTENTIONS["ring"], None),
-            {"dp": 4},
-            path,
-            example_inputs=_sequences(),
-            parallelize=neighbours,
-            backend="eager",
-            device="cpu",
-        )
-    with pytest.raises(UnsupportedError, match=r"^export: parallelize= makes programs for CPUs only"):
-        graphshard.export(Mlps(), SHAPE, path, example_inputs=rows(), parallelize=_mlps, device="cuda")
-    assert not path.exists()
+    shape, make, parallelize, batch, _ = CASES["neighbours"]
+    graphshard.export(
+        make(), shape, path, example_inputs=batch(), parallelize=parallelize, backend="eager", device="cpu"
+    )
+    for rank, message in enumerate(ranks(4).run(_of_nobody, str(path), share=False)):
+        first = rank // 2 * 2
+        assert f"communicates among neighbours (dp/2), ranks [{first}, {first + 1}] here, and this process" in message
+        assert "Make the model as it was made for the export" in message

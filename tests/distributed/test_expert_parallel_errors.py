@@ -86,9 +86,9 @@ def _two_axes() -> None:
     graphshard.compile(model, init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "ep", "expert")))
 
 
-def _uneven() -> None:
+def _too_few() -> None:
     model, mesh = _dealt()
-    model.extra = nn.Parameter(distribute_tensor(torch.randn(3, 4), mesh["ep"], [Shard(0)]))
+    model.extra = nn.Parameter(distribute_tensor(torch.randn(1, 4), mesh["ep"], [Shard(0)]))
     graphshard.compile(model, mesh)
 
 
@@ -162,10 +162,10 @@ WRONG: dict[str, tuple[Callable[[], None], type[Exception], str]] = {
         r"^mesh \('ep',\) has no axis besides 'ep' to shard experts over",
     ),
     "two expert axes": (_two_axes, ArgumentError, r"has 2 expert axes\. Give it one\.$"),
-    "uneven": (
-        _uneven,
+    "too few": (
+        _too_few,
         UnsupportedError,
-        r"^parameter extra of shape \[3, 4\] is dealt out unevenly along dim 0 to 2 ranks\. Use a number of experts",
+        r"^parameter extra of shape \[1, 4\] is dealt out along dim 0 to 2 ranks, and some of them get nothing\. Use",
     ),
     "several meshes": (_several, UnsupportedError, r"One mesh besides that of the others is supported\.$"),
     "wrong mesh info": (

@@ -74,7 +74,7 @@ def test_roles(fake_world: FakeWorld, names: Any, dims: Any, data: tuple[str, ..
 def test_the_tensor_axis_lies_inside_of_the_others() -> None:
     mesh = Mesh.of_shape((2, 4)).with_tensor("tp", 2)
     assert mesh.grid == (Axis("replicate", 2, "replicate"), Axis("shard", 4, "shard"), Axis("tp", 2, "tensor"))
-    assert mesh.tensor == Axis("tp", 2, "tensor")
+    assert mesh.tensors == (Axis("tp", 2, "tensor"),)
     assert mesh.with_regather(2).grid == Mesh.of_shape((2, 4)).with_regather(2).with_tensor("tp", 2).grid == mesh.grid
     assert (mesh.size, mesh.distance(mesh.shard)) == (16, 2)
 
@@ -89,7 +89,6 @@ WRONG_MESHES: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "other kinds": (("dp", "pp"), None, r"the name of the axis 'pp' does not say what it is for"),
     "no data axis": (("tp",), None, r"^mesh \('tp',\) must have one data axis .* or two .*, and has none\.$"),
     "three data axes": (("dp", "replicate", "shard", "tp"), None, r"has 'dp', 'replicate', 'shard'\.$"),
-    "two tensor axes": (("dp", "tp", "tensor"), None, r"has 2 axes besides those of data: 'tp', 'tensor'\. One tensor"),
     "exchanged": (("shard", "replicate", "tp"), None, r"the outer one replicates and the inner one shards\. Exchange"),
     "replicas only": (
         ("replicate", "tp"),

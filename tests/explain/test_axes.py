@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard import ArgumentError
@@ -30,7 +31,7 @@ from graphshard.schedule.build import Settings, build
 from graphshard.schedule.clock import Launch, Wait, run
 from tests.conftest import FakeWorld
 from tests.distributed.context_parallel import ATTENTIONS, Decoder, whole
-from tests.distributed.expert_parallel import Moe, grouped
+from tests.distributed.expert_parallel import Moe, grouped, one_by_one
 from tests.explain.test_explain import BF16, meta_net
 
 H100 = graphshard.load_profile("h100")
@@ -243,10 +244,32 @@ def test_an_expert_axis() -> None:
     assert {launch.num_bytes for launch in sent} == {4 * 8, 12 * 2 * 8 * 4}  # counts, and two experts for each token
     assert found.step_time_s >= found.lower_bound_s * (1 - 1e-9)
     assert {launch.link for launch in sent} == {"node"}
-    with pytest.raises(ArgumentError, match=r"^symbols: there are no formulas of models with experts on an axis"):
-        graphshard.explain(
-            Moe(None), {"dp": 4, "ep": 2}, example_inputs=(rows,), parallelize=parallelize, symbols={"batch": 0}
+
+
+@pytest.mark.parametrize("product", [grouped, one_by_one], ids=["grouped", "one by one"])
+def test_formulas_of_experts(product: Any) -> None:
+    """Of tokens whose numbers are values, in the batch; of ranks as many as before have each expert."""
+
+    def explained(shape: dict[str, int], batch: int, symbols: dict[str, int] | None = None) -> Any:
+        return graphshard.explain(
+            Moe(None),
+            shape,
+            example_inputs=(torch.zeros(batch, 16, 8),),
+            parallelize=lambda model, mesh: Moe(mesh["ep"], product),
+            symbols=symbols,
         )
+
+    formulas = explained({"dp": 4, "ep": 2}, 8, {"batch": 0}).formulas
+    assert formulas.at == {"batch": 8, "ranks": 8}
+    for batch in (8, 16):
+        expected, values = explained({"dp": 4, "ep": 2}, batch), formulas.evaluate(batch=batch)
+        for name in ("step_time_s", "compute_s", "optimizer_s", "communication_s", "exposed_comm_s"):
+            assert values[name] == pytest.approx(getattr(expected, name), rel=1e-9), name
+    more = explained({"dp": 8, "ep": 2}, 8)
+    assert formulas.evaluate(ranks=16)["communication_s"] == pytest.approx(more.communication_s, rel=1e-9)
+    for found, ranks in ((expected, 8), (more, 16)):
+        held = sum(4 * row.shard_bytes(row.dtype) for row in found._program.params)
+        assert formulas.evaluate(ranks=ranks)["state_bytes"] == held
 
 
 def test_microbatches() -> None:
@@ -332,8 +355,40 @@ def test_wrong_meshes(shape: Any, parallelize: Any, message: str) -> None:
 
 
 def test_two_tensor_axes() -> None:
-    with pytest.raises(graphshard.UnsupportedError, match=r"has 2 axes besides those of data: 'tensor', 'tp'\."):
-        explained({"dp": 2, "tensor": 2, "tp": 2})
+    """Blocks on one and on the other; an axis that nothing lies on is told."""
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+        for index, block in enumerate(model.get_submodule("layers").children()):
+            axis = mesh["tp" if index % 2 else "tensor"]
+            parallelize_module(block, axis, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    shape = {"dp": 2, "tensor": 2, "tp": 2}
+    found = explained(shape, parallelize=parallelize)
+    assert {launch.name for launch in own(found)} == {"reduced over tensor", "reduced over tp"}
+    assert (found.data_ranks, found.mesh) == (2, shape)
+    assert found.step_time_s >= found.lower_bound_s * (1 - 1e-9)
+    with pytest.raises(ArgumentError, match=r"^mesh has a tensor axis, 'tensor', and no parameter of Net is distrib"):
+        explained(shape)
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="torch cannot be told of a GPU")
+def test_the_program_of_a_gpu() -> None:
+    """Captured where there is none, on a mesh that need not exist; on one that does it is an error."""
+    pytest.importorskip("cffi")
+    found = explained({"dp": 4, "tp": 2}, device="cuda", backend="eager")
+    assert [launch.name for launch in own(found)] == ["reduced over tp"] * 2 * DEPTH
+    (phase, *_) = found._program.phases.values()
+    assert {node.meta["val"].device.type for node in phase.placeholders} == {"cuda"}
+
+
+def test_the_program_of_a_gpu_on_a_mesh_that_exists(fake_world: FakeWorld) -> None:
+    pytest.importorskip("cffi")
+    fake_world(8)
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    model = meta_net(width=WIDTH, depth=DEPTH)
+    megatron(model, mesh)
+    with pytest.raises(ArgumentError, match=r"^device='cuda': a program is captured for a GPU on meshes that need not"):
+        graphshard.explain(model, mesh, example_inputs=(TOKENS,), device="cuda")
 
 
 def test_process_groups_that_are_there(fake_world: FakeWorld) -> None:
