@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 -m graphshard calibrate --out machine.json
     python benchmarks/predicted.py --hardware machine.json [--steps 15] [--backend inductor] [--ranks 2] [--memory]
+                                   [--auto 0.7]
 
 Predicted is what `explain` says, which counts what regions allocate inside. Measured is the median step of the slowest
 rank, with fused AdamW, and the peak of what a rank has allocated for tensors: parameters and optimizer state, and on
@@ -9,7 +10,8 @@ top of them what the profiler sees a step allocate and free.
 
 A machine that others use runs at a part of its speed at times. So a product is timed on all ranks before and after each
 step, and steps count that ran while its speed was within 10 % of the profile's ("steps": how many of all; if none did
-in five minutes, all count and the speed is shown). `--memory` measures no times.
+in five minutes, all count and the speed is shown). `--memory` measures no times. `--auto` decides what is saved under
+that part of the bytes that are predicted without a limit.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,6 +76,15 @@ def peak_of(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> int:
     return total + max(itertools.accumulate(change for _, change in memory))
 
 
+def explained(
+    size: dict[str, int], mesh: tuple[int, ...], tokens: torch.Tensor, given: dict[str, Any]
+) -> graphshard.Explanation:
+    """The prediction of a step."""
+    with torch.device("meta"):
+        model = llama.Llama(llama.LlamaConfig(layers=size["layers"], dim=size["dim"], seq=size["seq"]))
+    return graphshard.explain(model, mesh, example_inputs=(tokens[0], tokens[1]), **given)
+
+
 def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -> None:
     """One rank: train one model, print on rank 0."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
@@ -80,9 +92,13 @@ def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -
     mesh = init_device_mesh("cpu", (args.ranks,))
     torch.manual_seed(0)
     model = llama.Llama(llama.LlamaConfig(layers=size["layers"], dim=size["dim"], seq=size["seq"]))
-    model = graphshard.compile(model, mesh, backend=args.backend, hardware=args.hardware)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     tokens = torch.randint(256, (2, size["batch"], size["seq"]))
+    given = {"hardware": args.hardware or "cpu-gloo", "backend": args.backend}
+    if args.auto:
+        whole = explained(size, (args.ranks,), tokens, given).peak_memory_bytes
+        given |= {"activation": "auto", "memory_limit": int(args.auto * whole)}
+    model = graphshard.compile(model, mesh, **given)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> None:
         model(tokens[0], tokens[1]).backward()
@@ -105,15 +121,7 @@ def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -
             near.append(times[-1])
     peak = peak_of(step, optimizer)
     if rank == 0:
-        with torch.device("meta"):
-            same = llama.Llama(llama.LlamaConfig(layers=size["layers"], dim=size["dim"], seq=size["seq"]))
-        predicted = graphshard.explain(
-            same,
-            (args.ranks,),
-            example_inputs=(tokens[0], tokens[1]),
-            hardware=args.hardware or "cpu-gloo",
-            backend=args.backend,
-        )
+        predicted = explained(size, (args.ranks,), tokens, given)
         what = f"{', '.join(f'{name} {value}' for name, value in size.items()):40}"
         seconds, counted = "", ""
         if times:
@@ -139,12 +147,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15, help="that count")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--memory", action="store_true", help="measure peaks only")
+    parser.add_argument("--auto", type=float, help='activation="auto" under that part of the predicted peak')
+    parser.add_argument("--sizes", nargs="+", type=int, default=range(len(SIZES)), help="indices; all by default")
     args = parser.parse_args()
     print(f"{'':40}{'step, ms':>29}{'peak, MiB':>29}")
     print(
         f"{'':40}{'predicted':>10}{'measured':>10}{'error':>9}{'predicted':>10}{'measured':>10}{'error':>9}{'steps':>10}"
     )
-    for size in SIZES:
+    for size in (SIZES[index] for index in args.sizes):
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(run, (args, size, f"{folder}/store"), args.ranks)
 

@@ -1,11 +1,15 @@
-"""Memory of a training step of the example's model on gloo ranks, as the kernel counts it: graphshard, FSDP2 and DDP.
+"""Memory and time of a training step of the example's model on gloo ranks: graphshard, FSDP2 and DDP.
 
     python -m benchmarks.step_memory [--steps 6] [--ranks 2] [--sizes 4,256,4,128 4,512,4,128 8,512,8,256]
 
 A size is layers, width, sequences of a rank's batch and tokens of a sequence. Each variant has processes of its own,
-one after the other. Memory is the most that a rank has resident during a step (VmHWM), over what it holds at rest,
-after two steps, with parameters and states of AdamW in place; the median of the steps, of the rank that takes most.
-What malloc keeps of freed memory is given back between steps, and counts within one.
+which take turns step by step, so that the load of a shared machine meets all alike. Memory is the most that a rank has
+resident during a step (VmHWM), over what it holds at rest, with parameters and states of AdamW in place; time is that
+of the slower rank. Both are medians of the steps behind the second, memory of the rank that takes most. What malloc
+keeps of freed memory is given back between steps, and counts within one.
+
+"auto 0.6" has `activation="auto"` and 0.6 of the bytes that `explain` predicts without a limit as `memory_limit`.
+The last column is what the plan predicts, over shards and states, where there is a limit.
 """
 
 from __future__ import annotations
@@ -13,62 +17,123 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import time
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import graphshard
 from benchmarks.giant_parameters import reset_peak
 from benchmarks.step_time import BASE, VARIANTS, llama, stepper, variant, whole_stepper
 from tests.helpers import resident
 
 SIZES = ("4,256,4,128", "4,512,4,128", "8,512,8,256")
+AUTO = (
+    *("graphshard inductor auto 0.75", "graphshard inductor auto 0.75 compile_step"),
+    *("graphshard eager auto 0.6", "graphshard eager auto 0.6 compile_step"),
+)
+WARM = 2
 
 
-def run(rank: int, name: str, size: tuple[int, int, int, int], args: argparse.Namespace, store: str) -> None:
-    """One rank of one variant."""
+def made(name: str, size: tuple[int, int, int, int], batch: Tensor) -> nn.Module:
+    """The model of a variant."""
+    layers, dim, _, seq = size
+    model = llama.Llama(llama.LlamaConfig(layers=layers, dim=dim, seq=seq))
+    words = name.split()
+    if "auto" not in words:
+        return variant(name, model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    given: Any = {"example_inputs": (batch[0], batch[1]), "hardware": "cpu-gloo", "backend": words[1]}
+    whole = graphshard.explain(model, mesh, **given).peak_memory_bytes
+    limit = int(float(words[words.index("auto") + 1]) * whole)
+    return graphshard.compile(model, mesh, activation="auto", memory_limit=limit, **given)
+
+
+def run(
+    rank: int, name: str, size: tuple[int, int, int, int], ranks: int, store: str, ends: list[tuple[Connection, ...]]
+) -> None:
+    """One rank of one variant: a step at each message, until there is none."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
-    layers, dim, batch, seq = size
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    torch.manual_seed(rank)
+    tokens = torch.randint(256, (2, size[2], size[3]))
     torch.manual_seed(0)
-    ready = variant(name, llama.Llama(llama.LlamaConfig(layers=layers, dim=dim, seq=seq)))
+    ready = made(name, size, tokens)
     optimizer = torch.optim.AdamW(ready.parameters(), lr=1e-3)
     step = (whole_stepper if "compile_step" in name else stepper)(ready, optimizer)
-    torch.manual_seed(rank)
-    tokens = torch.randint(256, (2, batch, seq))
-    peaks = []
-    for number in range(2 + args.steps):
+    end = ends[rank][1]
+    while end.recv():
         before = reset_peak()
+        dist.barrier()
+        began = time.perf_counter()
         step(tokens)
-        if number >= 2:
-            peaks.append(resident("VmHWM") - before)
-    most = torch.tensor(statistics.median(peaks))
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    if rank == 0:
-        with open(f"{store}.result", "w") as file:
-            file.write(str(most.item()))
+        end.send((time.perf_counter() - began, resident("VmHWM") - before))
+    programs = graphshard.programs(ready) if name.startswith("graphshard") else []
+    prediction = programs[-1].plan.prediction if programs and programs[-1].plan else None
+    held = sum(3 * param.to_local().nbytes for param in ready.parameters()) if prediction else 0  # and AdamW's two
+    end.send(prediction.peak_bytes - held if prediction else 0)
     dist.destroy_process_group()
 
 
+class Ranks:
+    """The ranks of a variant, each of which waits for its turn."""
+
+    def __init__(self, name: str, size: tuple[int, int, int, int], ranks: int, folder: str) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self.ends = [context.Pipe() for _ in range(ranks)]
+        given = (name, size, ranks, f"{folder}/{name}", self.ends)
+        self.processes = torch.multiprocessing.spawn(run, given, ranks, join=False, daemon=True)
+
+    def ask(self, more: bool) -> list[Any]:
+        """What each answers."""
+        for end, _ in self.ends:
+            end.send(more)
+        while not all(end.poll(0.05) for end, _ in self.ends):
+            self.processes.join(0)  # raises what one of them has
+        return [end.recv() for end, _ in self.ends]
+
+
+def measure(size: tuple[int, int, int, int], args: argparse.Namespace) -> None:
+    """A line for each variant of one size."""
+    with tempfile.TemporaryDirectory() as folder:
+        variants: dict[str, Ranks] = {}
+        for name in sorted(args.variants, key=lambda name: name != BASE):
+            variants[name] = Ranks(name, size, args.ranks, folder)
+            for _ in range(WARM):
+                variants[name].ask(True)
+        found: dict[str, list[list[tuple[float, int]]]] = {name: [] for name in variants}
+        for _ in range(args.steps):
+            for name, ranks in variants.items():
+                found[name].append(ranks.ask(True))
+        predicted = {name: max(ranks.ask(False)) for name, ranks in variants.items()}
+    base = [float("nan")] * 2
+    for name, steps in found.items():
+        seconds = statistics.median(max(taken for taken, _ in ranks) for ranks in steps)
+        most = max(statistics.median(bytes_ for _, bytes_ in of_rank) for of_rank in zip(*steps))
+        base = [most, seconds] if name == BASE else base
+        print(
+            f"  {name:46}{most / 2**20:8.1f}{most / base[0]:8.2f}{1e3 * seconds:10.1f}{seconds / base[1]:8.2f}"
+            + (f"{predicted[name] / 2**20:10.1f}" if predicted[name] else ""),
+            flush=True,
+        )
+
+
 def main() -> None:
-    """A line for each size and variant."""
+    """A table for each size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", nargs="+", default=SIZES)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--variants", nargs="+", default=(*VARIANTS, *AUTO))
     args = parser.parse_args()
     for text in args.sizes:
         layers, dim, batch, seq = map(int, text.split(","))
-        print(f"layers {layers}, dim {dim}, batch {batch} x {seq}: MiB over rest, and to {BASE}")
-        found: dict[str, float] = {}
-        for name in sorted(args.variants, key=lambda name: name != BASE):
-            with tempfile.TemporaryDirectory() as folder:
-                store = f"{folder}/store"
-                torch.multiprocessing.spawn(run, (name, (layers, dim, batch, seq), args, store), args.ranks)
-                with open(f"{store}.result") as file:
-                    found[name] = float(file.read())
-            ratio = found[name] / found[BASE] if BASE in found else float("nan")
-            print(f"  {name:33}{found[name] / 2**20:8.1f}{ratio:8.2f}", flush=True)
+        print(f"layers {layers}, dim {dim}, batch {batch} x {seq}: MiB over rest and ms, each to {BASE}; predicted MiB")
+        measure((layers, dim, batch, seq), args)
 
 
 if __name__ == "__main__":

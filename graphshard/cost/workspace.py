@@ -3,12 +3,13 @@
     inputs -> [ a ] -> [ b c ] -> [ d ] -> outputs        a, and what b and c write for others, live inside
 
 Operators that share a kernel write only what others read. A kernel writes into the memory of a value that it is the
-last to read, if both have as many bytes, as Inductor does; operators that run one by one do not.
+last to read, if both have as many bytes, as Inductor does; operators that run one by one do not. Inputs that nobody
+else has make room behind what is the last to read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch.fx import Node
 
@@ -19,13 +20,14 @@ from graphshard.ir.graph import base_of, is_part, is_view
 BLOCK = 512
 
 
-def workspace(nodes: Sequence[Node], *, fused: bool, block: int = 1) -> int:
-    """Most bytes alive inside a region beyond all that it returns.
+def workspace(nodes: Sequence[Node], *, fused: bool, block: int = 1, freed: Collection[Node] = ()) -> int:
+    """Most bytes alive inside a region beyond all that goes in and all that it returns.
 
     Args:
         nodes: of the region's graph, in order.
         fused: its operators share kernels.
         block: sizes are rounded up to so many bytes.
+        freed: inputs that nothing outside of the region has.
     """
     output = next((node for node in nodes if node.op == "output"), None)
     returned = {_owner(node) for node in output.all_input_nodes} if output is not None else set[Node]()
@@ -48,6 +50,10 @@ def workspace(nodes: Sequence[Node], *, fused: bool, block: int = 1) -> int:
     for node in sizes:
         if node not in returned:
             dying.setdefault(last.get(node, kernel[node]), []).append(node)
+    room = [0] * len(made)
+    for node in freed:
+        if node not in returned and node in last:
+            room[last[node]] += -(-num_bytes(node) // block) * block
     alive = most = 0
     for number, values in enumerate(made):
         ends = [sizes[node] for node in dying.get(number, ())]
@@ -59,7 +65,7 @@ def workspace(nodes: Sequence[Node], *, fused: bool, block: int = 1) -> int:
             else:
                 new += size
         most = max(most, alive + new)
-        alive += sum(sizes[node] for node in values) - sum(ends)
+        alive += sum(sizes[node] for node in values) - sum(ends) - room[number]
     return max(0, most - everything)
 
 

@@ -2,7 +2,8 @@
 
 Where the user's passes name no planner, costs of the machine decide. FSDP2's order, one unit ahead, stays unless
 another one is predicted to gain what it is worth: others split blocks where equal blocks would share their compiled
-regions, which costs compilation and fusion that no cost model sees.
+regions, which costs compilation and fusion that no cost model sees. `activation="auto"` takes the shortest step: where
+candidates were held to FSDP2's order, some to it and some not, a single policy could be shorter.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def with_planner(
         costs: None plans unit by unit, without costs.
         memory_limit: bytes; see `PlanByCost`.
         units_given: the user has named the units, so that nothing is split or joined.
-        keep: parameters may stay gathered between forward and backward.
+        keep: parameters may stay gathered between forward and backward, and the shortest step is looked for.
         optimizer_states: tensors that the optimizer keeps for each parameter.
 
     Raises:
@@ -138,8 +139,8 @@ def with_planner(
         memory_limit,
         Constraints(units=units_given, keep=keep),
         optimizer_states=optimizer_states,
-        worth=WORTH,
-        worth_seconds=WORTH_SECONDS,
+        worth=0.0 if keep else WORTH,
+        worth_seconds=0.0 if keep else WORTH_SECONDS,
     )
     passes = list(pipeline)
     passes[index] = replace(passes[index], planner=planner)  # type: ignore[call-arg]

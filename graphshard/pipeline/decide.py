@@ -10,7 +10,8 @@ values of as many bytes take less to compute again, as the costs of operators ad
 
 * **Peaks grow along the order**, as more is saved, and compute falls. So the last border that fits is found by halving,
   and none behind it is planned. Before it quarters of the bytes are tried, and then, by halving, what is around the
-  best; but none of which the step takes at least, with any memory, as long as the best so far.
+  best; but none of which the step takes at least, with any memory, as long as the best so far. Quarters of all bytes
+  are tried, too, as these are what a user would try.
 * **The bound** is that of the first border that does not fit, with any memory for gathered parameters. What fits saves
   less, and so computes no less.
 * **With few borders all are planned** (`exact`), with more as many: a plan of a deep model takes seconds.
@@ -210,8 +211,9 @@ class Search:
             yield from (index for index in range(most, -1, -1) if self._fits(index))
             return
         yield most
-        for quarters in (3, 2, 1, 0):
-            yield from filter(self._promises, (self._near(quarters / 4 * self.shares[most]),))
+        for whole in (1.0, self.shares[most]):  # single policies, and between what fits
+            quarters = (self._near(part * whole) for part in (0.75, 0.5, 0.25, 0.0))
+            yield from filter(self._promises, (index for index in quarters if index <= most))
         width = most // 8
         while width > 0:
             best = self._shortest_at()

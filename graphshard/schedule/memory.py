@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.graph import WAIT, is_collective, is_view, launch_of, module_of
-from graphshard.ir.operators import ARRIVED, DOWNLOAD, SETTLED, UPLOAD
+from graphshard.ir.graph import WAIT, is_collective, launch_of, module_of
+from graphshard.ir.operators import DOWNLOAD, UPLOAD
 from graphshard.ir.program import LASTING, Phase, Program, Slot
+from graphshard.schedule.inside import shares
 from graphshard.schedule.timeline import Estimate
 
 # What the tensors of a bucket are, by its kind.
@@ -106,7 +107,7 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
     owner: dict[Node, Node] = {}
     last: dict[Node, float] = {}
     for node in nodes:
-        owner[node] = owner[node.all_input_nodes[0]] if _shares(node) else node
+        owner[node] = owner[node.all_input_nodes[0]] if shares(node) else node
         time = ended if node.op == "output" else found.node_times[node]
         # What a collective is given is held until it is waited for.
         given = launch_of(node).all_input_nodes if node.target is WAIT else ()
@@ -123,7 +124,7 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
     before = began
     for node in nodes:
         start, before = before, found.node_times.get(node, ended)
-        if node.op == "call_module" and (inside := found.workspace[str(node.target)]):
+        if node.op == "call_module" and (inside := found.workspace[node]):
             yield Tensor(f"{node.name} {module_of(node)}", "inside regions", inside, start, before)
         if is_collective(node) and node.meta.get("exchanged"):
             (gradient,) = node.all_input_nodes
@@ -157,13 +158,3 @@ def _saved(slot: Slot) -> str:
 def _on_host(node: Node) -> bool:
     """Whether a value is a shard or a gradient that lives on the host."""
     return node.target is DOWNLOAD or any(user.target is UPLOAD for user in node.users)
-
-
-def _shares(node: Node) -> bool:
-    """Whether a value has the memory of its first input: a view, a wait, a part of a coalesced collective."""
-    if node.op != "call_function" or not node.all_input_nodes:
-        return False
-    source = node.all_input_nodes[0]
-    return (
-        node.target in (WAIT, ARRIVED, SETTLED) or is_view(node) or (is_collective(source) and not is_collective(node))
-    )

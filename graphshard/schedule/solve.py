@@ -110,7 +110,7 @@ class Solver:
             budget.take(part)
 
     def _choices(self, problem: Problem) -> Iterator[frozenset[str]]:
-        """What may stay gathered: every choice of few; of many the last ones of forward, the first of backward."""
+        """What may stay gathered: every choice of few; of many the first ones of backward."""
         yield frozenset()
         names = _to_keep(problem)
         if len(names) <= self.exact_kept:
@@ -128,8 +128,8 @@ class Solver:
 
 
 def _to_keep(problem: Problem) -> list[str]:
-    """What may stay gathered, the last one of forward first: backward lets go of it first."""
-    return [g.name for g in reversed(problem.chains[0].gathers) if g.name in problem.keepable]
+    """What may stay gathered, first what backward needs first: nothing hides that gather, and it is let go of first."""
+    return [g.name for g in problem.chains[1].gathers if g.name in problem.keepable] if problem.keepable else []
 
 
 def one_ahead(problem: Problem, limit: float = 0) -> Solution:

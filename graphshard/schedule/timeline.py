@@ -17,11 +17,11 @@ from torch.fx import Node
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
 from graphshard.cost.model_collectives import MODEL_KINDS
-from graphshard.cost.workspace import BLOCK, workspace
 from graphshard.ir.graph import kind_of
 from graphshard.ir.program import Program
 from graphshard.schedule.clock import HOST_LINKS, Call, Event, Launch, Sizes, Times, Wait, events_of, run
 from graphshard.schedule.dag import TimelineDag
+from graphshard.schedule.inside import workspaces
 from graphshard.schedule.simulate import Why, why_waits
 
 # Why compute waits, in words.
@@ -88,7 +88,7 @@ class Estimate:
         at_once: seconds that collectives of the model take once their link is free.
         phases: when each begins and ends.
         node_times: where compute is behind each node.
-        workspace: by region, most bytes that it allocates while it runs, beyond what it returns.
+        workspace: by the call of a region, most bytes inside it beyond what goes in and what it returns.
     """
 
     events: list[Event]
@@ -98,7 +98,7 @@ class Estimate:
     at_once: float
     phases: dict[str, tuple[float, float]]
     node_times: dict[Node, float]
-    workspace: dict[str, int]
+    workspace: dict[Node, int]
 
     def total(self, *kinds: str) -> float:
         """Seconds of all steps of the given kinds."""
@@ -208,7 +208,7 @@ def estimate(program: Program, costs: Costs) -> Estimate:
         at_once=sum(event.seconds for event in events if isinstance(event, Launch) and event.at_once),
         phases=_phases(program, events, times),
         node_times=_node_times(program, events, times),
-        workspace=_workspaces(program, costs),
+        workspace=workspaces(program, costs),
     )
 
 
@@ -221,16 +221,6 @@ def timed_events(program: Program, costs: Costs, drawn: Costs) -> list[Event]:
     seconds = {key: drawn.region(region) for key, region in program.regions.items()}
     regions = {name: seconds[key] for name, key in program.region_names.items()}
     return events_of(program, costs, Sizes(drawn, program.mesh, regions, sent_bytes, num_bytes))
-
-
-def _workspaces(program: Program, costs: Costs) -> dict[str, int]:
-    """By region, equal ones asked once; the allocator of a GPU rounds up."""
-    block = BLOCK if costs.profile.device == "cuda" else 1
-    found = {
-        key: workspace(list(region.module.graph.nodes), fused=costs.fused, block=block)
-        for key, region in program.regions.items()
-    }
-    return {name: found[key] for name, key in program.region_names.items()}
 
 
 def sent_bytes(node: Node) -> int:

@@ -22,6 +22,22 @@ def test_a_chain():
     assert of(lambda x: x.exp().sin().cos().sum(), x, fused=False) == 2 * 400 - 4
 
 
+def test_inputs_that_nothing_else_has():
+    """They make room for what comes behind their last use, but not for what reads them, and not if they are returned."""
+
+    def inside(fn, *, fused):
+        nodes = list(make_fx(fn, tracing_mode="fake")(torch.zeros(100), torch.zeros(1000)).graph.nodes)
+        return workspace(nodes, fused=fused, freed=[node for node in nodes if node.op == "placeholder"][1:])
+
+    def square(x):
+        return (x.view(100, 1) @ x.view(1, 100)) @ x
+
+    for fused in (True, False):
+        assert inside(lambda x, y: (y.sum(), square(x)), fused=fused) == 40000 - 4000
+        assert inside(lambda x, y: (square(x), y.sum()), fused=fused) == 40000 - 4, "the sum is made behind the peak"
+        assert inside(lambda x, y: (y.view(10, 100), square(x)), fused=fused) == 40000
+
+
 def test_between_products():
     """What a product writes for another is alive inside; what is returned counts outside."""
     x, w = torch.zeros(8, 16), torch.zeros(16, 16)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import graphshard
+from graphshard.ir.distributed_internals import all_gather_into
 from tests.distributed.nets import Block
 from tests.distributed.twins import CountLaunches, assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks
@@ -40,8 +42,8 @@ class _Net(nn.Module):
 
 
 def _counts(launches: Mapping[str, int]) -> Counts:
-    gathers = sum(number for name, number in launches.items() if "gather" in name)
-    # On two gloo ranks a reduce-scatter is run as an all-to-all.
+    # On two gloo ranks an all-gather is run as one all-to-all, and a reduce-scatter as another.
+    gathers = sum(number for name, number in launches.items() if "gather" in name or "alltoall_base" in name)
     reductions = sum(number for name, number in launches.items() if "reduce" in name or "all_to_all" in name)
     assert gathers + reductions == sum(launches.values()), f"unknown collective among {dict(launches)}"
     return gathers, reductions
@@ -177,3 +179,30 @@ def _inference(rank: int, world_size: int) -> list[Counts]:
 def test_inference_reduces_nothing(ranks: Ranks) -> None:
     for ours, theirs in ranks(2).run(_inference):
         assert ours == theirs == (BLOCKS + 1, 0)
+
+
+def _gather_of(rank: int, world_size: int) -> int:
+    """The most bytes that anything allocates in a gather, whose result is made before."""
+    for like in (torch.empty(5, 3), torch.empty(1, dtype=torch.bfloat16), torch.empty(0, 4), torch.empty(4, 3).t()):
+        shard = torch.empty_like(like).copy_(torch.arange(like.numel()).reshape(like.shape) + 100 * rank)
+        full = _gathered(shard)
+        theirs = [torch.empty(like.shape, dtype=like.dtype) for _ in range(world_size)]
+        dist.all_gather(theirs, shard.contiguous())
+        assert torch.equal(full, torch.cat(theirs))
+    shard = torch.ones(1000, 10)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        full = _gathered(shard)
+    found = [event.self_cpu_memory_usage for event in profile.events()]
+    assert max(found) >= full.nbytes, "the result, at least, is seen"
+    return sum(size for size in found if size >= full.nbytes)
+
+
+def _gathered(shard: Tensor) -> Tensor:
+    full = shard.new_empty(dist.get_world_size() * shard.shape[0], *shard.shape[1:])
+    all_gather_into(full, shard, dist.group.WORLD.group_name)
+    return torch.ops._c10d_functional.wait_tensor(full)  # type: ignore[no-any-return]
+
+
+def test_two_gloo_ranks_gather_without_a_buffer(ranks: Ranks) -> None:
+    """Gloo's own all-gather has one as large as the result; here it has the values of that."""
+    assert ranks(2).run(_gather_of) == [2 * 1000 * 10 * 4] * 2

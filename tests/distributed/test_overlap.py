@@ -20,7 +20,7 @@ import graphshard
 from graphshard.passes import MakePlan
 from graphshard.schedule.by_unit import PlanByUnit
 from tests.distributed.nets import Block
-from tests.distributed.twins import AliveBytes, assert_same, fsdp2, grads_of, world_mesh
+from tests.distributed.twins import GATHERS, AliveBytes, assert_same, filled, fsdp2, grads_of, world_mesh
 from tests.ranks import Ranks
 
 BLOCKS = 4
@@ -66,7 +66,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._opname == "_allgather_base_":
+        if func._opname in GATHERS:
             storage = args[0].untyped_storage()
             if storage.nbytes() == WEIGHT_BYTES:
                 self.gathered[storage._cdata] = StorageWeakRef(storage)
@@ -170,7 +170,7 @@ class _Clock(TorchDispatchMode):
         if func._opname == "wait_tensor":
             self.now = max(self.now, self.arrival.pop(args[0].data_ptr(), self.now))
         elif func.namespace in ("c10d", "_c10d_functional"):
-            received = args[0] if func._opname == "_allgather_base_" else result
+            received = filled(args) if func._opname in GATHERS else result
             self.link = max(self.link, self.now) + received.nbytes / self.block_bytes
             self.arrival[received.data_ptr()] = self.link
         elif func._opname in ("mm", "addmm"):
@@ -210,7 +210,7 @@ class _InTurn(TorchDispatchMode):
         self.store = dist.distributed_c10d._get_default_store()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._opname == "_allgather_base_":
+        if func._opname in GATHERS:
             self.gathers += 1
             if self.rank == 1 and self.gathers == 2:
                 self.store.wait(["multiplied"], timedelta(seconds=20))

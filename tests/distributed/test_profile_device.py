@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphshard
 from graphshard.runtime.recording import DeviceClock
 from tests.distributed.nets import Block
-from tests.distributed.twins import world_mesh
+from tests.distributed.twins import GATHERS, filled, world_mesh
 from tests.ranks import Ranks
 
 PRODUCT, SENDING = 100.0, 250.0
@@ -38,7 +38,7 @@ class _Device(TorchDispatchMode):
         if func._opname == "wait_tensor":
             self.now = max(self.now, self.arrival.pop(args[0].data_ptr(), self.now))
         elif func.namespace in ("c10d", "_c10d_functional") and func._opname != "barrier":
-            received = args[0] if func._opname == "_allgather_base_" else result
+            received = filled(args) if func._opname in GATHERS else result
             self.link = max(self.link, self.now) + SENDING
             if isinstance(received, Tensor):
                 self.arrival[received.data_ptr()] = self.link

@@ -16,6 +16,7 @@ import graphshard
 from graphshard.passes import GatherInFloat8
 from graphshard.schedule.by_unit import PlanByUnit
 from tests.distributed.twins import (
+    GATHERS,
     CountLaunches,
     assert_same,
     example_llama,
@@ -562,7 +563,7 @@ class _Sent(TorchDispatchMode):
         self.sent: list[tuple[torch.dtype, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._opname == "_allgather_base_":
+        if func._opname in GATHERS:
             self.sent.append((args[1].dtype, args[1].numel()))
         return func(*args, **(kwargs or {}))
 

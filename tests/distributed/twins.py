@@ -156,6 +156,15 @@ class AliveBytes(TorchDispatchMode):
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
+# What all-gathers are launched as on gloo: on two ranks it is an all-to-all in which nothing is for oneself.
+GATHERS = ("_allgather_base_", "alltoall_base_")
+
+
+def filled(args: Any) -> Tensor:
+    """The full tensor that an all-gather with these arguments fills, in one dimension."""
+    return args[0].new_empty(0).set_(args[0].untyped_storage())  # type: ignore[no-any-return]
+
+
 class CountLaunches(TorchDispatchMode):
     """Counts launches, functional (graphshard's) or not (FSDP2's); a coalesced one is one launch."""
 
@@ -165,8 +174,9 @@ class CountLaunches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
-            # What a reduce-scatter is run as on two gloo ranks.
-            self.launches[func._opname.replace("all_to_all", "reduce_scatter_by_all_to_all")] += 1
+            # What a reduce-scatter, and an all-gather, are run as on two gloo ranks.
+            name = func._opname.replace("all_to_all", "reduce_scatter_by_all_to_all")
+            self.launches[name.replace("alltoall_base_", "all_gather_by_alltoall")] += 1
         return func(*args, **(kwargs or {}))
 
     def of(self, kind: str) -> int:

@@ -70,10 +70,10 @@ def test_what_regions_allocate_inside() -> None:
         found = graphshard.explain(meta_net(width=64), (8,), example_inputs=(TOKENS,), mp_policy=BF16, backend=backend)
         step = found._timeline
         inside = [tensor for tensor in tensors(found._program, step) if tensor.what == "inside regions"]
-        calls = {(call.start, call.end): call.name for call in step.steps if call.kind == "compute"}
+        calls = {call.end: step.events[call.event].node for call in step.steps if call.kind == "compute"}
         assert inside
         for tensor in inside:
-            ran = next(name for (start, end), name in calls.items() if math.isclose(end, tensor.end))
+            ran = next(node for end, node in calls.items() if math.isclose(end, tensor.end))
             assert tensor.num_bytes == step.workspace[ran]
         sizes[backend] = sum(tensor.num_bytes for tensor in inside)
     assert sizes["eager"] > sizes["inductor"]
