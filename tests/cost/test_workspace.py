@@ -23,7 +23,7 @@ def test_a_chain():
 
 
 def test_inputs_that_nothing_else_has():
-    """They make room for what comes behind their last use, but not for what reads them, and not if they are returned."""
+    """They make room for what comes behind their last use, not for what reads them, and not if they are returned."""
 
     def inside(fn, *, fused):
         nodes = list(make_fx(fn, tracing_mode="fake")(torch.zeros(100), torch.zeros(1000)).graph.nodes)
