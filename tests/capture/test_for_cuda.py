@@ -245,6 +245,26 @@ def test_what_only_a_gpu_can_answer(name: str) -> None:
     assert "outside of forward, or make the program where there is a GPU.\n(" in text
 
 
+class Elsewhere(nn.Module):
+    """Adds positions that are made on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.w + torch.arange(4)).sum()
+
+
+def test_what_forward_makes_on_the_cpu() -> None:
+    """As where there is a GPU, with the remedy."""
+    with pytest.raises(graphshard.CaptureError) as caught:
+        captured(Elsewhere(), torch.zeros(4))
+    text = str(caught.value)
+    assert "    return (x * self.w + torch.arange(4)).sum()\nTensors on a CPU and on a GPU meet here" in text
+    assert "torch.arange(n, device=x.device)" in text
+
+
 class OfWhichKind(nn.Module):
     def __init__(self) -> None:
         super().__init__()
