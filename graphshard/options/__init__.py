@@ -3,7 +3,7 @@
 `Options` (`options.py`) is what a user chooses, as one value; `compile`, `explain`, `export` and `load` make one each
 and hand it on. What it may hold by itself is in `values.py`, what it means for parameters and where it must fit the
 model and the mesh in `table.py`, what it means for passes in `passes.py`. `checks.py` is about what else `compile` is
-given: model, mesh and example inputs; `meshes.py` says which axes of a mesh are for data, and which is the tensor axis,
+given: model, mesh and example inputs; `meshes.py` says which axes of a mesh are for data, and which are tensor axes,
 and `experts.py` which parameters lie on another mesh than the others.
 
 * **Signatures are made of fields.** `compile` and the others take `**options: Unpack[...]`. A new option is a field, a
