@@ -28,7 +28,8 @@ from graphshard.ir.gpus import USUAL
 from graphshard.ir.mesh import MOST_RANKS, PIPELINE, Axis, Mesh, MeshLike
 from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Program
-from graphshard.ir.repeats import Repeats, without_left_out
+from graphshard.ir.repeats import Repeats
+from graphshard.ir.stamp import without_left_out
 from graphshard.ir.text import brief
 from graphshard.ir.windows import flop_of_all
 from graphshard.options.axes import axes_of

@@ -26,17 +26,15 @@ class _Gathered:
         return max(end for end, _ in self.tensors)
 
 
-def peak_gathered(phase: Phase, params: ParamTable) -> tuple[str, ...]:
-    """Units whose gathered parameters are alive at once, at the point where they are most.
+def units_gathered(phase: Phase, params: ParamTable) -> list[tuple[str, tuple[str, ...]]]:
+    """The unit of each gather, and those whose gathered parameters are alive at once where it starts.
 
     A unit is alive from the start of its gather to the last use of what was gathered, its copies and its views.
     """
-    found = _gathered(phase)
-    alive = [
-        tuple(dict.fromkeys(params[g.collective.params[0]].unit for g in found if g.start <= at.start <= g.end))
-        for at in found
+    found = [(params[gathered.collective.params[0]].unit, gathered) for gathered in _gathered(phase)]
+    return [
+        (unit, tuple(dict.fromkeys(other for other, g in found if g.start <= at.start <= g.end))) for unit, at in found
     ]
-    return max(alive, key=len, default=())
 
 
 def peak_gathered_bytes(phase: Phase) -> tuple[Node | None, int]:

@@ -21,6 +21,7 @@ from graphshard.ir.fold import fold
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.plan import Plan
+from graphshard.ir.repeats import Few
 from graphshard.ir.state import ModuleState
 from graphshard.ir.torch_internals import uncompiled
 
@@ -255,6 +256,7 @@ class Program:
         offloaded: shards, gradients and so optimizer state live on the host; graphs copy them to and from the device.
         bound: seconds that a step takes at least, whatever else units save for backward, where that was decided
             together with the plan; None where it was given.
+        few: of many equal groups of blocks the graphs, and `params`, have few, and this says what all are; else None.
     """
 
     phases: dict[str, Phase]
@@ -285,6 +287,12 @@ class Program:
     state: ModuleState = field(default_factory=ModuleState)
     offloaded: bool = False
     bound: float | None = None
+    few: Few | None = None
+
+    @property
+    def all_params(self) -> ParamTable:
+        """The parameters of all blocks."""
+        return self.params if self.few is None else self.few.params
 
     @property
     def title(self) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphshard.ir.params import ParamTable
-from graphshard.ir.program import Program
 
 # Groups that are captured: three at the begin, two at the end.
 CAPTURED = 5
@@ -82,20 +82,19 @@ def _name_at(repeats: Repeats, group: int, name: str) -> str:
     return f"{repeats.path}.{repeats.first + group * repeats.period + int(offset)}{rest}"
 
 
-def without_left_out(program: Program, repeats: Repeats) -> None:
-    """Take parameters and buffers that no captured block has out of a program."""
-    for phase in program.phases.values():
-        slots = phase.slot_of()
-        gone = {node for node, slot in slots.items() if repeats.has_left_out(slot.name)}
-        kept = [(r, s) for r, s in zip(phase.results, phase.outputs, strict=True) if not repeats.has_left_out(s.name)]
-        phase.set_results([result for result, _ in kept])
-        if any(node.users for node in gone):
-            raise Uneven("a block that was left out is read")
-        phase.inputs = tuple(slot for node, slot in slots.items() if node not in gone)
-        phase.outputs = tuple(slot for _, slot in kept)
-        for node in gone:
-            phase.module.graph.erase_node(node)
-    program.params = captured_rows(program.params, repeats)
+@dataclass(frozen=True)
+class Few:
+    """What a program whose graphs have few of many equal groups says of all of them.
+
+    Attributes:
+        repeats: the groups.
+        params: the parameter table of all.
+        inputs: by phase, which of its inputs are of one of the equal groups.
+    """
+
+    repeats: Repeats
+    params: ParamTable
+    inputs: Mapping[str, tuple[int, ...]]
 
 
 def captured_rows(params: ParamTable, repeats: Repeats) -> ParamTable:

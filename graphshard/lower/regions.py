@@ -27,6 +27,7 @@ from graphshard.ir.graph import OWN, aten, emit, fake, is_communication, is_idle
 from graphshard.ir.printer import describe, print_graph
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.sizes import SYMBOLS, is_size, rename, size_inputs, symbols_of
+from graphshard.ir.torch_internals import uncompiled
 from graphshard.ir.units import unit_of
 from graphshard.ir.wanted import still_wanted
 from graphshard.lower.executor import Boxed, Executor
@@ -78,20 +79,17 @@ def lower(
     compiled: dict[str, RegionCall],
     show: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Replace the compute of every phase by region calls, in place.
+    """Replace the compute of every phase by region calls, in place, and make these callable.
 
     Args:
-        program: scheduled; its graphs hold ATen operators and collectives.
+        program: scheduled; its graphs hold ATen operators and collectives, or are outlined.
         compiler: makes regions callable.
         compiled: regions by key; what is there is used, what is new is added.
         show: told what is being compiled.
     """
     start = time.perf_counter()
-    cuts = {name: cut(phase) for name, phase in program.phases.items()}
-    calls = [call for found in cuts.values() for call in found]
-    distinct = {call.region.key: call.region for call in calls}
-    program.regions = {key: found.as_region() for key, found in distinct.items()}
-    program.region_calls = [call.region.key for call in calls]
+    if not any(phase.module.graph.find_nodes(op="call_module") for phase in program.phases.values()):
+        outline(program)
     names = {key: name for name, key in program.region_names.items()}
     within = program.sizes[0].value.node.shape_env if program.sizes else None
     known = {key for key, call in compiled.items() if call.within in (None, within)}
@@ -101,11 +99,35 @@ def lower(
             still_wanted()
             is_dynamic = bool(size_inputs(new[name].module.graph))
             compiled[new[name].key] = RegionCall(fn, within if is_dynamic else None)
-    for phase_name, phase in program.phases.items():
-        phase.module = _executor(phase, cuts[phase_name], names, compiled, program.params.units)
+    with collector_paused():
+        for phase in program.phases.values():
+            phase.module = executor(phase.module.graph, {name: compiled[key] for key, name in names.items()})
     program.lowering_seconds = time.perf_counter() - start
     counts = program.num_regions, program.num_distinct_regions
     log.info("lowered %d regions, %d distinct, in %.2f s", *counts, program.lowering_seconds)
+
+
+@collector_paused()
+def outline(program: Program) -> None:
+    """Replace the compute of every phase by calls of regions, which are yet to be compiled, in place."""
+    cuts = {name: cut(phase) for name, phase in program.phases.items()}
+    calls = [call for found in cuts.values() for call in found]
+    distinct = {call.region.key: call.region for call in calls}
+    program.regions = {key: found.as_region() for key, found in distinct.items()}
+    names = {key: name for name, key in program.region_names.items()}
+    yet_to_come = nn.Module()
+    for name in program.region_names:
+        setattr(yet_to_come, name, None)
+    for name, phase in program.phases.items():
+        phase.module = uncompiled(yet_to_come, _outlined(phase, cuts[name], names, program.params.units))
+    list_calls(program)
+
+
+def list_calls(program: Program) -> None:
+    """Find what an outlined program calls, in order."""
+    keys = program.region_names
+    calls = (phase.module.graph.find_nodes(op="call_module") for phase in program.phases.values())
+    program.region_calls = [keys[str(node.target)] for found in calls for node in found]
 
 
 @dataclass(frozen=True)
@@ -131,7 +153,6 @@ class Call:
     region: Extract
 
 
-@collector_paused()
 def cut(phase: Phase) -> list[Call]:
     """Cut a phase at its collectives into region calls, in order.
 
@@ -161,10 +182,7 @@ def _pick_idle_draws(graph: Graph) -> None:
                 emit(graph, operator.getitem, node, 0, like=node)
 
 
-@collector_paused()
-def _executor(
-    phase: Phase, calls: list[Call], names: dict[str, str], compiled: dict[str, RegionCall], units: Sequence[str]
-) -> Executor:
+def _outlined(phase: Phase, calls: list[Call], names: dict[str, str], units: Sequence[str]) -> Graph:
     """The graph of region calls and collectives that runs."""
     graph = Graph()
     env: dict[Node, Node] = {}
@@ -189,7 +207,7 @@ def _executor(
                 env[output].meta = dict(output.meta)
         if node.op != "call_function" or not (_is_compute(node) or is_size(node)):
             copy(node)
-    return executor(graph, {name: compiled[key] for key, name in names.items()})
+    return graph
 
 
 def executor(graph: Graph, regions: Mapping[str, RegionCall]) -> Executor:

@@ -1,18 +1,22 @@
 """The program of a model with many equal blocks, made of a capture of a few of them.
 
-    capture 0 1 2 N-2 N-1  ->  passes up to the partition  ->  stamp  ->  other passes, of all blocks
+    capture 0 1 2 N-2 N-1 -> passes up to the partition -> plan of all -> other passes -> regions -> stamp
 
 It is the program that capturing all blocks makes (`tests/module/test_few_blocks.py` compares them value by value), or
-`Uneven`. What forward reads of a block's attributes is looked up in all of them, so that a change of any is noticed.
+`Uneven`. Where the plan, or what is gathered at once, is not the same for each block, the partitioned program is
+stamped, and all else is of all blocks. What forward reads of a block's attributes is looked up in all of them, so that
+a change of any is noticed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,15 +24,23 @@ from torch import nn
 from graphshard.capture.capture import CaptureSpec, capture
 from graphshard.capture.repeats import check_alike, few_blocks, find_repeats
 from graphshard.capture.witness import text_at, witness_of
+from graphshard.ir.alike import few_of
+from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
-from graphshard.ir.repeats import Repeats, Uneven, without_left_out
-from graphshard.ir.stamp import stamp
+from graphshard.ir.repeats import Few, Repeats, Uneven
+from graphshard.ir.stamp import all_blocks, stamp, without_left_out
 from graphshard.ir.state import MISSING, ModuleState, Place, Read
+from graphshard.lower.regions import list_calls, outline
 from graphshard.module.places import look_up
 from graphshard.options.options import Options
-from graphshard.passes import Partition, Pass
+from graphshard.passes import MakePlan, Partition, Pass
 from graphshard.pipeline.observe import Observer
-from graphshard.pipeline.pipeline import run_pass
+from graphshard.pipeline.pipeline import Partitioned, run_pass, run_pipeline
+from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.few import folded_plan
+from graphshard.schedule.known import within_one_plan
+
+log = logging.getLogger(__name__)
 
 # "1" captures every block.
 VARIABLE = "GRAPHSHARD_EVERY_BLOCK"
@@ -44,6 +56,67 @@ def repeats_of(module: nn.Module, spec: CaptureSpec, options: Options) -> Repeat
     return find_repeats(module)
 
 
+@dataclass
+class Short:
+    """A partitioned program of few blocks, and the passes that are left."""
+
+    program: Program
+    few: Few
+    passes: tuple[Pass, ...]
+
+    def finish(self, observer: Observer) -> tuple[Program, Partitioned | Callable[[], Partitioned] | None]:
+        """Run the passes that are left; the program of all blocks, and where another backward of it begins.
+
+        Raises:
+            Uneven: a program of all cannot be made.
+            GraphshardError: a pass does not like the program.
+        """
+        program = self.program
+        program.few = self.few
+        begin = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
+        begin.established, begin.history = set(program.established), list(program.history)
+        plans: list[Plan] = []
+
+        def plan(step: MakePlan, program: Program) -> Plan:
+            with within_one_plan():
+                plans.append((step.planner or PlanByUnit())(program))
+                return folded_plan(plans[-1], program)
+
+        def partitioned() -> Partitioned:
+            return Partitioned(all_blocks(begin).phases["backward"], self.passes, frozenset(begin.established))
+
+        steps = [replace(s, planner=partial(plan, s)) if isinstance(s, MakePlan) else s for s in self.passes]
+        alone = replace(observer)
+        try:
+            for step in steps:
+                run_pass(step, program, alone)
+            alone.end(program)
+            outline(program)
+            begun = time.perf_counter()
+            program = stamp(program, self.few.repeats, self.few.params)
+        except Uneven as error:
+            log.info("passes are of every block: %s", error)
+            return self._long(begin, plans, observer)
+        program.plan = plans[-1] if plans else None
+        list_calls(program)
+        self._stamped(program, replace(observer, level="off"), begun)
+        return program, partitioned if "backward" in program.phases else None
+
+    def _long(self, begin: Program, plans: Sequence[Plan], observer: Observer) -> tuple[Program, Partitioned | None]:
+        """Stamp the partitioned program; a plan that was made is taken."""
+        begun = time.perf_counter()
+        program = stamp(begin, self.few.repeats, self.few.params)
+        self._stamped(program, observer, begun)
+        made = [
+            replace(s, planner=lambda _: plans[-1]) if plans and isinstance(s, MakePlan) else s for s in self.passes
+        ]
+        found = run_pipeline(made, program, observer)
+        return program, None if found is None else replace(found, rest=self.passes)
+
+    def _stamped(self, program: Program, observer: Observer, begun: float) -> None:
+        observer.after(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun)
+
+
 def program_of_few(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -52,11 +125,15 @@ def program_of_few(
     repeats: Repeats,
     passes: tuple[Pass, ...],
     observer: Observer,
-) -> tuple[Program, tuple[Pass, ...]]:
-    """The partitioned program of all blocks, and the passes that are left.
+    title: Callable[[Program], None],
+) -> Short:
+    """Capture few blocks, and run the passes up to the partition.
+
+    Args:
+        title: gives the program its name.
 
     Raises:
-        Uneven: that cannot be told from a few blocks.
+        Uneven: of them the program of all cannot be told.
         GraphshardError: capture or a pass does not like the model.
     """
     at = next((index for index, step in enumerate(passes) if isinstance(step, Partition)), None)
@@ -68,17 +145,14 @@ def program_of_few(
         program = capture(module, args, kwargs, spec, grad=True)
         check_ended()
     _check(program, repeats)
+    title(program)
     rows = program.params
     without_left_out(program, repeats)
     observer.after(program, "capture", 0, time.perf_counter() - start)
     for step in passes[: at + 1]:
         run_pass(step, program, observer)
-    observer.show("stamp")
-    start = time.perf_counter()
-    program = stamp(program, repeats, rows)
     program.state = replace(program.state, reads=(*program.state.reads, *_reads(program.state, module, repeats)))
-    observer.after(program, "stamp", len(repeats.missing), time.perf_counter() - start)
-    return program, passes[at + 1 :]
+    return Short(program, few_of(program, repeats, rows), passes[at + 1 :])
 
 
 def _check(program: Program, repeats: Repeats) -> None:

@@ -373,7 +373,7 @@ class Runner:
                 self.agreement.compiled()
             if search is not None:
                 show("keep")
-                search.keep(program, partitioned)
+                search.keep(program, partitioned() if callable(partitioned) else partitioned)
         return program
 
     def _follow_number(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from graphshard.ir.state import Place
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.units import modules_of, units_within
 from graphshard.lower.regions import RegionCall
-from graphshard.module.few_blocks import program_of_few, repeats_of
+from graphshard.module.few_blocks import Short, program_of_few, repeats_of
 from graphshard.options.options import Options
 from graphshard.passes import Pass
 from graphshard.pipeline.observe import Observer
@@ -88,7 +88,7 @@ class Tracer:
         passes: Pipeline | None = None,
         watching: contextlib.AbstractContextManager[None] | None = None,
         few: bool = False,
-    ) -> tuple[Program, Partitioned | None]:
+    ) -> tuple[Program, Partitioned | Callable[[], Partitioned] | None]:
         """Capture a program and run the passes; `Partitioned` is where another backward begins.
 
         Args:
@@ -99,18 +99,32 @@ class Tracer:
             watching: is around the capture; None is nothing.
             few: of many equal blocks a few may be captured.
         """
-        spec, left = self.current_spec(), (passes or self.pipeline).passes
+        spec, passes_left = self.current_spec(), (passes or self.pipeline).passes
+
+        def title(program: Program) -> None:
+            program.model, program.reason, program.capture = self.label, reason, number
+
         with watching or contextlib.nullcontext():
-            found = self._of_few(module, args, kwargs, spec, left, observer) if few and grad else None
-            if found is None:
-                start = time.perf_counter()
-                program = capture(module, args, kwargs, spec, grad=grad)
-        if found is not None:
-            program, left = found
-        program.model, program.reason, program.capture = self.label, reason, number
-        if found is None:
-            observer.after(program, "capture", 0, time.perf_counter() - start)
-        return program, run_pipeline(left, program, observer)
+            short = self._of_few(module, args, kwargs, spec, passes_left, observer, title) if few and grad else None
+            if short is None:
+                program, seconds = self._whole(module, args, kwargs, spec, grad=grad)
+        if short is not None:
+            try:
+                return short.finish(observer)
+            except Uneven as error:
+                self._doubt(error)
+                program, seconds = self._whole(module, args, kwargs, spec, grad=grad)
+        title(program)
+        observer.after(program, "capture", 0, seconds)
+        return program, run_pipeline(passes_left, program, observer)
+
+    def _whole(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec: CaptureSpec, *, grad: bool
+    ) -> tuple[Program, float]:
+        """The program of a capture of every block, and the seconds that it took."""
+        start = time.perf_counter()
+        program = capture(module, args, kwargs, spec, grad=grad)
+        return program, time.perf_counter() - start
 
     def _of_few(
         self,
@@ -120,8 +134,9 @@ class Tracer:
         spec: CaptureSpec,
         passes: tuple[Pass, ...],
         observer: Observer,
-    ) -> tuple[Program, tuple[Pass, ...]] | None:
-        """The program of a capture of few blocks, and the passes that are left; None if all are to be captured.
+        title: Callable[[Program], None],
+    ) -> Short | None:
+        """The program of a capture of few blocks, partitioned; None if all are to be captured.
 
         What has once been in doubt stays so.
         """
@@ -129,13 +144,17 @@ class Tracer:
         if repeats is None:
             return None
         try:
-            return program_of_few(module, args, kwargs, spec, repeats, passes, replace(observer))
-        except (DivergenceError, PeerError):  # of another rank
-            raise
+            return program_of_few(module, args, kwargs, spec, repeats, passes, replace(observer), title)
         except (Uneven, GraphshardError) as error:
-            log.info("%s: every block is captured: %s", self.label, error)
-            self._every_block = True
+            self._doubt(error)
             return None
+
+    def _doubt(self, error: Exception) -> None:
+        """Capture every block from now on; raises what is another rank's error."""
+        if isinstance(error, (DivergenceError, PeerError)):
+            raise error
+        log.info("%s: every block is captured: %s", self.label, error)
+        self._every_block = True
 
     def entry(self, name: str, method: str, module: nn.Module) -> Tracer:
         """The tracer of a submodule, or of another method of the model (its name is ""), that is called on its own."""

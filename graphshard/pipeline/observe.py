@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from graphshard.ir.errors import PassError
-from graphshard.ir.liveness import peak_gathered
+from graphshard.ir.liveness import units_gathered
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import Lines, number, print_communication, print_program
 from graphshard.ir.program import Program, Stage
 from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
+from graphshard.pipeline.few import unfold_summary
 from graphshard.pipeline.saved import saved_by_unit
 from graphshard.pipeline.trace import trace_stage
 from graphshard.pipeline.verify import verify, verify_lowered
@@ -73,8 +74,13 @@ class Observer:
         if self.level != "off":
             verify(program, "the last pass", complete=True)
         program.communication = print_communication(program)
-        program.peak_gathered = {name: peak_gathered(phase, program.params) for name, phase in program.phases.items()}
+        gathered = {name: units_gathered(phase, program.params) for name, phase in program.phases.items()}
         program.saved = saved_by_unit(program)
+        if program.few is not None:
+            unfold_summary(program, gathered)  # raises Uneven
+        program.peak_gathered = {
+            name: max((units for _, units in found), key=len, default=()) for name, found in gathered.items()
+        }
 
     def lowered(self, program: Program, compiled: dict[str, RegionCall]) -> None:
         """The program is lowered: `phases` are executors, which call the regions compiled."""

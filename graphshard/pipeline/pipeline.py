@@ -14,6 +14,7 @@ from graphshard.ir.collector import collector_paused
 from graphshard.ir.errors import ArgumentError, GraphshardError, PassError
 from graphshard.ir.graph import fake
 from graphshard.ir.program import Phase, Program
+from graphshard.ir.repeats import Uneven
 from graphshard.ir.strides import restride
 from graphshard.ir.text import brief
 from graphshard.ir.wanted import still_wanted
@@ -238,6 +239,8 @@ def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> 
         observer.after(program, step.name, rewrites, seconds, exact=step.exact)
         doing = "ensures"
         step.ensures(program)
+    except Uneven:  # of few blocks, by which nobody is wrong
+        raise
     except Exception as error:
         observer.failed(program, step.name, error)
         if isinstance(error, GraphshardError):

@@ -11,17 +11,20 @@ from __future__ import annotations
 import itertools
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from graphshard.ir.errors import InfeasibleError
+from graphshard.ir.layout import Collective
 from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
-from graphshard.ir.program import Program
+from graphshard.ir.program import Phase, Program
+from graphshard.ir.repeats import Uneven
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.by_cost import PlanByCost
-from graphshard.schedule.by_unit import account, first_use, last_input
+from graphshard.schedule.by_unit import first_use, gathered_of, last_input
+from graphshard.schedule.few import planned_in_short, unfolded_positions
 from graphshard.schedule.known import collectives_of, layout_of, within_one_plan
 
 # A program and what makes plain data for it; the result is that of the first rank.
@@ -48,6 +51,9 @@ class AgreedPlanner:
     @within_one_plan()
     def __call__(self, program: Program) -> Plan:
         """The plan; raises `InfeasibleError` on all ranks if the first rank finds none within the limit."""
+        return planned_in_short(program, self._plan, self._plan) if program.few is not None else self._plan(program)
+
+    def _plan(self, program: Program) -> Plan:
         mine = communication(program)
         # Under a limit of memory other sizes may need another plan.
         if mine not in self.known or self.planner.memory_limit is not None:
@@ -81,10 +87,21 @@ def communication(program: Program) -> str:
     found = {}
     for name, phase in program.phases.items():
         sent = [
-            (c.kind, c.params[0], c.axis, _sent(program.params[c.params[0]], c.kind)) for c in collectives_of(phase)
+            (c.kind, param, c.axis, _sent(program.all_params[param], c.kind)) for c, param in _of_all(program, phase)
         ]
         found[name] = sorted(sent)
     return json.dumps(found)
+
+
+def _of_all(program: Program, phase: Phase) -> Iterator[tuple[Collective, str]]:
+    """The collectives of a phase with their first parameter; those of blocks that are left out with theirs."""
+    for collective in collectives_of(phase):
+        param = collective.params[0]
+        yield collective, param
+        place = program.few and program.few.repeats.place_of(param)
+        if program.few and place and place[0] == 2:
+            repeats = program.few.repeats
+            yield from ((collective, repeats.name_at(group, param)) for group in repeats.missing)
 
 
 def _sent(row: ParamRow, kind: CollectiveKind) -> str:
@@ -97,10 +114,13 @@ def outline(program: Program, kept: Sequence[str] = ()) -> dict[str, tuple[int, 
     for name, phase in _keeping(program, kept).phases.items():
         layout = layout_of(phase)
         at = {
-            f"{c.kind} {c.axis} {c.params[0]}": (first_use if c.kind == "gather" else last_input)([c], layout)
+            (c.kind, c.axis, c.params[0]): (first_use if c.kind == "gather" else last_input)([c], layout)
             for c in collectives_of(phase)
         }
-        found[name] = len(layout.compute), at
+        end = len(layout.compute)
+        if program.few is not None:
+            at, end = unfolded_positions(at, end, program, name)
+        found[name] = end, {f"{kind} {axis} {param}": position for (kind, axis, param), position in at.items()}
     return found
 
 
@@ -122,15 +142,10 @@ def fit(plan: Plan, made_for: Outline, program: Program) -> Plan | None:
         if placed is None:
             return None
         events[name] = placed
-    program = _keeping(program, plan.kept)
-    gathered = {}
-    for name, placed in events.items():
-        phase = program.phases[name]
-        of_row = {(c.kind, c.axis, c.params[0]): c for c in collectives_of(phase)}
-        buckets = [bucket for bucket in plan.buckets if bucket.phase == name]
-        groups = [(b, [of_row[b.kind, b.axis, member] for member in b.members]) for b in buckets]
-        gathered[name] = account(phase, groups, placed, program.params)
-    return replace(plan, events=events, gathered_bytes=gathered)
+    if program.few is not None:
+        raise Uneven("ranks have graphs of other sizes")
+    moved = replace(plan, events=events)
+    return replace(moved, gathered_bytes=gathered_of(moved, _keeping(program, plan.kept)))
 
 
 def _keeping(program: Program, kept: Sequence[str]) -> Program:

@@ -22,10 +22,11 @@ from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.schedule.by_unit import first_use, is_scalar, last_input, next_boundary
+from graphshard.schedule.few import Part, unfolded_chain
 from graphshard.schedule.footprint import base_bytes, item_at, lasting_beside
 from graphshard.schedule.known import collectives_of, layout_of, remembered
 from graphshard.schedule.own import Own
-from graphshard.schedule.problem import Chain, Link, Problem, Transfer
+from graphshard.schedule.problem import KINDS, Chain, Link, Problem, Transfer
 from graphshard.schedule.ways import Sent, Ways, link_of, own_collectives, ways_of
 
 
@@ -105,10 +106,16 @@ class Built:
 
 
 def build(program: Program, costs: Costs, settings: Settings) -> Built:
-    """The scheduling problem of a program; experts that are not `on_one_link` with others count as if they were."""
+    """The scheduling problem of a program; experts that are not `on_one_link` with others count as if they were.
+
+    Raises:
+        Uneven: the program has few of many equal blocks, and those are not equal here.
+    """
     maker = _Maker(program, costs, settings)
     chains = [maker.chain(name, phase) for name, phase in program.phases.items()]
-    trained = [row for row in program.params if row.trainable]
+    if program.few is not None:
+        chains = [maker.unfolded(chain) for chain in chains]
+    trained = [row for row in program.all_params if row.trainable]
     if "backward" in program.phases and trained:
         chains.append(optimizer_chain(program, costs, settings.optimizer_states, trained))
     keepable: frozenset[str] = frozenset()
@@ -127,7 +134,7 @@ def optimizer_chain(program: Program, costs: Costs, states: int, trained: Iterab
     """One item: reads the shard, its gradient and the states, and writes all but the gradient."""
     moved = sum(row.shard_bytes(row.dtype) for row in trained)
     seconds = float(costs.optimizer(moved, states))
-    held = sum(row.stored_bytes for row in program.params)
+    held = sum(row.stored_bytes for row in program.all_params)
     return Chain("optimizer", (seconds,), (held + moved,))
 
 
@@ -193,6 +200,24 @@ class _Maker:
         seconds = tuple(self._seconds(graph, layout, a, b) for a, b in itertools.pairwise(cuts))
         owns = tuple(self._own(sent, cuts) for sent in own)
         return Chain(phase_name, seconds, tuple(base), tuple(transfers), tuple(reduced), owns)
+
+    def unfolded(self, chain: Chain) -> Chain:
+        """The chain of all blocks, of one of few of them."""
+        mapped, params = self.maps[chain.name], self.program.all_params
+        parts = (
+            [
+                Part(transfer, atom.unit, tuple(row.name for row in atom.rows))
+                for transfer, atom in zip(chain.transfers(kind), mapped.atoms[kind], strict=True)
+            ]
+            for kind in KINDS
+        )
+        found = unfolded_chain(chain, mapped.cuts, *parts, self.program)
+        atoms: dict[CollectiveKind, tuple[Atom, ...]] = {
+            kind: tuple(Atom(part.transfer.name, part.unit, part.rows(params)) for part in of_kind)
+            for kind, of_kind in zip(KINDS, (found.gathers, found.reductions))
+        }
+        self.maps[chain.name] = replace(mapped, cuts=found.cuts, atoms=atoms)
+        return found.chain
 
     def _reduction(self, collective: Collective) -> CollectiveKind:
         return self.ways.of(self.program.params[collective.params[0]]).reduction

@@ -13,11 +13,14 @@ from graphshard.cost.costs import Costs
 from graphshard.ir.errors import ArgumentError, InfeasibleError
 from graphshard.ir.plan import EXCHANGE_RANKS, Bucket, Event, Plan, Prediction
 from graphshard.ir.program import Program
+from graphshard.ir.repeats import Uneven
+from graphshard.ir.stamp import all_blocks
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.buckets import to_buckets
 from graphshard.schedule.build import Built, Constraints, Settings, build
-from graphshard.schedule.by_unit import PlanByUnit, account, plan_scalars
+from graphshard.schedule.by_unit import PlanByUnit, gathered_of, is_scalar, plan_scalars
+from graphshard.schedule.few import folded_plan, planned_in_short
 from graphshard.schedule.known import collectives_of, within_one_plan
 from graphshard.schedule.problem import Problem, Schedule
 from graphshard.schedule.solve import STEPS, Solution, Solver, one_ahead, smallest_of
@@ -95,6 +98,21 @@ class PlanByCost:
             InfeasibleError: no plan fits in the memory limit; the message has the least bytes that one needs.
         """
         self._check_units(program)
+        if program.few is not None:
+            return planned_in_short(program, self._of_few, self)
+        return self._best(program)
+
+    def _of_few(self, program: Program) -> Plan:
+        """The schedule is that of all blocks, and memory of parameters that of few, if it treats them alike."""
+        if any(is_scalar(program, c) for phase in program.phases.values() for c in collectives_of(phase)):
+            raise Uneven("gradients of scalars are not reduced with their blocks")
+        plan = self._best(program)
+        try:
+            return replace(plan, gathered_bytes=gathered_of(folded_plan(plan, program), program))
+        except Uneven:
+            return replace(plan, gathered_bytes=gathered_of(plan, all_blocks(program)))
+
+    def _best(self, program: Program) -> Plan:
         # Which ranks share a node is the program's mesh to say.
         here = replace(self, costs=replace(self.costs, mesh=program.mesh))
         if not all(on_one_link(here.costs, ways_of(program, phase)) for phase in program.phases.values()):
@@ -169,7 +187,7 @@ class PlanByCost:
         bound = min(best.bound, self._bound(program, settings, limit))
         fits = best.prediction.peak_bytes <= limit
         together_bound, stopped = best.bound, False
-        change = self.worth_seconds * len(program.params.units)
+        change = self.worth_seconds * len(program.all_params.units)
         refused: list[InfeasibleError] = []
         for attempt in dict.fromkeys((together, settings)):
             if fits and best.seconds <= max(bound * (1 + self.worth), bound + change):
@@ -232,25 +250,22 @@ class PlanByCost:
 
         buckets: list[Bucket] = []
         events: dict[str, tuple[Event, ...]] = {}
-        gathered: dict[str, int] = {}
         for chain, placement in zip(built.problem.chains, schedule.placements):
             if chain.name not in program.phases:
                 continue
-            phase, mapped = program.phases[chain.name], built.maps[chain.name]
+            mapped = built.maps[chain.name]
             made, placed = to_buckets(chain.name, chain, mapped, placement, settings.pack_below, exchange)
-            of_row = {(c.kind, c.params[0]): c for c in collectives_of(phase)}
-            groups = [(bucket, [of_row[bucket.kind, name] for name in bucket.members]) for bucket in made]
             scalars, theirs = plan_scalars(program, chain.name, [event.at for event in placed])
             buckets += [*made, *scalars]
             placed = list(heapq.merge(placed, theirs, key=lambda event: event.at))
             events[chain.name] = tuple(placed)
-            gathered[chain.name] = account(phase, groups, placed, program.params)
-        return Plan(tuple(buckets), events, gathered)
+        plan = Plan(tuple(buckets), events)
+        return plan if program.few is not None else replace(plan, gathered_bytes=gathered_of(plan, program))
 
     def _check_units(self, program: Program) -> None:
         lists = (self.constraints.forward_prefetch, self.constraints.backward_prefetch)
         named = {name for ahead in lists for unit, units in ahead.items() for name in (unit, *units)}
-        unknown = sorted(named - set(program.params.units))
+        unknown = sorted(named - set(program.all_params.units))
         if unknown:
             raise ArgumentError(
                 f"prefetch names {unknown[0]!r}, which is no unit with parameters. The units are "

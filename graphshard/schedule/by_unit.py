@@ -15,17 +15,20 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_count, check_texts
 from graphshard.ir.graph import fake
 from graphshard.ir.layout import Collective, Layout
 from graphshard.ir.liveness import last_use
-from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import Phase, Program
+from graphshard.ir.repeats import Uneven
 from graphshard.ir.text import brief
+from graphshard.ir.unfold import owner_by_name
+from graphshard.schedule.few import planned_in_short, unfolded_plan, unfolding_of
 from graphshard.schedule.known import collectives_of, layout_of, within_one_plan
 
 # Buckets whose gathers start when that of another has arrived.
@@ -71,6 +74,17 @@ class PlanByUnit:
     @within_one_plan()
     def __call__(self, program: Program) -> Plan:
         """Bucket every collective of the program and place its start and wait."""
+        if program.few is not None:
+            return planned_in_short(program, self._of_few, self)
+        return self._plan(program)
+
+    def _of_few(self, program: Program) -> Plan:
+        """Each unit has to do with the next one, so that few equal ones show what all do."""
+        if self.forward_prefetch or self.backward_prefetch:
+            raise Uneven("prefetch lists name blocks")
+        return unfolded_plan(self._plan(program), program)
+
+    def _plan(self, program: Program) -> Plan:
         buckets: list[Bucket] = []
         events: dict[str, tuple[Event, ...]] = {}
         gathered_bytes: dict[str, int] = {}
@@ -80,7 +94,7 @@ class PlanByUnit:
             events[name] = tuple(
                 _place(phase, groups, self._prefetch(program, name, groups), self.reductions_under_way)
             )
-            gathered_bytes[name] = account(phase, groups, events[name], program.params)
+            gathered_bytes[name] = account(phase, groups, events[name], program)
         return Plan(tuple(buckets), events, gathered_bytes)
 
     def _prefetch(self, program: Program, phase: str, groups: list[tuple[Bucket, list[Collective]]]) -> Prefetch:
@@ -254,13 +268,17 @@ def account(
     phase: Phase,
     groups: list[tuple[Bucket, list[Collective]]],
     events: Iterable[Event],
-    params: ParamTable,
+    program: Program,
 ) -> int:
-    """The most bytes of gathered parameters alive at once: each from its start to the last compute that reads it."""
-    layout = layout_of(phase)
+    """The most bytes of gathered parameters alive at once: each from its start to the last compute that reads it.
+
+    Raises:
+        Uneven: of few of many equal blocks, as many more would be alive in all.
+    """
+    layout, params = layout_of(phase), program.params
     position = {**layout.index, phase.module.graph.output_node(): len(layout.compute)}
     alive: list[tuple[int, int]] = []
-    most = 0
+    found: list[tuple[str, int]] = []
     gathers = {bucket.name: (bucket, members) for bucket, members in groups if bucket.kind == "gather"}
     for event in events:
         if event.action == "start" and event.bucket in gathers:
@@ -270,8 +288,24 @@ def account(
             last_packed = max((ends[name] for name in bucket.packed), default=0)
             ends.update(dict.fromkeys(bucket.packed, last_packed))
             alive += [(end, params[name].sent_bytes("gather")) for name, end in ends.items()]
-            most = max(most, sum(size for _, size in alive))
-    return most
+            found.append((event.bucket, sum(size for _, size in alive)))
+    if program.few is not None and found:
+        unfolding = unfolding_of(program, groups[0][0].phase)
+        by_name = replace(unfolding, begins={})
+        by_name.unfold(found, owner_by_name(by_name.few, descending=by_name.descending))
+    return max((size for _, size in found), default=0)
+
+
+def gathered_of(plan: Plan, program: Program) -> dict[str, int]:
+    """By phase, the most bytes of gathered parameters that a plan lets live at once."""
+    found = {}
+    for name, events in plan.events.items():
+        phase = program.phases[name]
+        of_row = {(c.kind, c.axis, c.params[0]): c for c in collectives_of(phase)}
+        buckets = [bucket for bucket in plan.buckets if bucket.phase == name and bucket.kind == "gather"]
+        groups = [(b, [of_row[b.kind, b.axis, member] for member in b.members]) for b in buckets]
+        found[name] = account(phase, groups, events, program)
+    return found
 
 
 def next_boundary(position: int, boundaries: Iterable[int]) -> int:

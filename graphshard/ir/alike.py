@@ -1,0 +1,256 @@
+"""Whether the graphs of few blocks are equal, block by block, so that they say what those left out would be.
+
+The nodes between the first of a group of blocks and the first of the next one are its window. If those of the groups
+1, 2 and N-2 are equal, node by node, those between them are as well. Equal means: the same operators and values, and
+each argument is the same value in all three, or the corresponding one of the same group or of the one before. Anything
+else raises `Uneven`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from graphshard.ir.params import ParamTable
+from graphshard.ir.program import Phase, Program, Slot
+from graphshard.ir.repeats import Few, Repeats, Uneven
+from graphshard.ir.unfold import Frame
+from graphshard.ir.windows import Member, Of, Ref, Segment, Shared, begins_of, group_of, groups_of, in_order
+
+# What says nothing of what a node computes.
+_IGNORED = frozenset({"number", "seq_nr", "stack_trace", "desc"})
+# Module stacks, and texts, which name blocks.
+STACKS = ("nn_module_stack", "fwd_nn_module_stack")
+TEXTS = ("bucket", "unit", "where")
+
+
+class Output(NamedTuple):
+    """What a phase returns; `ref` is what it is of its group."""
+
+    value: Any
+    slot: Slot
+    member: Member | None
+    ref: Ref | None
+
+
+@dataclass
+class Alike:
+    """One phase whose groups are equal.
+
+    Attributes:
+        saved: what forward saves, by name: filled for backward.
+        descending: groups follow each other from the last to the first.
+    """
+
+    phase: Phase
+    repeats: Repeats
+    saved: dict[str, Member]
+    descending: bool
+    members: dict[Node, Member] = field(default_factory=dict)
+    by_member: dict[Member, Node] = field(default_factory=dict)
+
+    def find(self) -> list[Output]:
+        """Compare the groups; what the phase returns is of which.
+
+        Raises:
+            Uneven: they are not equal.
+        """
+        nodes = [node for node in self.phase.module.graph.nodes if node.op not in ("placeholder", "output")]
+        self.segments = self._segments(nodes)
+        self.group_at = {node: group for segment in self.segments for node, group in groups_of(segment)}
+        for number, segment in enumerate(self.segments):
+            for node, group, place in segment.aligned(self._inner(segment)):
+                self._enter(node, Member((self.descending, number, place), group))
+        for node, slot in self.phase.slot_of().items():
+            member = self._input_member(slot)
+            if member is not None:
+                self._enter(node, member)
+        for segment in self.segments:
+            segment.refs = self._compare(segment, 1, 2)
+            if segment.refs != self._compare(segment, 2, self._last):
+                raise Uneven("arguments of blocks differ")
+        self._check_readers(nodes)
+        return self._outputs()
+
+    @cached_property
+    def few(self) -> Frame:
+        """The groups that are there."""
+        return Frame(self.repeats, self.repeats.captured)
+
+    @property
+    def _last(self) -> int:
+        """The group behind those left out."""
+        return self.repeats.captured[3]
+
+    def _enter(self, node: Node, member: Member) -> None:
+        self.members[node], self.by_member[member] = member, node
+
+    # --- where groups are ---
+
+    def _segments(self, nodes: list[Node]) -> list[Segment]:
+        """One, or two in forward: at its end it may prepare what backward reads, from the last group to the first."""
+        begins = begins_of(nodes, self.repeats)
+        order = in_order(begins, self.repeats, descending=self.descending)
+        end = len(nodes)
+        if not self.descending:
+            after = range(begins[order[-1]], len(nodes))
+            groups = ((at, group_of(nodes[at], self.repeats)) for at in after)
+            end = next((at for at, group in groups if group is not None and group != order[-1]), end)
+        found = [Segment.of(nodes[:end], begins, order, order[1:4])]
+        if end < len(nodes):
+            rest = nodes[end:]
+            begins, order = begins_of(rest, self.repeats), [self._last, 2, 1, 0]
+            starts = [begins.get(group, -1) for group in order]
+            if starts[0] != 0 or sorted(set(starts)) != starts:
+                raise Uneven("what forward prepares for backward is in no order")
+            found.append(Segment.of(rest, begins, order, order[:3]))
+        return found
+
+    def _inner(self, segment: Segment) -> list[int]:
+        """The groups whose windows must be equal, in their order."""
+        return [group for group in segment.order if group in (1, 2, self._last)]
+
+    def _input_member(self, slot: Slot) -> Member | None:
+        if slot.kind == "saved" and slot.of is None:
+            return self.saved.get(slot.name)
+        place = self.repeats.place_of(slot.name)
+        return None if place is None else Member(replace(slot, name=place[1]), place[0])
+
+    # --- comparing ---
+
+    def _compare(self, segment: Segment, one: int, other: int) -> list[list[Ref]]:
+        """The arguments of the nodes of two windows, which must be the same but for the group."""
+        pairs = zip(segment.window(one), segment.window(other), strict=True)
+        return [self._same_node(a, b, one, other) for a, b in pairs]
+
+    def _same_node(self, a: Node, b: Node, one: int, other: int) -> list[Ref]:
+        if (a.op, a.target) != (b.op, b.target) or self._facts(a, one) != self._facts(b, other):
+            raise Uneven(f"{a} and {b} differ")
+        found: tuple[list[Node], list[Node]] = ([], [])
+        texts = [_without_nodes((n.args, n.kwargs), nodes) for n, nodes in zip((a, b), found)]
+        if texts[0] != texts[1] or len(found[0]) != len(found[1]):
+            raise Uneven(f"{a} and {b} have different arguments")
+        return [self._same_ref(x, y, one, other) for x, y in zip(*found)]
+
+    def _same_ref(self, x: Node, y: Node, one: int, other: int) -> Ref:
+        if x is y:
+            if x in self.group_at and self.members.get(x, Member("", -1)).group in (1, 2, self._last):
+                raise Uneven(f"{x} of a block is read by others")
+            return Shared(x)
+        if x in self.members and y in self.members:
+            (family, group), (other_family, other_group) = self.members[x], self.members[y]
+            distance = self._distance(group, one)
+            if (family, distance) == (other_family, self._distance(other_group, other)) and abs(distance) <= 1:
+                return Of(family, distance)
+        raise Uneven(f"{x} and {y} do not correspond")
+
+    def _distance(self, group: int, window: int) -> int:
+        """How many captured groups lie between."""
+        order = self.repeats.captured
+        return order.index(group) - order.index(window)
+
+    def _facts(self, node: Node, window: int) -> Any:
+        """What is known of a node and must be the same in all groups."""
+        values = [text for key in STACKS for text, *_ in (node.meta.get(key) or {}).values()]
+        texts = self.few.relative((*values, *(str(node.meta[key]) for key in TEXTS if key in node.meta)), window)
+        marks = sorted(key for key in node.meta if key not in _IGNORED)
+        return texts, marks, str(node.meta.get("sizes")), _described(node.meta.get("val"))
+
+    def _check_readers(self, nodes: Iterable[Node]) -> None:
+        """What lies on one side of the groups left out is read on the other by the groups next to them only.
+
+        A value of the group before them stands for those of all groups left out.
+        """
+        for node in nodes:
+            reader = self.group_at[node]
+            if node in self.members and reader in (1, 2, self._last):
+                continue  # compared
+            for source in node.all_input_nodes:
+                member = self.members.get(source)
+                if member is not None and member.group in (2, self._last) and (member.group <= 2) != (reader <= 2):
+                    raise Uneven(f"{source} of a block is read by {node}")
+
+    # --- outputs ---
+
+    def _outputs(self) -> list[Output]:
+        """What the phase returns; of groups, as corresponding outputs, with what those of the template return."""
+        found = [
+            Output(value, slot, self._output_member(value, slot), None)
+            for value, slot in zip(self.phase.results, self.phase.outputs, strict=True)
+        ]
+        values = {output.member: output.value for output in found if output.member is not None}
+        return [output._replace(ref=self._output_ref(output, values)) for output in found]
+
+    def _output_ref(self, output: Output, values: Mapping[Member, Any]) -> Ref | None:
+        groups = (1, 2, self._last)
+        if output.member is None or output.member.group not in groups:
+            source = self.members.get(output.value)
+            if source is not None and output.value in self.group_at and source.group in (2, self._last):
+                raise Uneven(f"{output.slot} is made in a block")
+            return None
+        x, y, z = (values.get(Member(output.member.family, group), _MISSING) for group in groups)
+        if not isinstance(x, Node) and x is y is z:
+            return None
+        if not all(isinstance(value, Node) for value in (x, y, z)):
+            raise Uneven(f"only some blocks return {output.slot}")
+        ref = self._same_ref(x, y, *groups[:2])
+        if ref != self._same_ref(y, z, *groups[1:]):
+            raise Uneven(f"blocks return different {output.slot}")
+        return ref
+
+    def _output_member(self, value: Any, slot: Slot) -> Member | None:
+        if slot.kind == "saved" and slot.of is None:
+            member = self.members.get(value) if value in self.group_at else None
+            if member is not None:
+                self.saved[slot.name] = member
+            return member
+        place = None if slot.kind == "output" else self.repeats.place_of(slot.name)
+        return None if place is None else Member(replace(slot, name=place[1]), place[0])
+
+
+def few_of(program: Program, repeats: Repeats, params: ParamTable) -> Few:
+    """What a partitioned program of the captured groups says of all of them.
+
+    Args:
+        params: the parameters of all.
+
+    Raises:
+        Uneven: the groups are not equal.
+    """
+    if any(map(repeats.place_of, program.rewritten)):
+        raise Uneven("backward writes buffers of blocks")
+    saved: dict[str, Member] = {}
+    inputs: dict[str, tuple[int, ...]] = {}
+    for name, phase in program.phases.items():
+        found = Alike(phase, repeats, saved, descending=name == "backward")
+        found.find()
+        members = (found.members.get(node) for node in phase.placeholders)
+        inputs[name] = tuple(i for i, member in enumerate(members) if member is not None and member.group == 2)
+    return Few(repeats, params, inputs)
+
+
+_MISSING = object()
+
+
+def _without_nodes(value: Any, found: list[Node]) -> str:
+    """Arguments as text, with the nodes among them taken out in order."""
+
+    def take(node: Node) -> str:
+        found.append(node)
+        return "%"
+
+    return repr(torch.fx.map_arg(value, take))
+
+
+def _described(value: Any) -> Any:
+    """What a fake value is, as something to compare."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_described, value))
+    return repr(value)

@@ -1,0 +1,42 @@
+"""What is said of a program of few blocks, as it is of that of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graphshard.ir.program import Program
+from graphshard.ir.repeats import Repeats
+from graphshard.ir.unfold import Unfolding, owner_by_name
+
+
+def unfold_summary(program: Program, gathered: dict[str, list[tuple[str, tuple[str, ...]]]]) -> None:
+    """Unfold what a program communicates and saves, and the units that are gathered at once, in place.
+
+    Raises:
+        Uneven: blocks differ there.
+    """
+    assert program.few is not None
+    repeats, lines = program.few.repeats, []
+    for name in program.phases:
+        unfolding = Unfolding(repeats, descending=name == "backward")
+        owner = owner_by_name(unfolding.few, descending=unfolding.descending)
+        sent = [line for line in program.communication if line.startswith(f"{name}: ")]
+        if any(owner(line) is not None for line in sent):
+            sent = unfolding.unfold(sent, owner)
+        lines += sent
+        if gathered[name]:
+            gathered[name] = unfolding.unfold(gathered[name], lambda entry, owner=owner: owner(entry[0]))
+    program.communication = lines
+    _unfold_saved(program, repeats)
+
+
+def _unfold_saved(program: Program, repeats: Repeats) -> None:
+    found = {row.unit: row for row in program.saved}
+    for unit in program.all_params.units:
+        place = repeats.place_of(unit)
+        if place is not None and place[0] in repeats.missing:
+            template = found.get(repeats.name_at(2, unit))
+            if template is not None:
+                found[unit] = replace(template, unit=unit)
+    units = dict.fromkeys(("", *program.all_params.units))
+    program.saved = tuple(found[unit] for unit in units if unit in found)

@@ -1,0 +1,246 @@
+"""The schedule of all of many equal blocks, of a program that has few of them (`Program.few`).
+
+    program of few -> chain of few -> chain of all -> plan of all -> plan of few -> buckets and order of few
+
+A chain has few numbers for each block, so those of all blocks are made, and searches see the whole. Passes apply the
+plan to the few blocks if it treats all of them alike, which is found out by unfolding what was folded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch.fx import Node
+
+from graphshard.cost.kernels import num_bytes
+from graphshard.ir.graph import is_view
+from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
+from graphshard.ir.program import LASTING, Phase, Planner, Program, Slot
+from graphshard.ir.repeats import Uneven
+from graphshard.ir.stamp import all_blocks
+from graphshard.ir.unfold import Unfolding, owner_by_name, owner_by_place
+from graphshard.ir.windows import begins_of, in_order
+from graphshard.schedule.known import layout_of
+from graphshard.schedule.problem import Chain, Transfer
+
+log = logging.getLogger(__name__)
+
+# Runs of buckets of one kind in a phase, if the kinds follow each other.
+_KINDS = 3
+
+
+def unfolding_of(program: Program, phase_name: str) -> Unfolding:
+    """Where the groups are among the compute of a phase."""
+    assert program.few is not None
+    repeats, descending = program.few.repeats, phase_name == "backward"
+    begins = begins_of(layout_of(program.phases[phase_name]).compute, repeats)
+    in_order(begins, repeats, descending=descending)
+    return Unfolding(repeats, descending, {group: begins[group] for group in repeats.captured})
+
+
+@dataclass(frozen=True)
+class Part:
+    """A transfer and what it is: the unit and the names of its parameters."""
+
+    transfer: Transfer
+    unit: str
+    params: tuple[str, ...]
+
+    @property
+    def at(self) -> int:
+        return self.transfer.at
+
+    def rows(self, params: ParamTable) -> tuple[ParamRow, ...]:
+        """Its parameters."""
+        return tuple(params[name] for name in self.params)
+
+
+@dataclass(frozen=True)
+class Unfolded:
+    """The chain of all blocks, the positions of its items, and what its transfers are."""
+
+    chain: Chain
+    cuts: tuple[int, ...]
+    gathers: tuple[Part, ...]
+    reductions: tuple[Part, ...]
+
+
+def unfolded_chain(
+    chain: Chain, cuts: Sequence[int], gathers: Iterable[Part], reductions: Iterable[Part], program: Program
+) -> Unfolded:
+    """The chain of all blocks.
+
+    Args:
+        chain: that of few.
+        cuts: positions of its items, and the end.
+        gathers, reductions: what its transfers are.
+
+    Raises:
+        Uneven: the blocks differ.
+    """
+    if chain.own:
+        raise Uneven("the model communicates")
+    among = unfolding_of(program, chain.name)
+    items = replace(among, begins={group: bisect_left(cuts, begin) for group, begin in among.begins.items()})
+    owner = owner_by_place(items.few)
+    found = [tuple(items.unfold(list(parts), owner)) for parts in (gathers, reductions)]
+    whole = replace(
+        chain,
+        seconds=tuple(items.spread(chain.seconds)),
+        base=tuple(_base(chain.base, items, _bytes_of_group(program, chain.name, among))),
+        gathers=tuple(part.transfer for part in found[0]),
+        reductions=tuple(part.transfer for part in found[1]),
+    )
+    return Unfolded(whole, tuple(_cuts(cuts, items, among)), *found)
+
+
+def _cuts(cuts: Sequence[int], items: Unfolding, among: Unfolding) -> Iterable[int]:
+    first, last = items.begins[items.inner[0]], items.begins[items.inner[-1]] + items.length
+    yield from cuts[:first]
+    windows = {
+        group: [cut - among.begins[group] for cut in cuts[begin : begin + items.length]]
+        for group, begin in ((group, items.begins[group]) for group in items.inner)
+    }
+    if any(window != windows[1] for window in windows.values()):
+        raise Uneven("parameters of blocks are needed elsewhere")
+    groups = range(1, items.repeats.groups - 1)
+    for group in reversed(groups) if items.descending else groups:
+        yield from (among.begin(group) + cut for cut in windows[1])
+    yield from (among.place(cut) for cut in cuts[last:])
+
+
+def _base(base: Sequence[int], items: Unfolding, of_group: int) -> Iterable[int]:
+    """Bytes alive by item, which grow evenly from block to block.
+
+    Args:
+        of_group: bytes of the inputs of a group, which are alive before it.
+    """
+    windows = [base[items.begins[g] : items.begins[g] + items.length] for g in items.inner]
+    growth = {b - a for one, other in itertools.pairwise(windows) for a, b in zip(one, other, strict=True)}
+    if len(growth) != 1:
+        raise Uneven("memory does not grow evenly from block to block")
+    by, before = growth.pop(), of_group * len(items.repeats.missing)
+    first, last = items.begins[items.inner[0]], items.begins[items.inner[-1]] + items.length
+    yield from (n + before for n in base[:first])
+    for index in range(items.repeats.groups - 2):
+        yield from (n + before + index * by for n in windows[0])
+    yield from (n + before + by * len(items.repeats.missing) for n in base[last:])
+
+
+def _bytes_of_group(program: Program, phase_name: str, among: Unfolding) -> int:
+    """Bytes of the inputs of one of the equal groups, and of what other phases alone are given of it."""
+    assert program.few is not None
+    phase, total = program.phases[phase_name], 0
+    nodes, index = phase.placeholders, layout_of(phase).index
+    for at in program.few.inputs[phase_name]:
+        node = nodes[at]
+        if phase.inputs[at].kind not in LASTING:
+            stack, last = [node], -1
+            while stack:
+                for user in stack.pop().users:
+                    last = max(last, index.get(user, -1))
+                    if is_view(user):
+                        stack.append(user)
+            if last < among.begins[among.inner[0]]:
+                raise Uneven(f"{node} is not read by a block")
+        total += num_bytes(node)
+    own = set(phase.inputs)
+    beside = {
+        slot: num_bytes(node)
+        for name, other in program.phases.items()
+        for node, slot in _inputs(other, program.few.inputs[name])
+        if slot.kind in LASTING and slot not in own
+    }
+    return total + sum(beside.values())
+
+
+def _inputs(phase: Phase, places: Sequence[int]) -> Iterator[tuple[Node, Slot]]:
+    nodes = phase.placeholders
+    return ((nodes[place], phase.inputs[place]) for place in places)
+
+
+Of = tuple[CollectiveKind, str, str]
+
+
+def unfolded_positions(at: dict[Of, int], end: int, program: Program, phase_name: str) -> tuple[dict[Of, int], int]:
+    """Where collectives, by kind, axis and first parameter, are needed or ready among the compute of all, and its end.
+
+    Raises:
+        Uneven: windows of blocks differ.
+    """
+    assert program.few is not None
+    among, repeats = unfolding_of(program, phase_name), program.few.repeats
+    found: dict[Of, int] = {}
+    for (kind, axis, param), position in at.items():
+        place = repeats.place_of(param)
+        if place is None or place[0] in (0, repeats.groups - 1):
+            found[kind, axis, param] = among.place(position)
+            continue
+        groups = [place[0], *(repeats.missing if place[0] == 2 else ())]
+        begin = among.begins[place[0]]
+        found |= {(kind, axis, repeats.name_at(g, param)): among.begin(g) + position - begin for g in groups}
+    return found, among.place(end)
+
+
+# --- plans -------------------------------------------------------------------------------------------------------
+
+
+def planned_in_short(program: Program, of_few: Planner, of_all: Planner) -> Plan:
+    """The plan of all blocks, of a program of few, or where that cannot be told from these, of one of all."""
+    try:
+        return of_few(program)
+    except Uneven as error:
+        log.info("planned for every block: %s", error, exc_info=True)
+        return of_all(all_blocks(program))
+
+
+def unfolded_plan(plan: Plan, program: Program) -> Plan:
+    """The plan of all blocks, of that of few.
+
+    Raises:
+        Uneven: it treats blocks differently.
+    """
+    return _moved(plan, program, fold=False)
+
+
+def folded_plan(plan: Plan, program: Program) -> Plan:
+    """The plan of few blocks, of that of all.
+
+    Raises:
+        Uneven: it treats blocks differently.
+    """
+    found = _moved(plan, program, fold=True)
+    again = unfolded_plan(found, program)
+    if again != plan:
+        raise Uneven("the plan treats blocks differently")
+    return found
+
+
+def _moved(plan: Plan, program: Program, *, fold: bool) -> Plan:
+    assert program.few is not None
+    buckets: list[Bucket] = []
+    events: dict[str, tuple[Event, ...]] = {}
+    for name in program.phases:
+        among = unfolding_of(program, name)
+        by_name = Unfolding(among.repeats, among.descending)
+        frame = by_name.all if fold else by_name.few
+        owner = owner_by_name(frame, descending=among.descending)
+        for part in _parts([bucket for bucket in plan.buckets if bucket.phase == name]):
+            if any(owner(bucket) is not None for bucket in part):
+                part = by_name.fold(part, owner) if fold else by_name.unfold(part, owner)
+            buckets += part
+        given = plan.events.get(name, ())
+        at = owner_by_place(among.all if fold else among.few)
+        events[name] = tuple(among.fold(given, at) if fold else among.unfold(given, at))
+    return replace(plan, buckets=tuple(buckets), events=events)
+
+
+def _parts(buckets: list[Bucket]) -> list[list[Bucket]]:
+    """The kinds, where they follow each other; else all as they are."""
+    parts = [list(part) for _, part in itertools.groupby(buckets, lambda bucket: bucket.kind)]
+    return parts if len(parts) <= _KINDS else [buckets]
