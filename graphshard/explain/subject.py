@@ -28,7 +28,7 @@ from graphshard.ir.gpus import USUAL
 from graphshard.ir.mesh import MOST_RANKS, PIPELINE, Axis, Mesh, MeshLike
 from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Program
-from graphshard.ir.repeats import Repeats
+from graphshard.ir.repeats import TEMPLATE, Repeats
 from graphshard.ir.stamp import without_left_out
 from graphshard.ir.text import brief
 from graphshard.ir.windows import flop_of_all
@@ -143,7 +143,9 @@ def with_found(rows: ParamTable, captured: ParamTable, repeats: Repeats | None) 
     Blocks that were left out are like one that was captured.
     """
     found = {row.name: row.split for row in captured}
-    named = [(row, row.name if repeats is None or row.name in found else repeats.name_at(2, row.name)) for row in rows]
+    named = [
+        (row, row.name if repeats is None or row.name in found else repeats.name_at(TEMPLATE, row.name)) for row in rows
+    ]
     return ParamTable(tuple(replace(row, split=found[name]) for row, name in named))
 
 

@@ -1,14 +1,15 @@
 """Whether the graphs of few blocks are equal, block by block, so that they say what those left out would be.
 
 The nodes between the first of a group of blocks and the first of the next one are its window. If those of the groups
-1, 2 and N-2 are equal, node by node, those between them are as well. Equal means: the same operators and values, and
+1, N-3 and N-2 are equal, node by node, those between them are as well. Equal means: the same operators and values, and
 each argument is the same value in all three, or the corresponding one of the same group or of the one before. Anything
 else raises `Uneven`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
+from graphshard.ir.graph import is_gathered
 from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.repeats import Few, Repeats, Uneven
+from graphshard.ir.repeats import TEMPLATE, Few, Repeats, Uneven
 from graphshard.ir.unfold import Frame
 from graphshard.ir.windows import Member, Of, Ref, Segment, Shared, begins_of, group_of, groups_of, in_order
 
@@ -45,12 +47,14 @@ class Alike:
     Attributes:
         saved: what forward saves, by name: filled for backward.
         descending: groups follow each other from the last to the first.
+        scheduled: collectives are where they start and are waited for: windows begin where parameters arrive.
     """
 
     phase: Phase
     repeats: Repeats
     saved: dict[str, Member]
     descending: bool
+    scheduled: bool = False
     members: dict[Node, Member] = field(default_factory=dict)
     by_member: dict[Member, Node] = field(default_factory=dict)
 
@@ -64,15 +68,16 @@ class Alike:
         self.segments = self._segments(nodes)
         self.group_at = {node: group for segment in self.segments for node, group in groups_of(segment)}
         for number, segment in enumerate(self.segments):
-            for node, group, place in segment.aligned(self._inner(segment)):
+            for node, group, place in segment.aligned(self._inner(segment), self._key):
                 self._enter(node, Member((self.descending, number, place), group))
         for node, slot in self.phase.slot_of().items():
             member = self._input_member(slot)
             if member is not None:
                 self._enter(node, member)
         for segment in self.segments:
-            segment.refs = self._compare(segment, 1, 2)
-            if segment.refs != self._compare(segment, 2, self._last):
+            found = [self._compare(segment, a, b) for a, b in itertools.pairwise(self.inner)]
+            segment.refs = found[0]
+            if any(refs != segment.refs for refs in found):
                 raise Uneven("arguments of blocks differ")
         self._check_readers(nodes)
         return self._outputs()
@@ -83,9 +88,14 @@ class Alike:
         return Frame(self.repeats, self.repeats.captured)
 
     @property
-    def _last(self) -> int:
+    def inner(self) -> tuple[int, ...]:
+        """The groups whose windows must be equal."""
+        return self.repeats.captured[1:-1]
+
+    @property
+    def behind(self) -> int:
         """The group behind those left out."""
-        return self.repeats.captured[3]
+        return self.repeats.captured[TEMPLATE + 1]
 
     def _enter(self, node: Node, member: Member) -> None:
         self.members[node], self.by_member[member] = member, node
@@ -94,17 +104,17 @@ class Alike:
 
     def _segments(self, nodes: list[Node]) -> list[Segment]:
         """One, or two in forward: at its end it may prepare what backward reads, from the last group to the first."""
-        begins = begins_of(nodes, self.repeats)
+        begins = begins_of(nodes, self.repeats, is_gathered if self.scheduled else None)
         order = in_order(begins, self.repeats, descending=self.descending)
         end = len(nodes)
-        if not self.descending:
+        if not self.descending and not self.scheduled:
             after = range(begins[order[-1]], len(nodes))
             groups = ((at, group_of(nodes[at], self.repeats)) for at in after)
             end = next((at for at, group in groups if group is not None and group != order[-1]), end)
-        found = [Segment.of(nodes[:end], begins, order, order[1:4])]
+        found = [Segment.of(nodes[:end], begins, order, [group for group in order if group in self.inner])]
         if end < len(nodes):
             rest = nodes[end:]
-            begins, order = begins_of(rest, self.repeats), [self._last, 2, 1, 0]
+            begins, order = begins_of(rest, self.repeats), list(self.repeats.captured[3::-1])
             starts = [begins.get(group, -1) for group in order]
             if starts[0] != 0 or sorted(set(starts)) != starts:
                 raise Uneven("what forward prepares for backward is in no order")
@@ -113,7 +123,7 @@ class Alike:
 
     def _inner(self, segment: Segment) -> list[int]:
         """The groups whose windows must be equal, in their order."""
-        return [group for group in segment.order if group in (1, 2, self._last)]
+        return [group for group in segment.order if group in self.inner]
 
     def _input_member(self, slot: Slot) -> Member | None:
         if slot.kind == "saved" and slot.of is None:
@@ -139,7 +149,7 @@ class Alike:
 
     def _same_ref(self, x: Node, y: Node, one: int, other: int) -> Ref:
         if x is y:
-            if x in self.group_at and self.members.get(x, Member("", -1)).group in (1, 2, self._last):
+            if x in self.group_at and self.members.get(x, Member("", -1)).group in self.inner:
                 raise Uneven(f"{x} of a block is read by others")
             return Shared(x)
         if x in self.members and y in self.members:
@@ -168,11 +178,12 @@ class Alike:
         """
         for node in nodes:
             reader = self.group_at[node]
-            if node in self.members and reader in (1, 2, self._last):
+            if node in self.members and reader in self.inner:
                 continue  # compared
             for source in node.all_input_nodes:
                 member = self.members.get(source)
-                if member is not None and member.group in (2, self._last) and (member.group <= 2) != (reader <= 2):
+                near = member is not None and member.group in (TEMPLATE, self.behind)
+                if near and (member.group <= TEMPLATE) != (reader <= TEMPLATE):
                     raise Uneven(f"{source} of a block is read by {node}")
 
     # --- outputs ---
@@ -187,28 +198,42 @@ class Alike:
         return [output._replace(ref=self._output_ref(output, values)) for output in found]
 
     def _output_ref(self, output: Output, values: Mapping[Member, Any]) -> Ref | None:
-        groups = (1, 2, self._last)
-        if output.member is None or output.member.group not in groups:
+        if output.member is None:
             source = self.members.get(output.value)
-            if source is not None and output.value in self.group_at and source.group in (2, self._last):
+            if source is not None and output.value in self.group_at and source.group in (TEMPLATE, self.behind):
                 raise Uneven(f"{output.slot} is made in a block")
             return None
-        x, y, z = (values.get(Member(output.member.family, group), _MISSING) for group in groups)
-        if not isinstance(x, Node) and x is y is z:
+        groups = self.repeats.captured[1:4]
+        given = [values.get(Member(output.member.family, group), _MISSING) for group in groups]
+        if not any(isinstance(value, Node) for value in given) and all(value is given[0] for value in given):
             return None
-        if not all(isinstance(value, Node) for value in (x, y, z)):
+        if not all(isinstance(value, Node) for value in given):
             raise Uneven(f"only some blocks return {output.slot}")
-        ref = self._same_ref(x, y, *groups[:2])
-        if ref != self._same_ref(y, z, *groups[1:]):
+        first, *refs = [self._ref(value, group) for value, group in zip(given, groups)]
+        if first is None or any(ref != first for ref in refs):
             raise Uneven(f"blocks return different {output.slot}")
-        return ref
+        return first if self._ref(output.value, output.member.group) == first else None
+
+    def _ref(self, value: Node, group: int) -> Ref | None:
+        """What a value is from the window of a group; None for what is in none, or far away."""
+        member = self.members.get(value)
+        if member is None:
+            return None if value in self.group_at else Shared(value)
+        distance = self._distance(member.group, group)
+        return Of(member.family, distance) if abs(distance) <= 2 else None
+
+    def _key(self, node: Node, group: int) -> Hashable:
+        """Equal for nodes of windows of different groups that correspond, wherever they are there."""
+        try:
+            return node.op, str(node.target), *self._facts(node, group)[:1]
+        except Uneven:
+            return node
 
     def _output_member(self, value: Any, slot: Slot) -> Member | None:
         if slot.kind == "saved" and slot.of is None:
-            member = self.members.get(value) if value in self.group_at else None
-            if member is not None:
-                self.saved[slot.name] = member
-            return member
+            if slot.name not in self.saved and value in self.group_at and value in self.members:
+                self.saved[slot.name] = self.members[value]
+            return self.saved.get(slot.name)
         place = None if slot.kind == "output" else self.repeats.place_of(slot.name)
         return None if place is None else Member(replace(slot, name=place[1]), place[0])
 
@@ -230,8 +255,8 @@ def few_of(program: Program, repeats: Repeats, params: ParamTable) -> Few:
         found = Alike(phase, repeats, saved, descending=name == "backward")
         found.find()
         members = (found.members.get(node) for node in phase.placeholders)
-        inputs[name] = tuple(i for i, member in enumerate(members) if member is not None and member.group == 2)
-    return Few(repeats, params, inputs)
+        inputs[name] = tuple(i for i, member in enumerate(members) if member is not None and member.group == TEMPLATE)
+    return Few(repeats, params, inputs, saved)
 
 
 _MISSING = object()

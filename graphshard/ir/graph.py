@@ -201,6 +201,11 @@ def is_reduced(node: Node) -> bool:
     return node.target is WAIT and is_reduction(launch_of(node))
 
 
+def is_gathered(node: Node) -> bool:
+    """The wait for an all-gather."""
+    return node.target is WAIT and launch_of(node).target in GATHERS
+
+
 def kind_of(launch: Node) -> CollectiveKind:
     """What a collective does."""
     if launch.target in GATHERS:

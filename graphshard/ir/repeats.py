@@ -9,11 +9,15 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from graphshard.ir.params import ParamTable
 
-# Groups that are captured: three at the begin, two at the end.
+# Groups that are captured: two at the begin, three at the end. Backward begins with those at the end, and of what it
+# reduces there one more is under way than later.
 CAPTURED = 5
+# The group that those left out are copies of, which is in front of them.
+TEMPLATE = 1
 
 
 class Uneven(Exception):
@@ -39,12 +43,12 @@ class Repeats:
     @property
     def captured(self) -> tuple[int, ...]:
         """The groups that are captured, in order."""
-        return 0, 1, 2, self.groups - 2, self.groups - 1
+        return 0, 1, self.groups - 3, self.groups - 2, self.groups - 1
 
     @property
     def missing(self) -> range:
         """The groups that are not."""
-        return range(3, self.groups - 2)
+        return range(TEMPLATE + 1, self.groups - 3)
 
     def is_captured(self, group: int) -> bool:
         """Whether a group is among those that are captured."""
@@ -89,12 +93,14 @@ class Few:
     Attributes:
         repeats: the groups.
         params: the parameter table of all.
-        inputs: by phase, which of its inputs are of one of the equal groups.
+        inputs: by phase, which of its inputs are of the group that the others are copies of.
+        saved: what forward saves of groups, by name: what it is, and of which group.
     """
 
     repeats: Repeats
     params: ParamTable
     inputs: Mapping[str, tuple[int, ...]]
+    saved: Mapping[str, tuple[Any, int]]
 
 
 def captured_rows(params: ParamTable, repeats: Repeats) -> ParamTable:

@@ -1,16 +1,16 @@
 """A program of a few blocks as that of many equal ones.
 
-    forward    0  1  2        N-2  N-1          0  1  2  3 ... N-3  N-2  N-1
-    backward   N-1  N-2       2  1  0     ->    N-1  N-2  N-3 ... 3  2  1  0
+    forward    0  1       N-3  N-2  N-1          0  1  2 ... N-4  N-3  N-2  N-1
+    backward   N-1  N-2  N-3       1  0    ->    N-1  N-2  N-3  N-4 ... 2  1  0
 
-Those that are left out are copies of group 2 (`alike.py` finds out whether they are). Graphs of operators can be made
+Those that are left out are copies of group 1 (`alike.py` finds out whether they are). Graphs of operators can be made
 so, or those of calls of regions and collectives, which are much shorter.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -21,25 +21,28 @@ from torch.fx import Node
 from graphshard.ir.alike import STACKS, TEXTS, Alike, Output
 from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Program, Slot
-from graphshard.ir.repeats import Repeats, Uneven, captured_rows
+from graphshard.ir.repeats import TEMPLATE, Repeats, Uneven, captured_rows
 from graphshard.ir.unfold import Frame
-from graphshard.ir.windows import Member, Ref, Segment, Shared
+from graphshard.ir.windows import Member, Ref, Segment, Shared, groups_of
 
 T = TypeVar("T")
 
 
-def stamp(program: Program, repeats: Repeats, params: ParamTable) -> Program:
-    """The partitioned program of all blocks, made of that of those captured, which is used up.
+def stamp(program: Program, repeats: Repeats, params: ParamTable, saved: Mapping[str, Any] | None = None) -> Program:
+    """The program of all blocks, made of that of those captured, which is used up.
+
+    Args:
+        saved: what forward saves of groups, if the program is scheduled; it is found out of a partitioned one.
 
     Raises:
         Uneven: the groups are not equal.
     """
     if any(map(repeats.place_of, program.rewritten)):
         raise Uneven("backward writes buffers of blocks")
-    saved: dict[str, Member] = {}
+    known = {name: Member(*member) for name, member in (saved or {}).items()}
     for name, phase in program.phases.items():
-        _Stamp(phase, repeats, saved, descending=name == "backward").run()
-    found = {name for name in program.differentiated if (repeats.place_of(name) or (-1, ""))[0] == 2}
+        _Stamp(phase, repeats, known, descending=name == "backward", scheduled=saved is not None).run()
+    found = {name for name in program.differentiated if (repeats.place_of(name) or (-1, ""))[0] == TEMPLATE}
     names = program.differentiated.union(repeats.name_at(group, name) for name in found for group in repeats.missing)
     return replace(program, params=params, differentiated=names, few=None)
 
@@ -124,8 +127,8 @@ class _Stamp(Alike):
     def _copy_nodes(self, number: int, segment: Segment) -> None:
         graph = self.phase.module.graph
         is_down = segment.order[0] > segment.order[-1]
-        template = segment.window(2)
-        with graph.inserting_before(segment.window(2 if is_down else self._last)[0]):
+        template = segment.window(TEMPLATE)
+        with graph.inserting_before(segment.window(TEMPLATE if is_down else self.behind)[0]):
             for group in reversed(self.repeats.missing) if is_down else self.repeats.missing:
                 for place, node in enumerate(template):
                     args, kwargs = self._arguments(node, segment.refs[place], group)
@@ -136,11 +139,12 @@ class _Stamp(Alike):
                     self.by_member[Member((self.descending, number, place), group)] = copied
 
     def _connect(self, segment: Segment) -> None:
-        """Let the captured groups beside those left out read what these make, and name them."""
-        for group in (2, self._last):
+        """Let the captured groups read what those left out make, and name them."""
+        for group in self.inner:
             for node, refs in zip(segment.window(group), segment.refs, strict=True):
                 node.args, node.kwargs = self._arguments(node, refs, group)
-                node.meta.update(self._named(node, group, group))
+        for node, group in groups_of(segment):
+            node.meta.update(self._named(node, group, group))
 
     def _arguments(self, node: Node, refs: list[Ref], group: int) -> Any:
         """The arguments of the corresponding node of a group."""
@@ -148,9 +152,9 @@ class _Stamp(Alike):
         return torch.fx.map_arg((node.args, node.kwargs), lambda _: next(found))
 
     def _meta(self, node: Node, group: int) -> dict[str, Any]:
-        """What is known of the copy of a node of group 2; an input names its own group."""
+        """What is known of the copy of a node of the template."""
         meta = {key: value for key, value in node.meta.items() if key not in ("number", "desc")}
-        return meta | self._named(node, 2, group)
+        return meta | self._named(node, TEMPLATE, group)
 
     def _named(self, node: Node, window: int, group: int) -> dict[str, Any]:
         """What names blocks, of a node of a window, as it is in the window of a group."""
@@ -172,7 +176,10 @@ class _Stamp(Alike):
     def _text(self, text: str, window: int, group: int) -> str:
         known = text, window, group
         if known not in self._texts:
-            self._texts[known] = self._all.absolute(self.few.relative(text, window), group)
+            try:
+                self._texts[known] = self._all.absolute(self.few.relative(text, window), group)
+            except Uneven:  # windows that are compared name none that is far
+                self._texts[known] = text
         return self._texts[known]
 
     def _free(self, name: str) -> str:
@@ -186,7 +193,7 @@ class _Stamp(Alike):
         for output, group in _with_copies([(output, output.member) for output in outputs], self.repeats):
             value, slot = output.value, output.slot
             at = output.member.group if output.member and group is None else group
-            if output.ref is not None and at is not None and at >= 2:
+            if output.ref is not None and at is not None and at > TEMPLATE:
                 value = self._resolved(output.ref, at)
             if group is not None and output.member is not None:
                 is_saved = slot.kind == "saved" and slot.of is None
@@ -201,7 +208,7 @@ class _Stamp(Alike):
 
 
 def _with_copies(entries: list[tuple[T, Member | None]], repeats: Repeats) -> Iterator[tuple[T, int | None]]:
-    """Entries in order, and those of the third group again for each group left out, in their order there."""
+    """Entries in order, and those of the template again for each group left out, in their order there."""
     groups = repeats.missing
     index = 0
     while index < len(entries):
@@ -210,7 +217,7 @@ def _with_copies(entries: list[tuple[T, Member | None]], repeats: Repeats) -> It
             end += 1
         run = [entry for entry, _ in entries[index:end]]
         before = entries[index - 1][1] if index else None
-        descending = before is not None and before.group == repeats.captured[3]
+        descending = before is not None and before.group == repeats.captured[TEMPLATE + 1]
         if descending:
             yield from ((entry, group) for group in groups[::-1] for entry in run)
         yield from ((entry, None) for entry in run)
@@ -223,4 +230,4 @@ def _with_copies(entries: list[tuple[T, Member | None]], repeats: Repeats) -> It
 
 
 def _of_template(member: Member | None) -> bool:
-    return member is not None and member.group == 2
+    return member is not None and member.group == TEMPLATE

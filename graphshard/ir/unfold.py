@@ -1,10 +1,10 @@
 """Lists of a program of few blocks as those of all blocks, and back: buckets, events, texts, parts of schedules.
 
-    few     head | 0 | 1 | 2 | N-2 | N-1 | tail          the windows of 1, 2 and N-2 are equal
-    all     head | 0 | 1 | 2 | 3 ... N-3 | N-2 | N-1 | tail
+    few     0 | 1 | N-3 | N-2 | N-1             windows of 1, N-3 and N-2 are equal
+    all     0 | 1 | 2 ... N-4 | N-3 | N-2 | N-1
 
 A window begins with the first entry of its group. Two are equal if their entries are the same but for the group, where
-an entry may name its own group and those next to it: what names N-2 in the window of 2 names 3 in the list of all. So
+an entry may name groups up to two away from its own: what names N-3 in the window of 1 names 2 in the list of all. So
 the windows of all groups are known. Anything else raises `Uneven`. Of a backward groups follow each other downwards.
 """
 
@@ -15,16 +15,18 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from graphshard.ir.repeats import Repeats, Uneven
+from graphshard.ir.repeats import TEMPLATE, Repeats, Uneven
 
 T = TypeVar("T")
 
 # Fields of entries that are positions, and shift with their window.
 _POSITIONS = ("at", "last", "start")
+# How many groups away an entry may name one: backward waits for the reductions of the block before the last one.
+_FAR = 2
 # What stands for a block in a text: how many groups away it is, and which of the group.
 _MARK = re.compile("\0(-?\\d+):(\\d+)\0")
 
@@ -60,8 +62,8 @@ class Frame:
             group, offset = divmod(int(found[1]) - self.repeats.first, self.repeats.period)
             if not 0 <= group < self.repeats.groups:
                 return found[0]
-            distance = self.groups.index(group) - here if group in self.groups else 2
-            if abs(distance) > 1:
+            distance = self.groups.index(group) - here if group in self.groups else _FAR + 1
+            if abs(distance) > _FAR:
                 raise Uneven(f"{text} is far from its block")
             return f"\0{distance}:{offset}\0"
 
@@ -71,7 +73,10 @@ class Frame:
         here = self.groups.index(window)
 
         def name(found: re.Match[str]) -> str:
-            group = self.groups[here + int(found[1])]
+            place = here + int(found[1])
+            if not 0 <= place < len(self.groups):
+                raise Uneven(f"{text} names no block")
+            group = self.groups[place]
             return f"{self.repeats.path}.{self.repeats.first + group * self.repeats.period + int(found[2])}"
 
         return _MARK.sub(name, text) if "\0" in text else text
@@ -117,11 +122,13 @@ class Unfolding:
         repeats: the groups.
         descending: they follow each other from the last to the first.
         begins: of the captured groups, the position of each; empty where entries have no positions.
+        ends: how many groups at the end have windows that differ from others.
     """
 
     repeats: Repeats
     descending: bool
     begins: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    ends: int = 1
 
     @functools.cached_property
     def few(self) -> Frame:
@@ -135,50 +142,82 @@ class Unfolding:
         return Frame(self.repeats, groups, {group: self.begin(group) for group in groups} if self.begins else {})
 
     @property
-    def inner(self) -> tuple[int, ...]:
-        """The groups whose windows are equal, in order."""
-        groups = self.repeats.captured[1:4]
-        return groups[::-1] if self.descending else groups
+    def order(self) -> tuple[int, ...]:
+        """The captured groups as they follow each other."""
+        return self.repeats.captured[:: -1 if self.descending else 1]
 
     @property
+    def missing(self) -> Sequence[int]:
+        """The groups that are left out as they follow each other."""
+        return self.repeats.missing[:: -1 if self.descending else 1]
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The groups whose windows are equal, in order."""
+        return tuple(group for group in self.order if group in self.repeats.captured[1 : -self.ends])
+
+    @functools.cached_property
     def length(self) -> int:
         """Positions of a window.
 
         Raises:
             Uneven: windows are not equally long.
         """
-        order = [*self.inner, 0 if self.descending else self.repeats.captured[4]]
-        found = {self.begins[b] - self.begins[a] for a, b in itertools.pairwise(order)}
+        found = {self.begins[b] - self.begins[a] for a, b in itertools.pairwise(self.order[1:])}
         if len(found) != 1:
             raise Uneven("blocks are not equally long")
         return found.pop()
 
     def begin(self, group: int) -> int:
         """Where the window of any group begins in the list of all."""
-        first = self.inner[0]
-        before = first - group if self.descending else group - first
-        if before < 0 or group in (0, self.repeats.groups - 1):
+        if group in (0, self.repeats.groups - 1):
             return self.place(self.begins[group])
-        return self.begins[first] + before * self.length
+        first = self.order[1]
+        return self.begins[first] + abs(group - first) * self.length
+
+    @property
+    def _gap(self) -> int:
+        """The group behind those left out."""
+        return self.order[self.order.index(TEMPLATE) + (0 if self.descending else 1)]
 
     def place(self, at: int) -> int:
         """A position outside of the equal windows in the list of all."""
-        behind = at >= self.begins[self.inner[-1]]
-        return at + len(self.repeats.missing) * self.length if behind else at
+        return at + len(self.missing) * self.length if at >= self.begins[self._gap] else at
 
-    def unfold(self, entries: Sequence[T], owner: Callable[[T], int | None]) -> list[T]:
+    def _back(self, at: int) -> int:
+        return at - len(self.missing) * self.length if at >= self.begin(self._gap) else at
+
+    def unfold(self, entries: Sequence[T], key: Callable[[T], Any] = lambda entry: entry) -> list[T]:
         """The list of all groups.
 
         Args:
-            owner: the group of an entry; None for what may be in any window.
+            key: what of an entry names its group, where it has no position.
         """
-        head, windows, tail = self._cut(entries, owner, self.few)
-        found = [[self.few.relative(entry, group) for entry in window] for group, window in windows.items()]
-        if any(window != found[0] for window in found):
-            raise Uneven(f"blocks differ: {_first_difference(found)}")
-        groups: Sequence[int] = range(1, self.repeats.groups - 1)
-        copies = [self.all.absolute(e, g) for g in (reversed(groups) if self.descending else groups) for e in found[0]]
-        return [*map(self._outer, head), *copies, *map(self._outer, tail)]
+        windows = self._windows(entries, self.few, key)
+        inner = {group: [self.few.relative(entry, group) for entry in windows[group]] for group in self.inner}
+        template = inner[TEMPLATE]
+        if any(window != template for window in inner.values()):
+            raise Uneven(f"blocks differ: {_first_difference(list(inner.values()))}")
+        found: list[T] = []
+        for group in self.order:
+            if group == self._gap:
+                found += [self.all.absolute(entry, other) for other in self.missing for entry in template]
+            found += self._moved(windows[group], group, self.few, self.all, self.place)
+        return found
+
+    def fold(self, entries: Sequence[T], key: Callable[[T], Any] = lambda entry: entry) -> list[T]:
+        """The list of few groups of one of all; `unfold` makes that of it again if the groups are equal."""
+        windows = self._windows(entries, self.all, key)
+        return [e for group in self.order for e in self._moved(windows[group], group, self.all, self.few, self._back)]
+
+    def _moved(
+        self, entries: Sequence[T], group: int, one: Frame, other: Frame, place: Callable[[int], int]
+    ) -> Iterator[T]:
+        """The entries of a window in another frame; those of outer windows may have positions anywhere."""
+        if group in self.inner or not self.begins:
+            return (other.absolute(one.relative(entry, group), group) for entry in entries)
+        names = Frame(self.repeats, one.groups), Frame(self.repeats, other.groups)
+        return (moved(names[1].absolute(names[0].relative(entry, group), group), str, place) for entry in entries)
 
     def spread(self, values: Sequence[T]) -> list[T]:
         """Values by position, those of equal windows equal, of all groups."""
@@ -186,71 +225,27 @@ class Unfolding:
         windows = [list(values[begin : begin + self.length]) for begin in begins]
         if any(window != windows[0] for window in windows):
             raise Uneven("blocks differ")
-        return [*values[: begins[0]], *windows[0] * (self.repeats.groups - 2), *values[begins[-1] + self.length :]]
+        gap = self.begins[self._gap]
+        return [*values[:gap], *windows[0] * len(self.missing), *values[gap:]]
 
-    def fold(self, entries: Sequence[T], owner: Callable[[T], int | None]) -> list[T]:
-        """The list of few groups of one of all, which `unfold` makes of it again."""
-        head, windows, tail = self._cut(entries, owner, self.all)
-        inner = [
-            self.few.absolute(self.all.relative(entry, group), group)
-            for group, window in windows.items()
-            for entry in window
-        ]
-        back = self._back if self.begins else lambda at: at
-        before, behind = ([moved(entry, str, back) for entry in part] for part in (head, tail))
-        return [*before, *inner, *behind]
-
-    def _back(self, at: int) -> int:
-        behind = at >= self.begin(self.inner[-1])
-        return at - len(self.repeats.missing) * self.length if behind else at
-
-    def _outer(self, entry: T) -> T:
-        return moved(entry, str, self.place) if self.begins else entry
-
-    def _cut(
-        self, entries: Sequence[T], owner: Callable[[T], int | None], frame: Frame
-    ) -> tuple[Sequence[T], dict[int, Sequence[T]], Sequence[T]]:
-        """What is before the equal windows, these, and what is behind them."""
-        starts: dict[int, int] = {}
-        for index, entry in enumerate(entries):
-            group = owner(entry)
-            if group is not None:
-                starts.setdefault(group, index)
+    def _windows(self, entries: Sequence[T], frame: Frame, key: Callable[[T], Any]) -> dict[int, Sequence[T]]:
+        """Entries by group; those in front of all are of the first one."""
         order = list(frame.groups)[:: -1 if self.descending else 1]
+        if self.begins:
+            at = [entry.at for entry in entries]  # type: ignore[attr-defined]
+            starts = {group: bisect.bisect_left(at, frame.begins[group]) for group in order}
+        else:
+            starts = {}
+            for index, entry in enumerate(entries):
+                named = frame.named_groups(key(entry))
+                if named:
+                    starts.setdefault(min(named) if self.descending else max(named), index)
+        starts[order[0]] = 0
         places = [starts.get(group, -1) for group in order]
-        if min(places) < 0 or sorted(set(places)) != places:
+        if min(places) < 0 or sorted(places) != places:
             raise Uneven("blocks do not follow each other")
-        ends = dict(zip(order, places[1:]))
-        windows = {group: entries[starts[group] : ends[group]] for group in self.inner}
-        head, tail = entries[: places[1]], entries[places[-1] :]
-        near = self.repeats.captured[3:] if self.descending else self.repeats.captured[:3]
-        far = self.repeats.captured[:3] if self.descending else self.repeats.captured[3:]
-        for part, allowed in ((head, near), (tail, far)):
-            for entry in part:
-                if not frame.named_groups(entry) <= set(allowed):
-                    raise Uneven(f"{entry} names blocks elsewhere")
-        return head, windows, tail
-
-
-def owner_by_name(frame: Frame, *, descending: bool) -> Callable[[Any], int | None]:
-    """The group that an entry names; of several the one whose window is the last to begin."""
-
-    def owner(entry: Any) -> int | None:
-        found = frame.named_groups(entry)
-        return (min(found) if descending else max(found)) if found else None
-
-    return owner
-
-
-def owner_by_place(frame: Frame) -> Callable[[Any], int | None]:
-    """The group in whose window an entry is that has a position `at`; None for what comes before them all."""
-    begins, groups = zip(*sorted((begin, group) for group, begin in frame.begins.items()))
-
-    def owner(entry: Any) -> int | None:
-        index = bisect.bisect_right(begins, entry.at) - 1
-        return groups[index] if index >= 0 else None
-
-    return owner
+        ends = [*places[1:], len(entries)]
+        return {group: entries[start:end] for group, start, end in zip(order, places, ends)}
 
 
 def _first_difference(windows: Sequence[Sequence[Any]]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -39,11 +40,17 @@ def flop_of_all(joint: Phase, repeats: Repeats, flop_of: Callable[[Iterable[Node
     return total
 
 
-def begins_of(nodes: Sequence[Node], repeats: Repeats) -> dict[int, int]:
-    """Where the first node of each group stands."""
+def begins_of(
+    nodes: Sequence[Node], repeats: Repeats, counts: Callable[[Node], bool] | None = None
+) -> dict[int, int]:
+    """Where the first node of each group stands.
+
+    Args:
+        counts: whether a node may be the first one; None is for any.
+    """
     begins: dict[int, int] = {}
     for at, node in enumerate(nodes):
-        group = group_of(node, repeats)
+        group = group_of(node, repeats) if counts is None or counts(node) else None
         if group is not None:
             begins.setdefault(group, at)
     return begins
@@ -126,17 +133,25 @@ class Segment:
         """The nodes of a group."""
         return self.nodes[self.begins[group] : self.begins[group] + self.length]
 
-    def aligned(self, inner: Sequence[int]) -> Iterator[tuple[Node, int, int]]:
-        """Nodes with their groups and places in the window; of the outer groups those that would be equal."""
-        start, end = self.begins[inner[0]], self.begins[inner[-1]] + self.length
-        before = next((group for group in self.order if group not in inner), None)
-        outer = before if before is not None and self.order.index(before) == 0 else None
+    def aligned(self, inner: Sequence[int], key: Callable[[Node, int], Hashable]) -> Iterator[tuple[Node, int, int]]:
+        """Nodes with their groups and places in the window; of the windows beside them those that would be equal.
+
+        Args:
+            key: equal for nodes of different groups that correspond.
+        """
         for group in inner:
             yield from ((node, group, i) for i, node in enumerate(self.window(group)))
-        if outer is not None:
-            first = max(start - self.length, 0)
-            yield from ((self.nodes[i], outer, i - start + self.length) for i in range(first, start))
-        yield from ((node, self.order[-1], i) for i, node in enumerate(self.nodes[end : end + self.length]))
+        template = [key(node, inner[0]) for node in self.window(inner[0])]
+        start, end = self.begins[inner[0]], self.begins[inner[-1]] + self.length
+        at = self.order.index(inner[0])
+        sides = [(self.order[-1], self.nodes[end : end + self.length])]
+        if at > 0:
+            first = self.begins[self.order[at - 1]] if at > 1 else max(start - self.length, 0)
+            sides.append((self.order[at - 1], self.nodes[first:start]))
+        for group, nodes in sides:
+            found = difflib.SequenceMatcher(None, template, [key(node, group) for node in nodes], autojunk=False)
+            for block in found.get_matching_blocks():
+                yield from ((nodes[block.b + i], group, block.a + i) for i in range(block.size))
 
 
 def groups_of(segment: Segment) -> Iterator[tuple[Node, int]]:

@@ -183,7 +183,7 @@ def _pick_idle_draws(graph: Graph) -> None:
 
 
 def _outlined(phase: Phase, calls: list[Call], names: dict[str, str], units: Sequence[str]) -> Graph:
-    """The graph of region calls and collectives that runs."""
+    """The graph of region calls and collectives that runs. Views that it returns stand behind what they are of."""
     graph = Graph()
     env: dict[Node, Node] = {}
     call_at = {call.run[0]: call for call in calls}
@@ -195,6 +195,15 @@ def _outlined(phase: Phase, calls: list[Call], names: dict[str, str], units: Seq
             env[node] = graph.node_copy(node, env.__getitem__)
         return env[node]
 
+    returned: dict[Node, list[Node]] = {}
+    for node in phase.results:
+        if isinstance(node, Node) and is_view(node) and (base := _base_of_plain(node)) is not None:
+            returned.setdefault(base, []).append(node)
+
+    def made(node: Node) -> None:
+        for view in returned.get(node, ()):
+            copy(view)
+
     for node in phase.module.graph.nodes:
         if node in call_at:
             call = call_at[node]
@@ -205,9 +214,21 @@ def _outlined(phase: Phase, calls: list[Call], names: dict[str, str], units: Seq
             for i, output in enumerate(call.outputs):
                 env[output] = graph.create_node("call_function", operator.getitem, (result, i), name=output.name)
                 env[output].meta = dict(output.meta)
+            for output in call.outputs:
+                made(output)
         if node.op != "call_function" or not (_is_compute(node) or is_size(node)):
             copy(node)
+            made(node)
     return graph
+
+
+def _base_of_plain(node: Node) -> Node | None:
+    """What a view is made of, by views that are given nothing else; None for one of an input, or with dynamic sizes."""
+    while is_view(node):
+        if len(node.all_input_nodes) != 1:
+            return None
+        (node,) = node.all_input_nodes
+    return node if node.op == "call_function" else None
 
 
 def executor(graph: Graph, regions: Mapping[str, RegionCall]) -> Executor:

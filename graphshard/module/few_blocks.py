@@ -1,6 +1,6 @@
 """The program of a model with many equal blocks, made of a capture of a few of them.
 
-    capture 0 1 2 N-2 N-1 -> passes up to the partition -> plan of all -> other passes -> regions -> stamp
+    capture 0 1 N-3 N-2 N-1 -> passes up to the partition -> plan of all -> other passes -> regions -> stamp
 
 It is the program that capturing all blocks makes (`tests/module/test_few_blocks.py` compares them value by value), or
 `Uneven`. Where the plan, or what is gathered at once, is not the same for each block, the partitioned program is
@@ -27,7 +27,7 @@ from graphshard.capture.witness import text_at, witness_of
 from graphshard.ir.alike import few_of
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
-from graphshard.ir.repeats import Few, Repeats, Uneven
+from graphshard.ir.repeats import TEMPLATE, Few, Repeats, Uneven
 from graphshard.ir.stamp import all_blocks, stamp, without_left_out
 from graphshard.ir.state import MISSING, ModuleState, Place, Read
 from graphshard.lower.regions import list_calls, outline
@@ -93,9 +93,9 @@ class Short:
             alone.end(program)
             outline(program)
             begun = time.perf_counter()
-            program = stamp(program, self.few.repeats, self.few.params)
+            program = stamp(program, self.few.repeats, self.few.params, self.few.saved)
         except Uneven as error:
-            log.info("passes are of every block: %s", error)
+            log.info("passes are of every block: %s", error, exc_info=True)
             return self._long(begin, plans, observer)
         program.plan = plans[-1] if plans else None
         list_calls(program)
@@ -165,12 +165,12 @@ def _check(program: Program, repeats: Repeats) -> None:
 
 
 def _reads(state: ModuleState, module: nn.Module, repeats: Repeats) -> Iterator[Read]:
-    """What blocks that were left out would have read: what the third group did, there."""
+    """What blocks that were left out would have read: what the template did, there."""
     names = {id(part): name for name, part in module.named_modules()}
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for read in state.reads:
         place = repeats.place_of(read.place.module)
-        if place is not None and place[0] == 2:
+        if place is not None and place[0] == TEMPLATE:
             yield from (_read_at(group, read, module, repeats, names, own) for group in repeats.missing)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphshard.ir.program import Program
-from graphshard.ir.repeats import Repeats
-from graphshard.ir.unfold import Unfolding, owner_by_name
+from graphshard.ir.repeats import TEMPLATE, Repeats
+from graphshard.ir.unfold import Unfolding
 
 
 def unfold_summary(program: Program, gathered: dict[str, list[tuple[str, tuple[str, ...]]]]) -> None:
@@ -18,14 +18,11 @@ def unfold_summary(program: Program, gathered: dict[str, list[tuple[str, tuple[s
     assert program.few is not None
     repeats, lines = program.few.repeats, []
     for name in program.phases:
-        unfolding = Unfolding(repeats, descending=name == "backward")
-        owner = owner_by_name(unfolding.few, descending=unfolding.descending)
+        unfolding = Unfolding(repeats, descending=name == "backward", ends=2 if name == "backward" else 1)
         sent = [line for line in program.communication if line.startswith(f"{name}: ")]
-        if any(owner(line) is not None for line in sent):
-            sent = unfolding.unfold(sent, owner)
-        lines += sent
+        lines += unfolding.unfold(sent) if any(map(unfolding.few.named_groups, sent)) else sent
         if gathered[name]:
-            gathered[name] = unfolding.unfold(gathered[name], lambda entry, owner=owner: owner(entry[0]))
+            gathered[name] = unfolding.unfold(gathered[name], lambda entry: entry[0])
     program.communication = lines
     _unfold_saved(program, repeats)
 
@@ -35,7 +32,7 @@ def _unfold_saved(program: Program, repeats: Repeats) -> None:
     for unit in program.all_params.units:
         place = repeats.place_of(unit)
         if place is not None and place[0] in repeats.missing:
-            template = found.get(repeats.name_at(2, unit))
+            template = found.get(repeats.name_at(TEMPLATE, unit))
             if template is not None:
                 found[unit] = replace(template, unit=unit)
     units = dict.fromkeys(("", *program.all_params.units))

@@ -20,7 +20,7 @@ from graphshard.ir.layout import Collective
 from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import Phase, Program
-from graphshard.ir.repeats import Uneven
+from graphshard.ir.repeats import TEMPLATE, Uneven
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import first_use, gathered_of, last_input
@@ -99,7 +99,7 @@ def _of_all(program: Program, phase: Phase) -> Iterator[tuple[Collective, str]]:
         param = collective.params[0]
         yield collective, param
         place = program.few and program.few.repeats.place_of(param)
-        if program.few and place and place[0] == 2:
+        if program.few and place and place[0] == TEMPLATE:
             repeats = program.few.repeats
             yield from ((collective, repeats.name_at(group, param)) for group in repeats.missing)
 

@@ -27,8 +27,7 @@ from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.repeats import Uneven
 from graphshard.ir.text import brief
-from graphshard.ir.unfold import owner_by_name
-from graphshard.schedule.few import planned_in_short, unfolded_plan, unfolding_of
+from graphshard.schedule.few import folded_plan, planned_in_short, unfolded_buckets, unfolded_positions, unfolding_of
 from graphshard.schedule.known import collectives_of, layout_of, within_one_plan
 
 # Buckets whose gathers start when that of another has arrived.
@@ -79,30 +78,44 @@ class PlanByUnit:
         return self._plan(program)
 
     def _of_few(self, program: Program) -> Plan:
-        """Each unit has to do with the next one, so that few equal ones show what all do."""
         if self.forward_prefetch or self.backward_prefetch:
             raise Uneven("prefetch lists name blocks")
-        return unfolded_plan(self._plan(program), program)
+        plan = self._plan(program)
+        return replace(plan, gathered_bytes=gathered_of(folded_plan(plan, program), program))
 
     def _plan(self, program: Program) -> Plan:
+        """The plan of all blocks; of few of them without the bytes."""
         buckets: list[Bucket] = []
         events: dict[str, tuple[Event, ...]] = {}
         gathered_bytes: dict[str, int] = {}
         for name, phase in program.phases.items():
             groups = self._group(program, name, phase)
-            buckets += [bucket for bucket, _ in groups]
-            events[name] = tuple(
-                _place(phase, groups, self._prefetch(program, name, groups), self.reductions_under_way)
-            )
-            gathered_bytes[name] = account(phase, groups, events[name], program)
+            layout = layout_of(phase)
+            end = len(layout.compute)
+            at = {
+                (bucket.kind, bucket.axis, bucket.members[0]): (
+                    first_use(members, layout) if bucket.kind == "gather" else last_input(members, layout)
+                )
+                for bucket, members in groups
+            }
+            found = [bucket for bucket, _ in groups]
+            if program.few is not None:
+                found = unfolded_buckets(found, program, name)
+                at, end = unfolded_positions(at, end, program, name)
+            ats = {bucket.name: at[bucket.kind, bucket.axis, bucket.members[0]] for bucket in found}
+            placed = _place(found, ats, end, self._prefetch(program, name, found), self.reductions_under_way)
+            buckets += found
+            events[name] = tuple(placed)
+            if program.few is None:
+                gathered_bytes[name] = account(phase, groups, placed, program)
         return Plan(tuple(buckets), events, gathered_bytes)
 
-    def _prefetch(self, program: Program, phase: str, groups: list[tuple[Bucket, list[Collective]]]) -> Prefetch:
+    def _prefetch(self, program: Program, phase: str, found: list[Bucket]) -> Prefetch:
         """The lists for a phase, by the names of buckets."""
         buckets: dict[str, list[str]] = {}
-        for bucket, _ in groups:
+        for bucket in found:
             if bucket.kind == "gather":
-                buckets.setdefault(program.params[bucket.members[0]].unit, []).append(bucket.name)
+                buckets.setdefault(program.all_params[bucket.members[0]].unit, []).append(bucket.name)
         given = {"forward": self.forward_prefetch, "backward": self.backward_prefetch}.get(phase, {})
         for unit in [unit for first, following in given.items() for unit in (first, *following)]:
             if unit not in program.params.units:
@@ -201,15 +214,16 @@ def is_scalar(program: Program, collective: Collective) -> bool:
     return whole and collective.kind == "all_reduce"
 
 
-def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]], prefetch: Prefetch, most: int) -> list[Event]:
-    """Starts and waits of a phase in order of execution, with so many reductions under way at most."""
-    layout = layout_of(phase)
-    end = len(layout.compute)
-    needed = {b.name: first_use(members, layout) for b, members in groups if b.kind == "gather"}
-    ready = {
-        names: next_boundary(last_input(members, layout), needed.values())
-        for names, members in _reductions(groups).items()
-    }
+def _place(buckets: Sequence[Bucket], at: Mapping[str, int], end: int, prefetch: Prefetch, most: int) -> list[Event]:
+    """Starts and waits of a phase in order of execution, with so many reductions under way at most.
+
+    Args:
+        at: where buckets are needed or ready, by name.
+        end: of the compute.
+    """
+    needed = {bucket.name: at[bucket.name] for bucket in buckets if bucket.kind == "gather"}
+    boundaries = sorted(set(needed.values()))
+    ready = {names: next_boundary(at[names[0]], boundaries) for names in _reductions(buckets)}
 
     gathers: list[Event] = []
     order = sorted(needed, key=needed.__getitem__)
@@ -226,7 +240,7 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]], prefetch
         start([name], needed[name])
         gathers.append(Event("wait", name, needed[name]))
         start(prefetch.get(name, order[index + 1 : index + 2]), needed[name])
-    all_reduces = {bucket.name for bucket, _ in groups if bucket.kind == "all_reduce"}
+    all_reduces = {bucket.name for bucket in buckets if bucket.kind == "all_reduce"}
     reductions: list[Event] = []
     under_way: list[list[str]] = []
     for names in sorted(ready, key=ready.__getitem__):
@@ -240,14 +254,14 @@ def _place(phase: Phase, groups: list[tuple[Bucket, list[Collective]]], prefetch
     return list(heapq.merge(reductions, gathers, key=lambda event: event.at))
 
 
-def _reductions(groups: list[tuple[Bucket, list[Collective]]]) -> dict[tuple[str, ...], list[Collective]]:
-    """What reduces the same gradients one after another: names of the buckets, and members of the first of them."""
-    found: dict[str, tuple[list[str], list[Collective]]] = {}
+def _reductions(buckets: Sequence[Bucket]) -> list[tuple[str, ...]]:
+    """Names of the buckets that reduce the same gradients one after another."""
+    found: dict[str, list[str]] = {}
     for kind in ("reduce", "all_reduce"):
-        for bucket, members in groups:
+        for bucket in buckets:
             if bucket.kind == kind:
-                found.setdefault(bucket.members[0], ([], members))[0].append(bucket.name)
-    return {tuple(names): members for names, members in found.values()}
+                found.setdefault(bucket.members[0], []).append(bucket.name)
+    return [tuple(names) for names in found.values()]
 
 
 def _continue(under_way: list[list[str]], at: int, held: Collection[str] = (), keep: int = 0) -> list[Event]:
@@ -292,7 +306,7 @@ def account(
     if program.few is not None and found:
         unfolding = unfolding_of(program, groups[0][0].phase)
         by_name = replace(unfolding, begins={})
-        by_name.unfold(found, owner_by_name(by_name.few, descending=by_name.descending))
+        by_name.unfold(found)
     return max((size for _, size in found), default=0)
 
 

@@ -21,9 +21,9 @@ from graphshard.ir.graph import is_view
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import LASTING, Phase, Planner, Program, Slot
-from graphshard.ir.repeats import Uneven
+from graphshard.ir.repeats import TEMPLATE, Uneven
 from graphshard.ir.stamp import all_blocks
-from graphshard.ir.unfold import Unfolding, owner_by_name, owner_by_place
+from graphshard.ir.unfold import Unfolding
 from graphshard.ir.windows import begins_of, in_order
 from graphshard.schedule.known import layout_of
 from graphshard.schedule.problem import Chain, Transfer
@@ -87,8 +87,7 @@ def unfolded_chain(
         raise Uneven("the model communicates")
     among = unfolding_of(program, chain.name)
     items = replace(among, begins={group: bisect_left(cuts, begin) for group, begin in among.begins.items()})
-    owner = owner_by_place(items.few)
-    found = [tuple(items.unfold(list(parts), owner)) for parts in (gathers, reductions)]
+    found = [tuple(items.unfold(part) if part else ()) for part in (list(gathers), list(reductions))]
     whole = replace(
         chain,
         seconds=tuple(items.spread(chain.seconds)),
@@ -100,18 +99,24 @@ def unfolded_chain(
 
 
 def _cuts(cuts: Sequence[int], items: Unfolding, among: Unfolding) -> Iterable[int]:
-    first, last = items.begins[items.inner[0]], items.begins[items.inner[-1]] + items.length
-    yield from cuts[:first]
-    windows = {
-        group: [cut - among.begins[group] for cut in cuts[begin : begin + items.length]]
-        for group, begin in ((group, items.begins[group]) for group in items.inner)
-    }
-    if any(window != windows[1] for window in windows.values()):
-        raise Uneven("parameters of blocks are needed elsewhere")
-    groups = range(1, items.repeats.groups - 1)
-    for group in reversed(groups) if items.descending else groups:
-        yield from (among.begin(group) + cut for cut in windows[1])
-    yield from (among.place(cut) for cut in cuts[last:])
+    for group in items.order:
+        begin, length = items.begins[group], items.length
+        window = [cut - among.begins[group] for cut in cuts[begin : begin + length]]
+        if group == items.order[0]:
+            yield from cuts[: items.begins[items.order[1]]]
+        elif group == items.order[-1]:
+            yield from map(among.place, cuts[begin:])
+        else:
+            if group == TEMPLATE or group == items.order[1]:
+                template = window
+            if window != template:
+                raise Uneven("parameters of blocks are needed elsewhere")
+            copies = (among.begin(other) + cut for other in items.missing for cut in template)
+            if items.descending and group == TEMPLATE:
+                yield from copies
+            yield from (among.begin(group) + cut for cut in window)
+            if not items.descending and group == TEMPLATE:
+                yield from copies
 
 
 def _base(base: Sequence[int], items: Unfolding, of_group: int) -> Iterable[int]:
@@ -124,12 +129,12 @@ def _base(base: Sequence[int], items: Unfolding, of_group: int) -> Iterable[int]
     growth = {b - a for one, other in itertools.pairwise(windows) for a, b in zip(one, other, strict=True)}
     if len(growth) != 1:
         raise Uneven("memory does not grow evenly from block to block")
-    by, before = growth.pop(), of_group * len(items.repeats.missing)
+    by, before = growth.pop(), of_group * len(items.missing)
     first, last = items.begins[items.inner[0]], items.begins[items.inner[-1]] + items.length
     yield from (n + before for n in base[:first])
-    for index in range(items.repeats.groups - 2):
+    for index in range(len(items.inner) + len(items.missing)):
         yield from (n + before + index * by for n in windows[0])
-    yield from (n + before + by * len(items.repeats.missing) for n in base[last:])
+    yield from (n + before + by * len(items.missing) for n in base[last:])
 
 
 def _bytes_of_group(program: Program, phase_name: str, among: Unfolding) -> int:
@@ -181,7 +186,7 @@ def unfolded_positions(at: dict[Of, int], end: int, program: Program, phase_name
         if place is None or place[0] in (0, repeats.groups - 1):
             found[kind, axis, param] = among.place(position)
             continue
-        groups = [place[0], *(repeats.missing if place[0] == 2 else ())]
+        groups = [place[0], *(repeats.missing if place[0] == TEMPLATE else ())]
         begin = among.begins[place[0]]
         found |= {(kind, axis, repeats.name_at(g, param)): among.begin(g) + position - begin for g in groups}
     return found, among.place(end)
@@ -227,17 +232,27 @@ def _moved(plan: Plan, program: Program, *, fold: bool) -> Plan:
     events: dict[str, tuple[Event, ...]] = {}
     for name in program.phases:
         among = unfolding_of(program, name)
-        by_name = Unfolding(among.repeats, among.descending)
-        frame = by_name.all if fold else by_name.few
-        owner = owner_by_name(frame, descending=among.descending)
-        for part in _parts([bucket for bucket in plan.buckets if bucket.phase == name]):
-            if any(owner(bucket) is not None for bucket in part):
-                part = by_name.fold(part, owner) if fold else by_name.unfold(part, owner)
-            buckets += part
+        if name == "backward":  # where two reductions are under way behind the first group
+            among = replace(among, ends=2)
+        of_phase = [bucket for bucket in plan.buckets if bucket.phase == name]
+        buckets += _buckets(of_phase, replace(among, begins={}), fold=fold)
         given = plan.events.get(name, ())
-        at = owner_by_place(among.all if fold else among.few)
-        events[name] = tuple(among.fold(given, at) if fold else among.unfold(given, at))
+        events[name] = tuple(among.fold(given) if fold else among.unfold(given))
     return replace(plan, buckets=tuple(buckets), events=events)
+
+
+def unfolded_buckets(buckets: list[Bucket], program: Program, phase_name: str) -> list[Bucket]:
+    """The buckets of a phase of all blocks."""
+    return _buckets(buckets, replace(unfolding_of(program, phase_name), begins={}, ends=2), fold=False)
+
+
+def _buckets(buckets: list[Bucket], by_name: Unfolding, *, fold: bool) -> list[Bucket]:
+    found: list[Bucket] = []
+    for part in _parts(buckets):
+        if any(map(by_name.few.named_groups, part)):
+            part = by_name.fold(part) if fold else by_name.unfold(part)
+        found += part
+    return found
 
 
 def _parts(buckets: list[Bucket]) -> list[list[Bucket]]:
