@@ -32,6 +32,7 @@ from graphshard.capture.reach import Reach
 from graphshard.capture.region_effects import RegionEffects
 from graphshard.capture.untraceable import Located, is_users
 from graphshard.capture.witness import PLAIN, is_container
+from graphshard.ir.classes import users_class
 from graphshard.ir.state import MISSING, ModuleState, Place, Read
 from graphshard.ir.torch_internals import replaced
 
@@ -114,7 +115,7 @@ class Recorder:
             inputs=tuple(tuple(places) for _, places in self.learned.tensors.values()),
             numbers=tuple(self.learned.numbers),
             writes=writes,
-            modules=tuple((name, type(module).__qualname__) for name, module in self.root.named_modules() if name),
+            modules=classes_of(self.root),
         )
         return changes.made
 
@@ -246,6 +247,11 @@ class Recorder:
                 self.reach.add(found, place, attributes_of(found))
         self._not_there(node, name)
         raise AttributeError(name)
+
+
+def classes_of(root: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Names of the submodules and of their classes."""
+    return tuple((name, users_class(module).__qualname__) for name, module in root.named_modules() if name)
 
 
 def _is_stand_in(forward: Any) -> bool:

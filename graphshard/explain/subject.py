@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.capture import CaptureSpec, capture
+from graphshard.capture.few_blocks import capture_few
 from graphshard.capture.inputs import moved_to, stand_in
-from graphshard.capture.repeats import few_blocks
 from graphshard.cost.multiplications import flop_of
 from graphshard.explain.even import assume_even
 from graphshard.explain.symbols import Inputs, symbolize
@@ -29,7 +29,6 @@ from graphshard.ir.mesh import MOST_RANKS, PIPELINE, Axis, Mesh, MeshLike
 from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import TEMPLATE, Repeats
-from graphshard.ir.stamp import without_left_out
 from graphshard.ir.text import brief
 from graphshard.ir.windows import flop_of_all
 from graphshard.options.axes import axes_of
@@ -206,10 +205,7 @@ class Subject:
                 if repeats is None:
                     program = capture(model, *inputs, spec, grad=True)
                 else:
-                    with few_blocks(model, repeats) as check_ended:
-                        program = capture(model, *inputs, spec, grad=True)
-                        check_ended()
-                    without_left_out(program, repeats)
+                    program = capture_few(model, *inputs, spec, repeats)
                 (phase,) = program.phases.values()
                 assume_even(phase.module.graph)
                 return program

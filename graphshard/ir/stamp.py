@@ -21,7 +21,7 @@ from torch.fx import Node
 from graphshard.ir.alike import STACKS, TEXTS, Alike, Output
 from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Program, Slot
-from graphshard.ir.repeats import TEMPLATE, Repeats, Uneven, captured_rows
+from graphshard.ir.repeats import TEMPLATE, Repeats, Uneven
 from graphshard.ir.unfold import Frame
 from graphshard.ir.windows import Member, Ref, Segment, Shared, groups_of
 
@@ -52,22 +52,6 @@ def all_blocks(program: Program) -> Program:
     assert program.few is not None
     copy = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
     return stamp(copy, program.few.repeats, program.few.params)
-
-
-def without_left_out(program: Program, repeats: Repeats) -> None:
-    """Take parameters and buffers that no captured block has out of a program."""
-    for phase in program.phases.values():
-        slots = phase.slot_of()
-        gone = {node for node, slot in slots.items() if repeats.has_left_out(slot.name)}
-        kept = [(r, s) for r, s in zip(phase.results, phase.outputs, strict=True) if not repeats.has_left_out(s.name)]
-        phase.set_results([result for result, _ in kept])
-        if any(node.users for node in gone):
-            raise Uneven("a block that was left out is read")
-        phase.inputs = tuple(slot for node, slot in slots.items() if node not in gone)
-        phase.outputs = tuple(slot for _, slot in kept)
-        for node in gone:
-            phase.module.graph.erase_node(node)
-    program.params = captured_rows(program.params, repeats)
 
 
 @dataclass

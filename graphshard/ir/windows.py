@@ -40,9 +40,7 @@ def flop_of_all(joint: Phase, repeats: Repeats, flop_of: Callable[[Iterable[Node
     return total
 
 
-def begins_of(
-    nodes: Sequence[Node], repeats: Repeats, counts: Callable[[Node], bool] | None = None
-) -> dict[int, int]:
+def begins_of(nodes: Sequence[Node], repeats: Repeats, counts: Callable[[Node], bool] | None = None) -> dict[int, int]:
     """Where the first node of each group stands.
 
     Args:

@@ -21,14 +21,15 @@ from typing import Any
 
 from torch import nn
 
-from graphshard.capture.capture import CaptureSpec, capture
-from graphshard.capture.repeats import check_alike, few_blocks, find_repeats
+from graphshard.capture.capture import CaptureSpec
+from graphshard.capture.few_blocks import capture_few
+from graphshard.capture.repeats import check_alike, find_repeats
 from graphshard.capture.witness import text_at, witness_of
 from graphshard.ir.alike import few_of
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import TEMPLATE, Few, Repeats, Uneven
-from graphshard.ir.stamp import all_blocks, stamp, without_left_out
+from graphshard.ir.stamp import all_blocks, stamp
 from graphshard.ir.state import MISSING, ModuleState, Place, Read
 from graphshard.lower.regions import list_calls, outline
 from graphshard.module.places import look_up
@@ -141,18 +142,14 @@ def program_of_few(
         raise Uneven("there is no partition")
     check_alike(spec, repeats)
     start = time.perf_counter()
-    with few_blocks(module, repeats) as check_ended:
-        program = capture(module, args, kwargs, spec, grad=True)
-        check_ended()
+    program = capture_few(module, args, kwargs, spec, repeats)
     _check(program, repeats)
     title(program)
-    rows = program.params
-    without_left_out(program, repeats)
     observer.after(program, "capture", 0, time.perf_counter() - start)
     for step in passes[: at + 1]:
         run_pass(step, program, observer)
     program.state = replace(program.state, reads=(*program.state.reads, *_reads(program.state, module, repeats)))
-    return Short(program, few_of(program, repeats, rows), passes[at + 1 :])
+    return Short(program, few_of(program, repeats, spec.params), passes[at + 1 :])
 
 
 def _check(program: Program, repeats: Repeats) -> None:
