@@ -96,26 +96,23 @@ class Short:
             begun = time.perf_counter()
             program = stamp(program, self.few.repeats, self.few.params, self.few.saved)
         except Uneven as error:
-            log.info("passes are of every block: %s", error, exc_info=True)
+            log.info("passes are of every block: %s", error)
             return self._long(begin, plans, observer)
         program.plan = plans[-1] if plans else None
         list_calls(program)
-        self._stamped(program, replace(observer, level="off"), begun)
+        observer.note(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun)
         return program, partitioned if "backward" in program.phases else None
 
     def _long(self, begin: Program, plans: Sequence[Plan], observer: Observer) -> tuple[Program, Partitioned | None]:
         """Stamp the partitioned program; a plan that was made is taken."""
         begun = time.perf_counter()
         program = stamp(begin, self.few.repeats, self.few.params)
-        self._stamped(program, observer, begun)
-        made = [
-            replace(s, planner=lambda _: plans[-1]) if plans and isinstance(s, MakePlan) else s for s in self.passes
-        ]
-        found = run_pipeline(made, program, observer)
-        return program, None if found is None else replace(found, rest=self.passes)
-
-    def _stamped(self, program: Program, observer: Observer, begun: float) -> None:
         observer.after(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun)
+        planned = [
+            replace(step, planner=lambda _: plans[-1]) if isinstance(step, MakePlan) else step for step in self.passes
+        ]
+        found = run_pipeline(planned if plans else self.passes, program, observer)
+        return program, None if found is None else replace(found, rest=self.passes)
 
 
 def program_of_few(

@@ -61,7 +61,7 @@ class Observer:
 
     def after(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True) -> None:
         """A pass, or capture or lowering, has made `program` what it is."""
-        stage = self._record(program, name, rewrites, seconds, exact=exact)
+        stage = self.note(program, name, rewrites, seconds, exact=exact)
         if self.level == "each" or (self.level == "ends" and name == "capture"):
             verify(program, name)
         if self.level != "off":
@@ -86,7 +86,7 @@ class Observer:
         """The program is lowered: `phases` are executors, which call the regions compiled."""
         if self.level != "off":
             verify_lowered(program)
-        self._record(program, "lower", program.num_regions, program.lowering_seconds, exact=True)
+        self.note(program, "lower", program.num_regions, program.lowering_seconds, exact=True)
         if self.recorder is not None:
             self.recorder.finished(program, compiled)
 
@@ -95,7 +95,8 @@ class Observer:
         if self.recorder is not None:
             self.recorder.failed(program, name, error)
 
-    def _record(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool) -> Stage:
+    def note(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True) -> Stage:
+        """Add a stage to the history, and have it recorded; nothing is verified."""
         num_nodes = sum(n.op.startswith("call") for p in program.phases.values() for n in p.module.graph.nodes)
         number(program)
         printed = self.most is None or num_nodes <= self.most or self.level != "off"

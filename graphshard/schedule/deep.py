@@ -306,16 +306,15 @@ def earliest_launches(chain: Chain, limit: float, reserve: float = 0.0) -> list[
     """Per gather, the earliest position from which it, and all before it, fit beside what must be there."""
     if limit == math.inf:
         return [0] * len(chain.gathers)
-    used = least_memory(chain)
+    used = np.array(least_memory(chain), dtype=np.float64)
     found: list[int] = []
     for gather in chain.gathers:
-        position = gather.at
         first = found[-1] if found else 0
         # No gather starts before the one in front of it. Those in front hold what they took here already, so what fits
         # now fits beside all of them.
-        while position > first and used[position - 1] + gather.num_bytes + reserve <= limit:
-            position -= 1
-            used[position] += gather.num_bytes
+        full = (used[first : gather.at] + (gather.num_bytes + reserve) > limit).nonzero()[0]
+        position = first + int(full[-1]) + 1 if full.size else min(first, gather.at)
+        used[position : gather.at] += gather.num_bytes
         found.append(position)
     return found
 

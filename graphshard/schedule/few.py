@@ -200,7 +200,7 @@ def planned_in_short(program: Program, of_few: Planner, of_all: Planner) -> Plan
     try:
         return of_few(program)
     except Uneven as error:
-        log.info("planned for every block: %s", error, exc_info=True)
+        log.info("planned for every block: %s", error)
         return of_all(all_blocks(program))
 
 

@@ -175,9 +175,15 @@ class _Placing:
             return False
         # Until its first use a member comes on top of what every schedule needs; from then on `least` counts it.
         # Gradients count at this position only: before a later item their reductions can be waited for.
-        early = [(item, sum(m.num_bytes for m in members if m.at > item)) for item in range(position, members[-1].at)]
-        unreduced = {position: self.unreduced}
-        return all(self.least[item] + size + unreduced.get(item, 0) <= self.limit for item, size in early)
+        begin = position
+        for index, member in enumerate(members):
+            items = self.least[begin : member.at]
+            if items:
+                most = max(items) if begin > position else max(items[0] + self.unreduced, *items)
+                if most + sum(m.num_bytes for m in members[index:]) > self.limit:
+                    return False
+                begin = member.at
+        return True
 
     def _may_reduce(self, index: int, position: int) -> bool:
         bucket = self.order[index]
