@@ -99,6 +99,7 @@ class Exporter:
         backwards: list[StoredBackward] = []
         prediction, start = "", None
         if partitioned is not None:
+            partitioned = partitioned() if callable(partitioned) else partitioned
             further = _Backwards(self, program, partitioned, tracer, module)
             backwards = list(further.all(wanted))
             prediction = self._prediction(program, observer, leaves)

@@ -86,7 +86,7 @@ def _few_blocks(model: nn.Module, repeats: Repeats) -> Iterator[Callable[[], Non
 
 def _hollow(block: nn.Module) -> nn.Module:
     """A module with the attributes of another, and none of its tensors and parts: looking through those takes long."""
-    made = block.__class__.__new__(block.__class__)
+    made: nn.Module = object.__new__(type(block))  # the classes of sharded modules make others
     made.__dict__.update({**vars(block), **{part: {} for part in PARTS}})
     return made
 

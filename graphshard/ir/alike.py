@@ -182,8 +182,9 @@ class Alike:
                 continue  # compared
             for source in node.all_input_nodes:
                 member = self.members.get(source)
-                near = member is not None and member.group in (TEMPLATE, self.behind)
-                if near and (member.group <= TEMPLATE) != (reader <= TEMPLATE):
+                if member is None or member.group not in (TEMPLATE, self.behind):
+                    continue
+                if (member.group <= TEMPLATE) != (reader <= TEMPLATE):
                     raise Uneven(f"{source} of a block is read by {node}")
 
     # --- outputs ---

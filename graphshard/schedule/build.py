@@ -204,14 +204,14 @@ class _Maker:
     def unfolded(self, chain: Chain) -> Chain:
         """The chain of all blocks, of one of few of them."""
         mapped, params = self.maps[chain.name], self.program.all_params
-        parts = (
-            [
+        parts = {
+            kind: [
                 Part(transfer, atom.unit, tuple(row.name for row in atom.rows))
                 for transfer, atom in zip(chain.transfers(kind), mapped.atoms[kind], strict=True)
             ]
             for kind in KINDS
-        )
-        found = unfolded_chain(chain, mapped.cuts, *parts, self.program)
+        }
+        found = unfolded_chain(chain, mapped.cuts, parts["gather"], parts["reduce"], self.program)
         atoms: dict[CollectiveKind, tuple[Atom, ...]] = {
             kind: tuple(Atom(part.transfer.name, part.unit, part.rows(params)) for part in of_kind)
             for kind, of_kind in zip(KINDS, (found.gathers, found.reductions))

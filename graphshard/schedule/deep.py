@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
@@ -116,6 +116,7 @@ def _held_up(chain: Chain, link: Link, gathers: list[Bucketed]) -> tuple[float, 
 class _Program:
     def __init__(self, chain: Chain, link: Link, effort: Effort, budget: Budget, limit: float) -> None:
         self.chain, self.link, self.effort, self.budget = chain, link, effort, budget
+        self.loads: dict[Hashable, list[tuple[bool, Load]]] = {}
         end = len(chain.seconds)
         self.use = [chain.elapsed[at] for at in (*(g.at for g in chain.gathers), end)]
         self.used_at = [*(g.at for g in chain.gathers), end]
@@ -157,13 +158,23 @@ class _Program:
             many = end - first > self.effort.window or together.num_bytes > self.effort.most_bytes
             if end > first + 1 and (many or (kind == "gather" and not self.latest.may_gather(first, end))):
                 return
-            costs = [(packed, together.load(self.link, kind, packed)) for packed in together.modes]
             self.budget.spend(_BUCKET)
-            for packed, cost in costs:
+            for packed, cost in self._loads(kind, together):
+                yield Bucketed(kind, first, end, packed), cost
+
+    def _loads(self, kind: CollectiveKind, together: Together) -> list[tuple[bool, Load]]:
+        """The ways to send some transfers of which no other is better; as many bytes of equal blocks cost the same."""
+        key = kind, together.way, together.modes, together.num_bytes, together.num_tensors, together.small
+        if key not in self.loads:
+            costs = [(packed, together.load(self.link, kind, packed)) for packed in together.modes]
+
+            def is_best(packed: bool, cost: Load) -> bool:
                 # The other way is better if it takes less of the channel, and no more with its copies.
                 others = (c for p, c in costs if p != packed and c.seconds < cost.seconds)
-                if not any(c.seconds + c.copy_in + c.copy_out <= cost.seconds for c in others):
-                    yield Bucketed(kind, first, end, packed), cost
+                return not any(c.seconds + c.copy_in + c.copy_out <= cost.seconds for c in others)
+
+            self.loads[key] = [found for found in costs if is_best(*found)]
+        return self.loads[key]
 
     def run(self) -> _Label | None:
         """The label with which everything has come first; None if none is of interest, or the budget ends."""

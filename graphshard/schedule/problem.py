@@ -356,6 +356,11 @@ class Together:
         return self
 
     @property
+    def small(self) -> tuple[int, int]:
+        """How many are worth packing, and their bytes."""
+        return self.num_small, self.small_bytes
+
+    @property
     def modes(self) -> tuple[bool, ...]:
         """Whether a bucket of them may be packed, must be, or must not be."""
         if self.forced:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
+from graphshard.ir.plan import Event, Plan
 from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Program
 from graphshard.module.few_blocks import VARIABLE
+from graphshard.schedule.by_cost import PlanByCost
 from tests.conftest import FakeWorld
 from tests.explain.test_depth import Attends, Block, Experts, Skips, Stack, UsesItsIndex
 from tests.ranks import Ranks
@@ -225,8 +228,68 @@ def test_a_change_of_a_block_that_was_left_out_is_noticed(fake_world: FakeWorld)
     assert "blocks.5" in graphshard.programs(model)[2].reason
 
 
+def stages(model: nn.Module, **options: Any) -> list[str]:
+    return [stage.name for stage in program_of(model, **options).history]
+
+
+def test_passes_are_of_few_blocks_if_the_plan_is_alike_for_all(fake_world: FakeWorld) -> None:
+    """What stays gathered from block to block is more for each: then passes are of all."""
+    fake_world(4)
+    model = Stack([Block() for _ in range(9)])
+    assert stages(copy.deepcopy(model))[-3:] == ["reorder", "stamp", "lower"]
+    assert stages(model, reshard_after_forward=False).index("stamp") == 5
+
+
+def test_planner_that_treats_blocks_differently(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is of all blocks, and is made once."""
+    fake_world(4)
+    model, plans = Stack([Block() for _ in range(9)]), []
+    before = PlanByCost._best
+
+    def later(planner: PlanByCost, program: Program) -> Plan:
+        plan = before(planner, program)
+        odd = Event("start", "gather blocks.4 in forward", -1)
+        events = [replace(e, at=e.at + 1) if replace(e, at=-1) == odd else e for e in plan.events["forward"]]
+        plans.append(replace(plan, events={**plan.events, "forward": tuple(events)}))
+        return plans[-1]
+
+    monkeypatch.setattr(PlanByCost, "_best", later)
+    program = program_of(model)
+    assert len(plans) == 1
+    assert program.plan == replace(plans[0], gathered_bytes=program.plan.gathered_bytes)
+    assert [stage.name for stage in program.history].index("stamp") == 5
+
+
+class LooksInside(Stack):
+    """Reads a part of a block between two of them."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x) * block.up.in_features
+        return self.head(x).sum()
+
+
+def test_a_part_of_a_block_that_is_read_from_outside(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_world(4)
+    assert not compare(LooksInside([Block() for _ in range(8)]), monkeypatch)
+
+
+class Elsewhere(Stack):
+    """Block 4 is in another list, too."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(blocks)
+        self.others = nn.ModuleList(blocks[4:5])
+
+
+def test_a_block_that_is_elsewhere_too(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_world(4)
+    assert not compare(Elsewhere([Block() for _ in range(9)]), monkeypatch)
+
+
 def _trained(rank: int, world_size: int, few: bool) -> list[torch.Tensor]:
-    """Losses of three steps, and parameters after them."""
+    """Losses of three steps, the second of two microbatches, and parameters after them."""
     os.environ[VARIABLE] = "" if few else "1"
     torch.manual_seed(0)
     model = Stack([Drops() for _ in range(8)], tied=True)
@@ -234,7 +297,11 @@ def _trained(rank: int, world_size: int, few: bool) -> list[torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(rank)
     losses = []
-    for _ in range(3):
+    for step in range(3):
+        if step == 1:
+            model.set_requires_gradient_sync(False)
+            model(torch.randint(16, (2, 4))).backward()
+            model.set_requires_gradient_sync(True)
         loss = model(torch.randint(16, (2, 4)))
         loss.backward()
         optimizer.step()
@@ -250,4 +317,4 @@ def test_ranks_train_the_same_bits(ranks: Ranks) -> None:
     few, every = (ranks(2).run(_trained, few) for few in (True, False))
     for mine, theirs in zip(few, every, strict=True):
         assert len(mine) == len(theirs)
-        assert all(torch.equal(one, other) for one, other in zip(mine, theirs))
+        assert [i for i, (one, other) in enumerate(zip(mine, theirs)) if not torch.equal(one, other)] == []
