@@ -219,6 +219,18 @@ def test_what_stays_gathered_is_chosen_best(problem: Problem, limit: int) -> Non
     assert lower_bound(problem, limit=limit) <= best
 
 
+def test_what_backward_needs_first_stays_gathered_first() -> None:
+    """A root is gathered first in both phases. What the last block of forward keeps would not fit beside it."""
+
+    def gathers(last: int) -> tuple[Transfer, ...]:
+        return Transfer("root", 4, at=0, last=last), Transfer("block", 4, at=1, last=1)
+
+    chains = Chain("forward", (1.0,) * 3, (0,) * 3, gathers(2)), Chain("backward", (1.0,) * 3, (4, 0, 0), gathers(0))
+    rate = Rate(latency=1.0, per_byte=0.1)
+    problem = Problem(chains, Link(rate, rate, lambda _: 0.0, 2), frozenset({"root", "block"}))
+    assert Solver(8, exact_kept=0)(problem).schedule.kept == {"root"}
+
+
 @settings(max_examples=100, deadline=None)
 @given(steps(), st.booleans())
 def test_the_bound_holds_for_a_given_choice(problem: Problem, keep: bool) -> None:
