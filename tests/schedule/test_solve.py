@@ -96,6 +96,13 @@ def test_beside_it_with_contention(chain: Chain, link: Link, contention: float) 
     assert chain_bound(chain, link) <= best * (1 + 1e-9)
 
 
+def test_a_phase_in_which_only_the_model_communicates() -> None:
+    chain = Chain("forward", (1.0, 0.0), (0, 0), own=(Own(0, 1, 1.0, 0, "sent"),))
+    rate = Rate(latency=0, per_byte=0)
+    link = Link(rate, rate, lambda _: 0.0, 2, contention=0.125)
+    assert Solver()(Problem((chain,), link)).step_seconds == exhaustive(chain, link)
+
+
 @settings(max_examples=100, deadline=None)
 @given(communicating(layers=4, reductions=True), links(legs=True), LIMITS)
 def test_searches_beside_what_the_model_communicates(chain: Chain, link: Link, limit: float) -> None:
