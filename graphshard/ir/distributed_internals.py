@@ -156,10 +156,9 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None
     """
     among = _resolve_process_group(group)
     if shard.device.type == "cpu" and among.size() == 2 and shard.numel() and shard.is_contiguous():
-        mine = among.rank()
-        halves = full.chunk(2)
-        halves[mine].copy_(shard)
-        sizes = [0, 0]
+        mine, halves, sizes = among.rank(), full.chunk(2), [0, 0]
+        with torch.no_grad():
+            halves[mine].copy_(shard)
         sizes[1 - mine] = len(shard)
         started(full, among.alltoall_base(halves[1 - mine], shard, sizes, sizes, dist.AllToAllOptions()))
         return

@@ -103,8 +103,9 @@ class _Phase:
     def found(self, exact_transfers: int) -> Found:
         """Everything, until the bound is met or the budget ends."""
         self._start()
-        searches = [self._rough, self._fine, self._proof]
-        if len(self.chain.gathers) + len(self.chain.reductions) <= exact_transfers:
+        num = len(self.chain.gathers) + len(self.chain.reductions)
+        searches = [self._rough, self._fine, self._proof] if num else []
+        if 0 < num <= exact_transfers:
             searches.append(self._exact)
         stopped = False
         for index, search in enumerate(searches):

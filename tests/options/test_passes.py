@@ -73,6 +73,15 @@ def test_what_is_worth_it_is_taken(partitioned: Program) -> None:
     assert plans[1].prediction.peak_bytes <= plans[0].prediction.peak_bytes
 
 
+def test_one_decision_for_memory_takes_the_shortest_step() -> None:
+    """Where gains are only taken if they pay for compilation, a single policy may be shorter."""
+    for keep in (False, True):
+        pipeline = with_planner(Pipeline(), COSTS, memory_limit=1 << 30, units_given=False, keep=keep)
+        (planner,) = (step.planner for step in pipeline if isinstance(step, MakePlan))
+        assert isinstance(planner, PlanByCost)
+        assert (planner.worth + planner.worth_seconds == 0) == keep
+
+
 def test_a_memory_limit_overrules_it(partitioned: Program) -> None:
     """Where FSDP2's order does not fit, the best that does is taken, and if nothing does the error says what would."""
     free = PlanByCost(COSTS, worth=1e9)(partitioned).prediction

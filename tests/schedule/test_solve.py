@@ -96,6 +96,13 @@ def test_beside_it_with_contention(chain: Chain, link: Link, contention: float) 
     assert chain_bound(chain, link) <= best * (1 + 1e-9)
 
 
+def test_a_phase_in_which_only_the_model_communicates() -> None:
+    chain = Chain("forward", (1.0, 0.0), (0, 0), own=(Own(0, 1, 1.0, 0, "sent"),))
+    rate = Rate(latency=0, per_byte=0)
+    link = Link(rate, rate, lambda _: 0.0, 2, contention=0.125)
+    assert Solver()(Problem((chain,), link)).step_seconds == exhaustive(chain, link)
+
+
 @settings(max_examples=100, deadline=None)
 @given(communicating(layers=4, reductions=True), links(legs=True), LIMITS)
 def test_searches_beside_what_the_model_communicates(chain: Chain, link: Link, limit: float) -> None:
@@ -217,6 +224,18 @@ def test_what_stays_gathered_is_chosen_best(problem: Problem, limit: int) -> Non
     found = solved(problem, Solver(limit))
     assert (found.step_seconds if found else math.inf) == best
     assert lower_bound(problem, limit=limit) <= best
+
+
+def test_what_backward_needs_first_stays_gathered_first() -> None:
+    """A root is gathered first in both phases. What the last block of forward keeps would not fit beside it."""
+
+    def gathers(last: int) -> tuple[Transfer, ...]:
+        return Transfer("root", 4, at=0, last=last), Transfer("block", 4, at=1, last=1)
+
+    chains = Chain("forward", (1.0,) * 3, (0,) * 3, gathers(2)), Chain("backward", (1.0,) * 3, (4, 0, 0), gathers(0))
+    rate = Rate(latency=1.0, per_byte=0.1)
+    problem = Problem(chains, Link(rate, rate, lambda _: 0.0, 2), frozenset({"root", "block"}))
+    assert Solver(8, exact_kept=0)(problem).schedule.kept == {"root"}
 
 
 @settings(max_examples=100, deadline=None)
