@@ -257,8 +257,9 @@ class Mesh:
 
     def place(self, axis: Axis) -> int:
         """Which axis of the grid this is, or has its neighbours on."""
-        if axis in self.grid:
-            return self.grid.index(axis)
+        names = [other.name for other in self.grid]
+        if axis.name in names:  # or a pair of stages, on the axis of all
+            return names.index(axis.name)
         return [other.role for other in self.grid].index(_NEIGHBOURS_ON[axis.role])
 
     def distance(self, axis: Axis) -> int:
