@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import (
@@ -106,6 +109,19 @@ class Pipeline:
         self.schedule.step(*args, target=target if self.last else None, losses=losses if self.last else None)
         return {f"loss of microbatch {index}": loss.detach() for index, loss in enumerate(losses)}
 
+    def train(self, x: Tensor, target: Tensor) -> None:
+        """A step, with the optimizers'."""
+        self.step(x, target)
+        for optim in self.optims:
+            optim.step()
+            optim.zero_grad()
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Of the models and optimizers, by stage."""
+        found = zip(self.models.items(), self.optims, strict=True)
+        both = {str(index): get_state_dict(model, optim) for (index, model), optim in found}
+        return {index: {"model": model, "optim": optim} for index, (model, optim) in both.items()}
+
     def named(self, of: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Any]:
         return {f"{index}.{name}": value for index, model in self.models.items() for name, value in of(model).items()}
 
@@ -176,6 +192,29 @@ def test_stages_with_a_tensor_axis(ranks: Ranks, schedule: str) -> None:
         assert ours["scatter"] <= theirs["scatter"], (ours, theirs)
         assert ours["gather"] <= theirs["gather"], (ours, theirs)
         assert min(ours.values()) > 0
+
+
+def _resume(rank: int, world_size: int, folder: Path) -> None:
+    saved, *others = pipelines = [Pipeline(shard, "1F1B", FP32) for shard in (_ours, _ours, _theirs)]
+    random = torch.Generator().manual_seed(rank % 2)
+    batches = [(torch.randn(8, 8, generator=random), torch.randn(8, 8, generator=random)) for _ in range(2)]
+    saved.train(*batches[0])
+    dcp.save(saved.states(), checkpoint_id=folder)
+    for pipeline in others:
+        states = pipeline.states()
+        dcp.load(states, checkpoint_id=folder)
+        for (index, model), optim in zip(pipeline.models.items(), pipeline.optims, strict=True):
+            state = states[str(index)]
+            set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    for pipeline in pipelines:
+        pipeline.train(*batches[1])
+    for pipeline in others:
+        assert_same(pipeline.named(params_of), saved.named(params_of), "parameters")
+
+
+def test_a_checkpoint_of_all_stages(ranks: Ranks, tmp_path: Path) -> None:
+    """DCP saves those of all ranks in one; training goes on from it alike, also with FSDP2."""
+    ranks(4).run(_resume, tmp_path, share=False)
 
 
 def _zero_bubble(rank: int, world_size: int) -> str:

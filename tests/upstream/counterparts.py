@@ -1,4 +1,4 @@
-"""PyTorch's tests of FSDP2 (test/distributed/_composable/fsdp), and the tests here that ask the same.
+"""PyTorch's tests of FSDP2, in test/distributed/_composable, and the tests here that ask the same.
 
 Those of PyTorch's main branch after 2.13. What a test here asks of graphshard, it asks of the real `fully_shard` beside
 it, bit for bit, on gloo ranks; or it asks for an error.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tests.upstream.of_axes import OF_AXES
 from tests.upstream.of_models import OF_MODELS
 from tests.upstream.of_steps import OF_STEPS
 from tests.upstream.of_values import OF_VALUES, Counterparts
 
-UPSTREAM: Mapping[str, Counterparts] = {**OF_VALUES, **OF_STEPS, **OF_MODELS}
+UPSTREAM: Mapping[str, Counterparts] = {**OF_VALUES, **OF_STEPS, **OF_MODELS, **OF_AXES}
 
 # What FSDP2 does, and graphshard refuses: their counterparts are about the error.
 REFUSED = frozenset(

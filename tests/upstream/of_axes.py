@@ -1,0 +1,53 @@
+"""Counterparts of PyTorch's tests of FSDP2 together with tensor parallelism and pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.upstream.of_values import Counterparts
+
+_TENSOR, _STATE = "tests/distributed/test_tensor_parallel.py::", "tests/distributed/test_tensor_parallel_state.py::"
+_STAGES = "tests/distributed/test_pipelines.py::"
+_2D, _OLD = "TestFullyShard2DTraining.", "FSDP1, DDP or `replicate` in the place of FSDP2"
+
+OF_AXES: Mapping[str, Counterparts] = {
+    "test_composability/test_2d_composability.py": {
+        f"{_2D}test_train_parity_2d_mlp": (
+            f"{_TENSOR}test_mlps_train_as_with_fsdp2",
+            f"{_TENSOR}test_layers_that_are_computed_again",
+            f"{_TENSOR}test_options",
+        ),
+        f"{_2D}test_train_parity_2d_transformer": (
+            f"{_TENSOR}test_a_llama_with_sequence_parallelism_trains_as_with_fsdp2",
+            f"{_TENSOR}test_options",
+        ),
+        f"{_2D}test_tp_with_fsdp_offloading": (
+            f"{_TENSOR}test_a_data_axis_of_one_rank",
+            f"{_TENSOR}test_offloading_parts_inference_and_conversion",
+        ),
+        f"{_2D}test_train_parity_2d_transformer_checkpoint_resume": (f"{_STATE}test_resume_on_meshes_of_other_shapes",),
+        "TestFullyShard2DStateDict.test_fully_shard_tp_2d_set_full_state_dict": (
+            f"{_STATE}test_state_dicts_and_copies",
+        ),
+        "Test2dFSDP1ParallelIntegration.test_2d_ddp_integration_functionality": _OLD,
+        "TestNew2dParallelTraining.test_2d_fsdp_state_enable_extension": _OLD,
+        "TestNew2dParallelTraining.test_2d_e2e_training_default": _OLD,
+        "TestNew2dParallelTraining.test_2d_e2e_training_use_orig_params": _OLD,
+        "TestNew2dParallelTraining.test_2d_e2e_training_not_use_orig_params": _OLD,
+        "TestNew2dParallelStateDict.test_fsdp_2d_extension": _OLD,
+        "TestNew2dParallelStateDict.test_2d_state_dict": _OLD,
+        "TestNew2dParallelStateDict.test_2d_load_state_dict": _OLD,
+        "TestNew2dParallelStateDict.test_2d_optim_state_dict": _OLD,
+        "TestNew2dParallelStateDict.test_fsdp1_tp_2d_set_full_state_dict": _OLD,
+    },
+    "test_composability/test_pp_composability.py": {
+        "ComposabilityTest.test_pp_and_dcp": (f"{_STAGES}test_a_checkpoint_of_all_stages",),
+        "ComposabilityTest.test_3d_with_tp_dp_pp": (
+            f"{_STAGES}test_stages_equal_fsdp2",
+            f"{_STAGES}test_stages_with_a_tensor_axis",
+            f"{_STAGES}test_weights_have_no_backward_of_their_own",
+        ),
+        "ComposabilityTest.test_replicate_pp": _OLD,
+        "ComposabilityTest.test_replicate_pp_grads": _OLD,
+    },
+}
