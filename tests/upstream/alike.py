@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.nets import Block
-from tests.distributed.twins import assert_same, grads_of, local, params_of
+from tests.distributed.twins import assert_same, filled, grads_of, local, params_of
 
 Pair = tuple[nn.Module, nn.Module]
 # What is compared with FSDP2 beside it, which before torch 2.13 fails at it, or does not have it.
@@ -124,8 +124,10 @@ class _Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
-            kind = "gather" if "gather" in func._opname else "reduce"
-            most = max(leaf.numel() for leaf in pytree.tree_leaves((args, result)) if isinstance(leaf, Tensor))
+            halves = func._opname == "alltoall_base_"  # of a gather among two gloo ranks
+            kind = "gather" if "gather" in func._opname or halves else "reduce"
+            tensors = [leaf for leaf in pytree.tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+            most = max(tensor.numel() for tensor in ([filled(args)] if halves else tensors))
             self.launched.append(f"{kind} {self.names.get(most, most)}")
         return result
 
