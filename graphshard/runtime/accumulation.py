@@ -94,7 +94,7 @@ class Accumulation:
         Raises:
             UnsupportedError: for what earlier backwards left it is otherwise.
         """
-        left = Slot(slot.kind, names[slot.name], index=hash(summand))
+        left = _left(slot, names, summand)
         if left not in self.sums:
             raise UnsupportedError(
                 f"gradients of {left.name} are partial sums over the tensor axis in some calls and whole in others, "
@@ -105,7 +105,7 @@ class Accumulation:
 
     def put(self, slot: Slot, names: Mapping[str, str], value: torch.Tensor, summand: tuple[Sum, ...] = ()) -> None:
         """Leave something for later backwards."""
-        self.sums[Slot(slot.kind, names[slot.name], index=hash(summand))] = value
+        self.sums[_left(slot, names, summand)] = value
 
     def follow(self, phase: Phase, names: Mapping[str, str]) -> None:
         """Take and leave what a backward would, without values."""
@@ -115,3 +115,8 @@ class Accumulation:
         for slot in phase.outputs:
             if slot.kind in LEFT:
                 self.put(slot, names, torch.empty(0))
+
+
+def _left(slot: Slot, names: Mapping[str, str], summand: tuple[Sum, ...]) -> Slot:
+    """What is left goes by the parameter's name in the model, and by what is yet to be added up of it."""
+    return Slot(slot.kind, names[slot.name], index=hash(summand))

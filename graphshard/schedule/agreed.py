@@ -51,7 +51,7 @@ class AgreedPlanner:
     @within_one_plan()
     def __call__(self, program: Program) -> Plan:
         """The plan; raises `InfeasibleError` on all ranks if the first rank finds none within the limit."""
-        return planned_in_short(program, self._plan, self._plan) if program.few is not None else self._plan(program)
+        return planned_in_short(program, self._plan, self._plan)
 
     def _plan(self, program: Program) -> Plan:
         mine = communication(program)

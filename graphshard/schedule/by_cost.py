@@ -98,9 +98,7 @@ class PlanByCost:
             InfeasibleError: no plan fits in the memory limit; the message has the least bytes that one needs.
         """
         self._check_units(program)
-        if program.few is not None:
-            return planned_in_short(program, self._of_few, self)
-        return self._best(program)
+        return planned_in_short(program, self._of_few, self._best)
 
     def _of_few(self, program: Program) -> Plan:
         """The schedule is that of all blocks, and memory of parameters that of few, if it treats them alike."""

@@ -73,9 +73,7 @@ class PlanByUnit:
     @within_one_plan()
     def __call__(self, program: Program) -> Plan:
         """Bucket every collective of the program and place its start and wait."""
-        if program.few is not None:
-            return planned_in_short(program, self._of_few, self)
-        return self._plan(program)
+        return planned_in_short(program, self._of_few, self._plan)
 
     def _of_few(self, program: Program) -> Plan:
         if self.forward_prefetch or self.backward_prefetch:

@@ -196,7 +196,9 @@ def unfolded_positions(at: dict[Of, int], end: int, program: Program, phase_name
 
 
 def planned_in_short(program: Program, of_few: Planner, of_all: Planner) -> Plan:
-    """The plan of all blocks, of a program of few, or where that cannot be told from these, of one of all."""
+    """The plan of all blocks, of a program of few, or where there is none, or it cannot be told from these, of all."""
+    if program.few is None:
+        return of_all(program)
     try:
         return of_few(program)
     except Uneven as error:

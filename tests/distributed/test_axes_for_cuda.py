@@ -116,17 +116,19 @@ def test_programs_for_gpus_have_the_bits_of_compile(ranks: Ranks, tmp_path: Path
     assert ranks(4).run(as_compiled, str(_for_cpu(path)), name, "h100", share=False) == [["exported"]] * 4
 
 
+def _export_mlps(folder: Path, **options: Any) -> Path:
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return mlps(mesh["tp"], 1)
+
+    file, inputs = folder / "model.gshard", rows()
+    return graphshard.export(
+        Mlps(1), SHAPE, file, example_inputs=inputs, parallelize=parallelize, device="cuda", **options
+    )
+
+
 def test_several_kinds_of_gpu_share_a_file(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    path = graphshard.export(
-        Mlps(1),
-        SHAPE,
-        tmp_path / "model.gshard",
-        example_inputs=rows(),
-        parallelize=lambda model, mesh: mlps(mesh["tp"], 1),
-        device="cuda",
-        capability=[(8, 0), (10, 0)],
-    )
+    path = _export_mlps(tmp_path, capability=[(8, 0), (10, 0)])
     kinds = [set(row["gpus"]) for row in read_artifact(path).facts["regions"].values() if row["gpus"]]
     assert kinds
     assert all(kind == {"8.0", "10.0"} for kind in kinds)
@@ -155,13 +157,5 @@ def test_dropout_of_a_distributed_tensor(tmp_path: Path) -> None:
 
 def test_cpus_draw_as_before_afterwards(tmp_path: Path) -> None:
     before = _random._rng_tracker
-    graphshard.export(
-        Mlps(1),
-        SHAPE,
-        tmp_path / "x.gshard",
-        example_inputs=rows(),
-        parallelize=lambda model, mesh: mlps(mesh["tp"], 1),
-        device="cuda",
-        backend="eager",
-    )
+    _export_mlps(tmp_path, backend="eager")
     assert _random._rng_tracker is before
