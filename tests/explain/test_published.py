@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.published import FREE, ROWS, Case, case_of, fit, left_out, machine, orders
+from benchmarks.published import FREE, Case, case_of, fit, left_out, machine, orders
+from benchmarks.published_steps import ROWS
 from graphshard.cost.kernels import Work
 from graphshard.cost.multiplications import Gemm
 from graphshard.schedule.clock import Call, Launch, Wait
