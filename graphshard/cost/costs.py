@@ -181,8 +181,8 @@ class Costs:
         return "node" if self._spread(axis)[1] == 1 else "network"
 
     def exchange(self, num_bytes: Scalar, axis: Axis) -> Scalar:
-        """A reduce-scatter as all-to-all and a local sum, which reads everything and writes this rank's part."""
-        return self.collective("all_to_all", num_bytes, 1, axis) + self.copy(num_bytes)
+        """A reduce-scatter among two ranks as all-to-all, and the sum of two halves."""
+        return self.collective("all_to_all", num_bytes, 1, axis) + self.addition(num_bytes / 2)
 
     def copy(self, num_bytes: Scalar) -> Scalar:
         """A copy within device memory, as packed buckets need: read once, written once."""

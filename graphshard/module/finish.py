@@ -17,9 +17,9 @@ def finish(runner: Runner) -> None:
     """
     state = runner.accumulation
     left = {
-        slot.name
-        for slot in state.sums
-        if slot.name not in (state.unsynced if slot.kind == "accumulated" else state.unsynced | state.unreplicated)
+        each.name
+        for each in state.sums
+        if each.name not in (state.unsynced if each.kind == "accumulated" else state.unsynced | state.unreplicated)
     }
     chosen = []
     for one in (runner, *runner.entries.values()):

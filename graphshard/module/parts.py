@@ -268,7 +268,7 @@ def take_over(runner: Runner, parts: Sequence[Part]) -> None:
             (runner.reshard_chosen, old.reshard_chosen),
         ):
             ours.update(new[name] for name in theirs)
-        sums = {replace(slot, name=new[slot.name]): value for slot, value in old.accumulation.sums.items()}
+        sums = {left._replace(name=new[left.name]): value for left, value in old.accumulation.sums.items()}
         runner.accumulation.sums.update(sums)
         runner.unsharded.full.update({new[name]: value for name, value in old.unsharded.full.items()})
         runner.methods += [f"{part.label}.{method}" for method in old.methods]

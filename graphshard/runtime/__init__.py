@@ -22,8 +22,8 @@ that nobody waits for one that is not going to come (`hang_up.py`).
   the heap now and then while several are under way (torch 2.11 and 2.13; `benchmarks/gloo_gathers.py`). In the graphs
   they stay functional; only the bound executor differs, and only where gloo is the backend.
 * **Reduce-scatter as all-to-all is no pass.** Rules, plans, estimates and dumps see a marked reduce-scatter. The
-  executor gets the all-to-all when the group is bound. It is for two ranks only, because of the bits, and not under a
-  memory limit: its buffer is as large as the gradients and not part of the problem.
+  executor gets the all-to-all when the group is bound: each of two ranks, and only two, because of the bits, sends the
+  other its half, and adds its own to what it receives.
 * **Updates are lines of the bound backward**, not nodes of the program: which gradients are used up is known when a
   step begins, and the same program serves calls without an optimizer. Torch's own step runs on a stand-in whose
   parameters are local tensors, so there is one code for formulas and state, and nothing to keep equal.

@@ -6,12 +6,12 @@ import copy
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from graphshard.ir.errors import UnsupportedError
-from graphshard.ir.program import Phase, Slot
+from graphshard.ir.program import Phase, Slot, SlotKind
 from graphshard.ir.split import Sum
 from graphshard.ir.torch_internals import number_of_backward
 from graphshard.passes.accumulate_gradients import AccumulateGradients
@@ -20,6 +20,14 @@ from graphshard.runtime.arrivals import Taker
 
 # What backwards leave to each other.
 LEFT = ("accumulated", "partial", "pending")
+
+
+class Left(NamedTuple):
+    """What a backward leaves of a parameter, by its name in the model, and what is yet to be added up of it."""
+
+    kind: SlotKind
+    name: str
+    summand: tuple[Sum, ...] = ()
 
 
 @dataclass
@@ -31,7 +39,7 @@ class Accumulation:
     Attributes:
         unsynced: parameters whose gradients are not reduced at all for now.
         unreplicated: those whose gradients are reduced over shards, but not over replicas.
-        sums: what earlier backwards left, by slot.
+        sums: what earlier backwards left.
         calls: nodes of calls in graphs of autograd that are alive.
         measured: backwards are measured now, which return gradients that stand for those that would be accumulated.
         taker: takes gradients of the backward that comes now where they arrive; None lets it return them.
@@ -40,7 +48,7 @@ class Accumulation:
 
     unsynced: set[str] = field(default_factory=set)
     unreplicated: set[str] = field(default_factory=set)
-    sums: dict[Slot, torch.Tensor] = field(default_factory=dict)
+    sums: dict[Left, torch.Tensor] = field(default_factory=dict)
     calls: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     measured: bool = False
     taker: Taker | None = None
@@ -53,8 +61,8 @@ class Accumulation:
     def begin(self) -> None:
         """A call outside of backward: what the last one left to a part of it that never came is forgotten."""
         if number_of_backward() == -1:
-            for slot in [slot for slot in self.sums if slot.kind == "pending"]:
-                del self.sums[slot]
+            for left in [left for left in self.sums if left.kind == "pending"]:
+                del self.sums[left]
 
     def drop_ahead(self) -> None:
         """Let the next forward gather everything itself."""
@@ -74,7 +82,7 @@ class Accumulation:
 
         if not (self.unsynced or self.unreplicated or self.sums or deferred):
             return None
-        left = {kind: {slot.name for slot in self.sums if slot.kind == kind} for kind in LEFT}
+        left = {kind: {each.name for each in self.sums if each.kind == kind} for kind in LEFT}
         step = AccumulateGradients(
             those(self.unsynced),
             those(self.unreplicated),
@@ -94,7 +102,7 @@ class Accumulation:
         Raises:
             UnsupportedError: for what earlier backwards left it is otherwise.
         """
-        left = _left(slot, names, summand)
+        left = Left(slot.kind, names[slot.name], summand)
         if left not in self.sums:
             raise UnsupportedError(
                 f"gradients of {left.name} are partial sums over the tensor axis in some calls and whole in others, "
@@ -105,7 +113,7 @@ class Accumulation:
 
     def put(self, slot: Slot, names: Mapping[str, str], value: torch.Tensor, summand: tuple[Sum, ...] = ()) -> None:
         """Leave something for later backwards."""
-        self.sums[_left(slot, names, summand)] = value
+        self.sums[Left(slot.kind, names[slot.name], summand)] = value
 
     def follow(self, phase: Phase, names: Mapping[str, str]) -> None:
         """Take and leave what a backward would, without values."""
@@ -115,8 +123,3 @@ class Accumulation:
         for slot in phase.outputs:
             if slot.kind in LEFT:
                 self.put(slot, names, torch.empty(0))
-
-
-def _left(slot: Slot, names: Mapping[str, str], summand: tuple[Sum, ...]) -> Slot:
-    """What is left goes by the parameter's name in the model, and by what is yet to be added up of it."""
-    return Slot(slot.kind, names[slot.name], index=hash(summand))

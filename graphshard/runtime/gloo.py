@@ -9,9 +9,11 @@ All-gathers: the functional ones of torch 2.11 to 2.13 corrupt the heap on gloo 
 Reduce-scatters, where the plan says that it is cheaper: gloo runs one as an all-reduce for each rank. On two ranks the
 sum of two has the same bits in either order; on more it would have to be in gloo's order, so there it is not done.
 
-    %r = reduce_scatter_tensor(%g, avg, 2, shard)      %r = all_to_all_single(%g, [n, n], [n, n], shard)
+    %r = reduce_scatter_tensor(%g, avg, 2, shard)      %r = swap_halves(%g, shard)
     %w = wait_tensor(%r)                               %w = wait_tensor(%r)
-                                                       %s = pair_sum(%w, avg)
+                                                       %s = add_own_half(%w, %g, avg, shard)
+
+Each rank sends the half that is the other's, and adds its own to what it receives: no buffer but the result.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from graphshard.ir.distributed_internals import all_gather_into
-from graphshard.ir.graph import REDUCES, WAIT, c10d, fake, launch_of
+from graphshard.ir.distributed_internals import all_gather_into, rank_in_group
+from graphshard.ir.graph import REDUCES, WAIT, c10d, launch_of
 from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.ir.program import Phase, Program
 from graphshard.runtime.custom import undo
@@ -55,8 +57,6 @@ _LAUNCHES = {
 
 _PLANNED = {launched: planned for planned, launched in _LAUNCHES.items()} | FUNCTIONAL
 
-EXCHANGE = c10d.all_to_all_single.default
-
 
 def exchange_reductions(phase: Phase) -> None:
     """Rewrite the reductions that are marked `exchanged`, in place; their group is the last argument."""
@@ -68,15 +68,26 @@ def exchange_reductions(phase: Phase) -> None:
         assert isinstance(gradient, Node)
         assert size == EXCHANGE_RANKS
         (wait,) = (user for user in node.users if user.target is WAIT)
-        rows = fake(node).shape[0]
-        node.target, node.args = EXCHANGE, (gradient, [rows] * EXCHANGE_RANKS, [rows] * EXCHANGE_RANKS, group)
-        node.meta["val"] = fake(gradient)
+        node.target, node.args = swap_halves, (gradient, group)
         with graph.inserting_after(wait):
-            total = graph.call_function(pair_sum)
+            total = graph.call_function(add_own_half)
         total.meta.update(wait.meta)
         wait.replace_all_uses_with(total)
-        total.args = (wait, op)
-        wait.meta["val"] = fake(gradient)
+        total.args = (wait, gradient, op, group)
+
+
+def swap_halves(gradient: torch.Tensor, group: str) -> torch.Tensor:
+    """This rank's half along dim 0 of what the other of two ranks has, to be waited for."""
+    other, sizes = 1 - rank_in_group(group), [0, 0]
+    theirs = gradient.chunk(EXCHANGE_RANKS)[other]
+    sizes[other] = len(theirs)
+    return c10d.all_to_all_single(theirs, sizes, sizes, group)
+
+
+def add_own_half(received: torch.Tensor, gradient: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """The sum, or with "avg" the mean, of what was received and this rank's half, in the place of the former."""
+    total = received.add_(gradient.chunk(EXCHANGE_RANKS)[rank_in_group(group)])
+    return total.div_(EXCHANGE_RANKS) if op == "avg" else total
 
 
 def as_planned(program: Program) -> Program:
@@ -88,19 +99,10 @@ def as_planned(program: Program) -> Program:
         undo(graph)
         for node in graph.nodes:
             node.target = _PLANNED.get(node.target, node.target)
-        for total in graph.find_nodes(op="call_function", target=pair_sum):
-            wait, op = total.args
+        for total in graph.find_nodes(op="call_function", target=add_own_half):
+            wait, gradient, op, group = total.args
             launch = launch_of(wait)
-            launch.target = c10d.reduce_scatter_tensor.default
-            launch.args = (launch.args[0], op, EXCHANGE_RANKS, launch.args[-1])
-            launch.meta["val"] = wait.meta["val"] = fake(total)
+            launch.target, launch.args = c10d.reduce_scatter_tensor.default, (gradient, op, EXCHANGE_RANKS, group)
             total.replace_all_uses_with(wait)
             graph.erase_node(total)
     return copied
-
-
-def pair_sum(parts: torch.Tensor, op: str) -> torch.Tensor:
-    """The sum, or with "avg" the mean, of the two halves along dim 0."""
-    first, second = parts.chunk(EXCHANGE_RANKS)
-    total = first + second
-    return total.div_(EXCHANGE_RANKS) if op == "avg" else total

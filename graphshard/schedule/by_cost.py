@@ -153,9 +153,8 @@ class PlanByCost:
             profile = self.costs.profile
             copied = profile.inside["gather"].tensor_seconds * profile.memory_bandwidth / 2 / program.mesh.shard.size
             pack_below = int(max(profile.pack_below, copied) if on_cpu else profile.pack_below)
-        # An exchange makes a second buffer, which the memory of the problem does not count, and its order of summation
-        # is the same on two ranks only.
-        exchange = on_cpu and program.mesh.shard.size == EXCHANGE_RANKS and self.memory_limit is None
+        # On two ranks only is an exchange's order of summation the same.
+        exchange = on_cpu and program.mesh.shard.size == EXCHANGE_RANKS
         return Settings(self.constraints, exact, exchange, pack_below, self.optimizer_states)
 
     def _shortest(self, program: Program, settings: Settings) -> _Planned:

@@ -126,9 +126,6 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
         start, before = before, found.node_times.get(node, ended)
         if node.op == "call_module" and (inside := found.workspace[node]):
             yield Tensor(f"{node.name} {module_of(node)}", "inside regions", inside, start, before)
-        if is_collective(node) and node.meta.get("exchanged"):
-            (gradient,) = node.all_input_nodes
-            yield Tensor(node.meta["bucket"], "communication buffers", num_bytes(gradient), start, last[node])
         if owner[node] is not node or not num_bytes(node) or node.op in ("call_module", "output") or _on_host(node):
             continue
         end = ended if node in results else last[node]

@@ -14,7 +14,7 @@ from graphshard.ir.printer import print_communication
 from graphshard.ir.program import Program
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
-from graphshard.runtime.gloo import EXCHANGE, exchange_reductions, pair_sum
+from graphshard.runtime.gloo import add_own_half, exchange_reductions, swap_halves
 from graphshard.runtime.groups import on_gloo
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.ways import make_link
@@ -38,10 +38,10 @@ def exchanged(program: Program) -> list[bool]:
 
 
 def test_who_gets_them() -> None:
-    """Two ranks on the CPU, where it is cheaper and no memory limit would have to count the second buffer."""
+    """Two ranks on the CPU, where it is cheaper, under a limit for memory, too: it takes no second buffer."""
     assert all(exchanged(reordered(PlanByCost(GLOO))))
     assert not any(exchanged(reordered(PlanByCost(GLOO), world_size=4)))
-    assert not any(exchanged(reordered(PlanByCost(GLOO, memory_limit=1 << 30))))
+    assert all(exchanged(reordered(PlanByCost(GLOO, memory_limit=1 << 30))))
     assert not any(exchanged(reordered(PlanByCost(GLOO, exact_reductions=False, pack_below=0))))  # several tensors
 
 
@@ -66,16 +66,9 @@ def test_what_runs() -> None:
     phase.module.graph.lint()
     nodes = list(phase.module.graph.nodes)
     assert not any(node.target in REDUCES for node in nodes)
-    sums = [node for node in nodes if node.target is pair_sum]
-    assert len(sums) == len(reductions) == sum(node.target is EXCHANGE for node in nodes)
-    assert all(node.args[0].target is WAIT and node.args[1] == "avg" for node in sums)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_sum_of_two(dtype: torch.dtype) -> None:
-    parts = torch.randn(6, 4).to(dtype)
-    assert torch.equal(pair_sum(parts, "sum"), parts[3:] + parts[:3])
-    assert torch.equal(pair_sum(parts, "avg"), (parts[:3] + parts[3:]) / 2)
+    sums = [node for node in nodes if node.target is add_own_half]
+    assert len(sums) == len(reductions) == sum(node.target is swap_halves for node in nodes)
+    assert all(node.args[0].target is WAIT and node.args[2] == "avg" for node in sums)
 
 
 def test_what_gloo_sends_goes_by_the_group(fake_world: FakeWorld) -> None:

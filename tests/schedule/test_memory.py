@@ -80,7 +80,7 @@ def test_what_regions_allocate_inside() -> None:
 
 
 def test_gradients_are_alive_until_their_reduction_is_waited_for() -> None:
-    """And where a reduction is an exchange, so is what it receives."""
+    """Where a reduction is an exchange, they and its result are all there is of it."""
     net = {"example_inputs": (TOKENS,), "mp_policy": BF16}
     found = graphshard.explain(meta_net(), (8,), **net)  # wide enough that gradients are not packed
     ends = {tensor.name.split()[0]: tensor.end for tensor in tensors(found._program, found._timeline)}
@@ -92,8 +92,7 @@ def test_gradients_are_alive_until_their_reduction_is_waited_for() -> None:
                     assert ends[name] >= found._timeline.node_times[node]
                     held += 1
     assert held
-    assert "communication buffers" not in {t.what for t in tensors(found._program, found._timeline)}
     pair = graphshard.explain(meta_net(width=64), (2,), hardware="cpu-gloo", **net)
-    buffers = [t for t in tensors(pair._program, pair._timeline) if t.what == "communication buffers"]
-    exchanged = [b for b in pair._program.plan.buckets if b.exchanged]
-    assert {t.name for t in buffers} == {b.name for b in exchanged} != set()
+    assert any(bucket.exchanged for bucket in pair._program.plan.buckets)
+    kinds = [{tensor.what for tensor in tensors(each._program, each._timeline)} for each in (found, pair)]
+    assert kinds[0] == kinds[1]
