@@ -36,6 +36,7 @@ TORCH_INTERNALS = (
     "graphshard.capture.capture",
     "graphshard.capture.phase",
     "graphshard.lower.cpp_internals",
+    "graphshard.lower.cpu_internals",
     "graphshard.lower.cross_internals",
     "graphshard.lower.scheduler_internals",
     "graphshard.lower.inductor",

@@ -27,7 +27,7 @@ is compiled with.
   without their operands, and are the same. Generated code gets a kernel that is pending, and the libraries are put
   where Inductor looks for them, each whole or not there. What fails is compiled by Inductor as if nothing had been
   tried.
-* **What Inductor does once begins early** (`cpp_internals.begin`), in a thread beside the capture: it asks compiler and
+* **What Inductor does once begins early** (`cpu_internals.begin`), in a thread beside the capture: it asks compiler and
   CPU for their vector instructions, with a file for each set of them, and compiles the header of its kernels. If the
   best set works, the others are not tried. Where code of regions is kept it begins with the first that is not.
 * **What lies in Inductor's cache is not trusted** (`damage.py`). It is there, so Inductor never makes it again, and to

@@ -27,9 +27,9 @@ def begin_compiling(backend: Backend, device: torch.device) -> None:
     there may be nothing to compile.
     """
     if backend == "inductor" and device.type == "cpu" and not store_here():
-        from graphshard.lower import cpp_internals
+        from graphshard.lower import cpu_internals
 
-        cpp_internals.begin()
+        cpu_internals.begin()
 
 
 def _all_eager(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:

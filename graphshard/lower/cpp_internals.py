@@ -5,8 +5,7 @@
         kernels, 64 KB of source            a compiler
     load region_1, region_2, ...            finds libraries where Inductor looks for them
 
-What is not there by then, for whatever reason, is compiled by Inductor one by one. Before all that Inductor finds out
-what the CPU can do, and compiles a header; `begin` starts that.
+What is not there by then, for whatever reason, is compiled by Inductor one by one.
 """
 
 from __future__ import annotations
@@ -15,24 +14,22 @@ import contextlib
 import contextvars
 import functools
 import logging
-import os
 import shlex
 import subprocess
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch._inductor import async_compile, config, cpu_vec_isa
+from torch._inductor import async_compile
 from torch._inductor.codecache import CppPythonBindingsCodeCache, get_lock_dir
 from torch._inductor.cpp_builder import get_cpp_compiler, is_gcc
 
 from graphshard.ir.torch_internals import replaced
 from graphshard.ir.wanted import still_wanted
-from graphshard.lower.cache import VARIABLE
+from graphshard.lower.cpu_internals import ASKS_EVERY, beginning, done
 from graphshard.lower.damage import RemovedError, check_whole
 from graphshard.lower.together import Compilers, Job, compile_together
 
@@ -41,7 +38,6 @@ log = logging.getLogger(__name__)
 # Characters of source that are compiled together: in half a second, as long as the header takes to read. Where there is
 # no core for that beside this thread, four times as many.
 _TOGETHER, _TOGETHER_ALONE = 64 << 10, 256 << 10
-_ASKS_EVERY = 0.5
 
 
 @dataclass
@@ -64,7 +60,7 @@ class Pending:
 
     def wait(self) -> None:
         """Wait until it is compiled, or could not be; raises what ends the work."""
-        while self.unit is not None and not wait([self.unit], _ASKS_EVERY).done:
+        while self.unit is not None and not wait([self.unit], ASKS_EVERY).done:
             still_wanted()
 
     def result(self) -> Any:
@@ -77,7 +73,7 @@ class Pending:
 
     def _loaded(self) -> Any:
         if self._load is None:
-            self.prepare(lambda work: _done())
+            self.prepare(lambda work: done())
             assert self._load is not None
         return self._load()
 
@@ -189,7 +185,7 @@ class _Collecting(async_compile.AsyncCompile):
 
 def _compile(kernels: list[Pending], compilers: Compilers) -> None:
     """Compile kernels that are not in Inductor's cache."""
-    while not _beginning().header.wait(_ASKS_EVERY):
+    while not beginning().header.wait(ASKS_EVERY):
         if compilers.ended:
             return
     jobs: list[Job] = []
@@ -197,7 +193,7 @@ def _compile(kernels: list[Pending], compilers: Compilers) -> None:
     def submit(work: Any) -> Future[None]:
         if (job := _job(work)) is not None:
             jobs.append(job)
-        return _done()
+        return done()
 
     for kernel in kernels:
         kernel.prepare(submit)
@@ -214,85 +210,6 @@ def _job(work: Any) -> Job | None:
         log.debug("how Inductor compiles is not understood: %s", error)
         return None
     return Job(command, Path(source), target)
-
-
-def _done() -> Future[None]:
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
-
-
-# --- what Inductor needs before the first kernel --------------------------------------------------------------
-
-
-@dataclass
-class _Beginning:
-    """Of a process that uses one directory for Inductor's cache.
-
-    Attributes:
-        cpu: set when it is known what the CPU can do, which generated code depends on.
-        header: set when the header is there as well.
-    """
-
-    cpu: threading.Event = field(default_factory=threading.Event)
-    header: threading.Event = field(default_factory=threading.Event)
-
-
-# By process, as a fork has none of the threads of the process that it comes from, and directory.
-_beginnings: dict[tuple[int, str], _Beginning] = {}
-
-
-def begin() -> None:
-    """Start to find out what the CPU can do, and to compile the header of kernels, in a thread; returns at once."""
-    _beginning()
-
-
-def wait_for_cpu() -> None:
-    """Wait until it is known what the CPU can do."""
-    while not _beginning().cpu.wait(_ASKS_EVERY):
-        still_wanted()
-
-
-def _beginning() -> _Beginning:
-    key = os.getpid(), os.environ.get(VARIABLE, "")
-    with _LOCK:
-        if key not in _beginnings:
-            _beginnings[key] = beginning = _Beginning()
-            run = functools.partial(contextvars.copy_context().run, _begin, beginning)
-            threading.Thread(target=run, name="graphshard-begin", daemon=True).start()
-        return _beginnings[key]
-
-
-_LOCK = threading.Lock()
-_NOTHING = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(float* nothing) {}\n'
-
-
-def _begin(beginning: _Beginning) -> None:
-    try:
-        _probe()
-        beginning.cpu.set()
-        # Inductor compiles the header before it has a kernel compiled; the kernel is not wanted here.
-        CppPythonBindingsCodeCache.load_pybinding_async(["float*"], _NOTHING, submit_fn=lambda work: _done())
-    except Exception:  # it comes again where a kernel is compiled
-        log.debug("Inductor cannot begin", exc_info=True)
-    finally:
-        beginning.cpu.set()
-        beginning.header.set()
-
-
-def _probe() -> None:
-    """Let Inductor find out which vector instructions the CPU, the compiler and torch have.
-
-    It compiles one file for each set of them, and takes the best. Where that works so do the others, which are parts of
-    it, and their files need not be compiled.
-    """
-    chosen = config.cpp.vec_isa_ok is not None or config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ
-    known = cpu_vec_isa.x86_isa_checker()
-    sets = (isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= set(known))
-    best = None if chosen else next(sets, None)
-    works = best is not None and best.check_build(cpu_vec_isa.VecISA._avx_code)
-    with config.patch({"cpp.vec_isa_ok": True}) if works else contextlib.nullcontext():
-        cpu_vec_isa.valid_vec_isa_list()
 
 
 def _check_header(said: str) -> None:

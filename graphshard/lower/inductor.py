@@ -38,7 +38,8 @@ from graphshard.ir.strides import laid_out
 from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.ir.wanted import still_wanted
 from graphshard.lower.cache import writable_cache
-from graphshard.lower.cpp_internals import Batch, load, pending_in, wait_for_cpu
+from graphshard.lower.cpp_internals import Batch, load, pending_in
+from graphshard.lower.cpu_internals import wait_for_cpu
 from graphshard.lower.libraries import EXTERN_KERNELS, KeptRegion, Kernels, trimmed
 from graphshard.lower.numbers import numbers_as_tensors
 from graphshard.lower.one_hots import OneHots, has_one_hots

@@ -203,29 +203,6 @@ def test_nothing_is_said_of_a_header_that_is_used(caplog: pytest.LogCaptureFixtu
     assert not caplog.records
 
 
-def test_the_cpu_is_what_inductor_finds_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer files are compiled, and the answer is the same."""
-    isa = cpp_internals.cpu_vec_isa
-    isa.valid_vec_isa_list.cache_clear()
-    cpp_internals._probe()
-    ours = list(map(str, isa.valid_vec_isa_list()))
-    isa.valid_vec_isa_list.cache_clear()
-    assert list(map(str, isa.valid_vec_isa_list())) == ours
-    assert inductor.config.cpp.vec_isa_ok is None
-
-
-def test_what_begins_is_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[Any] = []
-    monkeypatch.setattr(cpp_internals, "_begin", lambda beginning: (begun.append(beginning), beginning.cpu.set()))
-    cpp_internals.begin()
-    cpp_internals.begin()
-    cpp_internals.wait_for_cpu()
-    assert len(begun) == 1
-    monkeypatch.setattr(os, "getpid", lambda: -1)  # a fork has no thread that goes on with it
-    cpp_internals.wait_for_cpu()
-    assert len(begun) == 2
-
-
 def test_damaged_entries_of_inductors_cache_are_made_again(tmp_path: Path) -> None:
     regions = regions_from(8000, 2)
     first = dict(compile_all(regions, lambda told: None))

@@ -91,7 +91,7 @@ def test_what_another_rank_has_kept_meanwhile_is_found(kept: Region) -> None:
 
 
 def test_nothing_is_begun_where_regions_were_kept(kept: Region, directory: Path) -> None:
-    with mock.patch("graphshard.lower.cpp_internals.begin") as begun:
+    with mock.patch("graphshard.lower.cpu_internals.begin") as begun:
         begin_compiling("inductor", torch.device("cpu"))
         assert begun.call_count == 0
         shutil.rmtree(directory)
