@@ -63,7 +63,7 @@ def test_tlparse(tmp_path: Path) -> None:
 
 
 def _ranges(model: nn.Module, batch: torch.Tensor) -> list[str]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         model(batch).backward()
     names = [(event.time_range.start, event.name) for event in profile.events()]
     return [name for _, name in sorted(names) if name.startswith(("region_", "start ", "wait "))]
