@@ -100,7 +100,8 @@ class Short:
             return self._long(begin, plans, observer)
         program.plan = plans[-1] if plans else None
         list_calls(program)
-        observer.note(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun)
+        text = f"the program of all {self.few.repeats.groups} groups of blocks: see the stage lower\n"
+        observer.note(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun, text=text)
         return program, partitioned if "backward" in program.phases else None
 
     def _long(self, begin: Program, plans: Sequence[Plan], observer: Observer) -> tuple[Program, Partitioned | None]:
