@@ -56,7 +56,7 @@ from graphshard.ir.mesh import Axis, Mesh, MeshLike
 from graphshard.ir.precision import precision_of
 from graphshard.ir.printer import number
 from graphshard.ir.program import Program
-from graphshard.ir.repeats import Uneven, captured_rows
+from graphshard.ir.repeats import Few, Uneven, captured_rows
 from graphshard.ir.stamp import all_blocks, stamp
 from graphshard.ir.text import brief
 from graphshard.ir.units import find_units
@@ -72,8 +72,9 @@ from graphshard.pipeline.few import outlined
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import decided, run_pass
 from graphshard.pipeline.verify import verify
+from graphshard.schedule.build import Settings, build
 from graphshard.schedule.few import folded_plan
-from graphshard.schedule.known import Known, while_unchanged
+from graphshard.schedule.known import Known, while_unchanged, within_one_plan
 
 log = logging.getLogger(__name__)
 
@@ -309,9 +310,19 @@ class Study:
             log.info("passes are of every block: %s", error)
             return self._finished(replace(all_blocks(planned), plan=planned.plan), passes, observer)
 
-    def _stays_few(self, spec: CaptureSpec) -> bool:
-        """Whether equal blocks that were left out are so until regions are cut out."""
-        return not (self.symbols or spec.groups)
+    def _few(self, partitioned: Program, few: Few, passes: Sequence[Pass], costs: Costs) -> Program:
+        """A copy of a program of few blocks, behind these passes.
+
+        Raises:
+            Uneven: the schedule of all blocks cannot be told of it.
+        """
+        program = _copy(partitioned)
+        program.few = few
+        for step in passes:
+            run_pass(step, program, self._observer(program.mesh))
+        with within_one_plan():
+            build(program, replace(costs, mesh=program.mesh), Settings())
+        return program
 
     def _showing(self, mesh: Mesh | None = None, machine: str = "") -> Callable[[str], None]:
         """What is told of a phase, and which program of the study it is about."""
@@ -388,13 +399,16 @@ class Study:
         for step in of_blocks:
             run_pass(step, program, observer)
         if repeats is not None:
-            if self._stays_few(spec):
-                program.few = few_of(program, repeats, rows)
-            else:
-                observer.show("stamp")
-                program = stamp(program, repeats, rows)
-                if level != "off":
-                    verify(program, "the copies of equal blocks")
+            # Until regions are cut out, if blocks can be scheduled so; what the model communicates moves among blocks.
+            if not (self.symbols or spec.groups):
+                try:
+                    return self._few(program, few_of(program, repeats, rows), before_plan[len(of_blocks) :], costs)
+                except Uneven as error:
+                    log.info("planned for every block: %s", error)
+            observer.show("stamp")
+            program = stamp(program, repeats, rows)
+            if level != "off":
+                verify(program, "the copies of equal blocks")
         for step in before_plan[len(of_blocks) :]:
             run_pass(step, program, observer)
         return program
