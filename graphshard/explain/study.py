@@ -61,14 +61,14 @@ from graphshard.ir.stamp import all_blocks, stamp
 from graphshard.ir.text import brief
 from graphshard.ir.units import find_units
 from graphshard.lower.backends import compiler_for
-from graphshard.lower.regions import lower
+from graphshard.lower.regions import lower, outline
 from graphshard.options.checks import check_examples, check_model
 from graphshard.options.options import Options
 from graphshard.options.passes import pipeline_of
 from graphshard.options.pretended import Parallelize
 from graphshard.options.table import not_by_cost
 from graphshard.passes import MakePlan, OverlapCollectives, Pass
-from graphshard.pipeline.few import outlined
+from graphshard.pipeline.few import stamped
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import decided, run_pass
 from graphshard.pipeline.verify import verify
@@ -303,7 +303,8 @@ class Study:
                 run_pass(step, program, alone)
             if observer.level != "off":
                 verify(program, "the last pass", complete=True)
-            program = outlined(program, planned.plan)
+            outline(program)
+            program = stamped(program, planned.plan)
             number(program)
             return program
         except Uneven as error:

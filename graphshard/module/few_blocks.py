@@ -31,10 +31,11 @@ from graphshard.ir.program import Program
 from graphshard.ir.repeats import TEMPLATE, Few, Repeats, Uneven
 from graphshard.ir.stamp import all_blocks, stamp
 from graphshard.ir.state import MISSING, ModuleState, Place, Read
+from graphshard.lower.regions import outline
 from graphshard.module.places import look_up
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, Partition, Pass
-from graphshard.pipeline.few import outlined
+from graphshard.pipeline.few import stamped
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Partitioned, run_pass, run_pipeline
 from graphshard.schedule.by_unit import PlanByUnit
@@ -92,8 +93,9 @@ class Short:
             for step in steps:
                 run_pass(step, program, alone)
             alone.end(program)
+            outline(program)
             begun = time.perf_counter()
-            program = outlined(program, plans[-1] if plans else None)
+            program = stamped(program, plans[-1] if plans else None)
         except Uneven as error:
             log.info("passes are of every block: %s", error)
             return self._long(begin, plans, observer)

@@ -9,11 +9,11 @@ from graphshard.ir.program import Program
 from graphshard.ir.repeats import TEMPLATE, Repeats
 from graphshard.ir.stamp import stamp
 from graphshard.ir.unfold import Unfolding
-from graphshard.lower.regions import list_calls, outline
+from graphshard.lower.regions import list_calls
 
 
-def outlined(program: Program, plan: Plan | None) -> Program:
-    """The program of all blocks with its regions cut out, made of one of few, which is used up.
+def stamped(program: Program, plan: Plan | None) -> Program:
+    """The program of all blocks, made of an outlined one of few, which is used up.
 
     Args:
         plan: of all blocks.
@@ -22,7 +22,6 @@ def outlined(program: Program, plan: Plan | None) -> Program:
         Uneven: blocks differ.
     """
     assert program.few is not None
-    outline(program)
     made = stamp(program, program.few.repeats, program.few.params, program.few.saved)
     made.plan = plan
     list_calls(made)

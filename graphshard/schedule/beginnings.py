@@ -113,9 +113,9 @@ class Beginnings:
         """The ways to send some transfers of which no other is better."""
         key = way, *contents
         if key not in self._loads:
-            *sums, must, must_not = contents
+            num_bytes, num_tensors, num_small, small_bytes, must, must_not = contents
             forced = {packed for packed, times in ((True, must), (False, must_not)) if times}
-            together = Together(*sums, way=way, forced=forced)
+            together = Together(num_bytes, num_tensors, num_small, small_bytes, way, forced)
             self._loads[key] = list(_no_worse([(p, together.load(self.link, self.kind, p)) for p in together.modes]))
         return self._loads[key]
 

@@ -1,7 +1,7 @@
 """A problem with fewer of many equal blocks, which says whether a search of all of them pays.
 
-    items    embedding | 0 | 1 | 2 | 3 | 4 ... N-5 | N-4 | N-3 | N-2 | N-1 | head
-    shorter  embedding | 0 | 1 | 2 | 3 |             N-4 | N-3 | N-2 | N-1 | head
+    items    embedding | 0 | 1 | 2 | 3 ... N-4 | N-3 | N-2 | N-1 | head
+    shorter  embedding | 0 | 1 | 2 |             N-3 | N-2 | N-1 | head
 
 What a schedule gains over another is something at the ends, and something for each block. If it gains g in the shorter
 one, which has a share s of the blocks, it gains g / s in all at the most. Bytes that are alive are those of the blocks
@@ -17,8 +17,8 @@ import numpy as np
 
 from graphshard.schedule.problem import Chain, Problem, Transfer
 
-# Blocks that are left, half of them at either end: as many as a bucket of the dynamic program may have transfers.
-BLOCKS = 8
+# Blocks that are left, half of them at either end.
+BLOCKS = 6
 # Items of a block that are looked for at the most.
 _LONGEST = 64
 
