@@ -29,6 +29,10 @@ from graphshard.schedule.ways import on_one_link, ways_of
 
 log = logging.getLogger(__name__)
 
+# So many times the bound or less, a search of few blocks says whether one of all pays. Where latencies take longer than
+# that, buckets of many blocks may gain what few blocks do not show.
+_CLOSE = 1.1
+
 
 @dataclass(frozen=True)
 class _Planned:
@@ -196,7 +200,8 @@ class PlanByCost:
                 break
             solver = Solver(limit, exact_kept=0, steps=self.steps, below=below)
             try:
-                if fits and not _may_gain(problems[attempt], problems[together], first - below, solver):
+                close = fits and best.seconds <= _CLOSE * bound
+                if close and not _may_gain(problems[attempt], problems[together], first - below, solver):
                     continue
                 found = self._planned(program, built[attempt], attempt, solver)
             except InfeasibleError as error:

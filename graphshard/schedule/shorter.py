@@ -3,9 +3,9 @@
     items    embedding | 0 | 1 | 2 | 3 ... N-4 | N-3 | N-2 | N-1 | head
     shorter  embedding | 0 | 1 | 2 |             N-3 | N-2 | N-1 | head
 
-What a schedule gains over another is something at the ends, and something for each block. If it gains g in the shorter
-one, which has a share s of the blocks, it gains g / s in all at the most. Bytes that are alive are those of the blocks
-that are left, so a limit of memory is as tight.
+What a schedule gains over another is something at the ends, and something for each block, as long as its buckets span
+no more blocks than are left. If it gains g in the shorter one, which has a share s of the blocks, it gains g / s in all
+at the most. Bytes that are alive are those of the blocks that are left, so a limit of memory is as tight.
 """
 
 from __future__ import annotations
