@@ -48,28 +48,33 @@ from graphshard.explain.subject import (
 )
 from graphshard.explain.symbols import spread_ranks
 from graphshard.explain.training import Training
+from graphshard.ir.alike import few_of
 from graphshard.ir.collector import collector_paused
 from graphshard.ir.errors import ArgumentError, GraphshardError
 from graphshard.ir.given import check_bool, check_function, check_seconds, is_int
 from graphshard.ir.mesh import Axis, Mesh, MeshLike
 from graphshard.ir.precision import precision_of
+from graphshard.ir.printer import number
 from graphshard.ir.program import Program
-from graphshard.ir.repeats import Uneven, captured_rows
-from graphshard.ir.stamp import stamp
+from graphshard.ir.repeats import Few, Uneven, captured_rows
+from graphshard.ir.stamp import all_blocks, stamp
 from graphshard.ir.text import brief
 from graphshard.ir.units import find_units
 from graphshard.lower.backends import compiler_for
-from graphshard.lower.regions import lower
+from graphshard.lower.regions import lower, outline
 from graphshard.options.checks import check_examples, check_model
 from graphshard.options.options import Options
 from graphshard.options.passes import pipeline_of
 from graphshard.options.pretended import Parallelize
 from graphshard.options.table import not_by_cost
 from graphshard.passes import MakePlan, OverlapCollectives, Pass
+from graphshard.pipeline.few import stamped
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import decided, run_pass
 from graphshard.pipeline.verify import verify
-from graphshard.schedule.known import Known, while_unchanged
+from graphshard.schedule.build import Settings, build
+from graphshard.schedule.few import folded_plan
+from graphshard.schedule.known import Known, while_unchanged, within_one_plan
 
 log = logging.getLogger(__name__)
 
@@ -229,6 +234,7 @@ class Study:
         study = replace(self, options=replace(self.options, reshard_after_forward=False))
         study._subjects, study._before_plan = self._subjects, self._of_stages
         whole = study._prepared(place, costs)
+        whole = whole if whole.few is None else all_blocks(whole)
         subject = self._subjects[_whose(place)]
         blocks = blocks_of(subject.lists, subject.repeats, whole.model)
         stages = stages_of(whole, blocks, course, costs)
@@ -273,18 +279,51 @@ class Study:
         schedule = replace(planned.plan, prediction=None).hash if planned.plan else ""
         key = place, self._machine(costs), schedule
         if key not in self._scheduled:
-            planned = _copy(planned)
-            observer = self._observer(mesh)
-            for step in passes[begin + 1 :]:
-                run_pass(step, planned, observer)
-            if level != "off":
-                verify(planned, "the last pass", complete=True)
+            lowered = self._finished(planned, passes[begin + 1 :], self._observer(mesh))
+            if level != "off" and planned.few is None:
+                verify(lowered, "the last pass", complete=True)
             if self.symbols:
-                spread_ranks(planned)
-            observer.show("lower")
-            lower(planned, compiler_for("eager"), {})
-            self._scheduled[key] = planned
+                spread_ranks(lowered)
+            self._showing(mesh)("lower")
+            lower(lowered, compiler_for("eager"), {})
+            self._scheduled[key] = lowered
         return replace(self._scheduled[key], plan=planned.plan)
+
+    def _finished(self, planned: Program, passes: Sequence[Pass], observer: Observer) -> Program:
+        """A copy of a planned program behind the passes that follow; of one of few blocks that of all, outlined."""
+        program = _copy(planned)
+        if planned.few is None or planned.plan is None:
+            for step in passes:
+                run_pass(step, program, observer)
+            return program
+        alone = replace(observer)
+        try:
+            program.plan = folded_plan(planned.plan, planned)
+            for step in passes:
+                run_pass(step, program, alone)
+            if observer.level != "off":
+                verify(program, "the last pass", complete=True)
+            outline(program)
+            program = stamped(program, planned.plan)
+            number(program)
+            return program
+        except Uneven as error:
+            log.info("passes are of every block: %s", error)
+            return self._finished(replace(all_blocks(planned), plan=planned.plan), passes, observer)
+
+    def _few(self, partitioned: Program, few: Few, passes: Sequence[Pass], costs: Costs) -> Program:
+        """A copy of a program of few blocks, behind these passes.
+
+        Raises:
+            Uneven: the schedule of all blocks cannot be told of it.
+        """
+        program = _copy(partitioned)
+        program.few = few
+        for step in passes:
+            run_pass(step, program, self._observer(program.mesh))
+        with within_one_plan():
+            build(program, replace(costs, mesh=program.mesh), Settings())
+        return program
 
     def _showing(self, mesh: Mesh | None = None, machine: str = "") -> Callable[[str], None]:
         """What is told of a phase, and which program of the study it is about."""
@@ -361,6 +400,12 @@ class Study:
         for step in of_blocks:
             run_pass(step, program, observer)
         if repeats is not None:
+            # Until regions are cut out, if blocks can be scheduled so; what the model communicates moves among blocks.
+            if not (self.symbols or spec.groups):
+                try:
+                    return self._few(program, few_of(program, repeats, rows), before_plan[len(of_blocks) :], costs)
+                except Uneven as error:
+                    log.info("planned for every block: %s", error)
             observer.show("stamp")
             program = stamp(program, repeats, rows)
             if level != "off":

@@ -61,6 +61,7 @@ class _Stamp(Alike):
     _stacks: dict[tuple[int, int, int], Any] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
     _texts: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    _relative: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def run(self) -> None:
         """Rewrite the phase."""
@@ -117,8 +118,10 @@ class _Stamp(Alike):
                 for place, node in enumerate(template):
                     args, kwargs = self._arguments(node, segment.refs[place], group)
                     # A name that others may have who did not ask the graph for one.
-                    name = f"{node.name}_of_{group}"
-                    copied = graph.create_node(node.op, node.target, args, kwargs, name=name)
+                    copied = graph.create_node(node.op, node.target, name=f"{node.name}_of_{group}")
+                    copied.args = args  # which are of this graph, as would be looked up one by one
+                    if kwargs:
+                        copied.kwargs = kwargs
                     copied.meta = self._meta(node, group)
                     self.by_member[Member((self.descending, number, place), group)] = copied
 
@@ -160,10 +163,12 @@ class _Stamp(Alike):
     def _text(self, text: str, window: int, group: int) -> str:
         known = text, window, group
         if known not in self._texts:
-            try:
-                self._texts[known] = self._all.absolute(self.few.relative(text, window), group)
-            except Uneven:  # windows that are compared name none that is far
-                self._texts[known] = text
+            if (text, window) not in self._relative:
+                try:
+                    self._relative[text, window] = self.few.relative(text, window)
+                except Uneven:  # windows that are compared name none that is far
+                    self._relative[text, window] = text
+            self._texts[known] = self._all.absolute(self._relative[text, window], group)
         return self._texts[known]
 
     def _free(self, name: str) -> str:

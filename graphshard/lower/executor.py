@@ -5,6 +5,7 @@ Every value is let go of at its last use. `lower/lines.py` shows lines; `program
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import math
@@ -48,18 +49,26 @@ _numbers = itertools.count()
 class Executor(GraphModule):
     """A graph of region calls, collectives and operators that return at once, and the lines that run it.
 
-    `code` is what runs. `forward` takes one list of inputs, which it empties.
+    `code` is what runs. `forward` takes one list of inputs, which it empties. Lines and code are made when somebody
+    asks for them: a prediction never does, and a program that is installed changes before it runs.
     """
 
-    lines: tuple[Line, ...]
-
     def recompile(self) -> PythonCode:
-        """Make the lines and the code anew, after the graph has changed."""
-        self.lines = lines_of(self.graph)
-        self._code = print_lines(self.lines)
-        scope = _scope(self.lines)
-        type(self).forward = _function(self._code, scope)
-        return PythonCode(self._code, scope, None)
+        """Forget lines and code: the graph has changed."""
+        for made in ("lines", "code"):
+            self.__dict__.pop(made, None)
+        type(self).forward = _at_first_call
+        return PythonCode("", {}, None)
+
+    @functools.cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """What runs, in order."""
+        return lines_of(self.graph)
+
+    @functools.cached_property
+    def code(self) -> str:
+        """The lines as Python."""
+        return print_lines(self.lines)
 
     def with_ranges(self) -> Boxed:
         """What `forward` does, with a range for the profiler around each region, start and wait."""
@@ -129,6 +138,14 @@ class Executor(GraphModule):
     def _within(self, around: Around | None, lines: Sequence[Line] | None = None, **known: Any) -> Boxed:
         lines = self.lines if lines is None else lines
         return types.MethodType(_function(print_lines(lines, around), _scope(lines) | known), self)
+
+
+def _at_first_call(executor: Executor, inputs: list[Any]) -> Any:
+    """What stands in for the code until it is made; whoever holds it may call it later, too."""
+    cls = type(executor)
+    if cls.forward is _at_first_call:
+        cls.forward = _function(executor.code, _scope(executor.lines))
+    return cls.forward(executor, inputs)
 
 
 def _ranged(_: int, line: Line) -> str:

@@ -31,10 +31,11 @@ from graphshard.ir.program import Program
 from graphshard.ir.repeats import TEMPLATE, Few, Repeats, Uneven
 from graphshard.ir.stamp import all_blocks, stamp
 from graphshard.ir.state import MISSING, ModuleState, Place, Read
-from graphshard.lower.regions import list_calls, outline
+from graphshard.lower.regions import outline
 from graphshard.module.places import look_up
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, Partition, Pass
+from graphshard.pipeline.few import stamped
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Partitioned, run_pass, run_pipeline
 from graphshard.schedule.by_unit import PlanByUnit
@@ -94,13 +95,12 @@ class Short:
             alone.end(program)
             outline(program)
             begun = time.perf_counter()
-            program = stamp(program, self.few.repeats, self.few.params, self.few.saved)
+            program = stamped(program, plans[-1] if plans else None)
         except Uneven as error:
             log.info("passes are of every block: %s", error)
             return self._long(begin, plans, observer)
-        program.plan = plans[-1] if plans else None
-        list_calls(program)
-        observer.note(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun)
+        text = f"the program of all {self.few.repeats.groups} groups of blocks: see the stage lower\n"
+        observer.note(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun, text=text)
         return program, partitioned if "backward" in program.phases else None
 
     def _long(self, begin: Program, plans: Sequence[Plan], observer: Observer) -> tuple[Program, Partitioned | None]:

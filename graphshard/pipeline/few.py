@@ -1,12 +1,31 @@
-"""What is said of a program of few blocks, as it is of that of all."""
+"""From a scheduled program of few blocks, and from what is said of it, to that of all."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import TEMPLATE, Repeats
+from graphshard.ir.stamp import stamp
 from graphshard.ir.unfold import Unfolding
+from graphshard.lower.regions import list_calls
+
+
+def stamped(program: Program, plan: Plan | None) -> Program:
+    """The program of all blocks, made of an outlined one of few, which is used up.
+
+    Args:
+        plan: of all blocks.
+
+    Raises:
+        Uneven: blocks differ.
+    """
+    assert program.few is not None
+    made = stamp(program, program.few.repeats, program.few.params, program.few.saved)
+    made.plan = plan
+    list_calls(made)
+    return made
 
 
 def unfold_summary(program: Program, gathered: dict[str, list[tuple[str, tuple[str, ...]]]]) -> None:

@@ -95,12 +95,19 @@ class Observer:
         if self.recorder is not None:
             self.recorder.failed(program, name, error)
 
-    def note(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True) -> Stage:
-        """Add a stage to the history, and have it recorded; nothing is verified."""
+    def note(
+        self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True, text: str = ""
+    ) -> Stage:
+        """Add a stage to the history, and have it recorded; nothing is verified.
+
+        Args:
+            text: what is said of the program in the place of its text.
+        """
         num_nodes = sum(n.op.startswith("call") for p in program.phases.values() for n in p.module.graph.nodes)
         number(program)
         printed = self.most is None or num_nodes <= self.most or self.level != "off"
-        text = print_program(program, self._lines) if printed else f"{num_nodes:,} operators: too many to print\n"
+        if not text:
+            text = print_program(program, self._lines) if printed else f"{num_nodes:,} operators: too many to print\n"
         stage = Stage(name, rewrites, seconds, text, num_nodes, exact)
         program.history.append(stage)
         log.info("%s: %d rewrites in %.2f s%s", name, rewrites, seconds, "" if exact else ", may change numerics")

@@ -35,7 +35,7 @@ _MOST_LOOKS = 6_000
 # How often what contention costs is taken off a step before the work is asked for once more.
 _ROUNDS = 3
 # Intervals that are smaller, as a fraction, are not halved.
-_NARROW = 1e-13
+_NARROW = 1e-10
 
 
 def lower_bound(problem: Problem, *, limit: float = math.inf, kept: frozenset[str] | None = None) -> float:

@@ -23,10 +23,15 @@ from graphshard.schedule.by_unit import PlanByUnit, gathered_of, is_scalar, plan
 from graphshard.schedule.few import folded_plan, planned_in_short
 from graphshard.schedule.known import collectives_of, within_one_plan
 from graphshard.schedule.problem import Problem, Schedule
+from graphshard.schedule.shorter import shorter
 from graphshard.schedule.solve import STEPS, Solution, Solver, one_ahead, smallest_of
 from graphshard.schedule.ways import on_one_link, ways_of
 
 log = logging.getLogger(__name__)
+
+# So many times the bound or less, a search of few blocks says whether one of all pays. Where latencies take longer than
+# that, buckets of many blocks may gain what few blocks do not show.
+_CLOSE = 1.1
 
 
 @dataclass(frozen=True)
@@ -162,15 +167,16 @@ class PlanByCost:
         together = replace(settings, constraints=replace(self.constraints, units=True))
         found: dict[Settings, _Planned] = {}
         refused: list[InfeasibleError] = []
-        for attempt in dict.fromkeys((settings, together)):
+        built = {attempt: build(program, self.costs, attempt) for attempt in (settings, together)}
+        for attempt in built:
             try:
-                found[attempt] = self._planned(program, attempt, Solver(self._limit, steps=self.steps))
+                found[attempt] = self._planned(program, built[attempt], attempt, Solver(self._limit, steps=self.steps))
             except InfeasibleError as error:
                 refused.append(error)
         if not found:
             raise _least_of(refused)
         shortest = min(found.values(), key=lambda planned: planned.seconds)
-        bound = found[settings].bound if settings in found else self._bound(program, settings, self._limit)
+        bound = found[settings].bound if settings in found else lower_bound(built[settings].problem, limit=self._limit)
         stopped = any(planned.prediction.stopped for planned in found.values())
         return shortest.above(min(bound, shortest.seconds), stopped)
 
@@ -178,40 +184,45 @@ class PlanByCost:
         """FSDP2's order, or the best of its buckets, or the best of all, if that beats what comes before by enough."""
         together = replace(settings, constraints=replace(self.constraints, units=True))
         ahead = functools.partial(one_ahead, limit=0 if self.memory_limit is None else self.memory_limit)
-        best = self._planned(program, together, ahead)
+        built = {attempt: build(program, self.costs, attempt) for attempt in (together, settings)}
+        best = self._planned(program, built[together], together, ahead)
         # Without a limit what FSDP2's order takes is the limit.
         limit = self._limit if self.memory_limit is not None else best.prediction.peak_bytes
-        bound = min(best.bound, self._bound(program, settings, limit))
+        problems, first = {attempt: each.problem for attempt, each in built.items()}, best.seconds
+        bound = min(best.bound, lower_bound(problems[settings], limit=limit))
         fits = best.prediction.peak_bytes <= limit
         together_bound, stopped = best.bound, False
         change = self.worth_seconds * len(program.all_params.units)
         refused: list[InfeasibleError] = []
-        for attempt in dict.fromkeys((together, settings)):
-            if fits and best.seconds <= max(bound * (1 + self.worth), bound + change):
+        for attempt in built:
+            below = min(best.seconds / (1 + self.worth), best.seconds - change) if fits else math.inf
+            if bound >= below:
                 break
+            solver = Solver(limit, exact_kept=0, steps=self.steps, below=below)
             try:
-                found = self._planned(program, attempt, Solver(limit, exact_kept=0, steps=self.steps))
+                close = fits and best.seconds <= _CLOSE * bound
+                if close and not _may_gain(problems[attempt], problems[together], first - below, solver):
+                    continue
+                found = self._planned(program, built[attempt], attempt, solver)
             except InfeasibleError as error:
                 refused.append(error)
                 continue
             stopped |= found.prediction.stopped
             if attempt == settings:  # what is proven of all plans there, or by any of units
                 bound = max(bound, min(found.bound, together_bound))
-            if not fits or best.seconds > max(found.seconds * (1 + self.worth), found.seconds + change):
+            if found.seconds < below:
                 best, fits = found, True
         if not fits:
             raise _least_of(refused)
         return best.above(min(bound, best.seconds), stopped)
 
-    def _bound(self, program: Program, settings: Settings, limit: float) -> float:
-        return lower_bound(build(program, self.costs, settings).problem, limit=limit)
-
     @property
     def _limit(self) -> float:
         return math.inf if self.memory_limit is None else self.memory_limit
 
-    def _planned(self, program: Program, settings: Settings, solver: Callable[[Problem], Solution]) -> _Planned:
-        built = build(program, self.costs, settings)
+    def _planned(
+        self, program: Program, built: Built, settings: Settings, solver: Callable[[Problem], Solution]
+    ) -> _Planned:
         solution = solver(built.problem)
         bound, kept = solution.lower_bound, built.kept(solution.schedule.kept)
         if kept:
@@ -268,6 +279,19 @@ class PlanByCost:
                 f"prefetch names {unknown[0]!r}, which is no unit with parameters. The units are "
                 f"{', '.join(map(repr, program.params.units[:8]))}."
             )
+
+
+def _may_gain(problem: Problem, together: Problem, seconds: float, solver: Solver) -> bool:
+    """Whether a search may gain so many seconds on FSDP2's order, as far as a problem with fewer blocks says.
+
+    Args:
+        together: the problem in which units travel together.
+    """
+    short, ahead = shorter(problem), shorter(together)
+    if short is None or ahead is None or short.gone != ahead.gone:
+        return True
+    below = one_ahead(ahead.problem).step_seconds - short.share * seconds
+    return replace(solver, below=below, exact_transfers=0)(short.problem).step_seconds < below
 
 
 def _least_of(refused: list[InfeasibleError]) -> InfeasibleError:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
@@ -25,10 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphshard.ir.plan import CollectiveKind
+from graphshard.schedule.beginnings import Beginning, Beginnings, Numbers
 from graphshard.schedule.budget import Budget
 from graphshard.schedule.coarse import coarsen
 from graphshard.schedule.latest import Latest
-from graphshard.schedule.problem import Bucketed, Chain, Link, Load, Together, load, runs
+from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link, load
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,10 @@ _CHANNEL = itemgetter(0)
 _EXACT = Effort(window=1 << 30, lag=1 << 30, labels=1 << 30)
 
 
-# Steps of a budget for what is found out about each transfer, and for the costs of a bucket.
-_TRANSFER, _BUCKET = 40, 4
+# Steps of a budget for what is found out about each transfer, and about the buckets that begin with it.
+_TRANSFER, _BEGINNING, _BUCKET = 40, 30, 0.2
 # For a state, and for each of its labels with each bucket; one that is kept is a step.
 _VISIT, _LOOK = 40, 0.03
-_Numbers = NDArray[np.float64]
 
 # Two clocks, the channel's and compute's, the last bucket, and the label before it.
 _Label = tuple[float, float, "Bucketed | None", Any]
@@ -116,65 +116,45 @@ def _held_up(chain: Chain, link: Link, gathers: list[Bucketed]) -> tuple[float, 
 class _Program:
     def __init__(self, chain: Chain, link: Link, effort: Effort, budget: Budget, limit: float) -> None:
         self.chain, self.link, self.effort, self.budget = chain, link, effort, budget
-        self.loads: dict[Hashable, list[tuple[bool, Load]]] = {}
         end = len(chain.seconds)
-        self.use = [chain.elapsed[at] for at in (*(g.at for g in chain.gathers), end)]
+        self.use = np.array([chain.elapsed[at] for at in (*(g.at for g in chain.gathers), end)])
         self.used_at = [*(g.at for g in chain.gathers), end]
-        self.launch = [chain.elapsed[p] for p in earliest_launches(chain, limit, effort.reserve)]
+        self.launch = np.array([chain.elapsed[p] for p in earliest_launches(chain, limit, effort.reserve)])
+        self.ready = np.array([chain.elapsed[r.at] for r in chain.reductions])
         self.latest = Latest(chain, link, effort.below)
+        self.beginnings = {kind: Beginnings(chain, link, kind) for kind in KINDS}
+        self.options: dict[tuple[CollectiveKind, int], _Options] = {}
         budget.spend(_TRANSFER * (len(chain.gathers) + len(chain.reductions)))
-        self.options = {
-            "gather": [self._gathers(first) for first in range(len(chain.gathers))],
-            "reduce": [self._reductions(first) for first in range(len(chain.reductions))],
-        }
 
     def _gathers(self, first: int) -> _Options:
         """Every bucket of gathers that begins with one; `back` is from its launch to its use, `ahead` to the next."""
-        use = self.use[first]
-        found = []
-        for bucket, cost in self._buckets("gather", first):
-            if self.launch[bucket.end - 1] > use and bucket.end > first + 1:
-                # It does not fit when its first transfer is needed. Nor does a longer one: launches are in order.
-                break
-            ahead = self.use[bucket.end] - use + cost.copy_in + cost.copy_out
-            found.append((bucket, cost, use - self.launch[bucket.end - 1], ahead))
-        return _Options.of(found, self.link.contention)
+        use, begin = self.use[first], self.beginnings["gather"]
+        end = min(begin.end_of_group(first), first + self.effort.window)
+        sizes = begin.num_bytes(first, end)
+        # What does not fit when its first transfer is needed, or does not end in time. Nor does what is longer.
+        late = ~self.latest.may_gather(first, end) | (self.launch[first:end] > use)
+        found = begin.of(first, self._last(first, late | (sizes > self.effort.most_bytes)))
+        ahead = self.use[found.ends] - use + found.copy_in + found.copy_out
+        return _Options.of(found, use - self.launch[found.ends - 1], ahead, self.link.contention)
 
     def _reductions(self, first: int) -> _Options:
         """Every bucket of reductions that begins with one; `back` is when it is ready, `ahead` its copies."""
-        elapsed, reductions = self.chain.elapsed, self.chain.reductions
-        found = (
-            (bucket, cost, elapsed[reductions[bucket.end - 1].at], cost.copy_in)
-            for bucket, cost in self._buckets("reduce", first)
-        )
-        return _Options.of(found, self.link.contention)
+        begin = self.beginnings["reduce"]
+        end = min(begin.end_of_group(first), first + self.effort.window)
+        found = begin.of(first, self._last(first, begin.num_bytes(first, end) > self.effort.most_bytes))
+        return _Options.of(found, self.ready[found.ends - 1], found.copy_in, self.link.contention)
 
-    def _buckets(self, kind: CollectiveKind, first: int) -> Iterator[tuple[Bucketed, Load]]:
-        """Every bucket that begins with a transfer, and its costs."""
-        transfers = self.chain.transfers(kind)
-        together = Together()
-        for end in runs(transfers, first):
-            together.more(transfers[end - 1 : end])
-            many = end - first > self.effort.window or together.num_bytes > self.effort.most_bytes
-            if end > first + 1 and (many or (kind == "gather" and not self.latest.may_gather(first, end))):
-                return
-            self.budget.spend(_BUCKET)
-            for packed, cost in self._loads(kind, together):
-                yield Bucketed(kind, first, end, packed), cost
+    def _last(self, first: int, not_in: NDArray[np.bool_]) -> int:
+        """The end of the longest bucket before one that is left out; a transfer by itself is never left out."""
+        left_out = not_in[1:].nonzero()[0]
+        num = int(left_out[0]) + 1 if left_out.size else len(not_in)
+        self.budget.spend(_BEGINNING + _BUCKET * num)
+        return first + num
 
-    def _loads(self, kind: CollectiveKind, together: Together) -> list[tuple[bool, Load]]:
-        """The ways to send some transfers of which no other is better; as many bytes of equal blocks cost the same."""
-        key = kind, together.way, together.modes, together.num_bytes, together.num_tensors, together.small
-        if key not in self.loads:
-            costs = [(packed, together.load(self.link, kind, packed)) for packed in together.modes]
-
-            def is_best(packed: bool, cost: Load) -> bool:
-                # The other way is better if it takes less of the channel, and no more with its copies.
-                others = (c for p, c in costs if p != packed and c.seconds < cost.seconds)
-                return not any(c.seconds + c.copy_in + c.copy_out <= cost.seconds for c in others)
-
-            self.loads[key] = [found for found in costs if is_best(*found)]
-        return self.loads[key]
+    def _of(self, kind: CollectiveKind, first: int) -> _Options:
+        if (kind, first) not in self.options:
+            self.options[kind, first] = self._gathers(first) if kind == "gather" else self._reductions(first)
+        return self.options[kind, first]
 
     def run(self) -> _Label | None:
         """The label with which everything has come first; None if none is of interest, or the budget ends."""
@@ -206,7 +186,7 @@ class _Program:
         return min(final, key=lambda label: max(label[:2])) if final else None
 
     def _gather(self, labels: list[_Label], gathered: int, reduced: int, states: list[dict[int, list[_Label]]]) -> None:
-        options = self.options["gather"][gathered]
+        options = self._of("gather", gathered)
         before, compute = _clocks(labels)
         # `compute` is the clock at the use, and `compute - back` that at the launch if nothing held compute up in
         # between. If something did, it was a bucket that ended by `before`, and compute has run for at most `back`
@@ -215,36 +195,37 @@ class _Program:
         channel = np.maximum(before, compute - options.back) + options.seconds
         compute = np.maximum(compute + options.lost, channel) + options.ahead
         latest = self.latest.channel[options.ends, reduced], self.latest.compute[options.ends, reduced]
-        for bucket, label in self._of_interest(labels, options.buckets, channel, compute, *latest):
+        for bucket, label in self._of_interest(labels, options.beginning, channel, compute, *latest):
             states[bucket.end].setdefault(reduced, []).append(label)
 
     def _reduce(
         self, labels: list[_Label], gathered: int, reduced: int, ready: int, here: dict[int, list[_Label]]
     ) -> None:
-        options = self.options["reduce"][reduced].until(ready)
+        options = self._of("reduce", reduced).until(ready)
         before, compute = _clocks(labels)
         # Ready `back` before the position at which this clock of compute is; the same argument as for gathers.
         compute = compute + options.ahead
         channel = np.maximum(before, compute - (self.use[gathered] - options.back)) + options.seconds
         latest = self.latest.channel[gathered, options.ends], self.latest.compute[gathered, options.ends]
-        for bucket, label in self._of_interest(labels, options.buckets, channel, compute + options.lost, *latest):
+        for bucket, label in self._of_interest(labels, options.beginning, channel, compute + options.lost, *latest):
             here.setdefault(bucket.end, []).append(label)
 
     def _of_interest(
         self,
         labels: list[_Label],
-        buckets: list[Bucketed],
-        channel: _Numbers,
-        compute: _Numbers,
-        latest_channel: _Numbers,
-        latest_compute: _Numbers,
+        beginning: Beginning,
+        channel: Numbers,
+        compute: Numbers,
+        latest_channel: Numbers,
+        latest_compute: Numbers,
     ) -> Iterator[tuple[Bucketed, _Label]]:
         """What the labels lead to, by bucket and label, if the step can still end below the best."""
         good = (channel < latest_channel[:, None]) & (compute < latest_compute[:, None])
         which, of = (index.tolist() for index in good.nonzero())
         self.budget.spend(_VISIT + good.size * _LOOK + len(which))
         for option, label, link, here in zip(which, of, channel[good].tolist(), compute[good].tolist()):
-            yield buckets[option], (link, here, buckets[option], labels[label])
+            bucket = beginning.bucket(option)
+            yield bucket, (link, here, bucket, labels[label])
 
     def _best(self, labels: list[_Label]) -> list[_Label]:
         """Those whose clocks no other has both as early; evenly among them if they are too many."""
@@ -275,30 +256,27 @@ class _Options:
         back, ahead: see `_Program`.
     """
 
-    buckets: list[Bucketed]
+    beginning: Beginning
     ends: NDArray[np.int64]
-    seconds: _Numbers
-    lost: _Numbers
-    back: _Numbers
-    ahead: _Numbers
+    seconds: Numbers
+    lost: Numbers
+    back: Numbers
+    ahead: Numbers
 
     @staticmethod
-    def of(found: Iterable[tuple[Bucketed, Load, float, float]], contention: float) -> _Options:
-        """Of buckets, their costs, and what lies back and ahead."""
-        rows = list(found)
-        numbers = np.array([(cost.seconds, back, ahead) for _, cost, back, ahead in rows], dtype=np.float64)
-        seconds, back, ahead = numbers.reshape(-1, 3).T[:, :, None]
-        ends = np.array([bucket.end for bucket, *_ in rows], dtype=np.int64)
-        return _Options([bucket for bucket, *_ in rows], ends, seconds, contention * seconds, back, ahead)
+    def of(beginning: Beginning, back: Numbers, ahead: Numbers, contention: float) -> _Options:
+        """Of buckets, and what lies back and ahead."""
+        seconds = beginning.seconds[:, None]
+        return _Options(beginning, beginning.ends, seconds, contention * seconds, back[:, None], ahead[:, None])
 
     def until(self, end: int) -> _Options:
         """Those that end there or before."""
         num = int(np.searchsorted(self.ends, end, side="right"))
         seconds, lost, back, ahead = (c[:num] for c in (self.seconds, self.lost, self.back, self.ahead))
-        return _Options(self.buckets[:num], self.ends[:num], seconds, lost, back, ahead)
+        return _Options(self.beginning, self.ends[:num], seconds, lost, back, ahead)
 
 
-def _clocks(labels: list[_Label]) -> tuple[_Numbers, _Numbers]:
+def _clocks(labels: list[_Label]) -> tuple[Numbers, Numbers]:
     """The channel's and compute's, as rows."""
     return np.array([label[0] for label in labels]), np.array([label[1] for label in labels])
 

@@ -45,6 +45,7 @@ class Latest:
         channel = [*(float(times.min()) for times in latest), math.inf]
         return np.array(channel)[:, None], np.append(below - gathers.behind, below)[:, None]
 
-    def may_gather(self, first: int, end: int) -> bool:
-        """Whether a bucket of these gathers can end in time, if all gathers before travel as one."""
-        return bool(self.together[first] + self.seconds[first][end - first - 1] <= self.use[first])
+    def may_gather(self, first: int, end: int) -> NDArray[np.bool_]:
+        """By length, whether a bucket that begins with a gather can end in time, if all before travel as one."""
+        found: NDArray[np.bool_] = self.together[first] + self.seconds[first][: end - first] <= self.use[first]
+        return found

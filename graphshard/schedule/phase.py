@@ -79,7 +79,14 @@ class Found:
 
 
 def best_of(
-    chain: Chain, link: Link, budget: Budget, *, limit: float = math.inf, margin: float = 1.0, exact_transfers: int = 12
+    chain: Chain,
+    link: Link,
+    budget: Budget,
+    *,
+    limit: float = math.inf,
+    margin: float = 1.0,
+    exact_transfers: int = 12,
+    below: float = math.inf,
 ) -> Found:
     """The shortest schedule found that keeps to `limit` bytes, which every schedule of `laziest` must do.
 
@@ -87,18 +94,21 @@ def best_of(
         budget: of what is spent; the schedules at the start cost nothing of it.
         margin: gathers end this many times their own length before they are needed, where that costs nothing.
         exact_transfers: phases with at most so many transfers are searched exactly.
+        below: seconds; longer schedules are not looked for, beyond those at the start.
     """
-    return _Phase(chain, link, budget, limit, margin).found(exact_transfers)
+    return _Phase(chain, link, budget, limit, margin, below).found(exact_transfers)
 
 
 class _Phase:
-    def __init__(self, chain: Chain, link: Link, budget: Budget, limit: float, margin: float) -> None:
+    def __init__(self, chain: Chain, link: Link, budget: Budget, limit: float, margin: float, below: float) -> None:
         self.chain, self.link, self.budget, self.limit, self.margin = chain, link, budget, limit, margin
+        self.below = below
         self.bound = chain_bound(chain, link)
         two = link.all_reduce is not None and bool(chain.reductions)
         # What a search for buckets and their order takes the link to be.
         self.looks = [link.first_legs, link.second_legs, link.both_legs] if two else [link.first_legs]
         self.seconds, self.peak, self.placement = math.inf, 0, Placement()
+        self.refined = math.inf  # seconds of what was last refined
 
     def found(self, exact_transfers: int) -> Found:
         """Everything, until the bound is met or the budget ends."""
@@ -118,7 +128,12 @@ class _Phase:
 
     @property
     def _met(self) -> bool:
-        return self.seconds <= self.bound * (1 + _EQUAL)
+        return self.bound >= self.below or self.seconds <= self.bound * (1 + _EQUAL)
+
+    @property
+    def _to_beat(self) -> float:
+        """Seconds below which a schedule is of interest."""
+        return min(self.seconds, self.below)
 
     def _start(self) -> None:
         second = self.link.all_reduce is not None
@@ -139,9 +154,8 @@ class _Phase:
         self._refine(budget)
 
     def _refine(self, budget: Budget) -> None:
-        before = math.inf
-        while not self._met and not budget.ended and self.seconds < before * (1 - _GAINS[-1]):
-            before = self.seconds
+        while not self._met and not budget.ended and self.seconds < self.refined * (1 - _GAINS[-1]):
+            self.refined = self.seconds
             for step in _AROUND:
                 buckets = self.placement.buckets
                 ends = ([b.end for b in buckets if b.kind == kind] for kind in KINDS)
@@ -169,7 +183,7 @@ class _Phase:
             if self._met:
                 return
             # Two legs one behind the other may take longer than what they are to beat.
-            below = math.inf if look.reduce is not self.link.reduce else self.seconds
+            below = math.inf if look.reduce is not self.link.reduce else self._to_beat
             looking = replace(effort, below=below, reserve=reserve)
             joined = chain.joined if isinstance(chain, Coarse) else chain
             order = channel_order(joined, look, looking, budget, self.limit)
@@ -199,8 +213,8 @@ class _Phase:
             gathers=tuple(map(_without_copies, self.chain.gathers)),
             reductions=tuple(map(_without_copies, self.chain.reductions)),
         )
-        first, seconds = self.link.first_legs, self.seconds
-        for gain in _GAINS:
+        first, seconds = self.link.first_legs, self._to_beat
+        for gain in _GAINS if seconds == self.seconds else (0.0,):
             below = seconds / (1 + gain)
             found = shortest_order(free, first, budget, below) if below > self.bound else None
             if found is not None:  # nothing is shorter than this
@@ -220,7 +234,7 @@ class _Phase:
     def _exact(self, budget: Budget) -> None:
         if self.seconds <= self.bound * (1 + _GAINS[-1]):
             return
-        found = best_placement(self.chain, self.link, budget, self.limit, self.seconds * (1 - 1e-12))
+        found = best_placement(self.chain, self.link, budget, self.limit, self._to_beat * (1 - 1e-12))
         if found.placement is not None:
             self._delayed(found.placement)
         self.bound = max(self.bound, found.bound)

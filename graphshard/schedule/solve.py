@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from graphshard.ir.errors import InfeasibleError
 from graphshard.schedule import simple
-from graphshard.schedule.bounds import lower_bound
+from graphshard.schedule.bounds import chain_bound, lower_bound
 from graphshard.schedule.budget import Budget
 from graphshard.schedule.phase import Found, best_of
 from graphshard.schedule.problem import Chain, Link, Problem, Schedule
@@ -57,6 +57,7 @@ class Solver:
         exact_kept: with at most so many parameters that may stay gathered, every choice is tried.
         margin: gathers end this many times their own length before they are needed, where that costs nothing.
         steps: what all searches may take together, see `Budget`.
+        below: seconds; longer steps are not looked for, beyond those that a search begins with.
     """
 
     limit: float = math.inf
@@ -64,6 +65,7 @@ class Solver:
     exact_kept: int = 6
     margin: float = 1.0
     steps: int = STEPS
+    below: float = math.inf
 
     def __call__(self, problem: Problem) -> Solution:
         """The best schedule found.
@@ -103,11 +105,22 @@ class Solver:
         return Solution(best[1], timeline.step_seconds, min(bound, timeline.step_seconds), timeline.peak, stopped)
 
     def _phases(self, problem: Problem, budget: Budget) -> Iterator[Found]:
-        for index, chain in enumerate(problem.chains):
+        bounds = [chain_bound(chain, problem.link_of(chain)) for chain in problem.chains]
+        room = self.below - sum(bounds)  # seconds that phases may take beyond their bounds
+        for index, (chain, bound) in enumerate(zip(problem.chains, bounds)):
             part = budget.part(len(problem.chains) - index)
-            link = problem.link_of(chain)
-            yield best_of(chain, link, part, limit=self.limit, margin=self.margin, exact_transfers=self.exact_transfers)
+            found = best_of(
+                chain,
+                problem.link_of(chain),
+                part,
+                limit=self.limit,
+                margin=self.margin,
+                exact_transfers=self.exact_transfers,
+                below=bound + room,
+            )
+            yield found
             budget.take(part)
+            room -= found.seconds - bound
 
     def _choices(self, problem: Problem) -> Iterator[frozenset[str]]:
         """What may stay gathered: every choice of few; of many the first ones of backward."""

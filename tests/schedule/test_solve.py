@@ -337,3 +337,18 @@ def test_a_pinned_start_is_honoured() -> None:
 def test_an_empty_problem() -> None:
     problem = Problem((Chain("forward", (1.0,), (7,)),), Link(Rate(1, 1), Rate(1, 1), halves, 2))
     assert Solver()(problem) == Solution(Schedule((Solver()(problem).schedule.placements[0],)), 1.0, 1.0, 7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(chains(layers=3, reductions=True), links(), LIMITS, st.floats(0.5, 1.5))
+def test_a_step_below_what_is_asked_for_is_found_if_there_is_one(
+    chain: Chain, link: Link, limit: float, share: float
+) -> None:
+    """The bound is one of all schedules that are so short; what is found besides is a schedule, too."""
+    best = exhaustive(chain, link, limit)
+    assume(best < math.inf)
+    below = best * share
+    found = solved(Problem((chain,), link), Solver(limit, below=below))
+    assert found is not None
+    assert (found.step_seconds < below) == (best < below)
+    assert found.lower_bound <= best * (1 + 1e-9)
