@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.fx import Graph, GraphModule
 
 import graphshard
-from graphshard.cost.costs import Costs
-from graphshard.cost.profile import load_profile
-from graphshard.cost.replays import replay_pays
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.graph import emit
-from graphshard.ir.program import Region
 from graphshard.lower.lines import Return, Take, Variable
 from graphshard.lower.regions import RegionCall
 from graphshard.lower.replays import Run
@@ -206,26 +199,26 @@ def test_a_model(fake_world: FakeWorld) -> None:
 
 
 def test_by_cost(fake_world: FakeWorld) -> None:
-    """Small regions of many operators are worth it, and large ones, or those of one operator, are not."""
+    """Fewer regions than without costs; `tests/cost/test_replays.py` says which."""
     small = _replaying(fake_world, "auto", hardware="h100")
     everything = _replaying(fake_world, True)
     assert len(small.runs) < len(everything.runs)
-    costs = Costs(load_profile("h100"), fused=False)
-    assert replay_pays(costs, _region(20, 100))
-    assert not replay_pays(costs, _region(3, 100))  # as many launches
-    assert not replay_pays(costs, _region(20, 10_000_000))  # kernels take longer than launches
-    free = replace(costs, profile=replace(costs.profile, host_seconds={"eager": 0.0, "compiled": 0.0}))
-    assert not replay_pays(free, _region(20, 100))
 
 
-def _region(depth: int, size: int) -> Region:
-    graph = Graph()
-    x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(size, device="meta")
-    for _ in range(depth):
-        x = emit(graph, torch.ops.aten.relu.default, x, like=x)
-    graph.output((x,))
-    return Region("key", "", GraphModule(torch.nn.Module(), graph))
+def test_by_cost_neighbours_share_a_graph(fake_world: FakeWorld) -> None:
+    """On one rank nothing is between regions; those that are not worth a graph alone are in one all the same."""
+    fake_world(1)
+    with on_cpu() as graphs:
+        model = graphshard.compile(
+            Blocks(6, 8), init_device_mesh("cpu", (1,)), backend="eager", cuda_graphs="auto", hardware="h100"
+        )
+        given = torch.ones(4, 8)
+        for _ in range(4):
+            model(given).backward()
+    runs = model._graphshard.replaying.runs
+    assert len(runs) == 2  # forward and backward
+    assert [run.graphs for run in runs] == [1, 1]
+    assert graphs.captured == 2
 
 
 def test_arguments(fake_world: FakeWorld) -> None:
