@@ -136,9 +136,7 @@ def hooks_functions() -> list[str]:
     """The functions in the table of CUDA's hooks, in their order."""
     base = virtual_functions("ATen/detail/AcceleratorHooksInterface.h", "AcceleratorHooksInterface")
     return base + [
-        name
-        for name in virtual_functions("ATen/detail/CUDAHooksInterface.h", "CUDAHooksInterface")
-        if name not in base
+        name for name in virtual_functions("ATen/detail/CUDAHooksInterface.h", "CUDAHooksInterface") if name not in base
     ]
 
 

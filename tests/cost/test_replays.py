@@ -89,7 +89,8 @@ def test_runs_have_a_limit() -> None:
     pieces = _chain(*[(20, 1000)] * (2 * MOST_REGIONS + 10))
     found = runs_that_pay(COSTS, pieces, {f"v{len(pieces)}"})
     assert list(itertools.chain(*found)) == list(range(len(pieces)))
-    assert max(map(len, found)) == MOST_REGIONS
+    assert len(found) == 3
+    assert max(map(len, found)) <= MOST_REGIONS
 
 
 def _saving(pieces: Sequence[Piece], run: range, kept: set[str]) -> float:
@@ -122,7 +123,9 @@ def test_no_other_choice_saves_more(seed: int) -> None:
     pieces = []
     for i in range(6):
         given = {f"v{j}": sizes[f"v{j}"] for j in {i, *draw.sample(range(i + 1), k=min(i, 2))}}
-        pieces.append(Piece(draw.randrange(1, 12), HOST * draw.uniform(0, 12), given, {f"v{i + 1}": sizes[f"v{i + 1}"]}))
+        pieces.append(
+            Piece(draw.randrange(1, 12), HOST * draw.uniform(0, 12), given, {f"v{i + 1}": sizes[f"v{i + 1}"]})
+        )
     kept = {"v6", f"v{draw.randrange(1, 6)}"}
     best = max(sum(_saving(pieces, run, kept) for run in runs) for runs in _all_ways(0, 6))
     found = runs_that_pay(COSTS, pieces, kept)
