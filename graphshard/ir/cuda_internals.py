@@ -1,4 +1,4 @@
-"""What torch's builds for CUDA have and those for CPUs lack, as far as tracing asks for it: kernels, and cuDNN.
+"""What torch has where there is a GPU, as far as tracing asks for it: kernels of its builds for CUDA, and cuDNN.
 
     the gradient of silu           built for CUDA   silu_backward, which has a kernel
                                    built for CPUs   sigmoid, mul, add, ...: there is none, so torch takes it apart
@@ -23,6 +23,7 @@ import torch
 from torch._C import DispatchKey
 
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.torch_internals import FakeTensorMode
 
 # ATen's operators with a kernel for CUDA, and a form in C++ or in Python that torch takes apart where there is none.
 # Which there are says native_functions.yaml; tests/ir/test_cuda_internals.py compares.
@@ -39,8 +40,7 @@ KERNELS = (
     "upsample_nearest3d",
 )
 
-# What is answered to torch about cuDNN. The version is the one that torch 2.12 for CUDA 13 asks for in its metadata,
-# 9.20.0, as cudnnGetVersion() writes it; the least epsilon is CUDNN_BN_MIN_EPSILON of cuDNN 9's headers.
+# What is answered to torch about cuDNN on a GPU from compute capability 8.0 on.
 _CUDNN: dict[str, tuple[Any, Any]] = {
     "hasCuDNN": (ctypes.c_bool, True),
     "compiledWithCuDNN": (ctypes.c_bool, True),
@@ -48,6 +48,10 @@ _CUDNN: dict[str, tuple[Any, Any]] = {
     "supportsDepthwiseConvolutionWithCuDNN": (ctypes.c_bool, True),
     "supportsBFloat16ConvolutionWithCuDNNv8": (ctypes.c_bool, True),
     "supportsBFloat16RNNWithCuDNN": (ctypes.c_bool, True),
+}
+# And where there is none. The version is the one that torch 2.12 for CUDA 13 asks for in its metadata, 9.20.0, as
+# cudnnGetVersion() writes it; the least epsilon is CUDNN_BN_MIN_EPSILON of its headers.
+_VERSIONS: dict[str, tuple[Any, Any]] = {
     "versionCuDNN": (ctypes.c_long, 92000),
     "versionRuntimeCuDNN": (ctypes.c_long, 92000),
     "batchnormMinEpsilonCuDNN": (ctypes.c_double, 0.0),
@@ -94,19 +98,38 @@ def _not_here(*_: Any) -> Any:
 
 @contextlib.contextmanager
 def _cudnn() -> Iterator[None]:
-    """In the block torch is told that there is cuDNN, if it was built without."""
-    if torch.backends.cudnn.is_available():
-        yield
-        return
+    """In the block torch is told that there is cuDNN, and a GPU for it; builds for CUDA ask the GPU, too."""
+    answers = _CUDNN if torch.backends.cudnn.is_available() else _CUDNN | _VERSIONS
     names = hooks_functions()
-    missing = sorted(set(_CUDNN) - set(names))
+    missing = sorted(set(answers) - set(names))
     if missing:
         raise unknown_build(f"its hooks have no {missing[0]}")
-    made = {name: ctypes.CFUNCTYPE(kind, ctypes.c_void_p)(lambda _, it=it: it) for name, (kind, it) in _CUDNN.items()}
+    made = {name: ctypes.CFUNCTYPE(kind, ctypes.c_void_p)(lambda _, it=it: it) for name, (kind, it) in answers.items()}
     with hooks_replaced() as table:
         for name, function in made.items():
             table[names.index(name)] = ctypes.cast(function, ctypes.c_void_p).value
+        if not _has_cudnn():
+            raise unknown_build("it does not ask CUDA's hooks for cuDNN")
         yield
+
+
+def _has_cudnn() -> bool:
+    """Whether torch takes cuDNN for a convolution in bfloat16."""
+    with FakeTensorMode():
+        x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((1, 8, 5, 5), (8, 8, 3, 3)))
+        chosen = torch._C._select_conv_backend(  # type: ignore[attr-defined]
+            x,
+            weight,
+            bias=None,
+            stride=[1, 1],
+            padding=[0, 0],
+            dilation=[2, 2],
+            transposed=False,
+            output_padding=[0, 0],
+            groups=1,
+            bias_sizes=None,
+        )
+    return "Cudnn" in str(chosen)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,8 +17,10 @@ from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import autograd_would_have_decomposed
 
+from graphshard.ir import cuda_internals
 from graphshard.ir.cuda_internals import KERNELS, as_built_for_cuda, hooks_functions, virtual_functions
 from graphshard.ir.driver_internals import stand_in
+from graphshard.ir.errors import ArgumentError
 from graphshard.ir.kernel_strides import new_tracing_mode
 from graphshard.ir.program import Program
 from graphshard.ir.torch_internals import fake_tensor
@@ -225,3 +228,17 @@ def test_functions_of_headers() -> None:
     assert names[:2] == ["~AcceleratorHooksInterface"] * 2
     assert names.index("hasCUDA") < names.index("compiledWithCuDNN") < names.index("versionCuDNN")
     assert "getStream" in virtual_functions("c10/core/impl/DeviceGuardImplInterface.h", "DeviceGuardImplInterface")
+
+
+def test_another_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the hooks are others, nothing is decided as on a CPU without a word."""
+    monkeypatch.setattr(cuda_internals, "_CUDNN", {"hasCuDNN": (ctypes.c_bool, True)})
+    monkeypatch.setattr(cuda_internals, "_VERSIONS", {})
+    with pytest.raises(ArgumentError, match=r"does not ask CUDA's hooks for cuDNN\. Export where there is a GPU"):
+        as_built_for_cuda().__enter__()
+    monkeypatch.setattr(cuda_internals, "_CUDNN", {"hasNothing": (ctypes.c_bool, True)})
+    with pytest.raises(ArgumentError, match="its hooks have no hasNothing"):
+        as_built_for_cuda().__enter__()
+    monkeypatch.undo()
+    with as_built_for_cuda():
+        pass
