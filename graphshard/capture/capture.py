@@ -28,6 +28,7 @@ from graphshard.capture.backward_effects import no_effects_of_backward
 from graphshard.capture.bare import bare
 from graphshard.capture.checkpoints import mark_checkpoints
 from graphshard.capture.collectives import settle_collectives
+from graphshard.capture.cuda_constants import settle_constants
 from graphshard.capture.cuda_operators import check_for_cuda
 from graphshard.capture.diagnose import explain_failure
 from graphshard.capture.dynamic_shapes import dynamic_dims
@@ -138,6 +139,7 @@ def capture(
                 raise reason from reason.__cause__
     joint, flat, inputs = traced
     if stands_in():
+        settle_constants(joint.graph)
         check_for_cuda(joint.graph.nodes, spec.forward_class.__name__)
     erase_boundaries(joint.graph)
     mark_checkpoints(joint, flat.regions)
