@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx import Graph, GraphModule
 
 import graphshard
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import load_profile
 from graphshard.ir.errors import ArgumentError
-from graphshard.lower.lines import Return, Take, Variable
+from graphshard.ir.graph import emit
+from graphshard.ir.program import Program, Region
+from graphshard.lower.executor import Executor
+from graphshard.lower.lines import Call, Operator, Return, Take, Variable
 from graphshard.lower.regions import RegionCall
 from graphshard.lower.replays import Run
 from graphshard.runtime.replays import MOST_GRAPHS, Arena, Replayed, Replaying
@@ -209,19 +216,42 @@ def test_by_cost(fake_world: FakeWorld) -> None:
     assert len(small.runs) < len(everything.runs)
 
 
-def test_by_cost_neighbours_share_a_graph(fake_world: FakeWorld) -> None:
-    """On one rank nothing is between regions; those that are not worth a graph alone are in one all the same."""
-    fake_world(1)
-    with on_cpu():
-        model = graphshard.compile(
-            Blocks(6, 8), init_device_mesh("cpu", (1,)), backend="eager", cuda_graphs="auto", hardware="h100"
-        )
-        given = torch.ones(4, 8)
-        for _ in range(STEPS):
-            model(given).backward()
-    runs = model._graphshard.replaying.runs
-    assert len(runs) == 2  # forward and backward
-    assert [run.graphs for run in runs] == [1, 1]
+def _region(depth: int, size: int, beside: int) -> Region:
+    """Operators one behind the other, and an input that the last of them reads, too."""
+    graph = Graph()
+    x, other = (graph.placeholder(name) for name in ("x", "other"))
+    x.meta["val"], other.meta["val"] = torch.empty(size, device="meta"), torch.empty(beside, device="meta")
+    for _ in range(depth):
+        x = emit(graph, torch.ops.aten.relu.default, x, like=x)
+    total = emit(graph, torch.ops.aten.sum.default, other, like=other)
+    graph.output((emit(graph, torch.ops.aten.add.Tensor, x, total, like=x),))
+    return Region("key", "", GraphModule(torch.nn.Module(), graph))
+
+
+@pytest.mark.parametrize(
+    ("kept", "own", "expected"),
+    [
+        ({"d"}, {"v", "w"}, [range(3)]),
+        ({"d"}, {"v"}, [range(1)]),  # another graph would copy w
+        ({"d"}, set(), []),
+        ({"b", "d"}, {"v", "w"}, [range(3)]),  # what a view shows leaves the run, which costs no more than it saves
+    ],
+)
+def test_neighbours_by_cost(kept: set[str], own: set[str], expected: list[range]) -> None:
+    """Two regions and a view between them are one run if that pays; parameters are read where they lie."""
+    costs = Costs(load_profile("h100"), fused=False)
+    large = int(6 * costs.profile.host_seconds["eager"] * costs.profile.memory_bandwidth / 4)
+    region = _region(20, 100, large)
+    a, b, d, v, w, x = map(Variable, "abdvwx")
+    lines = [
+        Call(results=(a,), region="region_0", inputs=(x, v), where=""),
+        Operator(results=(b,), target=torch.ops.aten.view.default, args=(a, [100]), kwargs={}, several=False),
+        Call(results=(d,), region="region_0", inputs=(b, w), where=""),
+    ]
+    replaying = Replaying(Arena(Graphs(), torch.device("cpu")), costs)
+    program = SimpleNamespace(region_names={"region_0": "key"}, regions={"key": region}, device=torch.device("cpu"))
+    replays = replaying.of(cast(Program, program), cast(Executor, None))
+    assert replays.runs(lines, set(map(Variable, kept)), set(map(Variable, own))) == expected
 
 
 def test_arguments(fake_world: FakeWorld) -> None:
