@@ -117,7 +117,7 @@ def _has_cudnn() -> bool:
     """Whether torch takes cuDNN for a convolution in bfloat16."""
     with FakeTensorMode():
         x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((1, 8, 5, 5), (8, 8, 3, 3)))
-        chosen = torch._C._select_conv_backend(  # type: ignore[attr-defined]
+        chosen = torch._C._select_conv_backend(
             x,
             weight,
             bias=None,
