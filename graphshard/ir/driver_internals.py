@@ -25,7 +25,7 @@ import ctypes
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -42,7 +42,7 @@ from graphshard.ir.cuda_internals import (
     virtual_functions,
 )
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.gpus import Capability, properties_of
+from graphshard.ir.gpus import Capability, OfSeveral, differs, properties_of
 from graphshard.ir.torch_internals import replaced
 
 REMEDY = "pip install 'graphshard[cross]' brings it"
@@ -56,11 +56,11 @@ def stands_in() -> bool:
 
 
 @contextlib.contextmanager
-def stand_in(capability: Capability, *, one_of_several: bool = False) -> Iterator[None]:
+def stand_in(capability: Capability, *, among: Sequence[Capability] = ()) -> Iterator[None]:
     """In the block torch takes its decisions as with a GPU of this compute capability; there is none.
 
     Args:
-        one_of_several: what is made in the block is for other GPUs, too. A model that asks which one there is gets a
+        among: what is made in the block is for several GPUs. A model that asks for what differs among them gets a
             RuntimeError.
 
     Raises:
@@ -68,8 +68,8 @@ def stand_in(capability: Capability, *, one_of_several: bool = False) -> Iterato
     """
     with contextlib.ExitStack() as stack:
         _answer(capability, stack)
-        for name in _BY_KIND if one_of_several else ():
-            stack.enter_context(replaced(torch.cuda, name, _for_torch(name, getattr(torch.cuda, name))))
+        for name in _BY_KIND if len(among) > 1 else ():
+            stack.enter_context(replaced(torch.cuda, name, _for_torch(name, getattr(torch.cuda, name), among)))
         token = _capability.set(capability)
         stack.callback(_capability.reset, token)
         # Autograd has a thread for each device that is there, and runs the others' nodes nowhere but here.
@@ -83,14 +83,16 @@ def stand_in(capability: Capability, *, one_of_several: bool = False) -> Iterato
 _BY_KIND = ("get_device_capability", "get_device_name", "get_device_properties")
 
 
-def _for_torch(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+def _for_torch(name: str, answer: Callable[..., Any], among: Sequence[Capability]) -> Callable[..., Any]:
     """An answer for torch alone, whose decisions are the same on all GPUs that there are files for."""
 
     def told(device: Any = None) -> Any:
         asking = str(sys._getframe(1).f_globals.get("__name__"))
-        if asking.partition(".")[0] not in ("torch", "triton", "graphshard"):
-            raise RuntimeError(f"torch.cuda.{name} answers otherwise for each GPU of capability=; export for one alone")
-        return answer(device)
+        if asking.partition(".")[0] in ("torch", "triton", "graphshard"):
+            return answer(device)
+        if name == "get_device_capability":
+            return OfSeveral(among)
+        raise differs(name)
 
     return told
 
