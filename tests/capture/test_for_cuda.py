@@ -399,7 +399,7 @@ class TestAfterwards:
             lambda has: has >= (8, 0),
             lambda has: not has < (7, 5),
             lambda has: has != (7, 5),
-            lambda has: has > (7, 5) and not has <= (7, 5) and not has == (7, 5),
+            lambda has: has > (7, 5) and not has <= (7, 5),
             lambda has: has[1] == 0,
         ],
     )
