@@ -43,7 +43,7 @@ def capabilities_given(capability: Any, device: torch.device) -> list[Capability
 def without_gpu(device: torch.device, targets: list[Capability]) -> Iterator[contextlib.AbstractContextManager[None]]:
     """What stands in for a GPU while a program for one is made, if there is none."""
     if device.type == "cuda" and not torch.cuda.is_available():
-        yield stand_in(targets[0] if targets else USUAL, one_of_several=len(targets) > 1)
+        yield stand_in(targets[0] if targets else USUAL, among=targets)
 
 
 def compiler_for_file(

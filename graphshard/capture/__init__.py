@@ -75,6 +75,8 @@ Pitfalls:
 * `aten.native_dropout`, which tracing puts in the place of CPU dropout, rounds differently in bfloat16: `rounding.py`.
 * Autograd asks for the streams of fake CUDA tensors. Where there is no GPU `ir/driver_internals.py` answers; torch's
   choice among attention kernels, which its builds for CPUs lack, is made in `cuda_attention.py`.
+* Torch takes an operator apart where no kernel is registered for the device, and asks CUDA's hooks for cuDNN: both are
+  answered by what a build of torch has, not by the tensors. `ir/cuda_internals.py` answers for builds for CPUs.
 * Each attempt to trace a path has a fake mode and a shape environment of its own: a failed one leaves symbols in both.
 * AOTAutograd calls the flat function twice, first without a graph. What a mode needs to know it keeps itself.
 * AOTAutograd traces leaves as results of something else, and autocast keeps casts of leaves only: `leaves_stay_leaves`.

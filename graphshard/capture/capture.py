@@ -28,6 +28,7 @@ from graphshard.capture.backward_effects import no_effects_of_backward
 from graphshard.capture.bare import bare
 from graphshard.capture.checkpoints import mark_checkpoints
 from graphshard.capture.collectives import settle_collectives
+from graphshard.capture.cuda_constants import settle_constants
 from graphshard.capture.cuda_operators import check_for_cuda
 from graphshard.capture.diagnose import explain_failure
 from graphshard.capture.dynamic_shapes import dynamic_dims
@@ -38,7 +39,7 @@ from graphshard.capture.flat import FlatForward
 from graphshard.capture.hooks import hooks_of, refuse_hooks_of_all_modules, without_hooks_of_all_modules
 from graphshard.capture.late_gathers import settle_gathers
 from graphshard.capture.learned import Learned, Rerun
-from graphshard.capture.missing import MISSING
+from graphshard.capture.missing import MISSING, WITHOUT_GPU
 from graphshard.capture.phase import erase_boundaries, erase_leaves, lift_constants, phase_of, read_numbers_again
 from graphshard.capture.rounding import capture_decompositions
 from graphshard.capture.tensor_axis import take_off_last_sums, take_off_wrapping
@@ -138,6 +139,7 @@ def capture(
                 raise reason from reason.__cause__
     joint, flat, inputs = traced
     if stands_in():
+        settle_constants(joint.graph)
         check_for_cuda(joint.graph.nodes, spec.forward_class.__name__)
     erase_boundaries(joint.graph)
     mark_checkpoints(joint, flat.regions)
@@ -243,7 +245,7 @@ def _trace(
             stack.enter_context(leaves_stay_leaves())
             stack.enter_context(draws_stay())
             stack.enter_context(eager_kernels())
-            stack.enter_context(fake_kernels(MISSING))
+            stack.enter_context(fake_kernels(MISSING | WITHOUT_GPU if stands_in() else MISSING))
             stack.enter_context(no_effects_of_backward(module, spec.forward_class.__name__))
             traced = aot_export_joint_with_descriptors(
                 stack, flat, (*state, *inputs, *attributes), decompositions=capture_decompositions()

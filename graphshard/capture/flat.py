@@ -30,6 +30,7 @@ from graphshard.capture.collectives import functional_collectives_only
 from graphshard.capture.conditionals import Conditionals
 from graphshard.capture.conversions import idle_conversions
 from graphshard.capture.cuda_attention import CudaAttention
+from graphshard.capture.cuda_constants import CudaConstants
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extensions
 from graphshard.capture.learned import Learned
@@ -121,6 +122,7 @@ class FlatForward(nn.Module):
             stack.enter_context(run_compiled_functions_eagerly())
             if stands_in():
                 stack.enter_context(CudaAttention())
+                stack.enter_context(CudaConstants())
             stack.enter_context(preserve_node_meta())
             stack.enter_context(_module_stack(module))
             watch = Watch(given)

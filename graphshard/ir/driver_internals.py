@@ -3,7 +3,8 @@
     with stand_in((9, 0)):
         ...                          fake CUDA tensors are differentiated, `torch.cuda` answers as on an H100
 
-Nothing outlives the block. Three things are asked that need a driver otherwise.
+Nothing outlives the block. What torch's builds for CPUs lack besides is in `cuda_internals.py`. Three things are asked
+that need a driver otherwise.
 
 * **Queries**: `torch.cuda`, Inductor's device interface and Triton's driver say what GPU there is.
 * **Streams of autograd.** For each node it asks the device guard of the tensor's kind of device for a stream, and torch
@@ -22,20 +23,26 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses import FakeTensorMode
 
+from graphshard.ir.cuda_internals import (
+    as_built_for_cuda,
+    hooks_replaced,
+    library,
+    table_at,
+    unknown_build,
+    virtual_functions,
+)
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.gpus import Capability, properties_of
+from graphshard.ir.gpus import Capability, OfSeveral, differs, properties_of
 from graphshard.ir.torch_internals import replaced
 
 REMEDY = "pip install 'graphshard[cross]' brings it"
@@ -49,11 +56,11 @@ def stands_in() -> bool:
 
 
 @contextlib.contextmanager
-def stand_in(capability: Capability, *, one_of_several: bool = False) -> Iterator[None]:
+def stand_in(capability: Capability, *, among: Sequence[Capability] = ()) -> Iterator[None]:
     """In the block torch takes its decisions as with a GPU of this compute capability; there is none.
 
     Args:
-        one_of_several: what is made in the block is for other GPUs, too. A model that asks which one there is gets a
+        among: what is made in the block is for several GPUs. A model that asks for what differs among them gets a
             RuntimeError.
 
     Raises:
@@ -61,8 +68,8 @@ def stand_in(capability: Capability, *, one_of_several: bool = False) -> Iterato
     """
     with contextlib.ExitStack() as stack:
         _answer(capability, stack)
-        for name in _BY_KIND if one_of_several else ():
-            stack.enter_context(replaced(torch.cuda, name, _for_torch(name, getattr(torch.cuda, name))))
+        for name in _BY_KIND if len(among) > 1 else ():
+            stack.enter_context(replaced(torch.cuda, name, _for_torch(name, getattr(torch.cuda, name), among)))
         token = _capability.set(capability)
         stack.callback(_capability.reset, token)
         # Autograd has a thread for each device that is there, and runs the others' nodes nowhere but here.
@@ -76,14 +83,16 @@ def stand_in(capability: Capability, *, one_of_several: bool = False) -> Iterato
 _BY_KIND = ("get_device_capability", "get_device_name", "get_device_properties")
 
 
-def _for_torch(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+def _for_torch(name: str, answer: Callable[..., Any], among: Sequence[Capability]) -> Callable[..., Any]:
     """An answer for torch alone, whose decisions are the same on all GPUs that there are files for."""
 
     def told(device: Any = None) -> Any:
         asking = str(sys._getframe(1).f_globals.get("__name__"))
-        if asking.partition(".")[0] not in ("torch", "triton", "graphshard"):
-            raise RuntimeError(f"torch.cuda.{name} answers otherwise for each GPU of capability=; export for one alone")
-        return answer(device)
+        if asking.partition(".")[0] in ("torch", "triton", "graphshard"):
+            return answer(device)
+        if name == "get_device_capability":
+            return OfSeveral(among)
+        raise differs(name)
 
     return told
 
@@ -93,6 +102,7 @@ def _answer(capability: Capability, stack: contextlib.ExitStack) -> None:
     for target, answers in _answers(capability):
         for name, answer in answers.items():
             stack.enter_context(replaced(target, name, answer))
+    stack.enter_context(as_built_for_cuda())
 
 
 def _answers(capability: Capability) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -197,21 +207,16 @@ def _check_autograd() -> None:
             value = torch.empty(2, device="cuda", requires_grad=True)
             torch.autograd.grad((value * value).sum(), value)
     except RuntimeError as error:
-        raise _unknown(str(error).splitlines()[0]) from error
+        raise unknown_build(str(error).splitlines()[0]) from error
 
 
 @contextlib.contextmanager
 def _streams() -> Iterator[None]:
     """In the block autograd finds a stream for each fake CUDA tensor, and CUDA is the accelerator that is here."""
     try:
-        libraries = Path(torch.__file__).parent / "lib"
-        c10, aten = (ctypes.CDLL(str(libraries / f"lib{name}.so")) for name in ("c10", "torch_cpu"))
-        guards = (ctypes.c_void_p * len(_KINDS)).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
-        hooks_of = aten._ZN2at6detail12getCUDAHooksEv
-        hooks_of.restype = ctypes.c_void_p
-        hooks = ctypes.c_void_p.from_address(hooks_of())
-    except (OSError, AttributeError, ValueError) as error:
-        raise _unknown(str(error)) from error
+        guards = (ctypes.c_void_p * len(_KINDS)).in_dll(library("c10"), "_ZN3c104impl26device_guard_impl_registryE")
+    except (OSError, ValueError) as error:
+        raise unknown_build(str(error)) from error
     slot = _place_of_get_stream()
     guard, meta = guards[_KINDS.index("cuda")], guards[_KINDS.index("meta")]
     ffi = package("cffi").FFI()
@@ -221,20 +226,17 @@ def _streams() -> Iterator[None]:
         lambda this, device: {"device": {"kind": device.kind, "index": max(device.index, 0)}, "id": 0},
     )
     assert meta is not None
-    methods = _table(ctypes.c_void_p.from_address(meta).value)
+    methods = table_at(ctypes.c_void_p.from_address(meta).value)
     methods[slot] = int(ffi.cast("intptr_t", default_stream))
     made = (ctypes.c_void_p * 1)(ctypes.addressof(methods))
     yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
-    kept = hooks.value
     guards[_KINDS.index("cuda")] = ctypes.addressof(made)
-    answers = _table(kept)
-    hooks.value = ctypes.addressof(answers)
     try:
-        _answer_where(answers, yes, lambda: torch._C._accelerator_getAccelerator() is not None)
-        _answer_where(answers, yes, _has_context)
-        yield
+        with hooks_replaced() as answers:
+            _answer_where(answers, yes, lambda: torch._C._accelerator_getAccelerator() is not None)
+            _answer_where(answers, yes, _has_context)
+            yield
     finally:
-        hooks.value = kept
         guards[_KINDS.index("cuda")] = guard
 
 
@@ -243,14 +245,6 @@ _KINDS = (
     *("cpu", "cuda", "mkldnn", "opengl", "opencl", "ideep", "hip", "fpga", "maia", "xla", "vulkan", "metal", "xpu"),
     *("mps", "meta", "hpu", "ve", "lazy", "ipu", "mtia", "privateuseone"),
 )
-# More than either table has; what is behind is copied with it, and not used.
-_ENTRIES = 40
-
-
-def _table(address: int | None) -> Any:
-    """A copy of a table of C++ functions."""
-    assert address is not None
-    return (ctypes.c_void_p * _ENTRIES)(*(ctypes.c_void_p * _ENTRIES).from_address(address))
 
 
 def _answer_where(table: Any, function: Any, answered: Callable[[], bool]) -> None:
@@ -258,14 +252,14 @@ def _answer_where(table: Any, function: Any, answered: Callable[[], bool]) -> No
     if answered():
         return
     address = ctypes.cast(function, ctypes.c_void_p).value
-    for place in range(_ENTRIES):
+    for place in range(len(table)):
         kept = table[place]
         if kept != address:
             table[place] = address
             if answered():
                 return
             table[place] = kept
-    raise _unknown("nothing that it asks of CUDA's hooks can be answered")
+    raise unknown_build("nothing that it asks of CUDA's hooks can be answered")
 
 
 def _has_context() -> bool:
@@ -279,18 +273,7 @@ def _has_context() -> bool:
 
 def _place_of_get_stream() -> int:
     """Where in the table of a device guard `getStream` is, by torch's own header."""
-    header = Path(torch.__file__).parent / "include" / "c10" / "core" / "impl" / "DeviceGuardImplInterface.h"
-    try:
-        text = re.sub(r"/\*.*?\*/|//[^\n]*", "", header.read_text(), flags=re.DOTALL)
-        text = text[text.index("struct C10_API DeviceGuardImplInterface {") :]
-        names = re.findall(r"virtual\s+[\w:\*&<> ]*?(~?\w+)\(", text[: text.index("\n};")])
-        return names.index("getStream")
-    except (OSError, ValueError) as error:
-        raise _unknown(str(error)) from error
-
-
-def _unknown(why: str) -> ArgumentError:
-    return ArgumentError(
-        f"this build of torch ({torch.__version__}) cannot differentiate for CUDA without a GPU: {why}. Export where "
-        "there is a GPU, or with torch 2.12 or newer, for Linux, from PyPI or download.pytorch.org."
-    )
+    names = virtual_functions("c10/core/impl/DeviceGuardImplInterface.h", "DeviceGuardImplInterface")
+    if "getStream" not in names:
+        raise unknown_build("its device guards have no getStream")
+    return names.index("getStream")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Capability = tuple[int, int]
@@ -66,3 +67,52 @@ def properties_of(capability: Capability) -> dict[str, Any]:
 def capability_of(units: int) -> Capability | None:
     """Of the GPU with so many multiprocessors; None if none of those that are known has."""
     return next((capability for capability, gpu in _GPUS.items() if gpu["multi_processor_count"] == units), None)
+
+
+def differs(name: str) -> RuntimeError:
+    """That a function of `torch.cuda` has no answer that holds for all GPUs of a file."""
+    return RuntimeError(f"torch.cuda.{name} answers otherwise for each GPU of capability=; export for one alone")
+
+
+class OfSeveral(tuple[int, int]):
+    """The compute capability of each of several GPUs, which may be asked for what is the same of all of them."""
+
+    _each: Sequence[Capability]
+
+    def __new__(cls, each: Sequence[Capability]) -> OfSeveral:
+        made = super().__new__(cls, each[0])
+        made._each = each
+        return made
+
+    def _asked(self, question: Callable[[Capability], Any]) -> Any:
+        answers = set(map(question, self._each))
+        if len(answers) > 1:
+            raise differs("get_device_capability")
+        return answers.pop()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._asked(lambda each: each[index])
+
+    def __iter__(self) -> Iterator[int]:
+        return (self[index] for index in range(2))
+
+    def __ge__(self, other: Any) -> Any:
+        return self._asked(lambda each: each >= other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._asked(lambda each: each > other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._asked(lambda each: each <= other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._asked(lambda each: each < other)
+
+    def __eq__(self, other: object) -> Any:
+        return self._asked(lambda each: each == other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._asked(lambda each: each != other)
+
+    def __hash__(self) -> int:
+        return int(self._asked(hash))

@@ -131,7 +131,7 @@ class Executor(GraphModule):
             replays: who does.
             known: what names in the code stand for besides values.
         """
-        lines, runs = with_replays(self.lines if lines is None else lines, replays.wants)
+        lines, runs = with_replays(self.lines if lines is None else lines, replays)
         made = [replays.replay(run, self._within(None, tuple(_with_frees(run.lines)))) for run in runs]
         return self._within(None, tuple(_with_frees(lines)), replays=made, **known)
 

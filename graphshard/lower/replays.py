@@ -13,7 +13,7 @@ results have sizes that depend on values. What a run makes and only reads itself
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,11 +50,20 @@ class Replays(Protocol):
     def wants(self, call: Call) -> bool:
         """Whether a region may be part of a run."""
 
+    def runs(self, lines: Sequence[Line], kept: Set[Variable], own: Set[Variable]) -> Sequence[range]:
+        """Which lines are to be runs: places of the first to the last one of each.
+
+        Args:
+            lines: regions that may be, and views between them; the first and the last one is a region.
+            kept: values that are read behind them.
+            own: those of the executor itself.
+        """
+
     def replay(self, run: Run, code: Boxed) -> Boxed:
         """What runs in the place of a run; `code` does what its lines say."""
 
 
-def with_replays(lines: Sequence[Line], wants: Callable[[Call], bool]) -> tuple[list[Line], list[Run]]:
+def with_replays(lines: Sequence[Line], replays: Replays) -> tuple[list[Line], list[Run]]:
     """The lines with runs taken out of them, and the runs; what lines free is to be found anew."""
     found: list[Line] = []
     runs: list[Run] = []
@@ -62,17 +71,20 @@ def with_replays(lines: Sequence[Line], wants: Callable[[Call], bool]) -> tuple[
     start = 0
     while start < len(lines):
         end = start
-        while end < len(lines) and _fits(lines[end], wants):
+        while end < len(lines) and _fits(lines[end], replays.wants):
             end += 1
         calls = [index for index in range(start, end) if isinstance(lines[index], Call)]
-        if not calls:
-            end = max(end, start + 1)
-            found += lines[start:end]
-        else:
-            first, last = calls[0], calls[-1] + 1
-            line, run = _run(len(runs), lines[first:last], lines[last:], own)
-            found += [*lines[start:first], line, *lines[last:end]]
-            runs.append(run)
+        if calls:
+            first, behind = calls[0], calls[-1] + 1
+            kept = {name for line in lines[behind:] for name in line.reads}
+            for chosen in replays.runs(lines[first:behind], kept, own):
+                begin, until = first + chosen.start, first + chosen.stop
+                line, run = _run(len(runs), lines[begin:until], lines[until:], own)
+                found += [*lines[start:begin], line]
+                runs.append(run)
+                start = until
+        end = max(end, start + 1)
+        found += lines[start:end]
         start = end
     return found, runs
 

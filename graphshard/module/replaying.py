@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal
 
 import torch
 
 from graphshard.cost.costs import Costs
-from graphshard.cost.replays import replay_pays
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.text import brief
@@ -36,15 +34,14 @@ def replaying(cuda_graphs: Any, options: Options, mesh: Mesh, device: torch.devi
         return None
     graphs = graphs_of(device, cuda_graphs)
     if cuda_graphs is True:
-        return Replaying(Arena(graphs, device), lambda region: True)
+        return Replaying(Arena(graphs, device), None)
     profile = profile_here(device, options.hardware)
     if profile is None:
         raise ArgumentError(
             "cuda_graphs='auto': no hardware profile of this GPU says what launches cost. Pass one as hardware=, or "
             "True or False."
         )
-    costs = Costs(profile, mesh=mesh, fused=options.backend != "eager")
-    return Replaying(Arena(graphs, device), functools.partial(replay_pays, costs))
+    return Replaying(Arena(graphs, device), Costs(profile, mesh=mesh, fused=options.backend != "eager"))
 
 
 def graphs_of(device: torch.device, cuda_graphs: bool | str) -> DeviceGraphs:

@@ -27,16 +27,18 @@ import itertools
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphshard.cost.costs import Costs
+from graphshard.cost.replays import piece_of, runs_that_pay
 from graphshard.ir.program import Program, Region
 from graphshard.lower.executor import Executor
-from graphshard.lower.lines import Call
+from graphshard.lower.lines import Call, Line, Variable
 from graphshard.lower.replays import Boxed, Run, can_be_replayed
 from graphshard.runtime.device_graphs import DeviceGraphs
 
@@ -91,24 +93,18 @@ class Replaying:
 
     Attributes:
         arena: of the model.
-        pays: whether a region is worth it.
+        costs: by which runs are chosen; None replays all that can be.
         runs: what was put in the place of regions so far.
     """
 
     arena: Arena
-    pays: Callable[[Region], bool]
+    costs: Costs | None
     runs: list[Replayed] = field(default_factory=list)
 
     def of(self, program: Program, executor: Executor) -> _Replays:
         """Who launches the runs of an executor of a program."""
         names = program.region_names
-
-        def wants(call: Call) -> bool:
-            region = program.regions[names[call.region]]
-            fit = getattr(executor, call.region).can_be_captured and can_be_replayed(region.module, program.device)
-            return fit and self.pays(region)
-
-        return _Replays(self, wants)
+        return _Replays(self, program.device, executor, lambda call: program.regions[names[call.region]])
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,31 @@ class _Replays:
     """Those of one executor: `graphshard.lower.replays.Replays`."""
 
     replaying: Replaying
-    wants: Callable[[Call], bool]
+    device: torch.device
+    executor: Executor
+    region: Callable[[Call], Region]
+
+    def wants(self, call: Call) -> bool:
+        """Whether a region launches the same kernels in each call."""
+        can_be = getattr(self.executor, call.region).can_be_captured
+        return can_be and can_be_replayed(self.region(call).module, self.device)
+
+    def runs(self, lines: Sequence[Line], kept: Set[Variable], own: Set[Variable]) -> Sequence[range]:
+        """All of the lines, or those that save time."""
+        costs = self.replaying.costs
+        if costs is None:
+            return [range(len(lines))]
+        base: dict[Variable, Variable] = {}  # of what a view is one
+        pieces, places = [], []
+        for place, line in enumerate(lines):
+            if isinstance(line, Call):
+                given = [base.get(name, name) for name in line.inputs]
+                pieces.append(piece_of(costs, self.region(line), given, line.results, own))
+                places.append(place)
+            elif line.reads:
+                base.update(dict.fromkeys(line.results, base.get(line.reads[0], line.reads[0])))
+        found = runs_that_pay(costs, pieces, {base.get(name, name) for name in kept})
+        return [range(places[run[0]], places[run[-1]] + 1) for run in found]
 
     def replay(self, run: Run, code: Boxed) -> Boxed:
         """What runs in the place of a run."""

@@ -393,6 +393,24 @@ class TestAfterwards:
         assert "get_device_capability answers otherwise for each GPU of capability=; export for one alone" in text
         assert not list(tmp_path.iterdir())
 
+    @pytest.mark.parametrize(
+        "asks",
+        [
+            lambda has: has >= (8, 0),
+            lambda has: not has < (7, 5),
+            lambda has: has != (7, 5),
+            lambda has: has > (7, 5) and not has <= (7, 5),
+            lambda has: has[1] == 0,
+        ],
+    )
+    def test_what_is_the_same_of_several_gpus_may_be_asked(self, asks: Any) -> None:
+        with stand_in((8, 0), among=[(8, 0), (9, 0)]):
+            has = torch.cuda.get_device_capability()
+            assert asks(has)
+            for differs in (lambda: has >= (9, 0), lambda: has[0], lambda: tuple(has), lambda: has == (9, 0)):
+                with pytest.raises(RuntimeError, match="answers otherwise for each GPU of capability="):
+                    differs()
+
     def test_a_package_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(__import__("sys").modules, "cffi", None)
         with (

@@ -141,8 +141,8 @@ def _train(rank: int, world_size: int, script: Script, options: dict[str, Any], 
     twin = copy.deepcopy(model)
     seen: tuple[list[Any], list[Any]] = [], []
     with on_cpu() as graphs:
-        graphshard.compile(model, world_mesh(), backend="eager", cuda_graphs=True, **options)
-        graphshard.compile(twin, world_mesh(), backend="eager", **options)
+        graphshard.compile(model, world_mesh(), backend="eager", **{"cuda_graphs": True, **options})
+        graphshard.compile(twin, world_mesh(), backend="eager", **{**options, "cuda_graphs": False})
         for each, found in zip((model, twin), seen):
             torch.manual_seed(rank)
             script(each, torch.optim.AdamW(each.parameters(), lr=1e-2), found)
@@ -164,6 +164,13 @@ SCRIPTS = [_steps, _two_sizes, _microbatches, _several_forwards, _moved, _evalua
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_scripts(ranks: Ranks, world_size: int, script: Script) -> None:
     ranks(world_size).run(_train, script, {"mp_policy": BF16, "max_captures": 16}, {}, share=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_runs_that_were_chosen_by_cost(ranks: Ranks, world_size: int) -> None:
+    """Some regions are in graphs, and others between them are not."""
+    options = {"mp_policy": BF16, "cuda_graphs": "auto", "hardware": "h100"}
+    ranks(world_size).run(_train, _steps, options, {"dropout": 0.5}, share=False)
 
 
 @pytest.mark.parametrize(

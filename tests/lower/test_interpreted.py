@@ -99,6 +99,27 @@ def test_functions_that_kernels_call(tmp_path: Path) -> None:
     assert_kernels_compute(file, tmp_path)
 
 
+class Wide(nn.Module):
+    """A convolution of so many channels that Inductor lays them out last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(4, 80, 3, padding=1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.layer(images) + 1).mean()
+
+
+@pytest.mark.parametrize("given", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"])
+def test_layouts_of_convolutions(tmp_path: Path, given: torch.memory_format) -> None:
+    """Kernels read results as cuDNN lays them out, which the CPU's convolutions do, too."""
+    images = torch.zeros(2, 4, 5, 5).to(memory_format=given)
+    file = graphshard.export(
+        Wide(), (2,), tmp_path / "wide.gshard", example_inputs=(images,), device="cuda", capability=(9, 0)
+    )
+    assert_kernels_compute(file, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # 110 s beside other work; the interpreter runs the programs of a kernel one by one
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of transformers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,8 +37,20 @@ def _wait(result: str, read: str) -> Line:
     return Wait(results=_v(result), target=torch.relu, args=_v(read), kwargs={}, several=False, bucket="gather 0")
 
 
-def _all(_: Call) -> bool:
-    return True
+@dataclass
+class _Replays:
+    """Takes all that is wanted, or some places of it; adds to what runs make."""
+
+    wants: Callable[[Call], bool] = lambda call: True
+    places: list[range] | None = None
+    asked: list[Any] = field(default_factory=list)
+
+    def runs(self, lines: Sequence[Line], kept: Any, own: Any) -> list[range]:
+        self.asked.append((list(lines), set(kept), set(own)))
+        return [range(len(lines))] if self.places is None else self.places
+
+    def replay(self, run: Run, code: Any) -> Any:
+        return lambda inputs: [value + 10 for value in code(inputs)]
 
 
 def test_runs_end_at_collectives() -> None:
@@ -53,7 +67,7 @@ def test_runs_end_at_collectives() -> None:
         _call("y", "f", "e", "b"),
         Return(values=_v("y")),
     ]
-    found, runs = with_replays(lines, _all)
+    found, runs = with_replays(lines, _Replays())
     assert [type(line).__name__ for line in found] == [
         *("Take", "Start", "Operator", "Replay", "Operator", "Wait", "Replay", "Return")
     ]
@@ -77,26 +91,36 @@ def test_what_computes_between_regions_ends_a_run() -> None:
             _call("y", "b"),
             Return(values=_v("y")),
         ]
-        assert len(with_replays(lines, _all)[1]) == 2
+        assert len(with_replays(lines, _Replays())[1]) == 2
     lines = [Take(results=_v("x")), _call("a", "x", region="region_1"), _call("y", "a"), Return(values=_v("y"))]
-    found, runs = with_replays(lines, lambda call: call.region == "region_0")
+    found, runs = with_replays(lines, _Replays(lambda call: call.region == "region_0"))
     assert [type(line).__name__ for line in found] == ["Take", "Call", "Replay", "Return"]
     assert len(runs) == 1
-    assert with_replays(lines, lambda call: False) == (lines, [])
+    assert with_replays(lines, _Replays(lambda call: False)) == (lines, [])
 
 
-class _Launches:
-    """Adds to what runs make."""
-
-    def __init__(self) -> None:
-        self.runs: list[Run] = []
-
-    def wants(self, call: Call) -> bool:
-        return True
-
-    def replay(self, run: Run, code: Any) -> Any:
-        self.runs.append(run)
-        return lambda inputs: [value + 10 for value in code(inputs)]
+def test_some_of_the_regions() -> None:
+    """Who launches runs says which regions of a stretch are one, and is told what is read behind it."""
+    lines = [
+        Take(results=_v("x")),
+        _call("a", "x"),
+        _call("b", "a"),
+        _operator("c", aten.t.default, Variable("b")),
+        _call("d", "c"),
+        _call("e", "d"),
+        _start("g", "e"),
+        Return(values=_v("g", "b")),
+    ]
+    replays = _Replays(places=[range(1), range(3, 5)])
+    found, runs = with_replays(lines, replays)
+    assert replays.asked == [(lines[1:6], {"e", "g", "b"}, {"x"})]
+    assert [type(line).__name__ for line in found] == [
+        *("Take", "Replay", "Call", "Operator", "Replay", "Start", "Return")
+    ]
+    assert [run.lines[1:-1] for run in runs] == [(lines[1],), (lines[4], lines[5])]
+    assert [line.results for line in found if isinstance(line, Replay)] == [("a",), ("e",)]
+    replays.places = []
+    assert with_replays(lines, replays) == (lines, [])
 
 
 def test_code() -> None:
@@ -110,12 +134,12 @@ def test_code() -> None:
         x.meta["val"] = torch.zeros(2)
     graph.output((x,))
     made = executor(graph, {"region_0": RegionCall(lambda inputs: (inputs.pop() * 2,))})
-    launches = _Launches()
+    replays = _Replays()
     given = [torch.ones(2)]
-    (result,) = made.with_replays(launches)(given)
+    (result,) = made.with_replays(replays)(given)
     assert result.tolist() == [14, 14]
     assert given == []
-    assert len(launches.runs) == 1
+    assert len(replays.asked) == 1
     (result,) = made([torch.ones(2)])
     assert result.tolist() == [4, 4]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from torch.fx import Graph, GraphModule
 import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.cost.replays import replay_pays
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.graph import emit
-from graphshard.ir.program import Region
-from graphshard.lower.lines import Return, Take, Variable
+from graphshard.ir.program import Program, Region
+from graphshard.lower.executor import Executor
+from graphshard.lower.lines import Call, Operator, Return, Take, Variable
 from graphshard.lower.regions import RegionCall
 from graphshard.lower.replays import Run
 from graphshard.runtime.replays import MOST_GRAPHS, Arena, Replayed, Replaying
@@ -185,6 +185,10 @@ def test_another_stream_replays_nothing() -> None:
 # --- what is asked for ---------------------------------------------------------------------------------------
 
 
+# Until every run has its graph: where an input of the executor lies may change by chance, until it is copied.
+STEPS = 16
+
+
 def _replaying(fake_world: FakeWorld, choice: Any, width: int = 8, **options: Any) -> Replaying:
     fake_world(2)
     with on_cpu():
@@ -192,7 +196,7 @@ def _replaying(fake_world: FakeWorld, choice: Any, width: int = 8, **options: An
             Blocks(2, width), init_device_mesh("cpu", (2,)), backend="eager", cuda_graphs=choice, **options
         )
         given = torch.ones(4, width)  # a graph reads it where it lies
-        for _ in range(4):
+        for _ in range(STEPS):
             model(given).backward()
     replaying = model._graphshard.replaying
     assert isinstance(replaying, Replaying)
@@ -206,26 +210,48 @@ def test_a_model(fake_world: FakeWorld) -> None:
 
 
 def test_by_cost(fake_world: FakeWorld) -> None:
-    """Small regions of many operators are worth it, and large ones, or those of one operator, are not."""
+    """Fewer regions than without costs; `tests/cost/test_replays.py` says which."""
     small = _replaying(fake_world, "auto", hardware="h100")
     everything = _replaying(fake_world, True)
     assert len(small.runs) < len(everything.runs)
-    costs = Costs(load_profile("h100"), fused=False)
-    assert replay_pays(costs, _region(20, 100))
-    assert not replay_pays(costs, _region(3, 100))  # as many launches
-    assert not replay_pays(costs, _region(20, 10_000_000))  # kernels take longer than launches
-    free = replace(costs, profile=replace(costs.profile, host_seconds={"eager": 0.0, "compiled": 0.0}))
-    assert not replay_pays(free, _region(20, 100))
 
 
-def _region(depth: int, size: int) -> Region:
+def _region(depth: int, size: int, beside: int) -> Region:
+    """Operators one behind the other, and an input that the last of them reads, too."""
     graph = Graph()
-    x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(size, device="meta")
+    x, other = (graph.placeholder(name) for name in ("x", "other"))
+    x.meta["val"], other.meta["val"] = torch.empty(size, device="meta"), torch.empty(beside, device="meta")
     for _ in range(depth):
         x = emit(graph, torch.ops.aten.relu.default, x, like=x)
-    graph.output((x,))
+    total = emit(graph, torch.ops.aten.sum.default, other, like=other)
+    graph.output((emit(graph, torch.ops.aten.add.Tensor, x, total, like=x),))
     return Region("key", "", GraphModule(torch.nn.Module(), graph))
+
+
+@pytest.mark.parametrize(
+    ("kept", "own", "expected"),
+    [
+        ({"d"}, {"v", "w"}, [range(3)]),
+        ({"d"}, {"v"}, [range(1)]),  # another graph would copy w
+        ({"d"}, set(), []),
+        ({"b", "d"}, {"v", "w"}, [range(3)]),  # what a view shows leaves the run, which costs no more than it saves
+    ],
+)
+def test_neighbours_by_cost(kept: set[str], own: set[str], expected: list[range]) -> None:
+    """Two regions and a view between them are one run if that pays; parameters are read where they lie."""
+    costs = Costs(load_profile("h100"), fused=False)
+    large = int(6 * costs.profile.host_seconds["eager"] * costs.profile.memory_bandwidth / 4)
+    region = _region(20, 100, large)
+    a, b, d, v, w, x = map(Variable, "abdvwx")
+    lines = [
+        Call(results=(a,), region="region_0", inputs=(x, v), where=""),
+        Operator(results=(b,), target=torch.ops.aten.view.default, args=(a, [100]), kwargs={}, several=False),
+        Call(results=(d,), region="region_0", inputs=(b, w), where=""),
+    ]
+    replaying = Replaying(Arena(Graphs(), torch.device("cpu")), costs)
+    program = SimpleNamespace(region_names={"region_0": "key"}, regions={"key": region}, device=torch.device("cpu"))
+    replays = replaying.of(cast(Program, program), cast(Executor, None))
+    assert replays.runs(lines, set(map(Variable, kept)), set(map(Variable, own))) == expected
 
 
 def test_arguments(fake_world: FakeWorld) -> None:
