@@ -22,12 +22,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphshard
+from graphshard.ir.distributed_internals import fake_world
 from graphshard.ir.graph import c10d
 from graphshard.lower.inductor import compile_inductor
 from graphshard.lower.operators import compile_operators
@@ -44,10 +43,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    for title, seconds in measured(args.calls, args.rounds):
-        print(f"{title:45}{seconds * 1e6:8.2f} us")
-    dist.destroy_process_group()
+    with fake_world(8):
+        for title, seconds in measured(args.calls, args.rounds):
+            print(f"{title:45}{seconds * 1e6:8.2f} us")
 
 
 def measured(calls: int, rounds: int) -> list[tuple[str, float]]:

@@ -20,11 +20,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphshard
+from graphshard.ir.distributed_internals import fake_world
 from graphshard.ir.program import Phase
 from graphshard.lower.executor import Boxed
 from graphshard.runtime import arrivals
@@ -41,10 +40,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    with fake_world(2):
+        measure(args.layers, args.steps)
+
+
+def measure(layers: int, number_of_steps: int) -> None:
+    """Print a line for each kind of step."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,))
-    plain = llama.Llama(llama.LlamaConfig(layers=args.layers, dim=16, seq=4))
+    plain = llama.Llama(llama.LlamaConfig(layers=layers, dim=16, seq=4))
     model = graphshard.compile(plain, mesh, backend="eager")
     optimizer = torch.optim.AdamW(model.parameters())
     number = len(list(model.parameters()))
@@ -59,8 +63,7 @@ def main() -> None:
     print(f"{number} parameters, us for each")
     with _returning_again():
         for title, step in steps.items():
-            print(f"{title:45}{_seconds(step, args.steps) / number * 1e6:8.2f}")
-    dist.destroy_process_group()
+            print(f"{title:45}{_seconds(step, number_of_steps) / number * 1e6:8.2f}")
 
 
 def _seconds(step: Callable[[], Any], steps: int) -> float:

@@ -1,17 +1,22 @@
 """Seconds of a training step of the example's model on gloo ranks: graphshard, FSDP2 and DDP, interleaved.
 
     python benchmarks/step_time.py [--steps 30] [--layers 4] [--dim 256] [--batch 4] [--seq 128] [--ranks 2]
+                                   [--simple-fsdp .../torchtitan/experiments/graph_trainer/simple_fsdp.py]
 
 All variants live in the same processes and take turns, step by step, so that the load of a shared machine meets all
 alike. Prints medians of the slowest rank, quartiles, and ratios to eager FSDP2. What is "kept" has
 `reshard_after_forward=False`: full parameters stay from forward to backward, which saves a gather of each. Without
 communication each rank trains the model by itself, by torch.compile: what no variant can be faster than by much.
+"FSDP2 compiled whole" is the same FSDP2 with torch.compile around the model, which breaks the graph at FSDP2's hooks.
+torchtitan's SimpleFSDP, under torch.compile as a whole, takes part where `--simple-fsdp` says in which file it is, as
+it comes with torchtitan, in whose environment this must run then.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import os
 import statistics
 import sys
@@ -19,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,13 +41,17 @@ import llama
 VARIANTS = (
     *("graphshard inductor", "graphshard inductor compile_step", "graphshard inductor compile_step kept"),
     *("graphshard eager", "graphshard eager compile_step"),
-    *("FSDP2", "FSDP2 compiled blocks", "DDP", "no communication"),
+    *("FSDP2", "FSDP2 compiled blocks", "FSDP2 compiled whole", "DDP", "no communication"),
 )
-BASE = "FSDP2"
+BASE, SIMPLE = "FSDP2", "SimpleFSDP"
 
 
-def variant(name: str, model: nn.Module) -> nn.Module:
-    """The model made ready as the name says."""
+def variant(name: str, model: nn.Module, simple_fsdp: Path | None = None) -> nn.Module:
+    """The model made ready as the name says.
+
+    Args:
+        simple_fsdp: the file that SimpleFSDP is in.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if name.startswith("graphshard"):
         return graphshard.compile(model, mesh, backend=name.split()[1], reshard_after_forward="kept" not in name)
@@ -50,11 +60,29 @@ def variant(name: str, model: nn.Module) -> nn.Module:
     if name == "no communication":
         model.compile()
         return model
+    if name == SIMPLE:
+        assert simple_fsdp is not None
+        model = _loaded(simple_fsdp).data_parallel(model, mesh, mode="fully_shard")
+        model.compile(fullgraph=True)
+        return model
     for block in model.layers:
-        if "compiled" in name:
+        if "blocks" in name:
             block.compile()
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    model = fully_shard(model, mesh=mesh)
+    if "whole" in name:
+        model.compile()
+    return model
+
+
+def _loaded(path: Path) -> Any:
+    """The module of a file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run(rank: int, args: argparse.Namespace, store: str) -> None:
@@ -67,8 +95,8 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
     torch.manual_seed(rank)
     batches = [torch.randint(256, (2, args.batch, args.seq)) for _ in range(4)]
     steps: dict[str, Callable[[torch.Tensor], float]] = {}
-    for name in args.variants:
-        ready = variant(name, copy.deepcopy(model))
+    for name in (*args.variants, *([SIMPLE] if args.simple_fsdp else [])):
+        ready = variant(name, copy.deepcopy(model), args.simple_fsdp)
         optimizer = torch.optim.AdamW(ready.parameters(), lr=1e-3)
         steps[name] = (whole_stepper if "compile_step" in name else stepper)(ready, optimizer)
     found: dict[str, list[float]] = {name: [] for name in steps}
@@ -120,6 +148,7 @@ def main() -> None:
     for name, default in (("ranks", 2), ("steps", 30), ("warmup", 3), ("layers", 4), ("dim", 256), ("batch", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--simple-fsdp", type=Path, help="torchtitan's file of that name")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

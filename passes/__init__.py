@@ -9,6 +9,7 @@
     partition                 the joint graph becomes forward and backward
     drop_unused_tangents      outputs that never receive a gradient cost nothing in backward
     offload                   parameters and gradients live on the host
+    offload_activations       what is saved for backward lives on the host meanwhile (opt-in)
     regather_in_group         backward gathers again among fewer ranks
     gather_in_float8          parameters travel in eight bits (opt-in, inexact)
     exchange_rows             rows of embeddings are exchanged, instead of tables gathered (opt-in, inexact)
@@ -40,6 +41,9 @@ A pass sees the program, the plan, the parameter table and the graph helpers; ne
   partitioner again. The plan is then made anew on that graph, as views of a gathered value become compute there.
 * **Offloading is a pass on the partitioned graph.** Uploads go with the gather before theirs, which costs no events in
   plans.
+* **What is saved is offloaded unit by unit**, so that regions are cut where units meet and nowhere else. Other
+  backwards of the program are made of the partitioned graph, which does not know it: `Program.on_host` names what they
+  must get back.
 * **Random operators are drawn again from a saved generator state**, with the operators that AOTAutograd has for it
   (`run_and_save_rng_state`, `run_with_rng_state`). Each operator has one state: 5056 bytes on the CPU, 16 on CUDA.
 * **A share of activation memory** is a knapsack by seconds per byte over what the partitioner would save. It is not
@@ -62,6 +66,7 @@ from graphshard.passes.keep_gathered import KeepGathered
 from graphshard.passes.make_plan import MakePlan
 from graphshard.passes.mixed_precision import MixedPrecision
 from graphshard.passes.offload import Offload
+from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.passes.overlap_collectives import OverlapCollectives
 from graphshard.passes.partition import Partition
 from graphshard.passes.pieced_loss import PiecedLoss
@@ -85,6 +90,7 @@ __all__ = [
     "MakePlan",
     "MixedPrecision",
     "Offload",
+    "OffloadActivations",
     "OverlapCollectives",
     "Partition",
     "Pass",

@@ -35,7 +35,7 @@ from graphshard.ir.errors import PassError
 from graphshard.ir.graph import aten, emit, erase_dead, fake
 from graphshard.ir.program import Program
 from graphshard.ir.recomputed import IN_FORWARD
-from graphshard.ir.vocabulary_loss import SUM, VocabularyLoss, computed_again, vocabulary_loss
+from graphshard.ir.vocabulary_loss import SUM, VocabularyLoss, added_product, computed_again, vocabulary_loss, widened
 from graphshard.passes.base import Pass
 
 
@@ -133,27 +133,14 @@ class _Chunks:
         if transposed is not None:
             self._parts.append(self._emit(aten.mm.default, gradient, transposed))
         if found.of_weight:
-            self._multiply("weight", self._emit(aten.t.default, gradient), own)
+            transposed_gradient = self._emit(aten.t.default, gradient)
+            self._sums["weight"] = added_product(self._sums.get("weight"), transposed_gradient, own, self._emit)
         if found.of_bias:
-            self._add("bias", self._wide(self._emit(aten.sum.dim_IntList, gradient, [0], True)))
+            self._add("bias", widened(self._emit(aten.sum.dim_IntList, gradient, [0], True), self._emit))
 
     def _add(self, name: str, value: Node) -> None:
         before = self._sums.get(name)
         self._sums[name] = value if before is None else self._emit(aten.add.Tensor, before, value)
-
-    def _multiply(self, name: str, left: Node, right: Node) -> None:
-        """Add a product to those of earlier chunks."""
-        before = self._sums.get(name)
-        if before is not None and fake(before).dtype == fake(left).dtype:
-            self._sums[name] = self._emit(aten.addmm.default, before, left, right)
-        else:
-            self._add(name, self._wide(self._emit(aten.mm.default, left, right)))
-
-    def _wide(self, value: Node) -> Node:
-        """In a dtype that sums can be taken in."""
-        if fake(value).dtype.itemsize >= torch.float32.itemsize:
-            return value
-        return self._emit(aten._to_copy.default, value, dtype=torch.float32)
 
     def _replace_gradients(self, of_rows: Node | None, counted: Node) -> None:
         found = self._found

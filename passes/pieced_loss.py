@@ -19,8 +19,10 @@ many multiplications before the loss as a piece takes. Backward multiplies again
 A head that is tied to the embedding is gathered whole for the lookup, unless `exchange-rows` does without; nothing of
 that is left when its pieces arrive.
 
-Sums are taken piece by piece, in float32, so results are equal up to rounding. Left alone are heads with a bias, those
-of float16, those that are tied to more than an embedding, and all that `chunked-loss` leaves alone.
+A bias of the head has a number for each word, and is gathered whole; a piece takes those of its words.
+
+Sums are taken piece by piece, in float32, so results are equal up to rounding. Left alone are heads of float16, those
+that are tied to more than an embedding, and all that `chunked-loss` leaves alone.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
 from graphshard.ir.recomputed import IN_FORWARD
 from graphshard.ir.transport import landing
-from graphshard.ir.vocabulary_loss import VocabularyLoss, computed_again, same_numbers, vocabulary_loss
+from graphshard.ir.vocabulary_loss import VocabularyLoss, added_product, computed_again, same_numbers, vocabulary_loss
 from graphshard.passes.base import Pass
 
 # Mark of what joins the pieces of a gradient: one behind another for each rank.
@@ -109,9 +111,8 @@ def _landed(gather: Collective, row: ParamRow) -> Node:
 
 def _head(found: VocabularyLoss) -> Node | None:
     """What the weight of the product is the transpose of."""
-    _, weight, bias = found.operands
-    transposed = weight.target is aten.t.default and bias is None
-    return weight.all_input_nodes[0] if transposed else None
+    weight = found.operands[1]
+    return weight.all_input_nodes[0] if weight.target is aten.t.default else None
 
 
 def _alone(found: VocabularyLoss, weight: Node) -> bool:
@@ -181,6 +182,7 @@ class _Pieces:
         shifted = self._emit(aten.unsqueeze.default, normal, 1)
         of_rows: Node | None = None
         of_weight: dict[int, Node] = {}
+        of_bias: dict[int, Node] = {}
         for number in reversed(range(len(self._ranges))):
             following = self._begin(number - 1) if number else None
             whole, begun = (whole if begun is None else self._settle(begun, number)), following
@@ -196,27 +198,31 @@ class _Pieces:
                 made[node] = computed_again(node, made, self._emit)
             gradient = made[found.backward[-1]]
             if found.of_rows:
-                of_rows = self._product(of_rows, gradient, whole)
+                of_rows = added_product(of_rows, gradient, whole, self._emit)
             if found.of_weight:
                 of_weight[number] = self._emit(aten.mm.default, self._emit(aten.t.default, gradient), self._rows)
-        for nodes, value in ((found.of_rows, of_rows), (found.of_weight, self._joined(of_weight))):
+            if found.of_bias:
+                of_bias[number] = self._emit(aten.sum.dim_IntList, gradient, [0], True)
+        joined = self._joined(of_weight, 0), self._joined(of_bias, 1)
+        for nodes, value in ((found.of_rows, of_rows), (found.of_weight, joined[0]), (found.of_bias, joined[1])):
             for node in nodes:
                 assert value is not None
                 node.replace_all_uses_with(self._in_dtype(value, fake(node).dtype))
 
-    def _joined(self, parts: dict[int, Node]) -> Node | None:
-        """The gradient of the head, of those of its pieces."""
+    def _joined(self, parts: dict[int, Node], dim: int) -> Node | None:
+        """The gradient of the head or its bias, of those of its pieces, in which words lie along a dim."""
         if not parts:
             return None
-        ranks, width = self._row.num_shards, self._row.shape[1]
+        ranks, width = self._row.num_shards, (self._row.shape[1],) if dim == 0 else ()
         by_rank = [
-            self._emit(aten.view.default, parts[number], [ranks, end - at, width])
+            self._emit(aten.view.default, parts[number], [ranks, end - at, *width])
             for number, (at, end) in enumerate(self._ranges)
         ]
         joined = self._emit(aten.cat.default, by_rank, 1)
-        joined.meta[OF_PIECES] = True
-        joined = self._emit(aten.view.default, joined, [ranks * self._row.shard_len, width])
-        return joined if self._row.is_even else self._emit(aten.slice.Tensor, joined, 0, 0, self._row.shape[0])
+        if width:
+            joined.meta[OF_PIECES] = True
+        joined = self._emit(aten.view.default, joined, [*([1] * dim), ranks * self._row.shard_len, *width])
+        return joined if self._row.is_even else self._emit(aten.slice.Tensor, joined, dim, 0, self._row.shape[0])
 
     def _begin_first(self) -> Node:
         """Start to gather the first piece beside as many multiplications as a piece takes."""
@@ -258,7 +264,10 @@ class _Pieces:
     def _logits(self, whole: Node, number: int) -> tuple[dict[Node, Node], Node]:
         """Logits of a piece, those of words that are none very small, and what they are computed by."""
         found = self._found
-        product = self._emit(aten.mm.default, self._rows, self._emit(aten.t.default, whole))
+        operands = self._rows, self._emit(aten.t.default, whole)
+        bias = self._bias(number)
+        with_bias = () if bias is None else (bias,)
+        product = self._emit(found.product.target, *with_bias, *operands)
         made = {found.product: product}
         for node in found.forward[:-1]:
             made[node] = computed_again(node, made, self._emit)
@@ -268,6 +277,18 @@ class _Pieces:
         if none is not None:
             logits = self._emit(aten.masked_fill.Scalar, logits, self._emit(aten.t.default, none), -math.inf)
         return made, logits
+
+    def _bias(self, number: int) -> Node | None:
+        """What a bias has for the words of a piece."""
+        bias = self._found.operands[2]
+        if bias is None:
+            return None
+        (at, end), ranks, length = self._ranges[number], self._row.num_shards, self._row.shard_len
+        if not self._row.is_even:
+            bias = self._emit(aten.constant_pad_nd.default, bias, [0, ranks * length - self._row.shape[0]])
+        piece = self._emit(aten.slice.Tensor, self._emit(aten.view.default, bias, [ranks, length]), 1, at, end)
+        whole = self._emit(aten.clone.default, piece, memory_format=torch.contiguous_format)
+        return self._emit(aten.view.default, whole, [ranks * (end - at)])
 
     def _none_of(self, number: int) -> Node | None:
         """Which rows of a piece, in one column, lie behind the last word; None if none do."""
@@ -338,15 +359,6 @@ class _Pieces:
             tangent = self._emit(aten.div.Tensor, tangent, self._emit(aten.clamp_min.default, counted, 1))
         factor = self._emit(aten.mul.Tensor, self._emit(aten._to_copy.default, counts, dtype=torch.float32), tangent)
         return self._emit(aten.unsqueeze.default, factor, 1)
-
-    def _product(self, before: Node | None, left: Node, right: Node) -> Node:
-        """A product, added to those of other pieces in float32 at least."""
-        if before is not None and fake(before).dtype == fake(left).dtype:
-            return self._emit(aten.addmm.default, before, left, right)
-        product = self._emit(aten.mm.default, left, right)
-        wide = torch.promote_types(fake(product).dtype, torch.float32)
-        product = self._in_dtype(product, wide)
-        return product if before is None else self._emit(aten.add.Tensor, before, product)
 
     def _in_dtype(self, value: Node, dtype: torch.dtype) -> Node:
         return value if fake(value).dtype == dtype else self._emit(aten._to_copy.default, value, dtype=dtype)

@@ -22,7 +22,7 @@ import functools
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -32,7 +32,7 @@ from torch.fx.node import map_aggregate
 
 import graphshard.ir.operators as operators
 from graphshard.ir.graph import ALL_REDUCES, GATHERS, REDUCES, WAIT
-from graphshard.ir.operators import ARRIVED, BEGINS, DOWNLOAD, OWN_CHUNK, SETTLED, UPLOAD
+from graphshard.ir.operators import ARRIVED, BEGINS, DOWNLOAD, OWN_CHUNK, RELOAD, SETTLED, UPLOAD
 from graphshard.lower.lines import Call, Line, print_lines
 from graphshard.runtime.in_place import FUNCTIONAL
 
@@ -255,6 +255,8 @@ class Machine:
             return Value(args[0].buffer)
         if operator is UPLOAD:
             return operators._upload(args[0], "cuda", *args[2:])
+        if operator is RELOAD:
+            return operators._reload(args[0], "cuda")
         if operator is ARRIVED:
             return operators._arrived(args[0])
         if operator is DOWNLOAD:
@@ -347,6 +349,7 @@ def problems(
     offloaded: bool = False,
     updates: Mapping[int, Sequence[int]] | None = None,
     finishes: bool = True,
+    unread: Collection[int] = (),
 ) -> list[str]:
     """Accesses of the code of some lines that are not ordered.
 
@@ -357,6 +360,7 @@ def problems(
         offloaded: whether the host waits for copies in the end, before it writes to what it has given.
         updates: for each group of gradients that arrive, the places of the inputs that the optimizer writes then.
         finishes: whether the host does wait for them.
+        unread: places of results that nobody reads before backward gets them back.
     """
     machine = Machine(holds)
     counts = {line.region: len(line.results) for line in lines if isinstance(line, Call)}
@@ -382,8 +386,8 @@ def problems(
         for place, value in kept.items():  # the user may load a checkpoint now
             if HOST in inputs[place]:
                 machine.writes(value, HOST)
-        for value in results:
-            if isinstance(value, Value):
+        for place, value in enumerate(results):
+            if isinstance(value, Value) and place not in unread:
                 machine.reads(value, HOST if value.buffer.home == HOST else COMPUTE)
     machine.end()
     del results

@@ -18,7 +18,7 @@ from graphshard.cost.costs import Costs, maximum
 from graphshard.cost.kernels import num_bytes
 from graphshard.cost.multiplications import Scalar
 from graphshard.ir.mesh import Axis
-from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, REDUCED, SCATTERED, SETTLED
+from graphshard.ir.operators import BEGINS, COPIES, EXCHANGED, JOINED, REDUCED, SCATTERED, SETTLED
 
 ModelKind = Literal["reduced", "joined", "scattered", "exchanged"]
 MODEL_KINDS: tuple[ModelKind, ...] = get_args(ModelKind)
@@ -79,5 +79,6 @@ def model_collective(node: Node, size_of: Callable[[Node], Scalar] = num_bytes) 
 
 
 def computing(nodes: Iterable[Node]) -> list[Node]:
-    """The operators that compute, without what the model communicates among them."""
-    return [node for node in nodes if node.target is not SETTLED and model_collective(node) is None]
+    """The operators that compute, without what the model communicates, or is copied to or from the host."""
+    apart = {SETTLED, *COPIES}
+    return [node for node in nodes if node.target not in apart and model_collective(node) is None]

@@ -392,11 +392,11 @@ class Study:
         program = replace(program, params=params, mesh=mesh, device=torch.device(costs.profile.device))
         observer = self._observer(spec.mesh)
         passes = self._passes(program, Costs(costs.profile, costs.network, program.mesh))
+        if self._decides:
+            passes = decided(passes, program, observer.show)
         before_plan = list(itertools.takewhile(lambda step: not isinstance(step, MakePlan), passes))
         # Overlapping moves compute from one block into the next, so it is for the whole program.
         of_blocks = list(itertools.takewhile(lambda step: not isinstance(step, OverlapCollectives), before_plan))
-        if self._decides:
-            of_blocks = list(decided(passes, program, observer.show)[: len(of_blocks)])
         for step in of_blocks:
             run_pass(step, program, observer)
         if repeats is not None:

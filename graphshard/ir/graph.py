@@ -12,7 +12,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 
-from graphshard.ir.operators import ARRIVED, DOWNLOAD, NAMING_GROUPS, SETTLED, UPLOAD
+from graphshard.ir.operators import COPIES, DOWNLOAD, NAMING_GROUPS, SETTLED, UPLOADS
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase
 from graphshard.ir.torch_internals import run_and_save_rng_state
@@ -28,7 +28,7 @@ WAIT = c10d.wait_tensor.default
 # These questions are asked of every node again and again, and torch hashes an operator in Python: ids need none of it.
 _COLLECTIVE_IDS = frozenset(map(id, _COLLECTIVES))
 # Operators of our own, which stay outside of regions.
-OWN = frozenset({UPLOAD, ARRIVED, DOWNLOAD, SETTLED}) | NAMING_GROUPS
+OWN = frozenset({SETTLED}) | COPIES | NAMING_GROUPS
 
 
 def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
@@ -283,6 +283,11 @@ def module_of(node: Node) -> str:
         return str(node.meta["where"])
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     return next(reversed(stack.values()))[0] if stack else ""
+
+
+def is_on_host(node: Node) -> bool:
+    """Whether a value lives on the host, as shards, gradients and what is saved may: it is copied from or to there."""
+    return node.target is DOWNLOAD or any(user.target in UPLOADS for user in node.users)
 
 
 def is_part(node: Node) -> bool:

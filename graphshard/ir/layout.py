@@ -13,6 +13,7 @@ from graphshard.ir.graph import (
     GATHERS,
     WAIT,
     aten,
+    base_of,
     is_collective,
     is_communication,
     is_part,
@@ -147,6 +148,14 @@ class Layout:
     def index(self) -> dict[Node, int]:
         """Position of each compute node; parts of a node have its position."""
         return {n: i for i, node in enumerate(self.compute) for n in with_parts(node)}
+
+
+def saved_values(forward: Phase) -> list[Node]:
+    """The activations among what a forward phase saves."""
+    layout = Layout.of(forward)
+    gathered = {n for wait, after in layout.after.items() for n in (wait, *after)}
+    saved = (n for n, slot in zip(forward.results, forward.outputs) if slot.kind == "saved" and isinstance(n, Node))
+    return [n for n in saved if (base := base_of(n)).op != "placeholder" and base not in gathered]
 
 
 def _takeoffs(nodes: list[Node]) -> dict[Node, Node]:

@@ -11,12 +11,14 @@
     reducing, joining, scattering, exchanging   start one of these four; under way until `settled`
     settled(value)                      what is computed from here on sees the result of one that was started
     upload(shard, device, dtype=None)   start a copy of a shard that lives on the host; in flight until `arrived`
+    reload(saved, device)               the same of a value that forward has downloaded, once that copy is complete
     arrived(copy)                       what is computed from here on sees the copy
-    download(gradient)                  start a copy to the host; complete after `finish_copies`
+    download(value)                     start a copy to the host; complete after `finish_copies`, or for `reload`
 
 With these that communicate the graph stays the same on every rank: they name the mesh axis, as a collective does. On
 CUDA copies run beside the compute, to and from pinned memory, with a stream for each direction: a download waits for
-the compute that makes it, and no upload waits for a download. On a CPU they are plain copies.
+the compute that makes it, a reload for the downloads before it, and no other upload waits for a download. On a CPU they
+are plain copies.
 
 * Shards are uploaded in the dtype in which they are stored, and cast on the device. With a dtype they are cast first,
   on the host, into pinned memory: half as many bytes travel, with the same bits. One thread casts 20 GB/s of float32 to
@@ -113,6 +115,13 @@ def _upload(shard: Tensor, device: str, dtype: torch.dtype | None = None) -> Ten
     return copy
 
 
+def _reload(saved: Tensor, device: str) -> Tensor:
+    if device != "cpu":
+        copies = _copies(_current())
+        copies.up.wait_stream(copies.down)
+    return _upload(saved, device)
+
+
 def _arrived(copy: Tensor) -> Tensor:
     if copy.is_cuda:
         torch.cuda.current_stream().wait_stream(_copies(copy.device).up)
@@ -120,14 +129,14 @@ def _arrived(copy: Tensor) -> Tensor:
     return copy.view_as(copy)
 
 
-def _download(gradient: Tensor) -> Tensor:
-    if not gradient.is_cuda:
-        return gradient.clone()
-    stream = _copies(gradient.device).down
+def _download(value: Tensor) -> Tensor:
+    if not value.is_cuda:
+        return value.clone()
+    stream = _copies(value.device).down
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        host = torch.empty_like(gradient, device="cpu", pin_memory=True).copy_(gradient, non_blocking=True)
-    gradient.record_stream(stream)
+        host = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+    value.record_stream(stream)
     return host
 
 
@@ -184,10 +193,16 @@ UPLOAD = _define(
     _upload,
     lambda shard, device, dtype=None: torch.empty_like(shard, device=device, dtype=dtype),
 )
-ARRIVED = _define("arrived(Tensor copy) -> Tensor", _arrived, torch.empty_like)
-DOWNLOAD = _define(
-    "download(Tensor gradient) -> Tensor", _download, lambda gradient: torch.empty_like(gradient, device="cpu")
+RELOAD = _define(
+    "reload(Tensor saved, str device) -> Tensor",
+    _reload,
+    lambda saved, device: torch.empty_like(saved, device=device),
 )
+ARRIVED = _define("arrived(Tensor copy) -> Tensor", _arrived, torch.empty_like)
+DOWNLOAD = _define("download(Tensor value) -> Tensor", _download, lambda value: torch.empty_like(value, device="cpu"))
+# Copies to the device, and all that has to do with copies; none of it computes.
+UPLOADS = frozenset({UPLOAD, RELOAD})
+COPIES = UPLOADS | {ARRIVED, DOWNLOAD}
 
 
 def finish_copies(device: torch.device) -> None:

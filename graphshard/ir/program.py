@@ -254,6 +254,7 @@ class Program:
         checks: of the outputs of forward that follow those of the module.
         state: what it reads and leaves on the module besides parameters and buffers.
         offloaded: shards, gradients and so optimizer state live on the host; graphs copy them to and from the device.
+        on_host: names of what forward saves on the host until backward.
         bound: seconds that a step takes at least, whatever else units save for backward, where that was decided
             together with the plan; None where it was given.
         few: of many equal groups of blocks the graphs, and `params`, have few, and this says what all are; else None.
@@ -286,6 +287,7 @@ class Program:
     checks: tuple[Check | Condition, ...] = ()
     state: ModuleState = field(default_factory=ModuleState)
     offloaded: bool = False
+    on_host: frozenset[str] = frozenset()
     bound: float | None = None
     few: Few | None = None
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node, map_arg
 
 from graphshard.ir.graph import aten, fake
@@ -80,6 +81,25 @@ def computed_again(node: Node, made: Mapping[Node, Node], emit_call: Callable[..
         return made[same]
     args = map_arg(node.args, lambda each: made.get(same_numbers(each), each))
     return emit_call(node.target, *args, **node.kwargs)
+
+
+def added_product(before: Node | None, left: Node, right: Node, emit_call: Callable[..., Node]) -> Node:
+    """A product of matrices, added to those of other rows or words in float32 at least.
+
+    Args:
+        before: the sum of those so far.
+        emit_call: is given an operator and its arguments.
+    """
+    if before is not None and fake(before).dtype == fake(left).dtype:
+        return emit_call(aten.addmm.default, before, left, right)
+    product = widened(emit_call(aten.mm.default, left, right), emit_call)
+    return product if before is None else emit_call(aten.add.Tensor, before, product)
+
+
+def widened(value: Node, emit_call: Callable[..., Node]) -> Node:
+    """A value in a dtype that sums can be taken in: float32 at least."""
+    wide = torch.promote_types(fake(value).dtype, torch.float32)
+    return value if fake(value).dtype == wide else emit_call(aten._to_copy.default, value, dtype=wide)
 
 
 def vocabulary_loss(loss: Node) -> VocabularyLoss | None:

@@ -1,4 +1,4 @@
-"""One decision for memory: what units save, what backward computes again or gathers again, under one limit.
+"""One decision for memory: what units save, what is offloaded, computed again or gathered again, under one limit.
 
     values of units    dearest per byte first    v7 v3 v3' v1 | v5 v2 ...
                                                  saved        | computed again
@@ -15,6 +15,9 @@ values of as many bytes take less to compute again, as the costs of operators ad
 * **The bound** is that of the first border that does not fit, with any memory for gathered parameters. What fits saves
   less, and so computes no less.
 * **With few borders all are planned** (`exact`), with more as many: a plan of a deep model takes seconds.
+* **Offloading comes after that, on GPUs.** Of what is saved, quarters of the bytes are sent to the host
+  (`OffloadActivations`), for each of which the border is looked for in the same way, unless the step is as short
+  already as if all were saved with any memory. That is the bound where offloading is a choice.
 * **Ranks**: the first one decides, as it plans (`schedule/agreed.py`).
 """
 
@@ -29,7 +32,7 @@ from typing import Any, NoReturn
 from graphshard.ir.errors import ArgumentError, InfeasibleError
 from graphshard.ir.plan import Prediction
 from graphshard.ir.program import Program
-from graphshard.passes import ActivationCheckpointing, MakePlan, Pass
+from graphshard.passes import ActivationCheckpointing, MakePlan, OffloadActivations, Pass
 from graphshard.passes.activation_checkpointing import mark, ranked, within_share
 from graphshard.schedule.agreed import AgreedPlanner
 from graphshard.schedule.by_cost import PlanByCost
@@ -44,6 +47,11 @@ _PLANS = 9
 _GRID = 9
 # Borders are not told apart where they save less than this part of the limit more.
 _FINE = 1 / 256
+# Parts of what is saved that may be offloaded; for each of them so many borders are planned. A step that is longer than
+# the bound by no more than such a part is as short as it gets.
+_OFFLOADED = (0.25, 0.5, 0.75, 1.0)
+_FEW = 4
+_ENOUGH = 0.005
 
 # Partitioned programs that are held for their plans.
 _HELD = 3
@@ -52,8 +60,8 @@ _HELD = 3
 Run = Callable[[tuple[Pass, ...], Program], None]
 
 
-def decide(passes: tuple[Pass, ...], program: Program, run: Run) -> ActivationCheckpointing:
-    """What the first of the passes, `ActivationCheckpointing("auto")`, is to be; `program.bound` is set.
+def decide(passes: tuple[Pass, ...], program: Program, run: Run) -> tuple[Pass, ...]:
+    """Passes with what the first one, `ActivationCheckpointing("auto")`, is to be; `program.bound` is set.
 
     Raises:
         ArgumentError: the passes have no planner with a limit of memory.
@@ -69,22 +77,51 @@ def decide(passes: tuple[Pass, ...], program: Program, run: Run) -> ActivationCh
             "planners out of passes."
         )
     if "joint" not in program.phases:
-        return ActivationCheckpointing(1.0)
+        return (ActivationCheckpointing(1.0), *passes[1:])
 
     def make() -> dict[str, Any]:
         try:
             # One budget for the searches of all plans; the plan that follows has it for itself.
             searching = replace(by_cost, steps=by_cost.steps // _PLANS)
-            share, bound = Search(program, passes[1:at], searching, run).best()
+            return best(program, passes[1:at], searching, run)
         except InfeasibleError as error:
             return {"error": str(error), "smallest": error.smallest}
-        return {"share": share, "bound": bound}
 
     made = make() if agreed is None else agreed.share(program, make)
     if "error" in made:
         raise InfeasibleError(made["error"], made["smallest"])
     program.bound = made["bound"]
-    return ActivationCheckpointing(made["share"])
+    away = (OffloadActivations(made["offloaded"]),) if made["offloaded"] else ()
+    return (ActivationCheckpointing(made["share"]), *passes[1:at], *away, *passes[at:])
+
+
+def best(program: Program, between: tuple[Pass, ...], planner: PlanByCost, run: Run) -> dict[str, float]:
+    """The share to save, the part of it that is offloaded, and seconds that no choice takes less than.
+
+    Raises:
+        InfeasibleError: no choice fits.
+    """
+    may_offload = planner.costs.profile.device != "cpu" and OffloadActivations.name not in [p.name for p in between]
+    found: list[tuple[float, float, float]] = []
+    refused: list[InfeasibleError] = []
+    plain = Search(program, between, planner, run)
+    bound = plain.least(len(plain.shares) - 1)[1]
+    for part in (0.0, *(_OFFLOADED if may_offload else ())):
+        away = replace(plain, between=(*between, OffloadActivations(part)), exact=_FEW) if part else plain
+        try:
+            share, least = away.best()
+        except InfeasibleError as error:
+            refused.append(error)
+            continue
+        if not may_offload:
+            bound = least
+        found.append((away.planned(away.shares.index(share)).step_seconds, part, share))
+        if min(found)[0] <= bound * (1 + _ENOUGH):
+            break
+    if not found:
+        raise min(refused, key=lambda error: error.smallest)
+    _, part, share = min(found)
+    return {"share": share, "offloaded": part, "bound": bound}
 
 
 @dataclass

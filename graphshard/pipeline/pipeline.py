@@ -166,7 +166,7 @@ def run_pipeline(passes: Iterable[Pass], program: Program, observer: Observer) -
 
 
 def decided(passes: tuple[Pass, ...], program: Program, show: Callable[[str], None]) -> tuple[Pass, ...]:
-    """Passes whose first one is `ActivationCheckpointing("auto")`, with the share in its place; see `decide`.
+    """Passes whose first one is `ActivationCheckpointing("auto")`, with what was decided in its place; see `decide`.
 
     Args:
         show: told what is being done.
@@ -178,7 +178,7 @@ def decided(passes: tuple[Pass, ...], program: Program, show: Callable[[str], No
             run_pass(step, candidate, quiet)
 
     show("decide what is saved")
-    return (decide(passes, program, run), *passes[1:])
+    return decide(passes, program, run)
 
 
 @collector_paused()

@@ -15,8 +15,8 @@ from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.graph import base_of, is_part, module_of
-from graphshard.ir.layout import Layout
-from graphshard.ir.program import Phase, Program, UnitMemory
+from graphshard.ir.layout import saved_values
+from graphshard.ir.program import Program, UnitMemory
 from graphshard.ir.torch_internals import run_and_save_rng_state
 from graphshard.ir.units import unit_of
 
@@ -41,14 +41,6 @@ def saved_by_unit(program: Program) -> tuple[UnitMemory, ...]:
     return tuple(
         UnitMemory(u, dict(saved.get(u, empty)), total[u], dict(recomputed.get(u, empty))) for u in dict.fromkeys(found)
     )
-
-
-def saved_values(forward: Phase) -> list[Node]:
-    """The activations among what a forward phase saves."""
-    layout = Layout.of(forward)
-    gathered = {n for wait, after in layout.after.items() for n in (wait, *after)}
-    saved = (n for n, slot in zip(forward.results, forward.outputs) if slot.kind == "saved")
-    return [n for n in saved if (base := base_of(n)).op != "placeholder" and base not in gathered]
 
 
 def _operator(node: Node) -> str:

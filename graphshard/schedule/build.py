@@ -22,6 +22,7 @@ from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.schedule.by_unit import first_use, is_scalar, last_input, next_boundary
+from graphshard.schedule.copies import copied, copy_positions
 from graphshard.schedule.few import Part, unfolded_chain
 from graphshard.schedule.footprint import base_bytes, item_at, lasting_beside
 from graphshard.schedule.known import collectives_of, layout_of, remembered
@@ -147,6 +148,7 @@ class _Maker:
         self.ways: Ways  # of the phase at hand, and the link there
         self.link: Link
         self.gathered: dict[str, str] = {}  # by parameter, its atom's name in the phase before
+        self.left: tuple[tuple[int, float], ...] = ()  # copies to the host that the phase before has left
 
     def chain(self, phase_name: str, phase: Phase) -> Chain:
         """One phase as a chain."""
@@ -173,7 +175,7 @@ class _Maker:
         own = remembered(graph, "own", lambda: tuple(own_collectives(layout)))
         # What is started at a position comes before what the model communicates there.
         model = {at for sent in own for at in (sent.at, sent.at + 1, sent.until)}
-        cuts = tuple(sorted({0, end, *needs, *readies, *(at for at in model if at < end)}))
+        cuts = tuple(sorted({0, end, *needs, *readies, *(at for at in model if at < end), *copy_positions(layout)}))
 
         def gather(atom: Atom, need: int) -> Transfer:
             waits = [w for row in atom.rows for w in of_row["gather", row.name].waits]
@@ -188,16 +190,21 @@ class _Maker:
         at = {row.name: t.at for t in reduced for row in order[t.name].rows}
         beside = lasting_beside(self.program, phase)
         ends = {c.node: at[c.params[0]] for c in launches}
+        items = [self._seconds(graph, layout, a, b) for a, b in itertools.pairwise(cuts)]
+        copies = copied(layout, cuts, items, self.costs, self.left)
+        self.left, until = copies.left, copies.until
         alive = remembered(
-            graph, ("bytes", cuts, *ends.values()), lambda: base_bytes(phase, layout, cuts, launches, ends)
+            graph,
+            ("bytes", cuts, *ends.values(), *until.values()),
+            lambda: base_bytes(phase, layout, cuts, launches, ends, until),
         )
-        base = [beside + n for n in alive]
+        base = [beside + n + left for n, left in zip(alive, copies.beside)]
         self.maps[phase_name] = PhaseMap(
             cuts,
             {"gather": tuple(order[t.name] for t in transfers), "reduce": tuple(order[t.name] for t in reduced)},
             ways,
         )
-        seconds = tuple(self._seconds(graph, layout, a, b) for a, b in itertools.pairwise(cuts))
+        seconds = tuple(a + b for a, b in zip(items, copies.waits))
         owns = tuple(self._own(sent, cuts) for sent in own)
         return Chain(phase_name, seconds, tuple(base), tuple(transfers), tuple(reduced), owns)
 

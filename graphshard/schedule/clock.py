@@ -24,7 +24,7 @@ from graphshard.cost.model_collectives import ModelCollective, ModelKind, model_
 from graphshard.cost.multiplications import Scalar
 from graphshard.ir.graph import WAIT, is_collective, kind_of, launch_of, module_of
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.operators import ARRIVED, DOWNLOAD, SETTLED, UPLOAD
+from graphshard.ir.operators import ARRIVED, DOWNLOAD, RELOAD, SETTLED, UPLOADS
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 
@@ -73,6 +73,7 @@ class Launch(Event):
         link: "node" or "network" of a collective, "host" of an upload and "to_host" of a download, which do not meet.
         num_bytes: of the full tensors of a collective.
         seconds: that it takes once its link is free.
+        behind: another link; it begins when all that was launched on that has ended, too.
         where: the module of the model that communicates; "" for what carries parameters and gradients.
         at_once: the model communicates, and compute waits until it has ended.
     """
@@ -83,6 +84,7 @@ class Launch(Event):
     seconds: Scalar
     where: str = ""
     at_once: bool = False
+    behind: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[Event]:
             if is_collective(node):
                 started[node] = len(events)
                 events.append(_collective(program, costs, sizes, node, name, order))
-            elif node.target in (UPLOAD, DOWNLOAD):
+            elif node.target is DOWNLOAD or node.target in UPLOADS:
                 started[node] = len(events)
                 events.append(_copy(phase, sizes, node, name, order))
             elif (sent := sizes.model(node)) is not None and sent.axis in axes:
@@ -147,7 +149,10 @@ def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[Event]:
                 seconds, alone = sizes.region[region], region not in measured
                 events.append(Call(region, name, order, node, module_of(node), seconds, alone))
                 order += 1
-        events += [Wait(events[i].name, name, order, None, i) for node, i in started.items() if node.target is DOWNLOAD]
+        # What is saved is waited for where it is copied back.
+        saved = {node for node, slot in zip(phase.results, phase.outputs) if slot.kind == "saved"}
+        ends = (i for node, i in started.items() if node.target is DOWNLOAD and node not in saved)
+        events += [Wait(events[i].name, name, order, None, i) for i in ends]
     return events
 
 
@@ -173,13 +178,14 @@ def _of_model(
 
 
 def _copy(phase: Phase, sizes: Sizes, node: Node, name: str, order: int) -> Launch:
-    kind: LaunchKind = "upload" if node.target is UPLOAD else "download"
+    kind: LaunchKind = "download" if node.target is DOWNLOAD else "upload"
     (source,) = node.all_input_nodes
     slots = phase.slot_of()
     what = slots[source].name if source in slots else f"%{node.meta['number']}"
     size = sizes.copied(node)
     link = "host" if kind == "upload" else "to_host"
-    return Launch(f"{kind} {what}", name, order, node, kind, link, size, sizes.costs.host_copy(size))
+    seconds, behind = sizes.costs.host_copy(size), HOST_LINKS[1] if node.target is RELOAD else ""
+    return Launch(f"{kind} {what}", name, order, node, kind, link, size, seconds, behind=behind)
 
 
 @dataclass
@@ -219,6 +225,8 @@ def run(events: Sequence[Event], contention: Scalar, define: Callable[[str, Scal
         begin = compute
         if isinstance(event, Launch):
             begin = maximum(compute, free.get(event.link, compute))
+            if event.behind in free:
+                begin = maximum(begin, free[event.behind])
             end = begin + event.seconds
             if event.at_once and not is_zero(contention):
                 beside = [free[link] for link in free if link != event.link]

@@ -5,18 +5,24 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.graph import base_of, is_part, is_view
+from graphshard.ir.graph import base_of, is_on_host, is_part, is_view
 from graphshard.ir.layout import Collective, Layout
-from graphshard.ir.operators import OWN_CHUNK, SETTLED
+from graphshard.ir.operators import ARRIVED, DOWNLOAD, OWN_CHUNK, SETTLED
 from graphshard.ir.program import LASTING, Phase, Program
 
 
 def base_bytes(
-    phase: Phase, layout: Layout, cuts: Sequence[int], reductions: Sequence[Collective], ready: Mapping[Node, int]
+    phase: Phase,
+    layout: Layout,
+    cuts: Sequence[int],
+    reductions: Sequence[Collective],
+    ready: Mapping[Node, int],
+    until: Mapping[Node, int] = MappingProxyType({}),
 ) -> list[int]:
     """Most bytes alive during each item.
 
@@ -26,6 +32,7 @@ def base_bytes(
     Args:
         cuts: positions at which items begin, and the end of the phase.
         ready: per launch of a reduction, the index of the item after which its bucket can start.
+        until: by node the last position at which it has what it is given, where that is behind its own.
     """
     end = len(layout.compute)
     index = {**layout.index, phase.module.graph.output_node(): end}
@@ -44,16 +51,18 @@ def base_bytes(
     ours = {node for nodes in (*layout.before.values(), *layout.after.values()) for node in nodes}
     spans: dict[Node, list[int]] = {}
     for node in layout.compute:
-        spans.setdefault(_owner(node), [index[node], index[node]])
+        if node.target is not DOWNLOAD:
+            spans.setdefault(_owner(node), [index[node], index[node]])
     for node, slot in phase.slot_of().items():
-        spans[node] = [0, end if slot.kind in LASTING else 0]
+        if slot.kind != "saved" or not is_on_host(node):
+            spans[node] = [0, end if slot.kind in LASTING else 0]
     for node in phase.module.graph.nodes:
         for source in () if node in ours or node not in index else node.all_input_nodes:
             # What a collective of the model is given is held until it is settled.
             for held in (source, *source.all_input_nodes) if node.target is SETTLED else (source,):
                 owner = _owner(held)
                 if owner in spans:
-                    spans[owner][1] = max(spans[owner][1], index[node])
+                    spans[owner][1] = max(spans[owner][1], index[node], until.get(node, 0))
     for reduction in reductions:
         for node in (*layout.before[reduction.node], reduction.node):
             for owner in map(_owner, node.all_input_nodes):
@@ -82,4 +91,4 @@ def item_at(cuts: Sequence[int], position: int) -> int:
 
 def _owner(node: Node) -> Node:
     """The value whose memory a value has."""
-    return base_of(node, lambda each: is_view(each) or is_part(each) or each.target is SETTLED)
+    return base_of(node, lambda each: is_view(each) or is_part(each) or each.target in (SETTLED, ARRIVED))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.graph import WAIT, is_collective, launch_of, module_of
-from graphshard.ir.operators import DOWNLOAD, UPLOAD
+from graphshard.ir.graph import GATHERS, WAIT, is_collective, is_on_host, launch_of, module_of
+from graphshard.ir.operators import RELOAD
+from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.ir.program import LASTING, Phase, Program, Slot
 from graphshard.schedule.inside import shares
 from graphshard.schedule.timeline import Estimate
@@ -106,13 +108,14 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
     began, ended = found.phases[phase_name]
     owner: dict[Node, Node] = {}
     last: dict[Node, float] = {}
+    copied = found.copied
     for node in nodes:
         owner[node] = owner[node.all_input_nodes[0]] if shares(node) else node
         time = ended if node.op == "output" else found.node_times[node]
         # What a collective is given is held until it is waited for.
         given = launch_of(node).all_input_nodes if node.target is WAIT else ()
         for source in (*node.all_input_nodes, *given):
-            last[owner[source]] = time
+            last[owner[source]] = max(time, copied.get(node, 0.0), last.get(owner[source], 0.0))
         last[owner[node]] = max(time, last.get(owner[node], 0.0))
     slots = phase.slot_of()
     saved = {
@@ -122,11 +125,19 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
     }
     results = {owner[n] for n in phase.results if isinstance(n, Node)}
     before = began
+    begins: dict[Node, float] = {}  # of what regions return, which is made inside
     for node in nodes:
-        start, before = before, found.node_times.get(node, ended)
+        start, before = begins.get(node, before), found.node_times.get(node, ended)
+        if node.op == "call_module":
+            begins.update(dict.fromkeys((user for user in node.users if user.target is operator.getitem), start))
         if node.op == "call_module" and (inside := found.workspace[node]):
-            yield Tensor(f"{node.name} {module_of(node)}", "inside regions", inside, start, before)
-        if owner[node] is not node or not num_bytes(node) or node.op in ("call_module", "output") or _on_host(node):
+            what = "inside regions" if inside > 0 else "let go of inside regions"
+            yield Tensor(f"{node.name} {module_of(node)}", what, inside, start, before)
+        if node.target in GATHERS and program.device.type == "cpu" and node.args[-2] != EXCHANGE_RANKS:
+            parts = (node, *node.users)
+            end = max(found.node_times[wait] for part in parts for wait in part.users if wait.target is WAIT)
+            yield Tensor(node.meta["bucket"], "communication buffers", num_bytes(node), start, end)  # gloo's own
+        if owner[node] is not node or not num_bytes(node) or node.op in ("call_module", "output") or is_on_host(node):
             continue
         end = ended if node in results else last[node]
         if node in slots:
@@ -139,7 +150,7 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
             yield Tensor(saved[node].name, _saved(saved[node]), num_bytes(node), start, end)
         else:
             bucket = node.meta.get("bucket", "")
-            what = "activations"
+            what = "saved for backward" if node.target is RELOAD else "activations"
             if plan is not None and bucket:
                 what = _OF_BUCKET[plan.bucket(bucket).kind]
             elif any(is_collective(user) for user in node.users) and phase_name == "backward":
@@ -150,8 +161,3 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
 def _saved(slot: Slot) -> str:
     """What a value that forward leaves to backward is."""
     return "gathered parameters" if slot.is_full or slot.kind == "shown" else "saved for backward"
-
-
-def _on_host(node: Node) -> bool:
-    """Whether a value is a shard or a gradient that lives on the host."""
-    return node.target is DOWNLOAD or any(user.target is UPLOAD for user in node.users)

@@ -131,6 +131,14 @@ class Estimate:
             found[step.event] = dict(sorted(named.items(), key=lambda item: -item[1]))
         return found
 
+    @cached_property
+    def copied(self) -> dict[Node, float]:
+        """When copies to the host end, by the nodes that launch them."""
+        pairs = zip(self.events, self.times.ends)
+        return {
+            e.node: end for e, end in pairs if isinstance(e, Launch) and e.kind == "download" and e.node is not None
+        }
+
     @property
     def communication(self) -> float:
         """Seconds of all collectives."""

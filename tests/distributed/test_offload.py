@@ -9,9 +9,9 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
-from graphshard.passes import Offload
+from graphshard.passes import Offload, OffloadActivations
 from tests.distributed.nets import Net, full, rows, train
-from tests.distributed.twins import assert_same, fsdp2, world_mesh
+from tests.distributed.twins import assert_same, fsdp2, grads_of, world_mesh
 from tests.ranks import Ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -53,6 +53,31 @@ def _offload(rank: int, world_size: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_offloaded_training_equals_fsdp2(ranks: Ranks, backend: str) -> None:
     ranks(2).run(_offload, backend)
+
+
+def _activations(rank: int, world_size: int) -> None:
+    mesh = world_mesh()
+    passes = graphshard.Pipeline().insert(OffloadActivations(least=1), before="plan")
+    for policy in (MixedPrecisionPolicy(), BF16):
+        torch.manual_seed(0)
+        model = Net(dim=7)
+        twin = copy.deepcopy(model)
+        theirs = fsdp2(twin, mesh, mp_policy=policy)
+        ours = graphshard.compile(model, mesh, mp_policy=policy, backend="eager", passes=passes)
+        inputs = [rows(rank + 10 * step) for step in range(3)]
+        assert_same(train(ours, inputs), train(theirs, inputs), "saved on the host")
+        for microbatch in range(3):  # backwards of their own
+            for each in (ours, theirs):
+                each.set_requires_gradient_sync(microbatch == 2)
+                each(inputs[microbatch]).sum().backward()
+        (program,) = graphshard.programs(ours)
+        assert len(program.on_host) > 2
+        assert program.backward.code.count("torch.ops.graphshard.reload.default") == len(program.on_host)
+        assert_same(grads_of(ours), grads_of(theirs), "microbatches")
+
+
+def test_what_is_saved_on_the_host_trains_as_fsdp2(ranks: Ranks) -> None:
+    ranks(2).run(_activations)
 
 
 def _wrong(rank: int, world_size: int) -> None:

@@ -19,6 +19,7 @@ from graphshard.codec.passes import decode_pass, encode_pass
 from graphshard.codec.stage import program_from_json, program_to_json
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.errors import ArgumentError, CaptureError
+from graphshard.ir.layout import saved_values
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program
 from graphshard.options.options import Options
@@ -26,7 +27,7 @@ from graphshard.options.passes import with_activation
 from graphshard.options.table import check_fit
 from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline.pipeline import Pipeline, run_pass
-from graphshard.pipeline.saved import saved_by_unit, saved_values
+from graphshard.pipeline.saved import saved_by_unit
 from tests.helpers import calls, captured, full_gradients, step, through
 
 aten = torch.ops.aten

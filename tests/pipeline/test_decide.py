@@ -64,9 +64,7 @@ def _passes(share: float | str, planner: PlanByCost) -> tuple[graphshard.Pass, .
 def _predicted(program: Program, share: float | str, limit: int | None) -> Prediction:
     made = copied(program)
     run_pipeline(_passes(share, replace(PLANNER, memory_limit=limit)), made, Observer("off", most=0))
-    assert made.plan is not None
-    assert made.plan.prediction is not None
-    return made.plan.prediction
+    return _prediction(made)
 
 
 def _joint(depth: int = 2) -> Program:
@@ -120,6 +118,31 @@ def test_no_other_choice_is_better(joint: Program) -> None:
         assert found.lower_bound <= found.step_seconds
         chosen.add(found.step_seconds)
     assert len(chosen) > 2, "the limit decides"
+
+
+def test_saved_values_are_offloaded_where_that_is_the_shortest() -> None:
+    """On a GPU whose host is near, in less memory than all of them take; if it is far, they are computed again."""
+    joint = captured(_Net(), (torch.zeros(64, 64, dtype=torch.int64),), reshard_after_forward=True)
+    found = {}
+    for where, bandwidth in (("near", 1e15), ("far", 1e6)):
+        gpu = replace(load_profile("h100"), host_bandwidth=bandwidth, kernel_seconds=0.0)
+        planner = replace(PLANNER, costs=Costs(gpu), memory_limit=1 << 40)
+        everything, program = (copied(joint) for _ in range(2))
+        run_pipeline(_passes(1.0, planner), everything, Observer("off", most=0))
+        limit = int(0.8 * _prediction(everything).peak_bytes)
+        run_pipeline(_passes("auto", replace(planner, memory_limit=limit)), program, Observer("each"))
+        assert _prediction(program).peak_bytes <= limit
+        assert _prediction(program).lower_bound <= _prediction(program).step_seconds
+        found[where] = program
+    assert found["near"].on_host
+    assert not found["far"].on_host
+    assert _prediction(found["near"]).step_seconds < _prediction(found["far"]).step_seconds
+
+
+def _prediction(program: Program) -> Prediction:
+    assert program.plan is not None
+    assert program.plan.prediction is not None
+    return program.plan.prediction
 
 
 @pytest.mark.slow

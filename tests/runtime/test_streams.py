@@ -16,19 +16,20 @@ import graphshard
 from graphshard import Pipeline
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
+from graphshard.ir import operators
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import UPLOAD
 from graphshard.ir.program import Phase, Program
 from graphshard.lower.arrivals import Taken, with_arrivals
 from graphshard.lower.executor import Executor, _with_frees
 from graphshard.lower.lines import Call, Line, Start, Wait
-from graphshard.passes import MakePlan, Offload
+from graphshard.passes import MakePlan, Offload, OffloadActivations
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
 from tests.distributed.twins import BF16, FP32
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
-from tests.streams import COMPUTE, HOST, KEPT, Value, problems
+from tests.streams import COMPUTE, HOST, KEPT, Machine, Value, problems
 
 COSTS = Costs(load_profile("h100"), mesh=Mesh.of_shape(2))
 PLANNERS = {
@@ -55,13 +56,16 @@ class Bound:
     @property
     def inputs(self) -> list[str]:
         """Where they live: parameters and buffers are kept by the model, on the host if they are offloaded."""
-        return [self._place(slot.kind) for slot in self.phase.inputs]
+        away = self.program.on_host
+        return [HOST if s.kind == "saved" and s.name in away else self._place(s.kind) for s in self.phase.inputs]
 
     def _place(self, kind: str) -> str:
         home = HOST if self.program.offloaded and kind in ("param", "part") else COMPUTE
         return KEPT + home if kind in ("param", "part", "buffer", "input") else home
 
     def problems(self, change: Callable[[str], str] = lambda code: code, **given: Any) -> list[str]:
+        outputs, away = self.phase.outputs, self.program.on_host
+        given["unread"] = [place for place, s in enumerate(outputs) if s.kind == "saved" and s.name in away]
         return problems(self.lines, self.inputs, change=change, offloaded=self.program.offloaded, **given)
 
 
@@ -72,6 +76,7 @@ def bound(
     planner: Any = PLANNERS["by unit"],
     offload: bool = False,
     cast_on_host: bool = False,
+    saved_on_host: bool = False,
     setting: Callable[[Any, bool], None] | None = None,
     **options: Any,
 ) -> list[Bound]:
@@ -80,6 +85,8 @@ def bound(
     passes = Pipeline().replace("plan", MakePlan(planner))
     if offload:
         passes = passes.insert(Offload(always=True, cast_on_host=cast_on_host), before="plan")
+    if saved_on_host:
+        passes = passes.insert(OffloadActivations(least=1), before="plan")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     options = {"backend": "eager", "hardware": "h100", **options}
     model = graphshard.compile(Blocks(4, 8, bias=True), mesh, passes=passes, **options)
@@ -131,6 +138,37 @@ def test_a_plan_by_cost_is_another_one(fake_world: FakeWorld) -> None:
 def test_offloaded_programs(fake_world: FakeWorld, shape: tuple[int, ...], policy: MixedPrecisionPolicy) -> None:
     for phase in bound(fake_world, shape, offload=True, mp_policy=policy):
         assert phase.problems() == []
+
+
+@pytest.mark.parametrize("setting", [None, "_no_sync"], ids=["steps", "microbatches"])
+@pytest.mark.parametrize("offload", [False, True], ids=["shards on the device", "shards on the host"])
+def test_what_is_saved_on_the_host(fake_world: FakeWorld, offload: bool, setting: str | None) -> None:
+    phases = bound(
+        fake_world, offload=offload, saved_on_host=True, setting=_no_sync if setting else None, mp_policy=BF16
+    )
+    for phase in phases:
+        assert phase.problems() == []
+    backward = phases[1]
+    assert sum(where == HOST for where in backward.inputs) == len(backward.program.on_host) > 2
+    arrived = r"torch\.ops\.graphshard\.arrived\.default\((\w+)\)"
+    missed = backward.problems(lambda code: re.sub(arrived, r"\1", code))
+    assert any(re.search("reads copy .* while copies", text) for text in missed)
+
+
+@pytest.mark.parametrize("reload", [operators._reload, operators._upload])
+def test_what_is_saved_is_complete_before_it_is_copied_back(reload: Callable[[Any, str], Any]) -> None:
+    """An upload as of shards would not wait for the copy to the host."""
+    machine = Machine()
+    with machine.copies():
+        value = machine.made("saved")
+        machine.writes(value, COMPUTE)
+        host = operators._download(value)  # type: ignore[arg-type]
+        del value
+        copy = operators._arrived(reload(host, "cuda"))
+        machine.reads(copy, COMPUTE)  # type: ignore[arg-type]
+    assert [text.split(" while ")[0] for text in machine.problems] == (
+        [] if reload is operators._reload else ["copies 0 reads host 1"]
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
