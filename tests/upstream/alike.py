@@ -124,9 +124,11 @@ class _Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
-            halves = func._opname == "alltoall_base_"  # of a gather among two gloo ranks
-            kind = "gather" if "gather" in func._opname or halves else "reduce"
+            name = func._opname
+            kind = "gather" if "gather" in name or name == "alltoall_base_" else "reduce"
             tensors = [leaf for leaf in pytree.tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+            # Two gloo ranks send halves: into one of what is gathered, or one of what is reduced.
+            halves = name in ("alltoall_base_", "all_to_all_single")
             most = max(tensor.numel() for tensor in ([filled(args)] if halves else tensors))
             self.launched.append(f"{kind} {self.names.get(most, most)}")
         return result
