@@ -270,7 +270,7 @@ class Study:
         """The lowered program."""
         planned, mesh = replace(before_plan, plan=None), before_plan.mesh
         planned.history = list(planned.history)
-        passes, level = self._passes(planned, costs), self.options.verify or "off"
+        passes = self._passes(planned, costs)
         begin = next((i for i, step in enumerate(passes) if isinstance(step, MakePlan)), len(passes))
         for step in passes[begin : begin + 1]:  # which leaves the graphs as they are
             with while_unchanged(self._known):
@@ -280,8 +280,6 @@ class Study:
         key = place, self._machine(costs), schedule
         if key not in self._scheduled:
             lowered = self._finished(planned, passes[begin + 1 :], self._observer(mesh))
-            if level != "off" and planned.few is None:
-                verify(lowered, "the last pass", complete=True)
             if self.symbols:
                 spread_ranks(lowered)
             self._showing(mesh)("lower")
@@ -295,6 +293,8 @@ class Study:
         if planned.few is None or planned.plan is None:
             for step in passes:
                 run_pass(step, program, observer)
+            if observer.level != "off":
+                verify(program, "the last pass", complete=True)
             return program
         alone = replace(observer)
         try:

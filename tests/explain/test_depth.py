@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 import graphshard
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.study import Study
+from graphshard.ir.program import Program
+from graphshard.ir.repeats import Uneven
 from graphshard.options.options import Options
 
 PROFILE = graphshard.load_profile("h100")
@@ -120,6 +123,24 @@ def test_less_is_saved() -> None:
         study = Study(Stack([Block() for _ in range(7)]), inputs, None, options, every_block=every_block)
         found.append(study.explain((8,), PROFILE, "isolated").to_dict())
     assert found[0] == found[1]
+
+
+def test_programs_of_all_blocks_are_verified() -> None:
+    """Those that are made where the passes behind the plan could not be of few blocks."""
+    verified: list[bool] = []
+
+    def verify(program: Program, after: str, *, complete: bool = False) -> None:
+        if complete:
+            verified.append(program.few is not None)
+
+    inputs = (torch.zeros(2, 4, dtype=torch.long),)
+    study = Study(Stack([Block() for _ in range(7)]), inputs, None, Options(verify="each"))
+    with (
+        mock.patch("graphshard.explain.study.verify", side_effect=verify),
+        mock.patch("graphshard.explain.study.stamped", side_effect=Uneven("blocks differ")),
+    ):
+        study.explain((8,), PROFILE, "isolated")
+    assert verified == [True, False]
 
 
 @pytest.mark.parametrize("odd", [lambda: Block(scale=0.5), lambda: Block(width=16)])
