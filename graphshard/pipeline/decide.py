@@ -102,19 +102,20 @@ def best(program: Program, between: tuple[Pass, ...], planner: PlanByCost, run: 
         InfeasibleError: no choice fits.
     """
     may_offload = planner.costs.profile.device != "cpu" and OffloadActivations.name not in [p.name for p in between]
+    plain = Search(program, between, planner, run)
+    if not may_offload:
+        share, bound = plain.best()
+        return {"share": share, "offloaded": 0.0, "bound": bound}
     found: list[tuple[float, float, float]] = []
     refused: list[InfeasibleError] = []
-    plain = Search(program, between, planner, run)
     bound = plain.least(len(plain.shares) - 1)[1]
-    for part in (0.0, *(_OFFLOADED if may_offload else ())):
+    for part in (0.0, *_OFFLOADED):
         away = replace(plain, between=(*between, OffloadActivations(part)), exact=_FEW) if part else plain
         try:
-            share, least = away.best()
+            share, _ = away.best()
         except InfeasibleError as error:
             refused.append(error)
             continue
-        if not may_offload:
-            bound = least
         found.append((away.planned(away.shares.index(share)).step_seconds, part, share))
         if min(found)[0] <= bound * (1 + _ENOUGH):
             break
