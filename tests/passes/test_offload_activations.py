@@ -93,6 +93,31 @@ def test_before_and_after() -> None:
   %21: f32[4, 4] = mm(%20, %41)  # layers.1
 """,
     )
+    assert_expected_inline(
+        "".join(lines[13:]),
+        """\
+  %22: f32[4, 4] = t(%21)  # layers.1
+* %10: f32[4, 4] = all_gather_into_tensor(%1, 2, shard)  # layers.1
+  %11: f32[4, 4] = wait_tensor(%10)  # layers.1
+  %12: f32[4, 4] = t(%11)  # layers.1
+  %23: f32[4, 4] = t(%12)  # layers.1
+  %24: f32[3, 4] = mm(%19, %23)  # layers.1
+  %25: f32[4, 4] = t(%22)  # layers.1
+* %26: f32[2, 4] = reduce_scatter_tensor(%25, avg, 2, shard)
+  %27: f32[2, 4] = wait_tensor(%26)
+  %9: f32[3, 4] = detach(%41)
+  %28: f32[3, 4] = detach(%9)
+  %29: f32[3, 4] = threshold_backward(%24, %28, 0)
+  %30: f32[4, 3] = t(%29)  # layers.0
+  %31: f32[4, 4] = mm(%30, %2)  # layers.0
+  %32: f32[4, 4] = t(%31)  # layers.0
+  %33: f32[4, 4] = t(%32)  # layers.0
+* %34: f32[2, 4] = reduce_scatter_tensor(%33, avg, 2, shard)
+  %35: f32[2, 4] = wait_tensor(%34)
+  return %35 as grad:layers.0.weight
+  return %27 as grad:layers.1.weight
+""",
+    )
 
 
 def test_copies_run_a_unit_ahead() -> None:
