@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from graphshard.ir.classes import users_class
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.params import ParamTable
 from graphshard.ir.surroundings import instruction_set
+from graphshard.ir.version import own_version
 
 # Fields of a parameter's row that the model decides, in the order in which they are compared, and what they are called.
 MODEL_FIELDS = {
@@ -79,7 +79,7 @@ def environment(device: torch.device, *, native: bool) -> dict[str, Any]:
     """The fields of versions and machine. What matters to compiled regions only is None without them (`native`)."""
     on_cpu = native and device.type == "cpu"
     return {
-        "graphshard": version("graphshard"),
+        "graphshard": own_version(),
         # Compiled regions call the very build; a program needs the operators of the version.
         "torch": str(torch.__version__) if native else str(torch.__version__).partition("+")[0],
         "device": device.type,

@@ -54,5 +54,7 @@ class Version(argparse.Action):
         """torch's is that of the installed package."""
         from importlib.metadata import version  # it reads files
 
-        print(f"graphshard {version('graphshard')}, torch {version('torch')}, Python {platform.python_version()}")
+        from graphshard.ir.version import own_version
+
+        print(f"graphshard {own_version()}, torch {version('torch')}, Python {platform.python_version()}")
         parser.exit()

@@ -61,7 +61,10 @@ def dtensor_of(
     shape: torch.Size,
     stride: tuple[int, ...],
 ) -> DTensor:
-    """A DTensor with a local tensor as it is, whatever its class."""
+    """A DTensor with a local tensor as it is, whatever its class and its device.
+
+    `DTensor.from_local` moves it to the mesh's kind of device.
+    """
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
 

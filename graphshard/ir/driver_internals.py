@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.device_interface import CudaInterface
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensorMode, fake_tensor
 
 from graphshard.ir.cuda_internals import (
     as_built_for_cuda,
@@ -102,6 +102,8 @@ def _answer(capability: Capability, stack: contextlib.ExitStack) -> None:
     for target, answers in _answers(capability):
         for name, answer in answers.items():
             stack.enter_context(replaced(target, name, answer))
+    # It allocates on the GPU, for the streams of autograd; up to torch 2.11 it asks `torch.cuda` whether there is one.
+    stack.enter_context(replaced(fake_tensor, "init_gpu_context", lambda device: None))
     stack.enter_context(as_built_for_cuda())
 
 

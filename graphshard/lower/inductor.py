@@ -37,6 +37,7 @@ from graphshard.ir.sizes import expression, size_inputs
 from graphshard.ir.strides import laid_out
 from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.ir.wanted import still_wanted
+from graphshard.lower import kept_dims
 from graphshard.lower.cache import writable_cache
 from graphshard.lower.cpp_internals import Batch, load, pending_in
 from graphshard.lower.cpu_internals import wait_for_cpu
@@ -100,12 +101,15 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
     """
     if num_kernels(region.module) == 1:
         return functools.partial(compile_operators, region)
-    on_cpu = outputs_of(region.module)[0].device.type == "cpu"
+    outputs = outputs_of(region.module)
+    on_cpu = outputs[0].device.type == "cpu"
+    loses = kept_dims.ARE_LOST and not on_cpu
+    options = known_options(kept_dims.WITHOUT) if loses and size_inputs(region.module.graph) else {}
     if on_cpu:
         wait_for_cpu()
     try:
         # Random numbers come from torch's generators, in program order, as in eager mode.
-        with config.patch(fallback_random=True), batch.collecting(wanted=on_cpu) as scopes:
+        with config.patch(fallback_random=True, **options), batch.collecting(wanted=on_cpu) as scopes:
             module, inputs = decompose(sums_as_sizes(region.module))
             with _kept_by_inductor(region):
                 compiled: Boxed = compile_fx_inner(module, inputs)
@@ -119,7 +123,7 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
             load(scopes)
         except Exception as error:
             return _operators_instead(region, name, error)
-        return compiled
+        return kept_dims.with_dims(compiled, outputs) if loses and not options else compiled
 
     return finish
 

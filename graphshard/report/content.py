@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from types import MappingProxyType
 
 import torch
@@ -17,6 +16,7 @@ from graphshard.ir.plan import Bucket
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
 from graphshard.ir.text import format_bytes, format_count, format_seconds
+from graphshard.ir.version import own_version
 from graphshard.report.page import BucketView, Measured, RegionView, Report, Span, Spread, StageView, Timeline
 from graphshard.schedule.memory import memory_of
 from graphshard.schedule.timeline import WHY, Estimate, Step, estimate
@@ -115,7 +115,7 @@ def report_of(
 def _title(program: Program) -> str:
     """The model, how large it is, and who compiled it."""
     count = format_count(sum(math.prod(row.shape) for row in program.params))
-    return f"{program.title}, {count} parameters, graphshard {version('graphshard')}"
+    return f"{program.title}, {count} parameters, graphshard {own_version()}"
 
 
 def _buckets(program: Program, found: Estimate) -> tuple[BucketView, ...]:

@@ -1,11 +1,12 @@
 """Capture what is launched on a device, so that it can be launched again at once: CUDA graphs.
 
-**This was never run on a GPU.** `tests/graphs.py` has what stands for it on CPUs.
+`tests/graphs.py` has what stands for it on CPUs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -43,13 +44,16 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def stream(self) -> object:
         return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(self._device)
 
     def capture(self, launch: Callable[[], ResultT]) -> tuple[Callable[[], None], ResultT]:
         graph = torch.cuda.CUDAGraph()
+        if not self._graphs:  # torch lets a pool go with the last graph that uses it
+            self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._device)
         _forget_workspaces()
         try:
@@ -64,6 +68,7 @@ class CudaGraphs:
                 graph.capture_end()
         finally:
             _forget_workspaces()
+        self._graphs.add(graph)
         return graph.replay, result
 
 

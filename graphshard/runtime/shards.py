@@ -134,9 +134,8 @@ def as_dtensor(local: torch.Tensor, row: ParamRow, mesh: DeviceMesh, tensor: Dev
         own = axes_of_mesh(tensor, row.split.axes)
         axes, mesh = axes.with_tensors(own), joined_mesh(mesh, own)
     placements = axes.placements(row.dim if row.shape else None, row.split)
-    if is_subclass(local):  # which need not have the views that `from_local` takes of it
-        return dtensor_of(local, mesh, placements, shape, stride)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    # `from_local` would move a shard that is kept on the host to the mesh's GPU, and take a view of a subclass.
+    return dtensor_of(local, mesh, placements, shape, stride)
 
 
 def copy_of(param: nn.Parameter) -> nn.Parameter:

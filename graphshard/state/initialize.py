@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphshard.ir.distributed_internals import cuts_of
+from graphshard.ir.distributed_internals import cuts_of, dtensor_of
 from graphshard.ir.params import chunk_range
 
 
@@ -56,6 +56,4 @@ def _draw(func: torch._ops.OpOverload, like: DTensor, args: tuple[Any, ...], kwa
     if func._schema.name.endswith("_"):
         local.copy_(piece)
         return like
-    return DTensor.from_local(
-        piece.clone(), mesh, like.placements, run_check=False, shape=drawn.shape, stride=drawn.stride()
-    )
+    return dtensor_of(piece.clone(), mesh, like.placements, drawn.shape, drawn.stride())

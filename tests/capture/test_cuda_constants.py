@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard.artifact.members import read_artifact
@@ -20,7 +19,6 @@ from tests import helpers
 pytest.importorskip("cffi")
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU"),
-    pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="torch cannot be told of a GPU"),
 ]
 
 Function = Callable[[torch.Tensor], torch.Tensor]

@@ -29,7 +29,6 @@ from tests.helpers import Blocks
 pytest.importorskip("cffi")
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU"),
-    pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="torch cannot be told of a GPU"),
 ]
 
 TOKENS = torch.zeros(2, 16, dtype=torch.int64)

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.torch_version import TorchVersion
 
 from graphshard.cli import explain
 from graphshard.cli.main import main
@@ -144,7 +143,6 @@ def test_what_if(factory, tmp_path, capsys):
     assert {change["about"] for change in changes} == {"accumulate", "network"}
 
 
-@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="torch cannot be told of a GPU")
 def test_a_program_for_gpus(factory, tmp_path, capsys, monkeypatch):
     """Times of a GPU's regions are known by the keys of that program, which is captured where there is no GPU."""
     pytest.importorskip("cffi")

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _random
-from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard import ArtifactError, CaptureError
@@ -27,7 +26,6 @@ from tests.ranks import FakeWorld, Ranks
 pytest.importorskip("cffi")
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU"),
-    pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="torch cannot be told of a GPU"),
 ]
 
 CUDA = torch.device("cuda", 0)

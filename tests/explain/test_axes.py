@@ -17,7 +17,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard import ArgumentError
@@ -371,7 +370,6 @@ def test_two_tensor_axes() -> None:
         explained(shape)
 
 
-@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="torch cannot be told of a GPU")
 def test_the_program_of_a_gpu() -> None:
     """Captured where there is none, on a mesh that need not exist; on one that does it is an error."""
     pytest.importorskip("cffi")

@@ -1,0 +1,92 @@
+"""Models of transformers on one NCCL rank: the bits of FSDP2, and compiled regions beside operators.
+
+Run with `pytest -m gpu`; skipped without a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.torch_version import TorchVersion
+
+import graphshard
+from tests.distributed.twins import POLICIES, assert_same, fsdp2, params_of
+from tests.gpu.test_cuda import nccl  # noqa: F401
+
+pytest.importorskip("transformers")
+from benchmarks.tiny_models import batch_of, loss_of, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+MODELS = pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "mixtral", "resnet", "bert", "t5"])
+
+
+def _given(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    changes = {} if name in ("vit", "resnet", "bert") else {"use_cache": False}
+    model, task = tiny_model(name, **changes)
+    return model.cuda(), {key: value.cuda() for key, value in batch_of(model, task).items()}
+
+
+def _trained(model: nn.Module, batch: dict[str, Tensor], steps: int = 3) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    torch.manual_seed(1)
+    for _ in range(steps):
+        loss = loss_of(model(**batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.fixture(autouse=True)
+def fixed_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN takes kernels that add up in one order, and no TF32."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def _skip_where_torch_cannot(name: str, policy: str) -> None:
+    if (name, policy) == ("resnet", "bf16"):
+        pytest.skip("torch has no backward of batch norm with bfloat16 weights and float32 statistics, as in FSDP2")
+    if (name, policy) == ("mixtral", "fp32") and TorchVersion(torch.__version__) < "2.12":
+        pytest.skip("torch 2.11 cannot trace grouped_mm of float32; it is an error that names the line")
+
+
+@MODELS
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_eager_equals_fsdp2(nccl: DeviceMesh, name: str, policy: str) -> None:  # noqa: F811
+    """Losses, parameters and buffers, with what dropout draws."""
+    _skip_where_torch_cannot(name, policy)
+    model, batch = _given(name)
+    theirs = fsdp2(copy.deepcopy(model), nccl, mp_policy=POLICIES[policy])
+    ours = graphshard.compile(model, nccl, mp_policy=POLICIES[policy], backend="eager")
+    losses = [_trained(net, batch) for net in (ours, theirs)]
+    assert_same(*(dict(enumerate(found)) for found in losses), "losses")
+    assert_same(params_of(ours), params_of(theirs), "parameters")
+    assert_same(dict(ours.named_buffers()), dict(theirs.named_buffers()), "buffers")
+
+
+@MODELS
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_inductor_follows_eager(nccl: DeviceMesh, name: str, policy: str) -> None:  # noqa: F811
+    """Compiled regions train as operators do but for rounding; without dropout."""
+    _skip_where_torch_cannot(name, policy)
+    model, batch = _given(name)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if hasattr(model.config, "dropout_rate"):
+        model.config.dropout_rate = 0.0
+    losses = []
+    for backend in ("inductor", "eager"):
+        net = graphshard.compile(copy.deepcopy(model), nccl, mp_policy=POLICIES[policy], backend=backend)
+        losses.append(torch.stack(_trained(net, batch)))
+    tolerance = 3e-2 if policy == "bf16" else 1e-3
+    torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance)
