@@ -39,6 +39,7 @@ TORCH_INTERNALS = (
     "graphshard.lower.cpu_internals",
     "graphshard.lower.cross_internals",
     "graphshard.lower.scheduler_internals",
+    "graphshard.lower.triton_internals",
     "graphshard.lower.inductor",
     "graphshard.ir.driver_internals",
     "graphshard.ir.torch_internals",

@@ -13,6 +13,7 @@ from graphshard.ir.driver_internals import package, stand_in
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.gpus import CAPABILITIES, USUAL, Capability
 from graphshard.ir.text import brief
+from graphshard.lower.kernels import dotted
 from graphshard.lower.regions import Compiler
 
 
@@ -40,6 +41,12 @@ def capabilities_given(capability: Any, device: torch.device) -> list[Capability
     return list(dict.fromkeys((int(major), int(minor)) for major, minor in wanted))
 
 
+def kinds_here(device: torch.device) -> list[Capability]:
+    """The compute capability of the GPU that is here, if code for it can be put into a file; [] otherwise."""
+    found = torch.cuda.get_device_capability() if device.type == "cuda" and torch.cuda.is_available() else None
+    return [found] if found in CAPABILITIES else []
+
+
 def without_gpu(device: torch.device, targets: list[Capability]) -> Iterator[contextlib.AbstractContextManager[None]]:
     """What stands in for a GPU while a program for one is made, if there is none."""
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -50,21 +57,22 @@ def compiler_for_file(
     backend: str, device: torch.device, compile_regions: bool | None, targets: list[Capability]
 ) -> tuple[Compiler, bool]:
     """What regions are compiled with, and whether those without code are to be compiled on the target."""
+    targets = targets or kinds_here(device)
     if targets and backend != "eager" and compile_regions is not False:
         package("triton")
         from graphshard.lower import cross_internals  # takes seconds to import
 
         return cross_internals.compiler_of(targets), False
-    here = device.type == "cpu" or torch.cuda.is_available()
-    if compile_regions and not here:
+    on_cpu = device.type == "cpu"
+    if compile_regions and not on_cpu and not targets:
         raise ArgumentError(
-            "compile_regions=True needs a GPU to compile for, and there is none here: say which one, as in "
-            "capability=(9, 0). Without it the file holds programs, plans and graphs; `graphshard finish FILE` on the "
-            "target machine adds the code."
+            f"compile_regions=True needs a GPU of compute capability {', '.join(map(dotted, CAPABILITIES))} to compile "
+            "for, and there is none here: say which one, as in capability=(9, 0). Without it the file holds programs, "
+            "plans and graphs; `graphshard finish FILE` on the target machine adds the code."
         )
     if backend == "eager":
         return operators_only, False
-    if compile_regions is False or not here:
+    if compile_regions is False or not on_cpu:
         return operators_only, True
     from graphshard.lower import inductor  # takes seconds to import
 

@@ -253,11 +253,7 @@ def write_artifact(
         )
     for key, stored in regions.items():
         members[f"regions/{key}.json"] = _json(stored.region)
-        if stored.code == "native":
-            members[f"regions/{key}.pt2"] = stored.package.content
-        for code in stored.package.codes:
-            members[gpu_file(key, dotted(code.capability))] = _json(encode_gpu_code(code))
-            members.update({cubin_file(cubin_name(k.cubin)): k.cubin for k in code.kernels.values()})
+        members.update(code_members(key, stored.package))
     facts = {key: region_facts(stored.code, stored.package) for key, stored in regions.items()}
     write_facts(path, {**fingerprint, "meshes": listed, "regions": facts}, members, sign)
 
@@ -265,6 +261,20 @@ def write_artifact(
 def write_facts(path: Path, facts: Mapping[str, Any], members: Mapping[str, bytes], sign: Signer | None = None) -> None:
     """Write a file of these facts and members, with the summary that belongs to them."""
     write_archive(path, facts, {**members, "summary.txt": summarize(facts).encode()}, sign)
+
+
+def code_members(key: str, package: Package) -> Iterator[tuple[str, bytes]]:
+    """The members that hold a region's code."""
+    if package.content:
+        yield f"regions/{key}.pt2", package.content
+    for code in package.codes:
+        yield gpu_file(key, dotted(code.capability)), _json(encode_gpu_code(code))
+        yield from ((cubin_file(cubin_name(kernel.cubin)), kernel.cubin) for kernel in code.kernels.values())
+
+
+def code_kind(package: Package) -> str:
+    """Which of `CODES` a region's code is; "" if there is none."""
+    return "native" if package.content else "gpu" if package.codes else ""
 
 
 def region_facts(code: str, package: Package) -> dict[str, Any]:
@@ -297,8 +307,7 @@ def _add_program(file: str, captured: Captured, members: dict[str, bytes]) -> di
 
 def stored_region(region: Region, package: Package, *, later: bool) -> StoredRegion:
     """A region for a file: its package if there is one, otherwise its operators."""
-    compiled = "native" if package.content else "gpu" if package.codes else ""
-    code = compiled or ("later" if later else "operators")
+    code = code_kind(package) or ("later" if later else "operators")
     return StoredRegion(encode_region(region), code, package)
 
 

@@ -12,13 +12,16 @@ from collections.abc import Iterator
 
 import torch
 
+from graphshard.artifact.compilers import compiler_for_file
 from graphshard.artifact.cubins import capabilities_of, read_gpu_code
 from graphshard.artifact.export import MOST_THREADS
-from graphshard.artifact.exporter import with_threads
+from graphshard.artifact.exporter import operators_only, with_threads
 from graphshard.artifact.fingerprint import differences, environment, refuse
 from graphshard.artifact.members import (
     Artifact,
     backward_file,
+    code_kind,
+    code_members,
     partitioned_file,
     read_artifact,
     region_facts,
@@ -32,10 +35,12 @@ from graphshard.debug.repro import import_all
 from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.fold import fold
 from graphshard.ir.given import check_count, path_of
+from graphshard.ir.gpus import CAPABILITIES
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import Plan
 from graphshard.ir.progress import progress
 from graphshard.ir.terminal import say
+from graphshard.lower.kernels import dotted
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import RegionCall
 from graphshard.pipeline.pipeline import Pipeline
@@ -127,19 +132,23 @@ def finish(args: argparse.Namespace) -> int:
         raise ArgumentError(f"{path} is for CUDA, and there is no GPU here: run this where it will be loaded")
     here = environment(device, native=False)
     refuse(path, differences({name: exported[name] for name in ("graphshard", "torch", "device")}, here))
-    from graphshard.lower import inductor  # takes seconds to import
-
+    compiler, _ = compiler_for_file("inductor", device, None, [])
+    if compiler is operators_only:
+        major, minor = torch.cuda.get_device_capability()
+        raise ArgumentError(
+            f"{path}: files have code for GPUs of compute capability {', '.join(map(dotted, CAPABILITIES))}, and this "
+            f"GPU is of {major}.{minor}. `load` compiles what is left, each time."
+        )
     members = dict(artifact.archive.members)
     regions = dict(artifact.facts["regions"])
     problems = []
     wanted = {key: decode_region(key, artifact.archive.json(f"regions/{key}.json"), device) for key in artifact.later}
     with progress(f"graphshard finish {path}", lines=True) as tell, with_threads(args.threads):
-        for key, package in inductor.package_all(wanted, tell):
+        for key, package in compiler(wanted, tell):
             assert isinstance(package, Package)
-            regions[key] = region_facts("native" if package.content else "operators", package)
-            if package.content:
-                members[f"regions/{key}.pt2"] = package.content
-            else:
+            regions[key] = region_facts(code_kind(package) or "operators", package)
+            members.update(code_members(key, package))
+            if not code_kind(package):
                 problems.append(f"{key}: {package.problem}")
         native = any(region["code"] == "native" for region in regions.values())
         now = {**exported, **environment(device, native=native)}

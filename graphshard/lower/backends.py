@@ -26,7 +26,13 @@ def begin_compiling(backend: Backend, device: torch.device) -> None:
     It takes a few seconds of a core with an empty cache, and one otherwise. Where regions were kept nothing is begun:
     there may be nothing to compile.
     """
-    if backend == "inductor" and device.type == "cpu" and not store_here():
+    if backend != "inductor":
+        return
+    if device.type == "cuda":
+        from graphshard.lower import triton_internals
+
+        triton_internals.begin()
+    elif not store_here():
         from graphshard.lower import cpu_internals
 
         cpu_internals.begin()

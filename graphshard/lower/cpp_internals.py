@@ -112,16 +112,9 @@ class Batch:
         self._pool.shutdown(cancel_futures=kind is not None)
 
     @contextlib.contextmanager
-    def collecting(self, *, wanted: bool = True) -> Iterator[list[dict[str, Any]]]:
-        """In the block this thread's generated code gets pending kernels; yields the names of each of its modules.
-
-        Args:
-            wanted: False changes nothing.
-        """
+    def collecting(self) -> Iterator[list[dict[str, Any]]]:
+        """In the block this thread's generated code gets pending kernels; yields the names of each of its modules."""
         scopes: list[dict[str, Any]] = []
-        if not wanted:
-            yield scopes
-            return
         before = _COLLECTS.set((self, scopes))
         try:
             with replaced(async_compile, "AsyncCompile", _Collecting):

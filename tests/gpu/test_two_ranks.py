@@ -98,7 +98,8 @@ def _offload(rank: int, world_size: int, device: str) -> None:
     pair = twins(model.cpu(), _mesh(device), **options)
     train_side_by_side(pair, batch, steps=3)
     assert {param.to_local().device.type for param in pair[0].parameters()} == {"cpu"}
-    pair[0].unshard()
+    for module in (pair[0], *pair[0].layers):
+        module.unshard()
     assert {param.device.type for param in pair[0].parameters()} == {device}
     pair[0].reshard()
     pair[0].set_reshard_after_backward(False)

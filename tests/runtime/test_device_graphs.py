@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,12 +21,14 @@ class _Cuda:
         self.current = "compute"
         self.capturing = False
         self.fails_to_end = False
+        self.pools = 0
 
     def Stream(self, device: torch.device) -> str:
         return "capture"
 
     def graph_pool_handle(self) -> str:
-        return "pool"
+        self.pools += 1
+        return f"pool {self.pools}"
 
     def current_stream(self, device: torch.device) -> str:
         return self.current
@@ -47,19 +47,24 @@ class _Cuda:
         finally:
             self.current = before
 
-    def CUDAGraph(self) -> Any:
-        graph = mock.Mock()
-        graph.capture_begin = lambda pool, capture_error_mode: self.asked.append(
-            f"begin on {self.current} in {pool}, {capture_error_mode}"
-        )
-        graph.capture_end = self._end
-        graph.replay = lambda: self.asked.append(f"replay on {self.current}")
-        return graph
+    def CUDAGraph(self) -> _Graph:
+        return _Graph(self)
 
-    def _end(self) -> None:
-        self.asked.append("end")
-        if self.fails_to_end:
+
+class _Graph:
+    def __init__(self, cuda: _Cuda) -> None:
+        self.cuda = cuda
+
+    def capture_begin(self, pool: str, capture_error_mode: str) -> None:
+        self.cuda.asked.append(f"begin on {self.cuda.current} in {pool}, {capture_error_mode}")
+
+    def capture_end(self) -> None:
+        self.cuda.asked.append("end")
+        if self.cuda.fails_to_end:
             raise RuntimeError("operation failed due to a previous error during capture")
+
+    def replay(self) -> None:
+        self.cuda.asked.append(f"replay on {self.cuda.current}")
 
 
 @pytest.fixture
@@ -73,7 +78,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> _Cuda:
 def test_capture_and_replay(cuda: _Cuda) -> None:
     graphs = CudaGraphs(DEVICE)
     replay, result = graphs.capture(lambda: cuda.asked.append(f"launch on {cuda.current}") or 3)
-    began = "begin on capture in pool, thread_local"
+    began = "begin on capture in pool 1, thread_local"
     assert cuda.asked == ["synchronize", "forget", began, "launch on capture", "end", "forget"]
     assert result == 3
     cuda.asked.clear()
@@ -93,6 +98,19 @@ def test_what_fails_is_raised_when_the_capture_has_ended(cuda: _Cuda, fails_to_e
         graphs.capture(launch)
     assert cuda.asked[-2:] == ["end", "forget"]
     assert cuda.current == "compute"
+
+
+def test_a_pool_that_nobody_uses_is_not_used_again(cuda: _Cuda) -> None:
+    """torch lets it go with its last graph, and refuses to capture into it."""
+    graphs = CudaGraphs(DEVICE)
+    first, _ = graphs.capture(lambda: 1)
+    second, _ = graphs.capture(lambda: 2)
+    del first
+    third, _ = graphs.capture(lambda: 3)
+    del second, third
+    graphs.capture(lambda: 4)
+    began = [line.split(" in ")[1].split(",")[0] for line in cuda.asked if line.startswith("begin")]
+    assert began == ["pool 1", "pool 1", "pool 1", "pool 2"]
 
 
 def test_no_stream_while_the_user_captures_it(cuda: _Cuda) -> None:

@@ -1,0 +1,28 @@
+"""Results of compiled regions that have lost dims of size 1 get them back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphshard.lower.kept_dims import with_dims
+
+
+def test_dims_come_back() -> None:
+    expected = [torch.empty(1, 1, 6), torch.empty(6), torch.empty(1, 2, 3), torch.empty(2, 3), 5]
+
+    def region(inputs: list[Tensor]) -> list[object]:
+        (x,) = inputs
+        return [x, x + 1, (x + 2).view(1, 2, 3), x.view(2, 3), 5]
+
+    results = with_dims(region, expected)([torch.arange(6.0)])
+    assert [r.shape for r in results[:-1]] == [e.shape for e in expected[:-1]]
+    assert results[0].flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert results[-1] == 5
+
+
+def test_regions_that_lose_nothing_are_called_as_they_are() -> None:
+    def region(inputs: list[Tensor]) -> list[Tensor]:
+        return inputs
+
+    assert with_dims(region, [torch.empty(2, 3), torch.empty(1)]) is region
