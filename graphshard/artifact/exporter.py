@@ -24,7 +24,7 @@ from graphshard.explain.training import Training
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.text import brief
-from graphshard.lower.operators import num_kernels
+from graphshard.lower.operators import runs_as_it_is
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import Compiled, Compiler, lower
 from graphshard.module.tracer import Tracer
@@ -239,7 +239,7 @@ def operators_only(regions: dict[str, Region], show: Callable[[str], None]) -> C
 
 def _fuses(region: Region) -> bool:
     """Whether Inductor has something to do: a region of one operator runs as it is."""
-    return num_kernels(region.module) > 1
+    return not runs_as_it_is(region.module)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from graphshard.ir.program import Region
-from graphshard.lower.operators import compile_eager, compile_operators, num_kernels
+from graphshard.lower.operators import compile_eager, compile_operators, runs_as_it_is
 from graphshard.lower.regions import Compiled, Compiler
 from graphshard.lower.store import store_here
 
@@ -47,7 +47,7 @@ def _inductors(regions: dict[str, Region], show: Callable[[str], None]) -> Compi
     """What was kept, and then what has to be compiled."""
     store, missing = store_here(), {}
     for name, region in regions.items():
-        if num_kernels(region.module) == 1:
+        if runs_as_it_is(region.module):
             yield name, compile_operators(region)
         elif (found := store.find(region)) is not None:
             yield name, found

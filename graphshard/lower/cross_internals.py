@@ -30,7 +30,7 @@ from graphshard.lower.cache import writable_cache
 from graphshard.lower.elf import read_cubin
 from graphshard.lower.inductor import decompose, known_options
 from graphshard.lower.kernels import GpuCode, Kernel
-from graphshard.lower.operators import num_kernels
+from graphshard.lower.operators import num_kernels, runs_as_it_is
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import Compiled, Compiler
 
@@ -72,8 +72,9 @@ def compiler_of(capabilities: Sequence[Capability]) -> Compiler:
 
 def package(region: Region, name: str, capabilities: Sequence[Capability]) -> Package:
     """A region's code for each of several kinds of GPU; one that Inductor cannot compile has none, and says why."""
-    if num_kernels(region.module) == 1:
-        return Package(problem="one operator, which nothing can be fused with")
+    if runs_as_it_is(region.module):
+        what = "one operator" if num_kernels(region.module) == 1 else "copies that start together"
+        return Package(problem=f"{what}, which nothing can be fused with")
     try:
         return Package(codes=tuple(compile_for(region, capability) for capability in capabilities))
     except Exception as error:

@@ -44,7 +44,7 @@ from graphshard.lower.cpu_internals import wait_for_cpu
 from graphshard.lower.libraries import EXTERN_KERNELS, KeptRegion, Kernels, trimmed
 from graphshard.lower.numbers import numbers_as_tensors
 from graphshard.lower.one_hots import OneHots, has_one_hots
-from graphshard.lower.operators import compile_operators, num_kernels, outputs_of
+from graphshard.lower.operators import compile_operators, num_kernels, outputs_of, runs_as_it_is
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import Boxed, Compiled
 from graphshard.lower.shares import claims, cores_here, place_here, shares_of
@@ -99,7 +99,7 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
     On failure the region's ATen operators run, with a warning that names it. A region of one operator, such as the copy
     into a packed buffer, has nothing to fuse and runs as it is.
     """
-    if num_kernels(region.module) == 1:
+    if runs_as_it_is(region.module):
         return functools.partial(compile_operators, region)
     outputs = outputs_of(region.module)
     on_cpu = outputs[0].device.type == "cpu"

@@ -12,6 +12,7 @@ from graphshard.ir.graph import is_part, is_view, restride
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import evaluate, expression, is_size, size_inputs, sizes_in
 from graphshard.ir.torch_internals import use_boxed_calls
+from graphshard.lower.copies import copies_of
 from graphshard.lower.regions import Boxed, reshape_views
 
 
@@ -26,6 +27,8 @@ def compile_eager(region: Region) -> Boxed:
 
 def compile_operators(region: Region) -> Boxed:
     """As `compile_eager`, with results of the strides that compiled regions rely on; some operators return others."""
+    if (copies := copies_of(region.module)) is not None:
+        return copies
     fn, module = compile_eager(region), region.module
     placeholders = module.graph.find_nodes(op="placeholder")
     sizes = {symbol: placeholders.index(node) for symbol, node in size_inputs(module.graph).items()}
@@ -50,6 +53,11 @@ def num_kernels(module: GraphModule) -> int:
     """Operators of a region that compute or copy."""
     calls = (node for node in module.graph.nodes if node.op == "call_function" and not is_size(node))
     return sum(not is_view(node) and not is_part(node) for node in calls)
+
+
+def runs_as_it_is(module: GraphModule) -> bool:
+    """Whether Inductor has nothing to do: one operator, or copies that start together."""
+    return num_kernels(module) == 1 or copies_of(module) is not None
 
 
 def outputs_of(module: GraphModule) -> list[Any]:

@@ -28,9 +28,10 @@ from graphshard.ir.gpus import Capability
 from graphshard.ir.program import Region
 from graphshard.ir.torch_internals import replaced
 from graphshard.lower.cache import writable_cache
+from graphshard.lower.copies import copies_of
 from graphshard.lower.cross_internals import options_for_gpus
 from graphshard.lower.inductor import decompose
-from graphshard.lower.operators import num_kernels
+from graphshard.lower.operators import num_kernels, outputs_of
 from graphshard.lower.unknown import sums_as_sizes
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,10 @@ def fused_kernels(region: Region, capability: Capability) -> tuple[FusedKernel, 
     """
     if num_kernels(region.module) == 1:
         return None
+    if copies_of(region.module) is not None:
+        nodes = region.module.graph.nodes
+        values = [node.meta["val"] for node in nodes if node.op == "placeholder"] + outputs_of(region.module)
+        return (FusedKernel(False, sum(value.nbytes for value in values), tuple(nodes)),)
     try:
         with writable_cache(), _stopping(capability), options_for_gpus():
             module, inputs = decompose(sums_as_sizes(region.module))
