@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.gpu.idle import idle_world
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -111,16 +112,17 @@ class Setup:
 @contextlib.contextmanager
 def world(setup: Setup, num_ranks: int) -> Iterator[DeviceMesh]:
     """This process as the only rank, or as rank 0 of several that do not exist: their collectives return at once."""
-    if num_ranks > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-    else:
-        backend = "nccl" if setup.device == "cuda" else "gloo"
-        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    try:
-        yield init_device_mesh(setup.device, (num_ranks,))
-    finally:
-        reset_distributed()  # DTensors' caches, too: the next mesh may equal this one
+    with contextlib.ExitStack() as stack:
+        if num_ranks > 1:
+            stack.enter_context(idle_world(num_ranks))
+        else:
+            backend = "nccl" if setup.device == "cuda" else "gloo"
+            store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        try:
+            yield init_device_mesh(setup.device, (num_ranks,))
+        finally:
+            reset_distributed()  # DTensors' caches, too: the next mesh may equal this one
 
 
 Step = Callable[[], torch.Tensor]

@@ -62,15 +62,13 @@ def measure(setup: Setup, emit: Emit, seconds: float) -> None:
 
 
 def settings(setup: Setup) -> Iterator[tuple[Size, int]]:
-    """The largest size first, and one rank and eight before 64; in a dry run each size and each world once."""
+    """A rank of eight first, with the largest size first; in a dry run each size and each world once."""
     sizes = setup.sizes()[::-1]
     if setup.is_dry:
         yield from zip(sizes, WORLDS, strict=True)
         return
-    for some in (WORLDS[:2], WORLDS[2:]):
-        for size in sizes:
-            for num_ranks in some:
-                yield size, num_ranks
+    one, eight, more = WORLDS
+    yield from ((size, num_ranks) for num_ranks in (eight, one, more) for size in sizes)
 
 
 def ranks(number: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import signal
 from collections import Counter
 
@@ -41,6 +43,9 @@ def measure(emit: Emit, *, dry: bool) -> None:
     chosen = ["-k", "on_cpu"] if dry else ["-m", "gpu"]
     options = ["-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-v", "--tb=short"]
     options.append("--continue-on-collection-errors")
+    workers = min(4, (os.cpu_count() or 1) // 4)
+    if workers > 1 and importlib.util.find_spec("xdist"):  # tests share the GPU; most of their time is the host's
+        options += ["-n", str(workers), "--dist", "loadgroup"]
     signal.signal(
         signal.SIGTERM, signal.default_int_handler
     )  # over its share: pytest stops, and says what it had found

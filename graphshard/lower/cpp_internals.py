@@ -32,6 +32,7 @@ from graphshard.ir.wanted import still_wanted
 from graphshard.lower.cpu_internals import ASKS_EVERY, beginning, done
 from graphshard.lower.damage import RemovedError, check_whole
 from graphshard.lower.together import Compilers, Job, compile_together
+from graphshard.lower.triton_internals import Kernels
 
 log = logging.getLogger(__name__)
 
@@ -96,12 +97,16 @@ class Batch:
 
     Args:
         threads: how many compilers may run at once.
+
+    Attributes:
+        triton: those for GPUs, which Inductor's own processes compile.
     """
 
     def __init__(self, threads: int) -> None:
         self._compilers, self._pool = Compilers(), ThreadPoolExecutor(threads, "graphshard-compilers")
         self._together = _TOGETHER if threads > 1 else _TOGETHER_ALONE
         self._waiting: list[Pending] = []
+        self.triton = Kernels()
 
     def __enter__(self) -> Batch:
         return self

@@ -37,7 +37,7 @@ from graphshard.ir.sizes import expression, size_inputs
 from graphshard.ir.strides import laid_out
 from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.ir.wanted import still_wanted
-from graphshard.lower import kept_dims, triton_internals
+from graphshard.lower import kept_dims
 from graphshard.lower.cache import writable_cache
 from graphshard.lower.cpp_internals import Batch, load, pending_in
 from graphshard.lower.cpu_internals import wait_for_cpu
@@ -109,7 +109,7 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
         wait_for_cpu()
     try:
         # Random numbers come from torch's generators, in program order, as in eager mode.
-        collecting = batch.collecting() if on_cpu else triton_internals.not_waiting()
+        collecting = batch.collecting() if on_cpu else batch.triton.not_waiting()
         with config.patch(fallback_random=True, **options), collecting as scopes:
             module, inputs = decompose(sums_as_sizes(region.module))
             with _kept_by_inductor(region):
@@ -121,7 +121,7 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
         for kernel in pending_in(scopes):
             kernel.wait()
         try:
-            (load if on_cpu else triton_internals.load)(scopes)
+            (load if on_cpu else batch.triton.load)(scopes)
         except Exception as error:
             return _operators_instead(region, name, error)
         return kept_dims.with_dims(compiled, outputs) if loses and not options else compiled

@@ -1,10 +1,11 @@
 """Inductor's Triton kernels: its processes compile them while the code of further regions is generated.
 
-    this thread         region_1 | region_2 | region_3      wait for kernels
-    Inductor's pool      kernels of region_1 ...  kernels of region_2 ...
+    this thread          region_1 | region_2 | region_3 | wait for kernels
+    Inductor's pool      starts ... | kernels of region_1, region_2 ...
 
 By itself Inductor waits for the kernels of a region before it goes on to the next. And its processes take seconds to be
-there; what is wanted before is compiled in this one. So they are started when `compile` is called.
+there; what is wanted before is compiled in this one. So they are started when `compile` is called, and kernels that are
+wanted before they are there wait for them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch._inductor import async_compile
@@ -21,6 +23,54 @@ from graphshard.ir.torch_internals import replaced
 # What a generated module is called with: its names.
 Scope = dict[str, Any]
 
+
+@dataclass
+class Kernels:
+    """Of regions whose code is generated, in one thread.
+
+    Attributes:
+        early: the generated modules whose kernels Inductor's processes may not have been given yet.
+    """
+
+    early: list[Scope] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def not_waiting(self) -> Iterator[list[Scope]]:
+        """In the block generated modules do not wait for their kernels; yields the names of each of them."""
+        scopes: list[Scope] = []
+        before = _WAITING.set(scopes)
+        try:
+            with replaced(async_compile, "AsyncCompile", _NotWaiting):
+                yield scopes
+        finally:
+            _WAITING.reset(before)
+        self.early += scopes
+
+    def load(self, scopes: Iterable[Scope]) -> None:
+        """Wait for the kernels of generated modules.
+
+        Raises:
+            Exception: whatever Inductor says if it cannot compile one.
+        """
+        inductors = async_compile.AsyncCompile()
+        early, self.early = self.early, []
+        for scope in early:
+            for name, value in list(scope.items()):
+                if isinstance(value, _Early):
+                    inductors.wait_pool_ready()
+                    scope[name] = inductors.triton(*value.args, **value.kwargs)
+        for scope in scopes:
+            inductors.wait(scope)
+
+
+@dataclass
+class _Early:
+    """A kernel that was wanted before there was a process to compile it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 _WAITING: contextvars.ContextVar[list[Scope] | None] = contextvars.ContextVar("graphshard_waiting", default=None)
 
 
@@ -29,30 +79,14 @@ def begin() -> None:
     async_compile.maybe_warm_pool()
 
 
-@contextlib.contextmanager
-def not_waiting() -> Iterator[list[Scope]]:
-    """In the block generated modules do not wait for their kernels; yields the names of each of them, for `load`."""
-    scopes: list[Scope] = []
-    before = _WAITING.set(scopes)
-    try:
-        with replaced(async_compile, "AsyncCompile", _NotWaiting):
-            yield scopes
-    finally:
-        _WAITING.reset(before)
-
-
-def load(scopes: Iterable[Scope]) -> None:
-    """Wait for the kernels of generated modules.
-
-    Raises:
-        Exception: whatever Inductor says if it cannot compile one.
-    """
-    for scope in scopes:
-        async_compile.AsyncCompile().wait(scope)
-
-
 class _NotWaiting(async_compile.AsyncCompile):
     """What generated code calls; in threads that are to wait it is Inductor's."""
+
+    def triton(self, *args: Any, **kwargs: Any) -> Any:
+        alone = async_compile.get_compile_threads() <= 1
+        if _WAITING.get() is None or alone or self.use_process_pool():
+            return super().triton(*args, **kwargs)
+        return _Early(args, kwargs)
 
     def wait(self, scope: Scope) -> None:
         scopes = _WAITING.get()

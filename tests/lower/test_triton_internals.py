@@ -6,7 +6,9 @@ import pkgutil
 from concurrent.futures import Future
 from typing import Any
 
-from graphshard.lower import triton_internals
+import pytest
+
+from graphshard.lower.triton_internals import Kernels
 
 async_compile = pkgutil.resolve_name("torch._inductor.async_compile")
 config = pkgutil.resolve_name("torch._inductor.config")
@@ -27,14 +29,15 @@ def _module(given: Any) -> dict[str, Any]:
 
 
 def test_modules_do_not_wait() -> None:
+    made = Kernels()
     kernels: list[Future[str]] = [Future(), Future()]
     with config.patch(compile_threads=2):
-        with triton_internals.not_waiting() as scopes:
+        with made.not_waiting() as scopes:
             modules = [_module(kernel) for kernel in kernels]
         for number, kernel in enumerate(kernels):
             kernel.set_result(f"kernel {number}")
         assert all(isinstance(module["kernel"], Future) for module in modules)
-        triton_internals.load(scopes)
+        made.load(scopes)
     assert [module["kernel"] for module in modules] == ["kernel 0", "kernel 1"]
 
 
@@ -43,7 +46,45 @@ def test_others_wait_as_ever() -> None:
     kernel.set_result("kernel")
     before = async_compile.AsyncCompile
     with config.patch(compile_threads=2):
-        with triton_internals.not_waiting():
+        with Kernels().not_waiting():
             pass
         assert async_compile.AsyncCompile is before
         assert _module(kernel)["kernel"] == "kernel"
+
+
+_WITH_A_KERNEL = """
+from torch._inductor.async_compile import AsyncCompile
+async_compile = AsyncCompile()
+kernel = async_compile.triton("name", "source", device_str="cuda")
+async_compile.wait(globals())
+"""
+
+
+def test_kernels_wait_for_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are given to the processes when the first region is loaded."""
+    asked: list[str] = []
+    inductors = async_compile.AsyncCompile
+
+    def triton(self: Any, name: str, source: str, device_str: str) -> Future[str]:
+        asked.append(f"{name} {source} {device_str}")
+        kernel: Future[str] = Future()
+        kernel.set_result("kernel")
+        return kernel
+
+    monkeypatch.setattr(inductors, "triton", triton)
+    monkeypatch.setattr(inductors, "use_process_pool", classmethod(lambda cls: False))
+    monkeypatch.setattr(inductors, "wait_pool_ready", classmethod(lambda cls: asked.append("ready")))
+    made = Kernels()
+    modules: list[dict[str, Any]] = [{}, {}]
+    found = []
+    with config.patch(compile_threads=2):
+        for module in modules:
+            with made.not_waiting() as scopes:
+                exec(_WITH_A_KERNEL, module)
+            found.append(scopes)
+        assert not asked
+        made.load(found[0])
+        assert asked == ["ready", "name source cuda"] * 2
+        made.load(found[1])
+    assert [module["kernel"] for module in modules] == ["kernel", "kernel"]
+    assert len(asked) == 4

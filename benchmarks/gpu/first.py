@@ -1,0 +1,84 @@
+"""Part "first": seconds of a first step in a process of its own, with empty caches and with those that it has left.
+
+python -m benchmarks.gpu.first VARIANT RANKS [--dry]      what the part starts; prints the seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.settings import ROOT, Setup, world
+from benchmarks.gpu.steps import ranks, said, variants
+from benchmarks.gpu.table import Emit, Row
+
+# Variants, and whether caches are those of the process before.
+_ORDER = (
+    ("FSDP2, compiled blocks", False),
+    ("graphshard", False),
+    ("graphshard", True),
+    ("FSDP2, compiled blocks", True),
+)
+_RANKS = 8
+
+
+def measure(setup: Setup, emit: Emit, folder: Path, seconds: float) -> None:
+    """One process after the other.
+
+    Args:
+        folder: where their caches go.
+        seconds: for all of them.
+    """
+    end = time.monotonic() + seconds
+    for variant, warm in _ORDER:
+        row = Row("first", f"{setup.sizes()[0]}, {ranks(_RANKS)}", variant, note="warm caches" if warm else "no caches")
+        caches = folder / "caches" / variant.replace(", ", "-").replace(" ", "-")
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(caches),
+            "TRITON_CACHE_DIR": str(caches / "triton"),
+        }
+        command = [sys.executable, "-m", "benchmarks.gpu.first", variant, str(_RANKS)]
+        try:
+            done = subprocess.run(
+                [*command, *(["--dry"] if setup.is_dry else [])],
+                cwd=ROOT,
+                env=environment,
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=max(end - time.monotonic(), 1.0),
+            )
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            emit(Row(**{**vars(row), "note": f"{row.note}; {said(error)}", "failed": True}))
+            continue
+        emit(Row(**{**vars(row), "first": float(done.stdout.split()[-1])}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("variant")
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("--dry", action="store_true")
+    args = parser.parse_args()
+    setup = Setup.of(dry=args.dry)
+    size = setup.sizes()[0]
+    with world(setup, args.ranks) as mesh:
+        model, tokens = size.model(setup.device), size.tokens(setup.device)
+        finish = contextlib.nullcontext if setup.is_dry else torch.cuda.synchronize
+        finish()
+        began = time.perf_counter()
+        variants(setup)[args.variant](model, mesh, tokens)()
+        finish()
+        print(time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()
