@@ -111,7 +111,7 @@ def export(
 
     For GPUs on a machine without one, say by `capability` which: regions are compiled to cubins then. Without it the
     file holds programs, plans and graphs, and regions are compiled on the target, at the first load or by
-    `graphshard finish FILE`. Both take the packages of `graphshard[cross]`. Neither was ever run on a GPU.
+    `graphshard finish FILE`. Both take the packages of `graphshard[cross]`.
 
     Arguments that are not described here are those of `graphshard.compile`: mp_policy, units, passes and so on.
     `hardware` is also the machine that the summary's prediction is for; None predicts for an H100, or for CPUs.

@@ -7,8 +7,6 @@
 The code of a region is a graph of ATen's operators and launches. It is data, not Python: nothing is executed to read
 it, and the operators are looked up as those of any program. A kernel is a cubin, which the CUDA driver loads; torch's
 own launcher (`torch._C._StaticCudaLauncher`, in builds for CUDA) starts it. Neither a compiler nor Triton takes part.
-
-What is here was never run on a GPU: kernels were run by Triton's interpreter, on a CPU.
 """
 
 from __future__ import annotations
