@@ -1,7 +1,7 @@
 """Two ranks and more on one GPU: gloo sends, as NCCL wants a GPU for each rank.
 
-`pytest -m gpu` runs them on the GPU. On a CPU they run as they are, so that they are known to be right where none is: one
-in the quick tests, the others with `pytest -m slow`.
+`pytest -m gpu` runs them on the GPU. On a CPU they run as they are, so that they are known to be right where there is
+none: one in the quick tests, the others with `pytest -m slow`.
 """
 
 from __future__ import annotations
