@@ -152,9 +152,8 @@ def case_of(row: Row) -> Case:
     study = PublishedStudy(model_of(row), (tokens, tokens), None, Options(mp_policy=policy))
     study.row = row
     mesh = Mesh.of_shape((row.ranks,))
-    profile = load_profile("h100")
-    before_plan = study._prepared(mesh, profile)
-    program = study._program(mesh, before_plan, costs := Costs(profile, mesh=mesh, fused=row.backend != "eager"))
+    costs = Costs(load_profile("h100"), mesh=mesh, fused=row.backend != "eager")
+    program = study._program(mesh, study._prepared(mesh, costs), costs)
     events = estimate(program, costs).events
     return Case(
         row,

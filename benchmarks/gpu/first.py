@@ -21,9 +21,9 @@ from benchmarks.gpu.table import Emit, Row
 
 # Variants, and whether caches are those of the process before.
 _ORDER = (
-    ("FSDP2, compiled blocks", False),
     ("graphshard", False),
     ("graphshard", True),
+    ("FSDP2, compiled blocks", False),
     ("FSDP2, compiled blocks", True),
 )
 _RANKS = 8

@@ -93,10 +93,12 @@ def test_arrays_of_factors():
     assert together.tolist() == pytest.approx(alone)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "model", "ranks", "error"),
-    [("KempnerForge", "llama3-8b", 1, 0.035), ("torchtitan A100", "llama3-8b", 64, 0.026)],
+    [
+        ("KempnerForge", "llama3-8b", 1, 0.044),
+        pytest.param("torchtitan A100", "llama3-8b", 64, 0.026, marks=pytest.mark.slow),
+    ],
 )
 def test_published_steps(source, model, ranks, error):
     """Llama-3 8B, compiled on one H200 and eager on 64 A100: the error is what it was when constants were fitted."""
