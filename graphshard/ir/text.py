@@ -18,6 +18,8 @@ _OBEYED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 def format_bytes(num_bytes: float) -> str:
     """Three digits and a binary unit: `1.50 MiB`."""
+    if num_bytes < 0:
+        return f"-{format_bytes(-num_bytes)}"
     if num_bytes < 1024:
         return f"{num_bytes:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):  # noqa: B007

@@ -18,6 +18,7 @@ function formatSeconds(seconds) {
 }
 
 function formatBytes(bytes) {
+  if (bytes < 0) return `-${formatBytes(-bytes)}`;
   if (bytes < 1024) return `${bytes.toFixed(0)} B`;
   const units = ["KiB", "MiB", "GiB", "TiB"];
   let unit = -1;
