@@ -75,7 +75,8 @@ def _kind(error: Exception, line: str) -> str:
     if "data is not allocated yet" in str(error):  # code in C has read a traced tensor
         return "item"
     if not any(word in type(error).__name__ for word in ("DataDependent", "Untraceable", "UserError", "Unbacked")):
-        if "DeviceMismatch" in type(error).__name__:
+        # torch 2.11 raises a RuntimeError.
+        if "DeviceMismatch" in type(error).__name__ or "found two different devices" in str(error):
             return "devices"
         return "gpu" if stands_in() and "cuda" in f"{line} {error}".lower() else "other"
     if "GuardOnDataDependent" in type(error).__name__ and not re.search(

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
+from graphshard.ir.torch_internals import replaced
+
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 except ImportError:  # torch 2.11 has none
@@ -194,8 +196,10 @@ def fake_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
 
 def track_draws(mesh: DeviceMesh) -> None:
     """Let DTensors on a mesh of GPUs draw random numbers, without asking a GPU for its state: none need be here."""
+    tracker = _random.OffsetBasedRNGTracker
     if mesh.device_type != "cpu":
-        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+        with replaced(tracker, "_get_device_state", lambda self: None):  # torch 2.11 asks for it, to no purpose
+            _random._rng_tracker = tracker(mesh, run_state_sync=False)
 
 
 def is_replicated(module: nn.Module) -> bool:

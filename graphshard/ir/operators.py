@@ -35,7 +35,7 @@ are plain copies.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,6 +203,18 @@ DOWNLOAD = _define("download(Tensor value) -> Tensor", _download, lambda value: 
 # Copies to the device, and all that has to do with copies; none of it computes.
 UPLOADS = frozenset({UPLOAD, RELOAD})
 COPIES = UPLOADS | {ARRIVED, DOWNLOAD}
+
+
+def copied_to(shards: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Shards as they are on a device, which those on the host are copied to beside the compute.
+
+    The host waits for the copies, as it may write to the shards afterwards, and not for the compute.
+    """
+    if device.type != "cuda" or all(shard.is_cuda for shard in shards):
+        return [shard.to(device) for shard in shards]
+    copies = [_arrived(_upload(shard, device.type)) for shard in shards]
+    _copies(_current()).up.synchronize()
+    return copies
 
 
 def finish_copies(device: torch.device) -> None:

@@ -11,6 +11,7 @@ import torch
 from graphshard.ir.distributed_internals import process_group
 from graphshard.ir.graph import c10d
 from graphshard.ir.mesh import Axis, Mesh
+from graphshard.ir.operators import copied_to
 from graphshard.ir.params import ParamRow
 from graphshard.ir.plan import SMALL
 from graphshard.ir.subclasses import shard_in
@@ -159,9 +160,11 @@ def start_gathering(
         groups: names of the process groups by the names of the axes.
         device: that gathers; shards that are offloaded are copied there first.
     """
+    params = list(params)
+    shards = copied_to([padded_shard(param, row) for row, param in params], device)
     sent: dict[tuple[Axis, torch.dtype], list[tuple[ParamRow, torch.Tensor]]] = {}
-    for row, param in params:
-        shard = padded_shard(param, row).to(device, non_blocking=True).to(row.compute_dtype)
+    for (row, _), shard in zip(params, shards):
+        shard = shard.to(row.compute_dtype)
         for target, args, kwargs in prologue(row):
             shard = target(shard, *args, **kwargs)
         sent.setdefault((row.on(mesh).shard, shard.dtype), []).append((row, shard))

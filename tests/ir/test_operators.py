@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphshard.ir import operators
-from graphshard.ir.operators import finish_copies
+from graphshard.ir.operators import copied_to, finish_copies
 
 
 class Stream:
@@ -56,17 +56,16 @@ class Device:
     def run(self, name: str) -> Tensor:
         """Compute something on the current stream."""
         self.current.launch(name, self.before)
-        return Tensor(name, self)
+        return Tensor(name, self, is_cuda=True)
 
 
 class Tensor:
     """A tensor of the device or the host; what is done to it is launched on the current stream."""
 
     device = torch.device("cuda", 0)
-    is_cuda = True
 
-    def __init__(self, name: str, cuda: Device) -> None:
-        self.name, self.cuda = name, cuda
+    def __init__(self, name: str, cuda: Device, is_cuda: bool = False) -> None:
+        self.name, self.cuda, self.is_cuda = name, cuda, is_cuda
         self.recorded: list[Stream] = []  # streams for which the allocator keeps it
 
     def to(self, device: torch.device, non_blocking: bool) -> Tensor:
@@ -126,4 +125,16 @@ def test_the_host_waits_for_both_directions(cuda: Device) -> None:
     finish_copies(torch.device("cuda"))
     assert copies.up.synchronized
     assert copies.down.synchronized
+    assert not cuda.compute.synchronized
+
+
+def test_the_host_waits_for_what_is_gathered_by_hand(cuda: Device) -> None:
+    """It may write to shards behind `unshard`, while the device computes what it was given before."""
+    cuda.run("compute")
+    copies = copied_to([Tensor("w0", cuda), Tensor("w1", cuda)], torch.device("cuda"))
+    cuda.run("gather")
+    assert len(copies) == 2
+    assert cuda.before["upload w1"] == {"upload w0"}
+    assert cuda.before["gather"] == {"compute", "upload w0", "upload w1"}
+    assert operators._copies(torch.device("cuda", 0)).up.synchronized
     assert not cuda.compute.synchronized

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton.language as tl
 from torch._decomp import decomposition_table
 from torch._inductor.runtime import triton_helpers  # kernels call them
 from torch.fx.node import map_aggregate
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime import interpreter
 
 from graphshard.artifact.cubins import capabilities_of, read_gpu_code
 from graphshard.artifact.members import read_artifact
@@ -62,6 +63,33 @@ class LibDevice:
         return getattr(tl.math, name)
 
 
+# --- what is wrong with Triton 3.6's interpreter, and not with its compiler -----------------------------------
+
+
+def _in_order(handle: Any) -> Any:
+    return interpreter.TensorHandle(np.ascontiguousarray(handle.data), handle.dtype)
+
+
+def _atomic_rmw(builder: Any, op: Any, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+    """It reads memory as if broadcast values and masks lay in it one behind another."""
+    return _ATOMIC_RMW(builder, op, _in_order(pointer), _in_order(value), _in_order(mask), sem, scope)
+
+
+def _patch_tensor(tensor: Any, scope: Any) -> None:
+    """NumPy from 2.4 on makes no number of an array of one dim, as bounds of loops are."""
+    _PATCH_TENSOR(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+_ATOMIC_RMW = interpreter.InterpreterBuilder.create_atomic_rmw
+_PATCH_TENSOR = interpreter._patch_lang_tensor
+interpreter.InterpreterBuilder.create_atomic_rmw = _atomic_rmw
+interpreter._patch_lang_tensor = _patch_tensor
+
+
+# --- kernels -------------------------------------------------------------------------------------------------
+
+
 def interpreted(kernel: Kernel) -> Launch:
     """What runs a kernel's source instead of its cubin."""
     first, _, source = kernel.source.partition("\n")
@@ -71,7 +99,7 @@ def interpreted(kernel: Kernel) -> Launch:
     path.write_text(source)
     exec(compile(source, str(path), "exec"), scope)
     for name in re.findall(r"^def (\w+)", source, re.MULTILINE):  # kernels call functions of their file
-        scope[name] = InterpretedFunction(scope[name])
+        scope[name] = interpreter.InterpretedFunction(scope[name])
     function = scope[kernel.name]
     (signature,) = re.findall(rf"def {kernel.name}\((.*?)\):", source, re.DOTALL)
     names = [name.partition(":")[0].strip() for name in signature.split(",")]

@@ -29,7 +29,7 @@ from graphshard.schedule.by_unit import PlanByUnit
 from tests.distributed.twins import BF16, FP32
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
-from tests.streams import COMPUTE, HOST, KEPT, Machine, Value, problems
+from tests.streams import COMPUTE, CUDA, HOST, KEPT, Machine, Stream, Value, problems
 
 COSTS = Costs(load_profile("h100"), mesh=Mesh.of_shape(2))
 PLANNERS = {
@@ -243,6 +243,23 @@ def test_updates_where_gradients_arrive(fake_world: FakeWorld, shape: tuple[int,
             number: [i for places in updates.values() for i in places] if number == 0 else [] for number in updates
         }
         assert any("writes input" in found for found in problems(freed, backward.inputs, updates=early))
+
+
+def test_shards_that_are_gathered_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may write to them as soon as `unshard` returns."""
+    for waits_for_them in (True, False):
+        machine = Machine()
+        if not waits_for_them:
+            monkeypatch.setattr(Stream, "synchronize", lambda self: None)
+        with machine.copies():
+            shards = [machine.made("shard", HOST) for _ in range(2)]
+            copies = operators.copied_to(shards, CUDA)  # type: ignore[arg-type]
+            for shard, copy in zip(shards, copies, strict=True):
+                machine.reads(copy, COMPUTE)  # type: ignore[arg-type]
+                machine.writes(shard, HOST)
+            del copies, copy
+        expected = [] if waits_for_them else [f"host writes shard {n} while copies 0 uses it" for n in (1, 2)]
+        assert machine.problems == expected
 
 
 # --- faults ------------------------------------------------------------------------------------------------

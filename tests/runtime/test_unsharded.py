@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import graphshard.runtime.unsharded
 from graphshard.ir.mesh import Mesh
+from graphshard.ir.operators import copied_to
 from graphshard.ir.params import build_table
 from graphshard.ir.precision import precision_of
 from graphshard.runtime.groups import make_groups
@@ -17,8 +19,20 @@ from tests.ranks import FakeWorld
 
 
 @pytest.mark.parametrize("width", [4, 256], ids=["packed", "as they are"])
-def test_shards_on_the_host_are_gathered_on_the_device(fake_world: FakeWorld, width: int) -> None:
-    """NCCL takes no tensor of the host. The meta device stands for the GPU."""
+def test_shards_on_the_host_are_gathered_on_the_device(
+    fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """NCCL takes no tensor of the host. The meta device stands for the GPU.
+
+    The copies are those that the host waits for (`tests/ir/test_operators.py`, and the oracle of streams).
+    """
+    copied: list[torch.Tensor] = []
+
+    def copies(shards: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        copied.extend(copied_to(shards, device))
+        return list(copied)
+
+    monkeypatch.setattr(graphshard.runtime.unsharded, "copied_to", copies)
     fake_world(2)
     mesh, host = init_device_mesh("cpu", (2,)), torch.device("cpu")
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
@@ -27,7 +41,9 @@ def test_shards_on_the_host_are_gathered_on_the_device(fake_world: FakeWorld, wi
     shard_module(model, table, mesh, host, Storage(host))
     pairs = [(ref.row, ref.param) for ref in param_refs(model, table)]
     for device in ("cpu", "meta"):
+        copied.clear()
         arriving = start_gathering(pairs, axes, make_groups(axes, mesh), torch.device(device))
         full = {name: value.wait() for name, value in arriving.items()}
+        assert [shard.device.type for shard in copied] == [device] * len(pairs)
         assert {value.device.type for value in full.values()} == {device}
         assert {name: value.shape for name, value in full.items()} == {row.name: row.shape for row in table}
