@@ -13,7 +13,7 @@ from graphshard.artifact.archive import Archive
 from graphshard.codec.gpu_code import cubin_name, decode_gpu_code
 from graphshard.codec.lowered import decode_region
 from graphshard.ir.errors import ArtifactError
-from graphshard.ir.gpus import Capability
+from graphshard.ir.gpus import CAPABILITIES, Capability
 from graphshard.lower.kernels import GpuCode, check_code, dotted
 from graphshard.lower.operators import outputs_of
 
@@ -76,8 +76,11 @@ def check_capability(here: Capability, compiled: list[Capability], path: Path) -
     """Raise ArtifactError if a file has no code for the GPU that is here."""
     if compiled and here not in compiled:
         known = " and ".join(map(dotted, compiled))
+        remedy = f"with capability={here}; several in one list make one file for all."
+        if here not in CAPABILITIES:
+            remedy = "without capability=: then regions are compiled where the file is loaded."
         raise ArtifactError(
             f"{path} does not fit: its kernels are compiled for compute capability {known}, and the GPU here has "
-            f"{dotted(here)}. Export again with capability={here}; several in one list make one file for all.",
+            f"{dotted(here)}. Export again {remedy}",
             field="capability",
         )

@@ -13,8 +13,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
+from graphshard.artifact.cubins import read_gpu_code
 from graphshard.artifact.members import read_artifact
 from graphshard.cli.main import main
+from graphshard.ir.driver_internals import stand_in
 from graphshard.lower.operators import compile_operators
 from graphshard.lower.packages import Package
 from tests.artifact.test_artifact import package, refused
@@ -181,6 +183,69 @@ def test_for_gpus_on_a_machine_without(tmp_path: Path, mesh: DeviceMesh, capsys:
     assert "device was cuda when it was exported and is cpu here" in str(error)
     with pytest.raises(graphshard.ArgumentError, match=r"there is none here: say which one, as in capability=\(9, 0\)"):
         graphshard.export(Blocks(2), (8,), path, **given, compile_regions=True)
+
+
+@pytest.fixture
+def for_gpus(tmp_path: Path) -> Path:
+    """For any GPU, without code."""
+    pytest.importorskip("cffi")
+    inputs = (torch.zeros(2, 4),)
+    return graphshard.export(Blocks(1), (2,), tmp_path / "blocks.gshard", example_inputs=inputs, device="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_finish_where_a_gpu_is(for_gpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is left becomes cubins for the kind of GPU that is there, as `export` writes them."""
+    pytest.importorskip("triton")
+    left = read_artifact(for_gpus).later
+    with stand_in((9, 0)):
+        text = printed(capsys, "finish", for_gpus)
+    artifact = read_artifact(for_gpus)
+    assert f"compiled {len(left)} of {len(left)} regions" in text
+    assert not artifact.later
+    assert not artifact.native
+    assert {(row["code"], *row["gpus"]) for row in artifact.facts["regions"].values()} == {("gpu", "9.0")}
+    for key in left:
+        code = read_gpu_code(artifact.archive, key, (9, 0), torch.device("cuda", 0))
+        assert code.kernels
+        assert all(kernel.cubin.startswith(b"\x7fELF") for kernel in code.kernels.values())
+    for_others = graphshard.export(
+        Blocks(1),
+        (2,),
+        for_gpus.with_name("known.gshard"),
+        example_inputs=(torch.zeros(2, 4),),
+        device="cuda",
+        capability=(9, 0),
+    )
+    assert read_artifact(for_others).facts["regions"] == artifact.facts["regions"]
+    assert "; native code" in printed(capsys, "verify", for_gpus)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_finish_where_a_gpu_of_another_kind_is(for_gpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = for_gpus.read_bytes()
+    with stand_in((9, 0)), mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 6)):
+        assert main(["finish", str(for_gpus)]) == 2
+    told = capsys.readouterr().err
+    assert f"{for_gpus}: files have code for GPUs of compute capability 8.0, 9.0, 10.0, and this GPU is of 8.6." in told
+    assert "`load` compiles what is left, each time." in told
+    assert for_gpus.read_bytes() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+@pytest.mark.parametrize(("here", "codes"), [((9, 0), {("gpu", "9.0")}), ((8, 6), {("later",)})])
+def test_export_where_a_gpu_is(tmp_path: Path, here: tuple[int, int], codes: set[tuple[str, ...]]) -> None:
+    """For GPUs of other kinds than are known, regions are left to the load."""
+    pytest.importorskip("cffi")
+    pytest.importorskip("triton")
+    given: dict[str, Any] = {"example_inputs": (torch.zeros(2, 4),), "device": "cuda"}
+    with stand_in((9, 0)), mock.patch.object(torch.cuda, "get_device_capability", return_value=here):
+        artifact = read_artifact(graphshard.export(Blocks(1), (2,), tmp_path / "blocks.gshard", **given))
+        assert {(row["code"], *row["gpus"]) for row in artifact.facts["regions"].values()} == codes
+        assert artifact.facts["environment"]["device"] == "cuda"
+        if here == (8, 6):
+            with pytest.raises(graphshard.ArgumentError, match=r"needs a GPU of compute capability 8\.0, 9\.0, 10\.0"):
+                graphshard.export(Blocks(1), (2,), tmp_path / "x.gshard", compile_regions=True, **given)
 
 
 @pytest.mark.parametrize(
