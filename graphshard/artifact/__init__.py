@@ -17,7 +17,8 @@ is in it. `fingerprint.py` and `stored_options.py` say what must be the same whe
   `Accumulation` that the runtime asks: what one backward leaves decides which one is next. Three are enough for any
   number, as the middle one leaves what it takes. On one rank nothing is left, so there is one.
 * **CUDA on a machine without it**: `ir/driver_internals.py` stands in for the GPU while the model is captured and its
-  regions are compiled, so decisions are a GPU's. Without a capability regions are compiled later.
+  regions are compiled, so decisions are a GPU's. Without a capability regions are compiled later. Where a GPU of a
+  kind that is known is, its kernels are compiled in the same way.
 * **Code for GPUs is a graph and cubins**, not AOTInductor's library, which takes CUDA's headers to compile.
 
 Pitfalls:

@@ -47,7 +47,7 @@ def kernel_facts(code: GpuCode) -> list[dict[str, Any]]:
 
 
 def capabilities_of(facts: Mapping[str, Any]) -> list[Capability]:
-    """Compute capabilities that a file has code for, by its manifest; [] if none was compiled without a GPU."""
+    """Compute capabilities that a file has code for, by its manifest; [] if it has no kernels."""
     named = dict.fromkeys(name for region in facts["regions"].values() for name in region["gpus"])
     return [(int(major), int(minor)) for major, _, minor in (name.partition(".") for name in named)]
 

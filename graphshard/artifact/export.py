@@ -109,9 +109,9 @@ def export(
 
     Nothing of the module is changed or allocated; it may be on the meta device. There need be no process group.
 
-    For GPUs on a machine without one, say by `capability` which: regions are compiled to cubins then. Without it the
-    file holds programs, plans and graphs, and regions are compiled on the target, at the first load or by
-    `graphshard finish FILE`. Both take the packages of `graphshard[cross]`.
+    For GPUs on a machine without one, say by `capability` which: regions are compiled to cubins, as where such a GPU
+    is. Without it the file holds programs, plans and graphs, and regions are compiled on the target, at each load or
+    once by `graphshard finish FILE`. Both take the packages of `graphshard[cross]`.
 
     Arguments that are not described here are those of `graphshard.compile`: mp_policy, units, passes and so on.
     `hardware` is also the machine that the summary's prediction is for; None predicts for an H100, or for CPUs.
@@ -135,8 +135,9 @@ def export(
         capability: compute capability of the GPUs that it is for, (8, 0), (9, 0) or (10, 0), or a list of several,
             where no GPU is here; None leaves regions to the target.
         threads: threads of each rank that CPU code is compiled for; None is torch.get_num_threads() here.
-        compile_regions: False leaves regions to the first load, or to `graphshard finish FILE` on the target machine;
-            None compiles them if there is such a device here. With backend="eager" there is nothing to compile.
+        compile_regions: False leaves regions to each load, or to `graphshard finish FILE` on the target machine;
+            None compiles them if there is such a device here, or `capability` names one. With backend="eager" there is
+            nothing to compile.
         sign: an ed25519 private key to sign the file with, as a PEM file or as an object of the package cryptography;
             `load(..., trust=)` checks it. None does not sign.
         parallelize: makes the model for meshes with axes along which it communicates (tensor, context, expert), such as

@@ -10,7 +10,7 @@ from graphshard.ir.text import format_bytes
 
 _CODES = {
     "native": "compiled",
-    "gpu": "compiled without a GPU",
+    "gpu": "compiled to kernels",
     "operators": "that run as ATen operators",
     "later": "to be compiled on the target, by `graphshard finish` or when they are loaded",
 }
@@ -86,7 +86,7 @@ def _microbatches(program: Mapping[str, Any]) -> Iterator[str]:
 def _device(environment: Mapping[str, Any], regions: Mapping[str, Any]) -> str:
     compiled = dict.fromkeys(capability for region in regions.values() for capability in region["gpus"])
     if compiled:
-        return f"{environment['device']}, compute capability {' and '.join(compiled)}; compiled without a GPU"
+        return f"{environment['device']}, compute capability {' and '.join(compiled)}"
     if environment["capability"]:
         return f"{environment['device']}, compute capability {'.'.join(map(str, environment['capability']))}"
     if environment["cpu"]:

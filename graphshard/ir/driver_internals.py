@@ -197,8 +197,7 @@ def package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ArgumentError(
-            f"a program for CUDA is made on a machine without a GPU by the package {name}, which is not installed "
-            f"({error}): {REMEDY}."
+            f"code for CUDA is made by the package {name}, which is not installed ({error}): {REMEDY}."
         ) from None
 
 

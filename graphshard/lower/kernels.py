@@ -1,4 +1,4 @@
-"""Regions compiled to a GPU's kernels where there is no GPU: what a file holds of them, and how they are called.
+"""Regions compiled to a GPU's kernels, which need not be there: what a file holds of them, and how they are called.
 
     %buf2 = aten.empty_strided([4096, 4096], [4096, 1], dtype=bfloat16, device=cuda)
     %kernel_0 = kernel_0([%x_1, %w_1, %buf2, 4096, 4096], [4096, 1, 1])        a Triton kernel and its grid
