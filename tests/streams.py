@@ -104,8 +104,19 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.machine.waits(self.name, other.name)
 
+    def record_event(self) -> Event:
+        return Event(self.machine, self.machine._clock(self.name).copy())
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a stream had been given when it was recorded."""
+
+    machine: Machine
+    clock: Counter[str]
+
     def synchronize(self) -> None:
-        self.machine.waits(HOST, self.name)
+        self.machine._wait_for(HOST, self.clock)
 
 
 @dataclass(eq=False)

@@ -219,7 +219,18 @@ def copied_to(shards: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 def finish_copies(device: torch.device) -> None:
     """Wait on the host until downloads are there, and until what is uploaded may be written to."""
-    if device.type == "cuda":
-        copies = _copies(_current())
-        copies.up.synchronize()
-        copies.down.synchronize()
+    copies_so_far(device)()
+
+
+def copies_so_far(device: torch.device) -> Callable[[], None]:
+    """What waits on the host, in any thread, as `finish_copies` does, for those that have been started by now."""
+    if device.type != "cuda":
+        return lambda: None
+    copies = _copies(_current())
+    events = copies.up.record_event(), copies.down.record_event()
+
+    def finish() -> None:
+        for event in events:
+            event.synchronize()
+
+    return finish

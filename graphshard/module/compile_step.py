@@ -4,7 +4,8 @@
     loss = step(tokens, targets)
 
 Updates run inside the backward, each behind the reduction of its gradient and the last line that reads its shard, on
-plain tensors. Where that cannot be, backward accumulates gradients as ever, and updates follow it, with the same bits.
+plain tensors. Shards on the host are updated there, by another thread. Where that cannot be, backward accumulates
+gradients as ever, and updates follow it, with the same bits.
 """
 
 from __future__ import annotations
@@ -178,7 +179,10 @@ class CompiledStep:
         accumulation.taker = self._taker if self._taker.params else None
         self._ahead = self._begin_ahead() if self._gather_ahead else None
         try:
-            self._scaled(loss).backward()
+            try:
+                self._scaled(loss).backward()
+            finally:
+                self._taker.beside.finish()
             self.updated_in_backward = self._taker.ran
             if self._clipping is not None and self._taker.ran:
                 self._end_clipping(self._clipping)

@@ -16,6 +16,7 @@ from graphshard.ir.subclasses import shard_in
 from graphshard.lower.arrivals import Arrived, Groups, Taken
 from graphshard.lower.executor import Boxed, Executor
 from graphshard.lower.replays import Replays
+from graphshard.runtime.beside import Beside
 from graphshard.runtime.shards import ParamRef
 
 # What a phase is given that shares memory with a shard, whatever the phase.
@@ -36,14 +37,16 @@ class Taker:
     Attributes:
         take: is given gradients that have arrived together.
         params: the parameters, by their names in the model, whose gradients are taken.
-        ran: whether a backward has run that handed them over: one that copies gradients to the host does not.
+        ran: whether a backward has run that handed them over.
         at_the_end: whether that backward has no collective to start any more.
+        beside: takes those that are on their way to the host, in a thread of its own; finish it behind the backward.
     """
 
     take: Callable[[list[Arrival]], None]
     params: Collection[str] = ()
     ran: bool = False
     at_the_end: bool = False
+    beside: Beside = field(default_factory=Beside)
     _codes: WeakKeyDictionary[GraphModule, dict[tuple[frozenset[str], bool], _Code]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -58,6 +61,7 @@ class Taker:
         *,
         ranges: bool,
         replays: Replays | None = None,
+        to_host: torch.device | None = None,
     ) -> Any:
         """Run a backward.
 
@@ -68,6 +72,7 @@ class Taker:
             local: the shard of a gradient without padding, of the value that the executor makes.
             ranges: whether a profiler is to see what the executor does.
             replays: who launches runs of regions, where none does.
+            to_host: the device that gradients are copied to the host from; None if they stay where they are.
         """
         self.ran = True
         codes = self._codes.setdefault(phase.module, {})
@@ -81,10 +86,16 @@ class Taker:
             for place in code.groups[number]:
                 ref = refs[place]
                 assert ref is not None
-                param = ref.param
-                found.append(Arrival(param, local(grads.pop(0), phase.outputs[place], param)))
+                found.append((grads.pop(0), phase.outputs[place], ref.param))
             self.at_the_end = number >= code.at_the_end
-            self.take(found)
+
+            def take() -> None:
+                self.take([Arrival(param, local(grad, slot, param)) for grad, slot, param in found])
+
+            if to_host is None:
+                take()
+            else:
+                self.beside.run(take, to_host)
 
         code.hand_to = arrived
         try:

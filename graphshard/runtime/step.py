@@ -262,13 +262,16 @@ class Executable:
     def _run_backward(self, phase: Phase, inputs: list[Any]) -> Any:
         """What the executor returns; None for gradients that somebody takes where they arrive."""
         taker = self.accumulation.taker
-        if taker is None or self.program.offloaded or current_recording() is not None:
+        if taker is None or current_recording() is not None:
             return self._code(phase)(inputs)
         of_params = [slot.kind == "grad" and slot.of == "param" for slot in phase.outputs]
         names = [self.names_in_model[slot.name] if own else "" for slot, own in zip(phase.outputs, of_params)]
         refs = [self.trained[name] if name in taker.params else None for name in names]
         replays = self._replays(phase.module)
-        return taker.run(phase, inputs, refs, names, self._local_gradient, ranges=_profiling(), replays=replays)
+        to_host = self.program.device if self.program.offloaded else None
+        return taker.run(
+            phase, inputs, refs, names, self._local_gradient, ranges=_profiling(), replays=replays, to_host=to_host
+        )
 
     def reduce_left(self) -> list[torch.Tensor | None]:
         """Gradients of `trained` as a backward returns them that has none of its own to add."""
