@@ -61,7 +61,7 @@ class Copies:
 
     def __init__(self, module: GraphModule, copies: tuple[_Copy, ...]) -> None:
         values = _results(module)
-        self._made = [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values]
+        self._made = [(tuple(v.shape), tuple(v.stride()), v.dtype) for v in values]
         inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
         groups: dict[tuple[torch.dtype, torch.dtype], list[_Copy]] = {}
         for copy in copies:
@@ -71,7 +71,8 @@ class Copies:
         self._alone = [copy for copy in copies if not copy.together]
 
     def __call__(self, inputs: list[Any]) -> list[Tensor]:
-        made = [torch.empty_strided(shape, stride, dtype=d, device=at) for shape, stride, d, at in self._made]
+        device = inputs[0].device  # the region may have been captured for another one of the kind
+        made = [torch.empty_strided(shape, stride, dtype=d, device=device) for shape, stride, d in self._made]
         with torch.no_grad():
             for group in self._groups:
                 torch._foreach_copy_([copy.there(made) for copy in group], [copy.here(inputs) for copy in group])
