@@ -55,6 +55,38 @@ def test_offloaded_training_equals_fsdp2(ranks: Ranks, backend: str) -> None:
     ranks(2).run(_offload, backend)
 
 
+def _by_hand(rank: int, world_size: int) -> None:
+    mesh = world_mesh()
+    for policy in (MixedPrecisionPolicy(), BF16):
+        torch.manual_seed(0)
+        model = Net(dim=7)
+        twin = copy.deepcopy(model)
+        theirs = fsdp2(twin, mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        passes = graphshard.Pipeline().insert(Offload(always=True), before="plan")
+        options = {"mp_policy": policy, "backend": "eager", "offload_policy": CPUOffloadPolicy(), "passes": passes}
+        ours = graphshard.compile(model, mesh, **options)
+        inputs = [rows(rank + 10 * step) for step in range(3)]
+        for each in (ours, theirs):
+            for module in (each, *each.blocks):
+                module.unshard()
+            each(inputs[0]).sum().backward()
+        assert_same(grads_of(ours), grads_of(theirs), "gathered by hand")
+        by_hand = graphshard.programs(ours)[0]
+        assert by_hand.forward.code.count("torch.ops.graphshard.upload.default") == 0
+        for microbatch in (1, 2):
+            for each in (ours, theirs):
+                each.set_reshard_after_backward(microbatch == 2)
+                each.set_requires_gradient_sync(microbatch == 2)
+                each(inputs[microbatch]).sum().backward()
+        assert_same(grads_of(ours), grads_of(theirs), "kept for microbatches")
+        assert_same(train(ours, inputs), train(theirs, inputs), "afterwards")
+
+
+def test_shards_on_the_host_are_gathered_by_hand_and_kept(ranks: Ranks) -> None:
+    """Programs read what is there, upload nothing of it, and see what the optimizer does to the shards later."""
+    ranks(2).run(_by_hand)
+
+
 def _activations(rank: int, world_size: int) -> None:
     mesh = world_mesh()
     passes = graphshard.Pipeline().insert(OffloadActivations(least=1), before="plan")
