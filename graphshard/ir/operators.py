@@ -213,7 +213,7 @@ def copied_to(shards: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if device.type != "cuda" or all(shard.is_cuda for shard in shards):
         return [shard.to(device) for shard in shards]
     copies = [_arrived(_upload(shard, device.type)) for shard in shards]
-    _copies(_current()).up.synchronize()
+    _copies(_current()).up.record_event().synchronize()
     return copies
 
 

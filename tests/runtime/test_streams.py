@@ -29,7 +29,7 @@ from graphshard.schedule.by_unit import PlanByUnit
 from tests.distributed.twins import BF16, FP32
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
-from tests.streams import COMPUTE, CUDA, HOST, KEPT, Machine, Stream, Value, problems
+from tests.streams import COMPUTE, CUDA, HOST, KEPT, Event, Machine, Value, problems
 
 COSTS = Costs(load_profile("h100"), mesh=Mesh.of_shape(2))
 PLANNERS = {
@@ -250,7 +250,7 @@ def test_shards_that_are_gathered_by_hand(monkeypatch: pytest.MonkeyPatch) -> No
     for waits_for_them in (True, False):
         machine = Machine()
         if not waits_for_them:
-            monkeypatch.setattr(Stream, "synchronize", lambda self: None)
+            monkeypatch.setattr(Event, "synchronize", lambda self: None)
         with machine.copies():
             shards = [machine.made("shard", HOST) for _ in range(2)]
             copies = operators.copied_to(shards, CUDA)  # type: ignore[arg-type]
