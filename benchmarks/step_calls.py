@@ -27,7 +27,7 @@ from graphshard.ir.distributed_internals import fake_world
 from graphshard.ir.program import Phase
 from graphshard.lower.executor import Boxed
 from graphshard.runtime import arrivals
-from graphshard.runtime.step import Executable
+from graphshard.runtime.code import Codes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import llama
@@ -91,7 +91,7 @@ def _returning_again() -> Iterator[None]:
 
         return call
 
-    code, code_of_arrivals = Executable._code, arrivals._code
+    code, code_of_arrivals = Codes.of, arrivals._code
 
     def of_arrivals(phase: Phase, *args: Any, **kwargs: Any) -> Any:
         made = code_of_arrivals(phase, *args, **kwargs)
@@ -99,7 +99,7 @@ def _returning_again() -> Iterator[None]:
         return made
 
     with (
-        mock.patch.object(Executable, "_code", lambda self, phase: once(phase.module, code(self, phase))),
+        mock.patch.object(Codes, "of", lambda self, phase: once(phase.module, code(self, phase))),
         mock.patch.object(arrivals, "_code", of_arrivals),
     ):
         yield

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphshard
 from graphshard.ir.program import Phase
-from graphshard.runtime.step import Executable
+from graphshard.runtime.code import Codes
 from tests.helpers import Blocks
 
 FEW = 5
@@ -70,12 +70,12 @@ def _replayed(layers: int) -> tuple[Callable[[], None], tuple[Callable[[], torch
     """A step whose programs return what they returned before, and its two parts."""
     model = graphshard.compile(Blocks(layers, bias=True), init_device_mesh("cpu", (2,)), backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, code = torch.ones(2, 4), Executable._code
+    x, code = torch.ones(2, 4), Codes.of
     kept: dict[Any, Any] = {}
 
-    def replay(executable: Executable, phase: Phase) -> Callable[[list[Any]], Any]:
+    def replay(codes: Codes, phase: Phase) -> Callable[[list[Any]], Any]:
         if phase.module not in kept:
-            run = code(executable, phase)
+            run = code(codes, phase)
             return lambda inputs: kept.setdefault(phase.module, run(inputs))
         return lambda _: kept[phase.module]
 
@@ -83,7 +83,7 @@ def _replayed(layers: int) -> tuple[Callable[[], None], tuple[Callable[[], torch
         loss.backward()
         optimizer.zero_grad()
 
-    mock.patch.object(Executable, "_code", replay).start()
+    mock.patch.object(Codes, "of", replay).start()
     for _ in range(3):
         backward(model(x))
     return lambda: backward(model(x)), (lambda: model(x), backward)

@@ -1,8 +1,9 @@
 """One step on one rank: shards, process groups, executors, autograd, microbatches.
 
-`step.py` runs a bound program, `shards.py` makes parameters DTensors, `groups.py` makes process groups of mesh axes.
-`accumulation.py` keeps what microbatches leave, `unsharded.py` what was gathered by hand. `gloo.py`
-is how collectives run on CPUs. `arrivals.py` hands gradients over where they arrive, to an optimizer on shards
+`step.py` runs an installed program, `code.py` is what its phases run, and `values.py` what its names stand for.
+`shards.py` makes parameters DTensors, `groups.py` makes process groups of mesh axes. `accumulation.py` keeps what
+microbatches leave, `unsharded.py` what was gathered by hand. `gloo.py` is how collectives run on CPUs.
+`arrivals.py` hands gradients over where they arrive, to an optimizer on shards
 (`updates.py`), by way of their norm (`clipping.py`); `graphs.py` asks autograd whether that is all of a gradient.
 `replays.py` launches runs of regions by one launch each, with what `device_graphs.py` captures.
 

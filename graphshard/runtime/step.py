@@ -1,4 +1,4 @@
-"""Run an installed program: bind names to tensors and call the executors.
+"""Run an installed program: forward and backward of one call.
 
 Executable.forward    parameters, buffers and inputs -> outputs, and what backward needs
 Executable.backward   saved values and tangents -> gradients, as DTensors like their parameters
@@ -6,47 +6,36 @@ Executable.backward   saved values and tangents -> gradients, as DTensors like t
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import profiler
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from graphshard.ir.device_meshes import ExpertMeshes
-from graphshard.ir.distributed_internals import sharded_like
 from graphshard.ir.errors import UnsupportedError
-from graphshard.ir.graph import base_of, fake, is_collective, kind_of, restride
-from graphshard.ir.mesh import Mesh
+from graphshard.ir.graph import fake, restride
 from graphshard.ir.operators import finish_copies
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.sizes import evaluate, expression, given_sizes, sizes_in
+from graphshard.ir.sizes import evaluate, expression, sizes_in
 from graphshard.ir.split import Sum
-from graphshard.ir.strides import strides_without_gaps
-from graphshard.ir.subclasses import shard_in
 from graphshard.ir.torch_internals import Fate, disable_autocast
-from graphshard.lower.executor import Boxed, Executor
-from graphshard.lower.replays import Replays
+from graphshard.lower.executor import Boxed
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
 from graphshard.runtime.ahead import Ahead
 from graphshard.runtime.call import Call
+from graphshard.runtime.code import Codes, profiling
 from graphshard.runtime.custom import Custom
-from graphshard.runtime.gloo import exchange_reductions, gather_into_buffers
-from graphshard.runtime.groups import bind_groups, on_gloo, shard_index
-from graphshard.runtime.in_place import reduce_in_place
 from graphshard.runtime.peers import Peers
 from graphshard.runtime.recording import current_recording
 from graphshard.runtime.replays import Replaying
-from graphshard.runtime.shards import Alias, ParamRef, dense, padded_shard, shard_parts
+from graphshard.runtime.shards import Alias, ParamRef
 from graphshard.runtime.shown import places_of
 from graphshard.runtime.unsharded import Unsharded, landed, start_gathering
+from graphshard.runtime.values import Values
 
 # Which tangents arrive, and what is done about microbatches.
 Variant = tuple[frozenset[str], AccumulateGradients | None]
@@ -99,34 +88,21 @@ class Executable:
         defers: bool = True,
     ) -> None:
         self.program = program
-        self.mesh = mesh
         # Not where backwards are in a file: it has none that leave gradients to each other.
         self.defers = defers
-        self._rank = shard_index(mesh)
-        self._expert_rank = shard_index(experts.data) if experts is not None else 0
-        self._module = module
-        # Where buffers are, by name.
-        self._owners: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {}
-        self._params = {ref.row.name: ref for ref in params}
         self._make_backward = make_backward
         self.accumulation = accumulation
         self.names_in_model = names
         self._unsharded = unsharded
         self._groups = groups
-        self._peers = peers
         self._custom = custom
-        self._replaying = replaying
-        self._replayed: dict[GraphModule, Boxed] = {}
-        # What each phase that communicates is called, and what it sends.
-        self._sent: dict[GraphModule, tuple[str, str]] = {}
-        self._forward = self._bind(program.phases["forward"])
+        self._codes = Codes(program, mesh, groups, peers, custom, replaying)
+        self._forward = self._codes.bind("forward")
+        self._values = Values(program, module, params, mesh, names, unsharded, experts)
         outputs = zip(self._forward.results, self._forward.outputs)
         self._results = [(value, slot.name) for value, slot in outputs if slot.kind == "output"]
-        self._updated = _updated_but_saved(self._forward)
-        # Of each input of forward, the parameter whose padded shard it is.
-        self._shards = [self._sharded(slot) for slot in self._forward.inputs]
         self._shown = {
-            slot: places_of(self._params[slot.name], aliases, names[slot.name])
+            slot: places_of(self._values.params[slot.name], aliases, names[slot.name])
             for slot in self._forward.outputs
             if (slot.of == "gathered" or slot.kind == "shown") and program.params[slot.name].shows
         }
@@ -140,14 +116,12 @@ class Executable:
         # The parameters that backward computes gradients of, by their names in the model.
         self.trained: dict[str, ParamRef] = {}
         self._ahead: Ahead | None = None
-        self._ranged: dict[GraphModule, Boxed] = {}
-        self._others: dict[GraphModule, Program] = {}
         self._follows_strides = follows_strides
         self._backwards: dict[tuple[Variant, Strides], Phase] = {}
         if "backward" in program.phases:
-            phase = self._bind(program.phases["backward"])
+            phase = self._codes.bind("backward")
             self._grads = tuple(slot for slot in phase.outputs if slot.kind == "grad")
-            self._wrt = [self._params[slot.name] if slot.of == "param" else None for slot in self._grads]
+            self._wrt = [self._values.params[slot.name] if slot.of == "param" else None for slot in self._grads]
             self.trained.update((names[ref.row.name], ref) for ref in self._wrt if ref is not None)
             slots = phase.slot_of().items()
             expected = {slot.name: fake(node) for node, slot in slots if slot.kind == "tangent"}
@@ -177,11 +151,8 @@ class Executable:
         """Run the forward executor; return the module's tensors and the values saved for backward."""
         self.hide()
         run, taken = self._forward_code()
-        with disable_autocast(), self._step(self._forward, taken):
-            given = zip(self._forward.inputs, self._shards)
-            values = run(
-                [padded_shard(r.param, r.row) if r is not None else self._given(slot, tensors) for slot, r in given]
-            )
+        with disable_autocast(), self._codes.step(self._forward, taken):
+            values = run(self._values.inputs(tensors))
         if self.program.offloaded:  # or the user, who may write to a shard now, would change what is still copied
             finish_copies(self.program.device)
         results: list[torch.Tensor] = []
@@ -196,7 +167,7 @@ class Executable:
             elif isinstance(value, torch.Tensor):
                 results.append(value)
         for slot, value in mutations.items():
-            self._read(slot, tensors).copy_(value)
+            self._values.read(slot, tensors).copy_(value)
         return tuple(results), saved
 
     def backward(
@@ -218,8 +189,7 @@ class Executable:
         if phase is None:
             assert self._make_backward is not None
             other = self._make_backward(variant, strides)
-            phase = self._backwards[variant, strides] = self._bind(other.phases["backward"])
-            self._others[phase.module] = other
+            phase = self._backwards[variant, strides] = self._codes.bind("backward", other)
 
         def read(slot: Slot, node: Node) -> Any:
             if slot.kind == "tangent":
@@ -231,12 +201,12 @@ class Executable:
                 return restride(
                     self.accumulation.take(slot, self.names_in_model, self._summand(slot)), fake(node).stride()
                 )
-            return self._buffer(slot.name)
+            return self._values.buffer(slot.name)
 
         slots = zip(phase.inputs, phase.placeholders, strict=True)
         inputs = [read(slot, node) if (kept := saved.get(slot)) is None else kept for slot, node in slots]
         saved.clear()
-        with disable_autocast(), self._step(phase):
+        with disable_autocast(), self._codes.step(phase):
             values = self._run_backward(phase, inputs)
         self._unsharded.end()
         if self.program.offloaded:
@@ -246,9 +216,9 @@ class Executable:
             if slot.kind in LEFT:
                 self.accumulation.put(slot, self.names_in_model, values[place], self._summand(slot))
             elif values[place] is not None:
-                self._buffer(slot.name).copy_(values[place])
+                self._values.buffer(slot.name).copy_(values[place])
         return [
-            None if place is None or values[place] is None else self._as_gradient(values[place], slot, ref)
+            None if place is None or values[place] is None else self._values.as_gradient(values[place], slot, ref)
             for place, slot, ref in zip(places, self._grads, self._wrt)
         ]
 
@@ -263,14 +233,14 @@ class Executable:
         """What the executor returns; None for gradients that somebody takes where they arrive."""
         taker = self.accumulation.taker
         if taker is None or current_recording() is not None:
-            return self._code(phase)(inputs)
+            return self._codes.of(phase)(inputs)
         of_params = [slot.kind == "grad" and slot.of == "param" for slot in phase.outputs]
         names = [self.names_in_model[slot.name] if own else "" for slot, own in zip(phase.outputs, of_params)]
         refs = [self.trained[name] if name in taker.params else None for name in names]
-        replays = self._replays(phase.module)
+        replays = self._codes.replays(phase.module)
         to_host = self.program.device if self.program.offloaded else None
         return taker.run(
-            phase, inputs, refs, names, self._local_gradient, ranges=_profiling(), replays=replays, to_host=to_host
+            phase, inputs, refs, names, self._values.local_gradient, ranges=profiling(), replays=replays, to_host=to_host
         )
 
     def reduce_left(self) -> list[torch.Tensor | None]:
@@ -282,7 +252,7 @@ class Executable:
     def gather(self, slots: Iterable[Slot]) -> dict[Slot, torch.Tensor]:
         """Full parameters that forward left to backward, from the shards as they are now."""
         wanted = {slot.name: slot for slot in slots}
-        pairs = [(self.program.params[name], self._params[name].param) for name in wanted]
+        pairs = [(self.program.params[name], self._values.params[name].param) for name in wanted]
         device = self.program.device
         arriving = start_gathering(pairs, self.program.mesh, self._groups, device) if pairs else {}
         return {wanted[name]: value.wait(wanted[name].index) for name, value in arriving.items()}
@@ -320,7 +290,7 @@ class Executable:
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
         """The dynamic sizes of a call."""
-        return {Slot("size", name): size for name, size in given_sizes(self.program.sizes, tensors).items()}
+        return self._values.sizes(tensors)
 
     def _strides(self, tangents: Mapping[str, torch.Tensor]) -> Strides:
         """What tells layouts of tangents apart, where that matters."""
@@ -341,148 +311,20 @@ class Executable:
         if self.program.offloaded or by_user:
             return None
         if self._ahead is None:
-            replays = self._replays(self._forward.module)
-            self._ahead = Ahead(self._forward, self._params, lambda slot: self._read(slot, ()), replays)
+            replays = self._codes.replays(self._forward.module)
+            self._ahead = Ahead(self._forward, self._values.params, lambda slot: self._values.read(slot, ()), replays)
         return self._ahead if self._ahead else None
 
     def _forward_code(self) -> tuple[Boxed, str]:
         """Forward's code, which takes what was gathered ahead if that still holds; and what others are told of it."""
-        ahead, ranges = self.accumulation.ahead, _profiling()
+        ahead, ranges = self.accumulation.ahead, profiling()
         if ahead is not None and ahead is self._ahead and current_recording() is None and ahead.holds():
             self.accumulation.ahead = None
             return (lambda inputs: ahead.run(inputs, ranges=ranges)), ", beginning with what was gathered ahead"
         self.accumulation.drop_ahead()
-        return self._code(self._forward), ""
-
-    def _code(self, phase: Phase) -> Boxed:
-        """The phase's code; while it is measured or a profiler runs, one that shows: other steps pay nothing."""
-        executor, recording = phase.module, current_recording()
-        if recording is None and not _profiling():
-            return executor.forward if self._replaying is None else self._with_replays(executor)
-        assert isinstance(executor, Executor)
-        if recording is not None:
-            return recording.code(executor, self._others.get(executor, self.program), phase)
-        if executor not in self._ranged:
-            self._ranged[executor] = executor.with_ranges()
-        return self._ranged[executor]
-
-    def _with_replays(self, executor: GraphModule) -> Boxed:
-        if executor not in self._replayed:
-            replays = self._replays(executor)
-            assert isinstance(executor, Executor)
-            assert replays is not None
-            self._replayed[executor] = executor.with_replays(replays)
-        return self._replayed[executor]
-
-    def _replays(self, executor: GraphModule) -> Replays | None:
-        """Who launches the executor's runs of regions, if anybody does."""
-        if self._replaying is None:
-            return None
-        assert isinstance(executor, Executor)
-        return self._replaying.of(self._others.get(executor, self.program), executor)
-
-    def _step(self, phase: Phase, how: str = "") -> AbstractContextManager[None]:
-        """What others are told while a phase runs; those that do not communicate are nobody's business."""
-        sent = self._sent.get(phase.module)
-        if self._peers is None or sent is None:
-            return _NOTHING
-        label, text = sent
-        return self._peers.step(label + how, text + how)
-
-    def _given(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
-        """What forward is given: a copy of what is written to behind it, if backward must see what forward saw."""
-        value = self._read(slot, tensors)
-        if slot.kind == "input" and self.program.sizes and value.stride() != (strides := strides_without_gaps(value)):
-            return value.new_empty_strided(value.shape, strides).copy_(value)
-        return value.new_empty_strided(value.shape, value.stride()).copy_(value) if slot in self._updated else value
-
-    def _read(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
-        if slot.kind == "param":
-            ref = self._params[slot.name]
-            return shard_in(ref.param.detach()) if ref.row.ignored else padded_shard(ref.param, ref.row)
-        if slot.kind == "part":
-            ref = self._params[slot.name]
-            return shard_parts(ref.param, ref.row)[slot.index]
-        if slot.kind == "gathered":
-            return self._unsharded.read(self.names_in_model[slot.name])
-        if slot.kind == "input":
-            return tensors[int(slot.name)].detach()
-        if slot.kind == "size":
-            return self.sizes(tensors)[slot]
-        return self._buffer(slot.name)
-
-    def _buffer(self, name: str) -> torch.Tensor:
-        constant = self.program.constants.get(name)
-        if constant is not None:
-            return constant
-        if name not in self._owners:  # modules are those that were captured, or the guard finds that they are not
-            owner, _, key = name.rpartition(".")
-            self._owners[name] = self._module.get_submodule(owner)._buffers, key
-        buffers, key = self._owners[name]
-        buffer = buffers[key]
-        assert buffer is not None
-        return buffer
-
-    def _sharded(self, slot: Slot) -> ParamRef | None:
-        """The parameter whose padded shard an input of forward is, if it is one, and not what is copied before."""
-        plain = slot.kind == "param" and slot not in self._updated and not self._params[slot.name].row.ignored
-        return self._params[slot.name] if plain else None
-
-    def _as_gradient(self, value: torch.Tensor, slot: Slot, ref: ParamRef | None) -> torch.Tensor:
-        """What autograd is given of a value that backward has made; `ref` is the parameter that it is a gradient of."""
-        if ref is None:
-            return value
-        param = ref.param
-        return sharded_like(self._local_gradient(value, slot, param), param) if isinstance(param, DTensor) else value
-
-    def _local_gradient(self, value: torch.Tensor, slot: Slot, param: nn.Parameter) -> torch.Tensor:
-        """A parameter's gradient without padding, of what backward has made."""
-        row = self._params[slot.name].row
-        if row.ignored or not isinstance(param, DTensor):
-            return value
-        if value.shape == param._local_tensor.shape:  # a view of all of it would cost as much as the rest
-            return value
-        local = row.without_padding(value, self._expert_rank if row.expert else self._rank)
-        if row.memory_dim > 0 and local.shape != value.shape:
-            local = dense(local, row, local.device)
-        return local
-
-    def _bind(self, phase: Phase) -> Phase:
-        """Put the process groups' names in the place of the axis names."""
-        name = "forward" if phase is self.program.phases["forward"] else "backward"
-        launches = [node for node in phase.module.graph.nodes if is_collective(node)]
-        if launches:
-            counts = Counter(kind_of(node) for node in launches)
-            kinds = ", ".join(f"{kind}: {count}" for kind, count in counts.items())
-            sent = "\n".join(f"{node.meta.get('bucket')} over {node.args[-1]}" for node in launches)
-            self._sent[phase.module] = f"{name} of {self.program.model} ({kinds})", sent
-        bind_groups(phase.module.graph, self._groups)
-        if self._custom is not None:
-            self._custom.bind(phase, Mesh.of(self.mesh))
-        reduce_in_place(phase)  # knows what reductions make, not what takes their place on gloo
-        exchange_reductions(phase)
-        if on_gloo(self.mesh.get_group(0), self.mesh.device_type):
-            gather_into_buffers(phase)
-        phase.module.recompile()
-        return phase
-
-
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
-
-
-def _updated_but_saved(forward: Phase) -> frozenset[Slot]:
-    """Buffers and inputs that a step updates in place, and of which it saves the old value, or a view of it."""
-    slots = forward.slot_of()
-    results = list(zip(forward.results, forward.outputs, strict=True))
-    updated = {Slot(slot.of, slot.name) for _, slot in results if slot.kind == "mutation" and slot.of}
-    kept = [value for value, slot in results if slot.kind not in ("output", "mutation") and isinstance(value, Node)]
-    return frozenset(updated.intersection(slots.get(base_of(value)) for value in kept))
+        return self._codes.of(self._forward), ""
 
 
 def _layout(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides, but those of dims of size 1, which say nothing."""
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride()))
-
-
-def _profiling() -> bool:
-    return bool(profiler._is_profiler_enabled)
