@@ -30,7 +30,7 @@ from graphshard.lower.operators import compile_eager, compile_operators
 from graphshard.lower.regions import Boxed, RegionCall
 from graphshard.module.guard import Guard
 from graphshard.module.guard import differences as state_differences
-from graphshard.module.runner import Kept, Runner
+from graphshard.module.maker import Kept, Maker
 from graphshard.pipeline.pipeline import Partitioned
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,9 @@ class ProgramCache:
     limit: int
     _warned: bool = field(default=False, init=False)
 
-    def search(self, runner: Runner, module: nn.Module, signature: Signature) -> Search | None:
+    def search(self, maker: Maker, module: nn.Module, signature: Signature) -> Search | None:
         """What is to be found or kept for a call; None if nothing can be, and the log says why."""
-        tracer = runner.tracer
+        tracer = maker.tracer
         try:
             problem, facts = problem_of(module, tracer), {}
             if not problem:
@@ -70,7 +70,7 @@ class ProgramCache:
             log.info("cache: %s is neither looked for nor kept: %s", tracer.label, problem)
             return None
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
-        return Search(self, runner, module, signature, json.loads(text), key)
+        return Search(self, maker, module, signature, json.loads(text), key)
 
     def warn(self, message: str, *args: Any) -> None:
         """Say once what is wrong with the directory."""
@@ -89,7 +89,7 @@ class Search:
     """
 
     cache: ProgramCache
-    runner: Runner
+    maker: Maker
     module: nn.Module
     signature: Signature
     facts: dict[str, Any]
@@ -132,7 +132,7 @@ class Search:
 
     @property
     def _label(self) -> str:
-        return self.runner.tracer.label
+        return self.maker.tracer.label
 
     def _misfit(self, path: Path, members: Mapping[str, bytes]) -> str:
         """Why an entry was made of something else; "" if it was not."""
@@ -154,7 +154,7 @@ class Search:
         return walk
 
     def _decoded(self, members: Mapping[str, bytes]) -> Kept:
-        tracer = self.runner.tracer
+        tracer = self.maker.tracer
         data = json.loads(members["program.json"])
         codes = json.loads(members["regions.json"])
         compiled = dict(tracer.compiled)
@@ -166,16 +166,16 @@ class Search:
         partitioned: Callable[[], Partitioned] | None = None
         if "partitioned.json" in members:
             content = members["partitioned.json"]
-            partitioned = functools.partial(_partitioned, content, program, self.runner)
+            partitioned = functools.partial(_partitioned, content, program, self.maker)
         return Kept(program, partitioned, {key: compiled[key] for key in data["regions"]})
 
     def _region(self, key: str, code: Mapping[str, Any], members: Mapping[str, bytes]) -> Boxed:
         if code["code"] == "kernels":
             libraries = {name: members[f"regions/{key}/{name}.so"] for name in code["libraries"]}
             return KeptRegion(key, Kernels(members[f"regions/{key}.py"].decode(), libraries))
-        region = decode_region(key, json.loads(members[f"regions/{key}.json"]), self.runner.tracer.spec.device)
+        region = decode_region(key, json.loads(members[f"regions/{key}.json"]), self.maker.tracer.spec.device)
         if code["code"] == "operators":
-            return (compile_eager if self.runner.tracer.options.backend == "eager" else compile_operators)(region)
+            return (compile_eager if self.maker.tracer.options.backend == "eager" else compile_operators)(region)
         from graphshard.lower import inductor  # takes seconds to import
 
         ((_, fn),) = inductor.compile_all({key: region}, lambda _: None)
@@ -247,8 +247,8 @@ class Search:
             "model": self.facts["model"],
             "label": self._label,
             "key": self.key,
-            "mesh": str(self.runner.tracer.spec.mesh),
-            "backend": self.runner.tracer.options.backend,
+            "mesh": str(self.maker.tracer.spec.mesh),
+            "backend": self.maker.tracer.options.backend,
             "torch": self.facts["versions"]["torch"],
             "graphshard": self.facts["versions"]["graphshard"],
             "inputs": [f"{shape[2]}{list(shape[0])}" for shape in self.signature.inputs if len(shape) == 4],
@@ -264,7 +264,7 @@ class Search:
         if partitioned is not None:
             members["partitioned.json"] = _json(encode_partitioned(partitioned, program))
         for key, region in program.regions.items():
-            fn = self.runner.tracer.compiled[key].fn
+            fn = self.maker.tracer.compiled[key].fn
             members[f"regions/{key}.json"] = _json(encode_region(region))
             kernels = _kernels(fn)
             codes[key] = {"code": "later" if getattr(fn, "source_code", "") else "operators", "libraries": []}
@@ -283,8 +283,8 @@ def _kernels(fn: Boxed) -> Kernels | None:
     return inductor.kernels_of(fn)
 
 
-def _partitioned(content: bytes, program: Program, runner: Runner) -> Partitioned:
-    return decode_partitioned(json.loads(content), program, runner.passes, runner.tracer.spec.device)
+def _partitioned(content: bytes, program: Program, maker: Maker) -> Partitioned:
+    return decode_partitioned(json.loads(content), program, maker.passes, maker.tracer.spec.device)
 
 
 def _json(value: Any) -> bytes:

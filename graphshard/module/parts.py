@@ -30,9 +30,10 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow
 from graphshard.ir.text import brief
 from graphshard.ir.units import MODULE_SEPARATOR, modules_of
+from graphshard.module.maker import Cache
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.replan import take_over_plan
-from graphshard.module.runner import Cache, Runner
+from graphshard.module.runner import Runner
 from graphshard.module.tracer import Tracer
 from graphshard.module.unit_module import UnitModule
 from graphshard.options.checks import check_ignored, check_mesh, placements_of

@@ -20,7 +20,8 @@ from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow
 from graphshard.module.agreement import Agreement
-from graphshard.module.runner import Cache, Runner
+from graphshard.module.maker import Cache
+from graphshard.module.runner import Runner
 from graphshard.module.sharded_module import attach, retie, sharded_class
 from graphshard.module.tracer import Tracer
 from graphshard.options.options import Options
@@ -101,8 +102,8 @@ def make_runner(
     if spec.experts is not None and not even_pieces(spec.mesh, [row for row in spec.params if row.expert]):
         alike = spec.experts.data
     return Runner(
-        replace(tracer, mesh=mesh, spec=replace(spec, groups=groups)),
-        mesh,
+        tracer=replace(tracer, mesh=mesh, spec=replace(spec, groups=groups)),
+        mesh=mesh,
         groups=groups,
         agreement=Agreement(peers_of(alike, groups.values())),
         recorder=recorder,

@@ -1,16 +1,12 @@
-"""Run calls of a module by programs, which are captured, or loaded, when they are first needed."""
+"""Run calls of a module, of its submodules and methods, by programs that are made, or loaded, when first needed."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
-import itertools
-import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,36 +15,26 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.entry import install_entries
 from graphshard.capture.signature import Signature
-from graphshard.ir.errors import CaptureLimitError
 from graphshard.ir.program import Program
-from graphshard.ir.progress import progress
-from graphshard.ir.state import Place
 from graphshard.ir.subclasses import is_extended
-from graphshard.ir.torch_internals import forget_sources, without_dispatch_modes
-from graphshard.lower.backends import begin_compiling, compiler_for
-from graphshard.lower.regions import RegionCall, lower
+from graphshard.ir.torch_internals import forget_sources
 from graphshard.module.agreement import Agreement
-from graphshard.module.callchecks import check_materialized, check_no_new_parameters, check_not_transformed
+from graphshard.module.callchecks import check_materialized, check_not_transformed
 from graphshard.module.executables import Executables, Installed
 from graphshard.module.guard import Guard
 from graphshard.module.leave import leave
+from graphshard.module.maker import Maker
 from graphshard.module.tracer import Tracer, entry_name
 from graphshard.options.passes import Direction
-from graphshard.options.table import check_activation
-from graphshard.pipeline.observe import Observer, Recorder
-from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
+from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.accumulation import Accumulation
 from graphshard.runtime.call import free
 from graphshard.runtime.custom import Custom
 from graphshard.runtime.groups import whole_mesh
 from graphshard.runtime.replays import Replaying
 from graphshard.runtime.shards import Alias, aliases
-from graphshard.runtime.step import BackwardFactory, Executable, Strides, Variant
+from graphshard.runtime.step import BackwardFactory, Executable
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
-
-log = logging.getLogger(__name__)
-# Changes of a number after which it is taken for one that is another at each call.
-_TAKEN_FOR_INPUT = 2
 
 
 class Library(Protocol):
@@ -64,44 +50,13 @@ class Library(Protocol):
         """The error for a call for which there is no program."""
 
 
-class Kept(NamedTuple):
-    """A program that an earlier launch has compiled; `partitioned` makes where another backward of it begins."""
-
-    program: Program
-    partitioned: Callable[[], Partitioned] | None
-    compiled: dict[str, RegionCall]
-
-
-class Search(Protocol):
-    """For a program that may have been kept."""
-
-    def find(self) -> Kept | None:
-        """The program, if there is one that was made of the same."""
-
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Around the capture, if there is none."""
-
-    def keep(self, program: Program, partitioned: Partitioned | None) -> None:
-        """Keep what was captured, when it is lowered."""
-
-
-class Cache(Protocol):
-    """Programs of earlier launches."""
-
-    def search(self, runner: Runner, module: nn.Module, signature: Signature) -> Search | None:
-        """For the program of a call; None if it cannot be kept."""
-
-
-@dataclass
-class Runner:
-    """Programs of one module, or of one entry into it, bound to a mesh.
+@dataclass(kw_only=True)
+class Runner(Maker):
+    """Runs calls of one module, or of one entry into it, on a mesh, by the programs that it makes.
 
     Attributes:
-        tracer: makes programs.
         mesh: the data axes that they run on.
         groups: names of the process groups by those of mesh axes.
-        agreement: with the other ranks.
-        recorder: what records a program, by its name; None for what is not recorded.
         aliases: names under which tied parameters are known besides.
         programs: of the model and all its entries, newest last.
         entries: runners of submodules and methods that were called on their own, by name.
@@ -114,23 +69,17 @@ class Runner:
         reductions_under_way: how many units' gradients may be on their way at once, as chosen for units.
         custom: collectives that the user runs, by unit.
         event: that the next call waits for before it gathers.
-        cache: programs of earlier launches; None keeps none.
         replaying: what launches runs of regions by one launch each; None leaves them to themselves.
     """
 
-    tracer: Tracer
     mesh: DeviceMesh
     groups: dict[str, str]
-    agreement: Agreement
-    recorder: Callable[[str], Recorder | None]
     aliases: tuple[Alias, ...] = ()
-    executables: Executables = field(default_factory=Executables)
     programs: list[Program] = field(default_factory=list)
     entries: dict[str, Runner] = field(default_factory=dict)
     methods: list[str] = field(default_factory=list)
     materialized: bool = False
     accumulation: Accumulation = field(default_factory=Accumulation)
-    unsharded: Unsharded = field(default_factory=Unsharded)
     library: Library | None = None
     sealed: bool = False
     to_install: bool = False
@@ -139,12 +88,7 @@ class Runner:
     reductions_under_way: dict[str, int] = field(default_factory=dict)
     custom: Custom = field(default_factory=Custom)
     event: torch.Event | None = None
-    cache: Cache | None = None
     replaying: Replaying | None = None
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _rerun: set[str] = field(default_factory=set)
-    _partitioned: dict[Signature, Partitioned | Callable[[], Partitioned] | None] = field(default_factory=dict)
-    _changed: Counter[Place] = field(default_factory=Counter)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
@@ -166,6 +110,8 @@ class Runner:
             self.library.install(module, self)
         found = self.executables.find(signature, leaves)
         if found is None:
+            if self.library is not None and self.sealed:
+                raise self.library.missing(self, signature)
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             found = self.install(module, signature, self.build(module, args, kwargs, signature))
         if found.guard.moved and not tracer.name:
@@ -308,100 +254,10 @@ class Runner:
         self.unshard(new)
         self.unsharded.leave((ref.row.name, ref.param) for ref in self.tracer.params if ref.row.name in new)
 
-    def build(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Program:
-        """Capture, shard, schedule and lower a program; the module stays as it is."""
-        if self.library is not None and self.sealed:
-            raise self.library.missing(self, signature)
-        reason = self.executables.reason(signature)
-        with self.agreement.together(self.tracer.label, reason):
-            return self._build(module, args, kwargs, signature, reason)
-
-    @forget_sources()
-    @without_dispatch_modes()
-    def _build(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature, reason: str
-    ) -> Program:
-        tracer, number = self.tracer, len(self.executables)
-        self.unsharded.shown.hide()
-        if number >= tracer.options.max_captures:
-            raise CaptureLimitError(
-                f"{tracer.label} was captured {number} times, which is "
-                f"max_captures; this call would be one more, because of {reason}. Pad inputs to a few sizes, keep "
-                "numbers that change in buffers (register_buffer) or pass them as tensors, or raise max_captures in "
-                "graphshard.compile."
-            )
-        check_no_new_parameters(module, tracer.spec.params)
-        if not tracer.name:
-            check_activation(tracer.options, tracer.label, tracer.spec.units)
-        self._follow_number()
-        log.info("capture %d of %s: %s", number, tracer.label, reason)
-        with progress(f"graphshard: {tracer.label}") as show:
-            recorder = self.recorder(f"{tracer.label}-{number}")
-            search = self.cache.search(self, module, signature) if self.cache and recorder is None else None
-            if search is not None:
-                show("look for it in the cache")
-            kept = search.find() if search is not None else None
-            if self.agreement.all_have(kept.program if kept is not None else None):
-                assert kept is not None
-                tracer.compiled.update(kept.compiled)
-                self._partitioned[signature] = kept.partitioned
-                kept.program.capture = number
-                return kept.program
-            show("capture")
-            begin_compiling(tracer.options.backend, tracer.spec.device)
-            watching = search.watching() if search is not None else None
-            observer = Observer(tracer.options.level, recorder, tracer.pipeline.passes, show)
-            program, partitioned = tracer.trace(
-                module,
-                args,
-                kwargs,
-                observer,
-                reason,
-                grad=signature.grad,
-                number=number,
-                passes=self.passes,
-                watching=watching,
-                few=recorder is None,
-            )
-            self._partitioned[signature] = partitioned
-            show("compare with the other ranks")
-            new = self.agreement.check(program)
-            show("lower")
-            lower(program, compiler_for(tracer.options.backend), tracer.compiled, show)
-            observer.lowered(program, tracer.compiled)
-            if new:
-                self.agreement.compiled()
-            if search is not None:
-                show("keep")
-                search.keep(program, partitioned() if callable(partitioned) else partitioned)
-        return program
-
-    def _follow_number(self) -> None:
-        """A number that has changed twice may change at each call: it becomes an input, if it can be one."""
-        place = self.executables.number
-        if place is None:
-            return
-        self._changed[place] += 1
-        if self._changed[place] == _TAKEN_FOR_INPUT:
-            self.tracer.follow(place)
-        elif self._changed[place] == _TAKEN_FOR_INPUT + 1:
-            log.warning(
-                "%s is captured again for each value of %s: the code computes with it where a number must be known. "
-                "Keep it in a buffer (register_buffer), or pass it into the call as a tensor. Now: %s",
-                self.tracer.label,
-                place,
-                self.executables.changes[-1],
-            )
-
     @property
     def whole_mesh(self) -> DeviceMesh:
         """All axes that lay out the ranks: those of data, and the tensor axis."""
         return whole_mesh(self.mesh, self.tracer.spec.tensor)
-
-    @property
-    def passes(self) -> Pipeline:
-        """The tracer's, with a planner that plans alike on all ranks."""
-        return self.agreement.pipeline(self.tracer.pipeline)
 
     @forget_sources()
     def install(
@@ -409,10 +265,10 @@ class Runner:
     ) -> Installed:
         """Check that the other ranks made the same program, and bind it to the module and the mesh."""
         self.agreement.check(program)
-        partitioned, follows_strides, defers = self._partitioned.get(signature), False, make_backward is None
-        if make_backward is None and partitioned is not None:
-            make_backward = functools.partial(self.rerun, program, partitioned)
-            follows_strides = self.tracer.options.backend == "eager"
+        follows_strides, defers = False, make_backward is None
+        if make_backward is None:
+            make_backward = self.backwards(program, signature)
+            follows_strides = make_backward is not None and self.tracer.options.backend == "eager"
         executable = Executable(
             program,
             module,
@@ -435,38 +291,3 @@ class Runner:
         self.executables.add(signature, installed)
         self.programs.append(program)
         return installed
-
-    def rerun(
-        self,
-        program: Program,
-        partitioned: Partitioned | Callable[[], Partitioned],
-        variant: Variant,
-        strides: Strides = frozenset(),
-    ) -> Program:
-        """Lower a program's backward again: for other gradients of outputs or strides of them, or for microbatches."""
-        used, accumulate = variant
-        why = f"gradients through outputs {', '.join(sorted(used))}{' and microbatches' if accumulate else ''}"
-        log.info("lowering backward again, for %s", why)
-        with self.agreement.together(self.tracer.label, why):
-            start = partitioned() if callable(partitioned) else partitioned
-            return self._rerun_alone(program, start, variant, strides)
-
-    @forget_sources()
-    @without_dispatch_modes()
-    def _rerun_alone(self, program: Program, partitioned: Partitioned, variant: Variant, strides: Strides) -> Program:
-        (used, accumulate), tracer = variant, self.tracer
-        name = f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}"
-        number = next(self._numbers) if accumulate or name in self._rerun else ""
-        self._rerun.add(name)
-        recorder = self.recorder(f"{name}{number}")
-        with progress(f"graphshard: {tracer.label}, another backward") as show:
-            observer = Observer(tracer.options.level, recorder, tuple(partitioned.passes(*variant)), show)
-            other = rerun_backward(partitioned, program, used, accumulate, observer, dict(strides))
-            if accumulate:
-                show("compare with the other ranks")
-                self.agreement.check_accumulation(other)
-            show("lower")
-            lower(other, compiler_for(tracer.options.backend), tracer.compiled, show)
-        self.executables.conditions_changed()
-        observer.lowered(other, tracer.compiled)
-        return replace(other, history=[])  # texts take memory, and this lives as long as the module

@@ -73,7 +73,7 @@ def nothing_is_compiled() -> Iterator[None]:
         "torch._functorch.partitioners.min_cut_rematerialization_partition",
         "graphshard.capture.capture.capture",
         "graphshard.module.tracer.capture",
-        "graphshard.module.runner.lower",
+        "graphshard.module.maker.lower",
         "graphshard.ir.torch_internals.min_cut_rematerialization_partition",
         "subprocess.Popen",
         "os.system",

@@ -114,7 +114,7 @@ def _shapes(rank: int, world_size: int) -> tuple[list[str], int, str]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("graphshard.module.runner")
+    logger = logging.getLogger("graphshard.module.maker")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     model = graphshard.compile(_Net(), world_mesh(), backend="eager", max_captures=2)
