@@ -1,9 +1,8 @@
 """The compiled module that a user holds: its class, the runner behind it, its switches, and the agreement of ranks.
 
 `sharded_module.py` is the user's class with another forward, `unit_module.py` what units and the model have of FSDP2's
-`FSDPModule`. `runner.py` runs each call by the program for its signature, which `maker.py` captures and lowers when there
-is none yet.
-`agreement.py` is how ranks make the same plans and find out if they did not make the same programs.
+`FSDPModule`. `runner.py` runs each call by the program for its signature, which `maker.py` captures and lowers if there
+is none. `agreement.py` is how ranks make the same plans and find out if they did not make the same programs.
 
 * **A guard asks for objects, not for values** (`guard.py`): a call compares identities, at 0.1 us each, and values only
   of what has contents or was replaced. Programs of one signature are tried in order, so that an attribute that is

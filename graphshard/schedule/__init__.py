@@ -1,6 +1,7 @@
 """When collectives start and which travel together: the problem in the abstract, a simulator, bounds and solvers.
 
     problem     compute items in a chain, transfers that gate or follow them, links; what a schedule of it is
+    together    transfers in one bucket: what they cost, whether they may be packed, where they may start
     simulate    a schedule's time, exposed communication and memory, event by event
     own         what the model itself communicates: on the link, where it stands
     rates       what no bucket beats, for bounds
@@ -26,7 +27,7 @@
     memory      what memory its values hold meanwhile
     dag         the timeline as a graph: critical path, slack, what delays a wait
 
-The first fifteen know neither graphs nor tensors.
+The first sixteen know neither graphs nor tensors.
 
 Which plan is taken:
 

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphshard.ir.plan import CollectiveKind
-from graphshard.schedule.problem import Bucketed, Chain, Link, Load, Together
+from graphshard.schedule.problem import Bucketed, Chain, Link
+from graphshard.schedule.together import Load, Together
 
 Numbers = NDArray[np.float64]
 _Integers = NDArray[np.int64]

@@ -29,7 +29,8 @@ from graphshard.schedule.beginnings import Beginning, Beginnings, Numbers
 from graphshard.schedule.budget import Budget
 from graphshard.schedule.coarse import coarsen
 from graphshard.schedule.latest import Latest
-from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link, load
+from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link
+from graphshard.schedule.together import load
 
 
 @dataclass(frozen=True)

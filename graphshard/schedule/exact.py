@@ -26,20 +26,8 @@ from graphshard.cost.costs import slowed
 from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule.budget import Budget
 from graphshard.schedule.own import pass_own
-from graphshard.schedule.problem import (
-    KINDS,
-    Bucketed,
-    Chain,
-    Link,
-    Load,
-    Occurrence,
-    Placement,
-    load,
-    modes,
-    rests,
-    runs,
-    startable,
-)
+from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link, Occurrence, Placement
+from graphshard.schedule.together import Load, load, modes, rests, runs, startable
 
 # Steps of a budget for a state, and one for each that it is compared with.
 _STATE = 10

@@ -27,21 +27,11 @@ from graphshard.schedule.deadlines import jobs
 from graphshard.schedule.deep import Effort, channel_order, shortest_order
 from graphshard.schedule.exact import best_placement
 from graphshard.schedule.place import delay, place
-from graphshard.schedule.problem import (
-    KINDS,
-    Bucketed,
-    Chain,
-    Link,
-    Placement,
-    Problem,
-    Schedule,
-    Transfer,
-    load,
-    modes,
-)
+from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link, Placement, Problem, Schedule, Transfer
 from graphshard.schedule.rates import rate_below
 from graphshard.schedule.simple import laziest, one_ahead, singles
 from graphshard.schedule.simulate import simulate
+from graphshard.schedule.together import load, modes
 
 # Two schedules whose times differ by less are equally short, as far as costs are known.
 _EQUAL = 1e-4

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from graphshard.schedule.deep import least_memory
 from graphshard.schedule.own import Clocks, Own, pass_own
-from graphshard.schedule.problem import Bucketed, Chain, Link, Load, Occurrence, Placement, load, startable
+from graphshard.schedule.problem import Bucketed, Chain, Link, Occurrence, Placement
+from graphshard.schedule.together import Load, load, startable
 
 
 def place(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from graphshard.schedule.problem import KINDS, Bucketed, Chain, Occurrence, Placement, modes
+from graphshard.schedule.problem import KINDS, Bucketed, Chain, Occurrence, Placement
+from graphshard.schedule.together import modes
 
 
 def singles(chain: Chain) -> list[Bucketed]:

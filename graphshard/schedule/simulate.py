@@ -12,7 +12,8 @@ from typing import Literal
 from graphshard.cost.costs import slowed
 from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule.own import Clocks
-from graphshard.schedule.problem import Chain, Link, Load, Occurrence, Placement, Problem, Schedule, load
+from graphshard.schedule.problem import Chain, Link, Occurrence, Placement, Problem, Schedule
+from graphshard.schedule.together import Load, load
 
 Why = Literal["head", "tail", "link", "late", "model"]
 

@@ -34,9 +34,10 @@ from graphshard.schedule.deadlines import jobs
 from graphshard.schedule.deep import shortest_order
 from graphshard.schedule.exact import best_placement
 from graphshard.schedule.phase import best_of
-from graphshard.schedule.problem import KINDS, modes, startable
+from graphshard.schedule.problem import KINDS
 from graphshard.schedule.simple import one_ahead
 from graphshard.schedule.solve import STEPS
+from graphshard.schedule.together import modes, startable
 from graphshard.schedule.ways import make_link
 from tests.schedule.oracles import chains, exhaustive, halves, links
 
