@@ -1,8 +1,9 @@
 """Predict a training step without the machine: studies, results, advice, formulas.
 
-`study.py` captures a model once and schedules it once for each mesh. `predict.py` makes an `Explanation` of a lowered
-program and costs. `symbols.py` and `formulas.py` say the same in the symbols of the inputs. `what_if.py` predicts what
-`changes.py` changes and what `fitting.py` guesses; `answers.py` is what it finds, `tables.py` and `summary.py` show it.
+`programs.py` captures a model once and schedules it once for each mesh; `study.py` predicts steps of what it makes.
+`predict.py` makes an `Explanation` of a lowered program and costs. `symbols.py` and `formulas.py` say the same in the
+symbols of the inputs. `what_if.py` predicts what `changes.py` changes and what `fitting.py` guesses; `answers.py` is
+what it finds, `tables.py` and `summary.py` show it.
 
 * **The bound of an explanation** is the schedule's bound, less what regions save in compute beside the items for which
   it was found: a step gets shorter by at most that.

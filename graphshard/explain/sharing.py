@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from graphshard.explain.study import Study, is_local
+from graphshard.explain.programs import is_local
+from graphshard.explain.study import Study
 from graphshard.explain.training import Training
 from graphshard.options.options import Options
 

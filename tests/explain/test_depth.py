@@ -136,8 +136,8 @@ def test_programs_of_all_blocks_are_verified() -> None:
     inputs = (torch.zeros(2, 4, dtype=torch.long),)
     study = Study(Stack([Block() for _ in range(7)]), inputs, None, Options(verify="each"))
     with (
-        mock.patch("graphshard.explain.study.verify", side_effect=verify),
-        mock.patch("graphshard.explain.study.stamped", side_effect=Uneven("blocks differ")),
+        mock.patch("graphshard.explain.programs.verify", side_effect=verify),
+        mock.patch("graphshard.explain.programs.stamped", side_effect=Uneven("blocks differ")),
     ):
         study.explain((8,), PROFILE, "isolated")
     assert verified == [True, False]
