@@ -29,12 +29,14 @@ from graphshard.options.passes import Direction
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.accumulation import Accumulation
 from graphshard.runtime.call import free
+from graphshard.runtime.code import Codes
 from graphshard.runtime.custom import Custom
 from graphshard.runtime.groups import whole_mesh
 from graphshard.runtime.replays import Replaying
 from graphshard.runtime.shards import Alias, aliases
 from graphshard.runtime.step import BackwardFactory, Executable
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
+from graphshard.runtime.values import Values
 
 
 class Library(Protocol):
@@ -269,20 +271,19 @@ class Runner(Maker):
         if make_backward is None:
             make_backward = self.backwards(program, signature)
             follows_strides = make_backward is not None and self.tracer.options.backend == "eager"
+        tracer, names = self.tracer, self.tracer.model_names
+        codes = Codes(program, self.mesh, self.groups, self.agreement.peers, self.custom, self.replaying)
+        values = Values(program, module, tracer.params, self.mesh, names, self.unsharded, tracer.spec.experts)
         executable = Executable(
             program,
-            module,
-            self.tracer.params,
-            self.mesh,
+            codes,
+            values,
             make_backward,
             self.accumulation,
-            self.tracer.model_names,
+            names,
             self.unsharded,
             self.groups,
-            self.agreement.peers,
             self.custom,
-            self.tracer.spec.experts,
-            self.replaying,
             self.aliases,
             follows_strides=follows_strides,
             defers=defers,

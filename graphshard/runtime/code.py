@@ -31,7 +31,7 @@ class Codes:
     """Of the phases of a program, and of its backwards for other tangents and microbatches.
 
     Args:
-        program: lowered.
+        program: lowered; the names of the mesh's process groups take the place of its axis names.
         mesh: the mesh the parameters are sharded over.
         groups: names of the process groups by the names of the axes.
         peers: the other ranks; None where there are none.
@@ -60,16 +60,17 @@ class Codes:
         self._ranged: dict[GraphModule, Boxed] = {}
         # What each phase that communicates is called, and what it sends.
         self._sent: dict[GraphModule, tuple[str, str]] = {}
+        for name, phase in program.phases.items():
+            self._bind(name, phase)
 
-    def bind(self, name: str, other: Program | None = None) -> Phase:
-        """A phase, by its name, with the process groups' names in the place of the axis names; in place.
+    def other_backward(self, program: Program) -> Phase:
+        """The backward of another program, bound like the phases of the first."""
+        phase = program.phases["backward"]
+        self._bind("backward", phase)
+        self._others[phase.module] = program
+        return phase
 
-        Args:
-            other: a program that has another backward; None is for the program itself.
-        """
-        phase = (other or self._program).phases[name]
-        if other is not None:
-            self._others[phase.module] = other
+    def _bind(self, name: str, phase: Phase) -> None:
         launches = [node for node in phase.module.graph.nodes if is_collective(node)]
         if launches:
             counts = Counter(kind_of(node) for node in launches)
@@ -84,7 +85,6 @@ class Codes:
         if on_gloo(self._mesh.get_group(0), self._mesh.device_type):
             gather_into_buffers(phase)
         phase.module.recompile()
-        return phase
 
     def of(self, phase: Phase) -> Boxed:
         """The phase's code; while it is measured or a profiler runs, one that shows: other steps pay nothing."""

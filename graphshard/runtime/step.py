@@ -10,11 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Node
 
-from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.graph import fake, restride
 from graphshard.ir.operators import finish_copies
@@ -29,9 +26,7 @@ from graphshard.runtime.ahead import Ahead
 from graphshard.runtime.call import Call
 from graphshard.runtime.code import Codes, profiling
 from graphshard.runtime.custom import Custom
-from graphshard.runtime.peers import Peers
 from graphshard.runtime.recording import current_recording
-from graphshard.runtime.replays import Replaying
 from graphshard.runtime.shards import Alias, ParamRef
 from graphshard.runtime.shown import places_of
 from graphshard.runtime.unsharded import Unsharded, landed, start_gathering
@@ -49,19 +44,15 @@ class Executable:
     """A lowered program bound to a module and a mesh.
 
     Args:
-        program: lowered; its axis names are replaced by the names of the mesh's process groups.
-        module: the module that owns the buffers.
-        params: where the parameters live.
-        mesh: the mesh the parameters are sharded over.
+        program: lowered, and bound by `codes`.
+        codes: what its phases run.
+        values: what its names stand for.
         make_backward: makes the backward for another variant than the likely one; None if there is no backward.
         accumulation: what is shared with the other programs of the model.
         names: names of the parameters in the model by their names in the program.
         unsharded: parameters that were gathered by hand.
         groups: names of the process groups by the names of the axes.
-        peers: the other ranks; None where there are none.
         custom: collectives that the user runs.
-        experts: where parameters are that lie otherwise on the ranks.
-        replaying: what launches runs of regions by one launch each; None leaves them to themselves.
         aliases: names under which tied parameters are known besides.
         follows_strides: each layout of tangents has a backward of its own, as in eager mode; otherwise they are copied.
         defers: gradients of several calls that one backward goes through are added up before they are reduced.
@@ -70,24 +61,22 @@ class Executable:
     def __init__(
         self,
         program: Program,
-        module: nn.Module,
-        params: Sequence[ParamRef],
-        mesh: DeviceMesh,
+        codes: Codes,
+        values: Values,
         make_backward: BackwardFactory | None,
         accumulation: Accumulation,
         names: Mapping[str, str],
         unsharded: Unsharded,
         groups: Mapping[str, str],
-        peers: Peers | None = None,
-        custom: Custom | None = None,
-        experts: ExpertMeshes | None = None,
-        replaying: Replaying | None = None,
-        aliases: Sequence[Alias] = (),
+        custom: Custom,
+        aliases: Sequence[Alias],
         *,
         follows_strides: bool,
-        defers: bool = True,
+        defers: bool,
     ) -> None:
         self.program = program
+        self._codes = codes
+        self._values = values
         # Not where backwards are in a file: it has none that leave gradients to each other.
         self.defers = defers
         self._make_backward = make_backward
@@ -96,9 +85,7 @@ class Executable:
         self._unsharded = unsharded
         self._groups = groups
         self._custom = custom
-        self._codes = Codes(program, mesh, groups, peers, custom, replaying)
-        self._forward = self._codes.bind("forward")
-        self._values = Values(program, module, params, mesh, names, unsharded, experts)
+        self._forward = program.phases["forward"]
         outputs = zip(self._forward.results, self._forward.outputs)
         self._results = [(value, slot.name) for value, slot in outputs if slot.kind == "output"]
         self._shown = {
@@ -119,7 +106,7 @@ class Executable:
         self._follows_strides = follows_strides
         self._backwards: dict[tuple[Variant, Strides], Phase] = {}
         if "backward" in program.phases:
-            phase = self._codes.bind("backward")
+            phase = program.phases["backward"]
             self._grads = tuple(slot for slot in phase.outputs if slot.kind == "grad")
             self._wrt = [self._values.params[slot.name] if slot.of == "param" else None for slot in self._grads]
             self.trained.update((names[ref.row.name], ref) for ref in self._wrt if ref is not None)
@@ -189,7 +176,7 @@ class Executable:
         if phase is None:
             assert self._make_backward is not None
             other = self._make_backward(variant, strides)
-            phase = self._backwards[variant, strides] = self._codes.bind("backward", other)
+            phase = self._backwards[variant, strides] = self._codes.other_backward(other)
 
         def read(slot: Slot, node: Node) -> Any:
             if slot.kind == "tangent":
@@ -307,8 +294,7 @@ class Executable:
 
     def ahead(self) -> Ahead | None:
         """What forward gathers first, so that it can be started before; None if there is nothing of the kind."""
-        by_user = self._custom is not None and self._custom.gathers
-        if self.program.offloaded or by_user:
+        if self.program.offloaded or self._custom.gathers:
             return None
         if self._ahead is None:
             replays = self._codes.replays(self._forward.module)
