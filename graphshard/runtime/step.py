@@ -227,7 +227,14 @@ class Executable:
         replays = self._codes.replays(phase.module)
         to_host = self.program.device if self.program.offloaded else None
         return taker.run(
-            phase, inputs, refs, names, self._values.local_gradient, ranges=profiling(), replays=replays, to_host=to_host
+            phase,
+            inputs,
+            refs,
+            names,
+            self._values.local_gradient,
+            ranges=profiling(),
+            replays=replays,
+            to_host=to_host,
         )
 
     def reduce_left(self) -> list[torch.Tensor | None]:
