@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from tests.distributed.twins import BF16, FP32, train_side_by_side, twins, world_mesh
 from tests.ranks import Ranks
@@ -73,7 +74,15 @@ def _containers(rank: int, world_size: int, kind: str) -> None:
         train_side_by_side(pair, lambda: {"x": torch.randn(5, 6)}, steps=3)
 
 
-@pytest.mark.parametrize("kind", PACK)
+# It frees a unit's parameters after forward, and without hooks gathers none for backward.
+_looks_into_it = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.12",
+    reason="FSDP2 of torch 2.11 hooks no outputs in a dataclass that is no pytree",
+)
+_KINDS = [pytest.param(kind, marks=_looks_into_it) if kind == "dataclass" else kind for kind in PACK]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
 def test_units_take_and_return_containers(ranks: Ranks, kind: str) -> None:
     """In float32 and bfloat16: every bit of three steps is FSDP2's."""
     ranks(2).run(_containers, kind)
