@@ -61,6 +61,8 @@ def on_threads(world_size: int, function: Callable[[int], ResultT]) -> list[Resu
 def _threaded_groups() -> Iterator[None]:
     """In the block each thread has process groups of its own."""
     groups: Any = multi_threaded_pg
+    if not hasattr(groups.ThreadLocalWorld, "comms"):  # torch 2.11 asks for them where groups end, and has none here
+        groups.ThreadLocalWorld.comms = []
     reset_distributed()
     ProcessLocalGroup.reset()
     groups._install_threaded_pg()
