@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +59,7 @@ class Kernels:
             for name, value in list(scope.items()):
                 if isinstance(value, _Early):
                     inductors.wait_pool_ready()
-                    scope[name] = inductors.triton(*value.args, **value.kwargs)
+                    scope[name] = _begun(inductors, value)
         for scope in scopes:
             inductors.wait(scope)
 
@@ -69,6 +70,16 @@ class _Early:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+def _begun(inductors: async_compile.AsyncCompile, kernel: _Early) -> Any:
+    """The kernel on its way; what cannot be begun fails where its own region waits."""
+    try:
+        return inductors.triton(*kernel.args, **kernel.kwargs)
+    except Exception as error:
+        failed: Future[None] = Future()
+        failed.set_exception(error)
+        return failed
 
 
 _WAITING: contextvars.ContextVar[list[Scope] | None] = contextvars.ContextVar("graphshard_waiting", default=None)
@@ -82,11 +93,12 @@ def begin() -> None:
 class _NotWaiting(async_compile.AsyncCompile):
     """What generated code calls; in threads that are to wait it is Inductor's."""
 
-    def triton(self, *args: Any, **kwargs: Any) -> Any:
+    def triton(self, kernel_name: str, source_code: str, *args: Any, **kwargs: Any) -> Any:
         alone = async_compile.get_compile_threads() <= 1
-        if _WAITING.get() is None or alone or self.use_process_pool():
-            return super().triton(*args, **kwargs)
-        return _Early(args, kwargs)
+        known = async_compile.CompiledTritonKernels.get(source_code) is not None
+        if _WAITING.get() is None or alone or known or self.use_process_pool():
+            return super().triton(kernel_name, source_code, *args, **kwargs)
+        return _Early((kernel_name, source_code, *args), kwargs)
 
     def wait(self, scope: Scope) -> None:
         scopes = _WAITING.get()

@@ -88,3 +88,44 @@ def test_kernels_wait_for_the_processes(monkeypatch: pytest.MonkeyPatch) -> None
         made.load(found[1])
     assert [module["kernel"] for module in modules] == ["kernel", "kernel"]
     assert len(asked) == 4
+
+
+def test_a_kernel_that_cannot_be_begun_fails_its_own_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And others have theirs."""
+    inductors = async_compile.AsyncCompile
+    kernel: Future[str] = Future()
+    kernel.set_result("kernel")
+
+    def triton(self: Any, name: str, source: str, device_str: str) -> Future[str]:
+        if source == "wrong":
+            raise RuntimeError("no such instruction")
+        return kernel
+
+    monkeypatch.setattr(inductors, "triton", triton)
+    monkeypatch.setattr(inductors, "use_process_pool", classmethod(lambda cls: False))
+    monkeypatch.setattr(inductors, "wait_pool_ready", classmethod(lambda cls: None))
+    made = Kernels()
+    modules: list[dict[str, Any]] = [{}, {}]
+    found = []
+    with config.patch(compile_threads=2):
+        for module, source in zip(modules, ("source", "wrong")):
+            with made.not_waiting() as scopes:
+                exec(_WITH_A_KERNEL.replace('"source"', f'"{source}"'), module)
+            found.append(scopes)
+        made.load(found[0])
+        with pytest.raises(RuntimeError, match="no such instruction"):
+            made.load(found[1])
+    assert modules[0]["kernel"] == "kernel"
+
+
+def test_kernels_that_a_cache_has_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of code that Inductor has kept with its kernels."""
+    kernel: Future[str] = Future()
+    kernel.set_result("kernel")
+    monkeypatch.setattr(async_compile.AsyncCompile, "triton", lambda self, *args, **kwargs: kernel)
+    monkeypatch.setattr(async_compile.AsyncCompile, "use_process_pool", classmethod(lambda cls: False))
+    monkeypatch.setattr(async_compile.CompiledTritonKernels, "get", staticmethod(lambda source: kernel))
+    module: dict[str, Any] = {}
+    with config.patch(compile_threads=2), Kernels().not_waiting():
+        exec(_WITH_A_KERNEL, module)
+    assert module["kernel"] is kernel
