@@ -25,7 +25,7 @@ from graphshard.artifact.library import _region
 from graphshard.artifact.load import _check_place
 from graphshard.artifact.members import read_artifact
 from graphshard.cli.main import main
-from graphshard.explain import study
+from graphshard.explain import programs
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.gpus import CAPABILITIES
 from graphshard.ir.mesh import Mesh
@@ -266,7 +266,7 @@ def test_a_program_that_is_captured_on_the_target_runs_the_code_of_the_file(
         lower(program, compile_all, dict(compiled))
         executors.extend(phase.module for phase in program.phases.values())
 
-    monkeypatch.setattr(study, "lower", lowered)
+    monkeypatch.setattr(programs, "lower", lowered)
     graphshard.explain(Net(), (2,), example_inputs=GIVEN["example_inputs"], device="cuda")
     assert not missing
     calls = [call for executor in executors for call in vars(executor).values() if isinstance(call, RegionCall)]
