@@ -47,6 +47,9 @@ class Idle(dist.ProcessGroup):
 
     _allgather_base = allgather_into_tensor_coalesced = _nothing
     _reduce_scatter_base = reduce_scatter_tensor_coalesced = _nothing
+    # As torch 2.13 calls them.
+    all_gather_single = all_gather_single_coalesced = _nothing
+    reduce_scatter_single = reduce_scatter_single_coalesced = _nothing
     allreduce = allreduce_coalesced = broadcast = barrier = _nothing
 
 

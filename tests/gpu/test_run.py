@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 
 from benchmarks.gpu import artifact, command, steps, tests
 from benchmarks.gpu.parts import Part, run_parts
-from benchmarks.gpu.settings import Setup
+from benchmarks.gpu.settings import Setup, world
 from benchmarks.gpu.table import Row, appending, markdown, rows_in
 
 ROOT = Path(__file__).parents[2]
@@ -197,6 +197,16 @@ def test_a_variant_that_fails_keeps_no_other_from_running(monkeypatch) -> None:
     one_rank = [row for row in rows if row.setting.endswith("one rank")]
     assert {row.variant: row.note for row in one_rank if row.failed} == {"graphshard": "ValueError: not today"}
     assert [row.step is not None for row in one_rank if not row.failed] == [True]
+
+
+@pytest.mark.parametrize("variant", ["FSDP2", "graphshard", "DDP"])
+def test_variants_train_as_a_rank_of_eight(variant: str) -> None:
+    """By collectives of whatever names torch's releases give them; none does anything."""
+    setup = Setup.of(dry=True)
+    size = setup.sizes()[0]
+    with world(setup, 8) as mesh:
+        step = steps.variants(setup)[variant](size.model("cpu"), mesh, size.tokens("cpu"))
+        assert step().shape == ()
 
 
 @pytest.mark.slow
