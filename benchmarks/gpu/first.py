@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,6 +42,8 @@ def measure(setup: Setup, emit: Emit, folder: Path, seconds: float) -> None:
     for variant, warm in _ORDER:
         row = Row("first", f"{setup.sizes()[0]}, {ranks(_RANKS)}", variant, note="warm caches" if warm else "no caches")
         caches = folder / "caches" / variant.replace(", ", "-").replace(" ", "-")
+        if not warm:  # an earlier run may have left some in the same folder
+            shutil.rmtree(caches, ignore_errors=True)
         environment = {
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(caches),
@@ -57,9 +61,9 @@ def measure(setup: Setup, emit: Emit, folder: Path, seconds: float) -> None:
                 timeout=max(end - time.monotonic(), 1.0),
             )
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            emit(Row(**{**vars(row), "note": f"{row.note}; {said(error)}", "failed": True}))
+            emit(replace(row, note=f"{row.note}; {said(error)}", failed=True))
             continue
-        emit(Row(**{**vars(row), "first": float(done.stdout.split()[-1])}))
+        emit(replace(row, first=float(done.stdout.split()[-1])))
 
 
 def main() -> None:

@@ -121,7 +121,7 @@ class Exporter:
                 package = compiled[key].fn
                 assert isinstance(package, Package)
                 self.regions[name] = stored_region(
-                    program.regions[key], package, later=self.later and _fuses(program.regions[key])
+                    program.regions[key], package, later=self.later and not runs_as_it_is(program.regions[key].module)
                 )
         data = encode_lowered(program, module)
         return {
@@ -235,11 +235,6 @@ def operators_only(regions: dict[str, Region], show: Callable[[str], None]) -> C
     """Compiles nothing: regions run as their operators, or are compiled on the target."""
     for name in regions:
         yield name, Package()
-
-
-def _fuses(region: Region) -> bool:
-    """Whether Inductor has something to do: a region of one operator runs as it is."""
-    return not runs_as_it_is(region.module)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,8 @@
 
 A model that communicates along axes of the mesh itself is another one on each, and is captured on each (`subject.py`).
 
-The graph is captured for the CPU, because autograd of fake CUDA tensors needs CUDA; the planner and the costs see the
-profile's kind of device.
+Without `device="cuda"` the graph is captured for the CPU, which takes no package for GPUs. The planner and the costs
+see the profile's kind of device.
 """
 
 from __future__ import annotations
