@@ -28,8 +28,10 @@ is compiled with.
   where Inductor looks for them, each whole or not there. What fails is compiled by Inductor as if nothing had been
   tried.
 * **What Inductor does once begins early** (`cpu_internals.begin`), in a thread beside the capture: it asks compiler and
-  CPU for their vector instructions, with a file for each set of them, and compiles the header of its kernels. If the
-  best set works, the others are not tried. Where code of regions is kept it begins with the first that is not.
+  CPU for their vector instructions. What it asks is compiled as one file, where Inductor compiles and loads seven.
+  Where code of regions is kept it begins with the first that is not.
+* **The header of kernels is read, not precompiled**, by the first three compilers that a program starts: to
+  precompile it takes as long as to read it four times. A header that is there is used.
 * **What lies in Inductor's cache is not trusted** (`damage.py`). It is there, so Inductor never makes it again, and to
   load a library that a crash has cut short ends the process.
 * **A package for each region, called by torch's own C++ loader** (`AOTIModelPackageLoader.boxed_run`). So loading a

@@ -23,13 +23,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch._inductor import async_compile
+from torch._inductor import async_compile, codecache
 from torch._inductor.codecache import CppPythonBindingsCodeCache, get_lock_dir
 from torch._inductor.cpp_builder import get_cpp_compiler, is_gcc
 
 from graphshard.ir.torch_internals import replaced
 from graphshard.ir.wanted import still_wanted
-from graphshard.lower.cpu_internals import ASKS_EVERY, beginning, done
+from graphshard.lower.cpu_internals import ASKS_EVERY, done
 from graphshard.lower.damage import RemovedError, check_whole
 from graphshard.lower.together import Compilers, Job, compile_together
 from graphshard.lower.triton_internals import Kernels
@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 # Characters of source that are compiled together: in half a second, as long as the header takes to read. Where there is
 # no core for that beside this thread, four times as many.
 _TOGETHER, _TOGETHER_ALONE = 64 << 10, 256 << 10
+
+# The header of kernels takes 1.3 s of CPU to read, and 5.1 s to precompile: so many runs of a compiler do without.
+_RUNS_WITHOUT_HEADER = 3
 
 
 @dataclass
@@ -79,8 +82,15 @@ class Pending:
         return self._load()
 
 
+_READS_TEXT: contextvars.ContextVar[bool] = contextvars.ContextVar("graphshard_reads_text", default=False)
+
+
 class _Checked(CppPythonBindingsCodeCache):
     """Inductor's, which loads what is whole; what is not is removed, and is compiled when somebody asks again."""
+
+    @classmethod
+    def _get_uncompiled_header(cls, device: str) -> str | None:
+        return None if _READS_TEXT.get() else super()._get_uncompiled_header(device)
 
     @classmethod
     def _load_library_inner(cls, path: str, key: str) -> Any:
@@ -106,6 +116,7 @@ class Batch:
         self._compilers, self._pool = Compilers(), ThreadPoolExecutor(threads, "graphshard-compilers")
         self._together = _TOGETHER if threads > 1 else _TOGETHER_ALONE
         self._waiting: list[Pending] = []
+        self._runs = 0
         self.triton = Kernels()
 
     def __enter__(self) -> Batch:
@@ -140,6 +151,8 @@ class Batch:
         if kernels:
             # Settings of torch are those of a thread.
             context = contextvars.copy_context()
+            context.run(_READS_TEXT.set, self._runs < _RUNS_WITHOUT_HEADER and not _header_is_there())
+            self._runs += 1
             unit = self._pool.submit(context.run, _compile, kernels, self._compilers)
             for kernel in kernels:
                 kernel.unit = unit
@@ -183,9 +196,6 @@ class _Collecting(async_compile.AsyncCompile):
 
 def _compile(kernels: list[Pending], compilers: Compilers) -> None:
     """Compile kernels that are not in Inductor's cache."""
-    while not beginning().header.wait(ASKS_EVERY):
-        if compilers.ended:
-            return
     jobs: list[Job] = []
 
     def submit(work: Any) -> Future[None]:
@@ -195,7 +205,14 @@ def _compile(kernels: list[Pending], compilers: Compilers) -> None:
 
     for kernel in kernels:
         kernel.prepare(submit)
-    _check_header(compile_together(jobs, compilers))
+    said = compile_together(jobs, compilers)
+    if not _READS_TEXT.get():
+        _check_header(said)
+
+
+def _header_is_there() -> bool:
+    """Whether Inductor has precompiled the header before, if maybe for other flags."""
+    return any(Path(codecache._HEADER_DIR).glob("*.gch"))
 
 
 def _job(work: Any) -> Job | None:

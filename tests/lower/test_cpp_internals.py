@@ -195,7 +195,32 @@ def test_gcc_under_another_name_is_told(caplog: pytest.LogCaptureFixture) -> Non
     assert "it is GCC, and Inductor does not know that from its name" in caplog.text
 
 
-def test_nothing_is_said_of_a_header_that_is_used(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("there", [False, True], ids=["no header", "a header"])
+def test_a_header_is_precompiled_for_many_runs_of_compilers(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To precompile it takes as long as to read it four times; one that is there is used."""
+    codecache = cpp_internals.codecache
+    monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path))
+    for name in ("_TOGETHER", "_TOGETHER_ALONE"):
+        monkeypatch.setattr(cpp_internals, name, 0)  # a run for each region
+    first = 6200 if there else 6100
+    if there:
+        (tmp_path / "header.h.gch").touch()
+    header = tmp_path / "header.h"
+    header.write_text("#include <torch/csrc/inductor/cpp_prefix.h>\n")
+    with mock.patch.object(codecache, "_precompile_header", return_value=str(header)) as precompile, _counted() as runs:
+        made = dict(compile_all(regions_from(first, 5), lambda told: None))
+    uses = sorted(str(header) in " ".join(call.args[1]) for call in runs.call_args_list)
+    assert uses == [there, there, there, True, True]
+    assert precompile.call_count == sum(uses)
+    torch.testing.assert_close(values(made), [compute(first + n, INPUT) for n in range(5)])
+
+
+def test_nothing_is_said_of_a_header_that_is_used(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpp_internals, "_RUNS_WITHOUT_HEADER", 0)
     cpp_internals._warn_of_header.cache_clear()
     with _counted() as runs:
         dict(compile_all(regions_from(7000, 2), lambda told: None))

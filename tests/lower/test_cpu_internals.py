@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 
 from graphshard.lower import cpu_internals
-from graphshard.lower.cpu_internals import Beginning
 
 isa = cpu_internals.cpu_vec_isa
 SETS = set(isa.supported_vec_isa_list)
+AVX512 = pytest.mark.skipif("avx512" not in isa.x86_isa_checker(), reason="a CPU without AVX-512")
 
 
 @pytest.fixture(autouse=True)
@@ -29,100 +29,119 @@ def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def _forget() -> None:
-    with mock.patch.object(isa.VecISA, "check_build", return_value=True):
-        cpu_internals._ask_again()  # empties what is remembered
-    isa.valid_vec_isa_list.cache_clear()
-    for each in SETS:
-        for kind in type(each).__mro__:
-            for name in ("__bool__", "_VecISA__bool__impl", "_VecISA__bool__"):
-                clear = getattr(vars(kind).get(name), "cache_clear", None)
-                if clear is not None:
-                    clear()
+    learnt = "_is_"  # begins the names of what sets keep about themselves
+    sets = isa.supported_vec_isa_list
+    cpu_internals._forget([{k: v for k, v in vars(each).items() if not k.startswith(learnt)} for each in sets])
 
 
-def _found() -> list[str]:
-    return list(map(str, isa.valid_vec_isa_list()))
+def _found() -> list[tuple[str, str]]:
+    return [(str(each), each.build_arch_flags()) for each in isa.valid_vec_isa_list()]
 
 
 @contextlib.contextmanager
-def _checked(works: Any) -> Iterator[list[str]]:
-    """What is asked of compilers for the kernel that every set is tried with."""
+def _checked(works: Callable[[Any, str], bool]) -> Iterator[list[str]]:
+    """A compiler that does not run; yields the code that it is asked for."""
     asked: list[str] = []
 
     def check(self: Any, code: str) -> bool:
-        if code != isa.VecISA._avx_code:  # of instructions that not every CPU with the set has
-            return True
-        asked.append(str(self))
-        return bool(works(self))
+        asked.append(code)
+        return works(self, code)
 
     with mock.patch.object(isa.VecISA, "check_build", check):
         yield asked
 
 
 def test_the_cpu_is_what_inductor_finds_itself() -> None:
-    """Fewer files are compiled, and the answer is the same."""
-    with mock.patch.object(cpu_internals, "_compile_header"):
-        cpu_internals._begin(Beginning())
-    ours = _found()
+    """One file is compiled, by a compiler that runs, and the answer is the same."""
+    check, asked = isa.VecISA.check_build, []
+
+    def counted(self: Any, code: str) -> bool:
+        asked.append(code)
+        return bool(check(self, code))
+
+    with mock.patch.object(isa.VecISA, "check_build", counted):
+        cpu_internals._begin(threading.Event())
+        ours, by_us = _found(), list(asked)
+        _forget()
+        assert _found() == ours
     assert ours
+    assert len(by_us) == 1
+    assert all(code in by_us[0] for code in asked[1:])
+    assert not any("check_build" in vars(each) for each in SETS)
+
+
+@AVX512
+def test_where_not_all_works_inductor_asks_by_itself() -> None:
+    """And nothing of what was assumed stays: here no compiler knows the instructions for bfloat16."""
+    with _checked(lambda each, code: "bf16" not in code) as asked:
+        cpu_internals._begin(threading.Event())
+        ours = _found()
     _forget()
-    assert _found() == ours
-    assert cpu_internals.config.cpp.vec_isa_ok is None
+    with _checked(lambda each, code: "bf16" not in code) as by_inductor:
+        theirs = _found()
+    assert ours == theirs
+    assert asked[1:] == by_inductor
+    assert not any("bf16" in flags for _, flags in ours)
 
 
-def test_the_header_does_not_wait_for_the_check_of_the_best_set() -> None:
-    begun, compiling = Beginning(), threading.Event()
-    cpu_known: list[bool] = []
-
-    def header() -> None:
-        cpu_known.append(begun.cpu.is_set())
-        compiling.set()
-
-    with (
-        _checked(lambda each: compiling.wait(20)) as asked,
-        mock.patch.object(cpu_internals, "_compile_header", side_effect=header) as compiled,
-    ):
-        cpu_internals._begin(begun)
-    assert cpu_known == [False]
-    assert compiled.call_count == 1
-    assert asked == [str(cpu_internals._expected())]
-    assert begun.cpu.is_set()
-    assert begun.header.is_set()
-
-
-@pytest.mark.skipif(len(cpu_internals.cpu_vec_isa.x86_isa_checker()) < 2, reason="a CPU with one set of instructions")
+@AVX512
 def test_where_the_best_set_does_not_work_another_is_taken() -> None:
-    """With a header of its own."""
-    best, begun = cpu_internals._expected(), threading.Event()
-    headers: list[list[str]] = []
+    best = cpu_internals.cpu_vec_isa.supported_vec_isa_list[0]
+    with _checked(lambda each, code: type(each) is not type(best)):
+        cpu_internals._begin(threading.Event())
+        assert str(best) not in dict(_found())
+        assert "avx2" in dict(_found())
 
-    def header() -> None:
-        headers.append(_found())
-        begun.set()
 
+def test_what_has_the_same_name_is_compiled_apart() -> None:
+    """As the two kinds of AMX, which Inductor asks for with functions of one name."""
+    codes = ['extern "C" void a() {}', 'extern "C" void b(int) {}', 'struct s {};\nextern "C" void a() {}']
+    with _checked(lambda each, code: True) as asked:
+        assert cpu_internals._works(isa.VecAVX2(), dict.fromkeys(codes, "-mavx2 -mfma"))
+    assert asked == ["\n".join(codes[:2]), codes[2]]
+
+
+def test_flags_of_all_that_is_asked_are_given_together() -> None:
+    flags: list[str] = []
+
+    def check(each: Any, code: str) -> bool:
+        flags.append(each.build_arch_flags())
+        return True
+
+    asked = isa.VecAVX2()
+    with _checked(check):
+        assert cpu_internals._works(asked, {"int a;": "-mavx2 -mfma", "int b;": "-mavx2 -mf16c"})
+    assert flags == ["-mavx2 -mfma -mf16c"]
+    assert asked.build_arch_flags() == isa.VecAVX2._arch_flags
+
+
+@pytest.mark.parametrize("chosen", ["cpp.simdlen", "cpp.vec_isa_ok", "ATEN_CPU_CAPABILITY"])
+def test_nothing_is_assumed_where_somebody_has_chosen(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if chosen == "ATEN_CPU_CAPABILITY":
+        monkeypatch.setenv(chosen, "avx2")
+    patched = {} if chosen == "ATEN_CPU_CAPABILITY" else {chosen: 256}
+    known = threading.Event()
     with (
-        _checked(lambda each: begun.wait(20) and each is not best),
-        mock.patch.object(cpu_internals, "_compile_header", side_effect=header),
+        _checked(lambda each, code: True),
+        isa.config.patch(patched),
+        mock.patch.object(cpu_internals, "_works") as works,
     ):
-        cpu_internals._begin(Beginning())
-        assert str(best) not in _found()
-    (assumed, taken) = headers
-    assert assumed[0] == str(best)
-    assert taken == assumed[1:]
+        cpu_internals._begin(known)
+    assert known.is_set()
+    assert not works.called
 
 
 def test_what_fails_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    begun = Beginning()
-    with mock.patch.object(cpu_internals, "_expected", side_effect=OSError("no compiler")), caplog.at_level("DEBUG"):
-        cpu_internals._begin(begun)
-    assert begun.cpu.is_set()
-    assert begun.header.is_set()
+    known = threading.Event()
+    with mock.patch.object(isa, "x86_isa_checker", side_effect=OSError("no compiler")), caplog.at_level("DEBUG"):
+        cpu_internals._begin(known)
+    assert known.is_set()
     assert "no compiler" in caplog.text
 
 
 def test_what_begins_is_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
-    monkeypatch.setattr(cpu_internals, "_begin", lambda new: (begun.append(new), new.cpu.set()))
+    monkeypatch.setattr(cpu_internals, "_begin", lambda known: (begun.append(known), known.set()))
     cpu_internals.begin()
     cpu_internals.begin()
     cpu_internals.wait_for_cpu()
