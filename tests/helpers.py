@@ -23,9 +23,10 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.capture import CaptureSpec, capture
 from graphshard.ir.graph import WAIT, fake, is_collective
+from graphshard.ir.make_table import build_table
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, NAMING_GROUPS, SCATTERED, SETTLED
-from graphshard.ir.params import ParamRow, build_table
+from graphshard.ir.params import ParamRow
 from graphshard.ir.precision import precision_of
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.units import find_units

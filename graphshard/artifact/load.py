@@ -36,8 +36,9 @@ from graphshard.codec.converter import read
 from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.errors import ArgumentError, ArtifactError, GraphshardError
 from graphshard.ir.given import path_of
+from graphshard.ir.make_table import build_table, named_parameters
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamTable, build_table, named_parameters
+from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.state import MISSING
 from graphshard.ir.subclasses import PRE, is_extended, shard_in

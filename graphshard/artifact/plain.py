@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from graphshard.artifact.exporter import in_mode
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import replacing
-from graphshard.ir.params import places_of
+from graphshard.ir.make_table import places_of
 from graphshard.ir.program import Phase, Program
 from graphshard.module.tracer import Tracer
 from graphshard.pipeline.observe import Observer

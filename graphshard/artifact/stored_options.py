@@ -22,7 +22,8 @@ from graphshard.artifact.facts import Policy
 from graphshard.artifact.fingerprint import differences, refuse, table_differences
 from graphshard.codec.passes import encode_pass
 from graphshard.codec.values import Decoder, encode
-from graphshard.ir.params import ParamTable, places_of
+from graphshard.ir.make_table import places_of
+from graphshard.ir.params import ParamTable
 from graphshard.ir.units import modules_of
 from graphshard.module.tracer import Tracer
 from graphshard.passes import MakePlan, Offload, Pass

@@ -32,7 +32,7 @@ from graphshard.ir.state import (
     places_in,
 )
 from graphshard.ir.text import brief
-from graphshard.pipeline.rules import consistent_values, saved_is_returned, wrong_values
+from graphshard.pipeline.graph_rules import consistent_values, saved_is_returned, wrong_values
 
 _OF_PARAMETERS = ("param", "part", "gathered", "grad", "accumulated", "partial", "pending", "piece")
 

@@ -50,8 +50,9 @@ from graphshard.ir.device_meshes import ExpertMeshes, axes_of_mesh
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.errors import CaptureError, DivergenceError, PeerError
 from graphshard.ir.kernel_strides import new_tracing_mode
+from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamTable, named_parameters
+from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Program, Slot
 from graphshard.ir.sizes import Size, find_sizes, lift_sizes

@@ -22,7 +22,7 @@ from graphshard.capture.capture import CaptureSpec, capture
 from graphshard.capture.hooks import hooks_of
 from graphshard.capture.repeats import PARTS, PLAIN, about_tensor, key_of
 from graphshard.ir.errors import CaptureError
-from graphshard.ir.params import named_parameters
+from graphshard.ir.make_table import named_parameters
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import Repeats, Uneven, captured_rows
 from graphshard.ir.torch_internals import replaced

@@ -9,7 +9,8 @@ from torch import nn
 
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import MaterializationError, ParameterError, UnsupportedError
-from graphshard.ir.params import ParamTable, places_of
+from graphshard.ir.make_table import places_of
+from graphshard.ir.params import ParamTable
 from graphshard.ir.torch_internals import transform_of
 from graphshard.runtime.shards import ParamRef
 

@@ -17,8 +17,8 @@ from graphshard.ir.classes import users_class
 from graphshard.ir.distributed_internals import ShardPlacementResult, is_replicated
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import answer_of
+from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import named_parameters
 from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
 from graphshard.ir.text import brief, visible
 

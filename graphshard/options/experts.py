@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.distributed_internals import ShardPlacementResult, is_part, mesh_of_both
 from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import EXPERT
-from graphshard.ir.params import chunk_range, named_parameters
+from graphshard.ir.params import chunk_range
 from graphshard.ir.subclasses import is_subclass
 from graphshard.ir.text import brief
 from graphshard.options.meshes import axes_by_role, check_placement, dims_named

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphshard.ir.distributed_internals import flattened_mesh, is_part, joined_mesh, mesh_of_both
 from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, OTHERS, REPLICATING, SHARDING, TENSOR
-from graphshard.ir.params import named_parameters
 from graphshard.ir.subclasses import is_subclass
 from graphshard.ir.text import brief
 

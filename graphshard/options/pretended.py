@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from graphshard.ir.distributed_internals import fake_world, track_draws
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import answer_of, check_function, is_int
+from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, MOST_RANKS, OTHERS, PIPELINE, TENSOR
-from graphshard.ir.params import named_parameters
 from graphshard.ir.text import brief
 from graphshard.options.checks import check_model
 from graphshard.options.options import Options

@@ -17,8 +17,9 @@ from graphshard.capture.capture import CaptureSpec
 from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import is_int
+from graphshard.ir.make_table import build_table
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamRow, build_table
+from graphshard.ir.params import ParamRow
 from graphshard.ir.precision import precision_of
 from graphshard.ir.text import brief
 from graphshard.ir.units import find_units

@@ -1,7 +1,8 @@
 """The order of passes on one screen; what is verified and recorded between them.
 
-`pipeline.py` is the order, and how users change it. `observe.py` is what happens between passes. `rules.py` has what
-must be true of a program, one function for each rule, and `verify.py` checks them.
+`pipeline.py` is the order, and how users change it. `observe.py` is what happens between passes. `rules.py` says what
+must be true of a program, and when; `graph_rules.py` and `sharding_rules.py` have a function for each rule, and
+`verify.py` checks them.
 
 * **Passes name the rules that they establish** (`Pass.establishes`), and every later pass must keep them. So
   `InsertCollectives` does not check what `Reorder` may break, and a pass of a user is checked like ours. A disabled

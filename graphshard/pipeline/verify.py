@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from graphshard.ir.errors import PassError
 from graphshard.ir.printer import print_nodes_around
 from graphshard.ir.program import Program
-from graphshard.pipeline.rules import ALWAYS, ESTABLISHED, LOWERED, REQUIRED, Rule
+from graphshard.pipeline.rules import ALWAYS, ESTABLISHED, LOWERED, REQUIRED
+from graphshard.pipeline.violations import Rule
 
 
 def verify(program: Program, author: str, *, complete: bool = False) -> None:

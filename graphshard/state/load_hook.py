@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.params import places_of
+from graphshard.ir.make_table import places_of
 
 
 @torch.no_grad()

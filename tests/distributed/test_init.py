@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
+from graphshard.ir.make_table import build_table
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import build_table
 from graphshard.ir.precision import precision_of
 from graphshard.ir.units import find_units
 from graphshard.runtime.shards import Storage, shard_module

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from graphshard.ir.make_table import build_table, named_parameters
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamRow, ParamTable, build_table, memory_order, named_parameters
+from graphshard.ir.params import ParamRow, ParamTable, memory_order
 from graphshard.ir.precision import Precision
 from graphshard.ir.units import find_units
 from tests.helpers import Blocks, Tied
