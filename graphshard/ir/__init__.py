@@ -2,8 +2,8 @@
 
 Everything else in the house is built on this room, and it imports nothing of the others. A `Program` (`program.py`)
 holds FX graphs with the meaning of their inputs and outputs, the mesh (`mesh.py`), the parameter table (`params.py`;
-`make_table.py` makes it), the plan (`plan.py`) and the history of what was done to it. `graph.py` has the questions that
-passes ask of a graph, and the one way in which they insert a node. `transport.py` says how a parameter travels.
+`make_table.py` makes it), the plan (`plan.py`) and the history of what was done to it. `graph.py` has the questions
+that passes ask of a graph, and the one way in which they insert a node. `transport.py` says how a parameter travels.
 `printer.py` and `fold.py` make text of it. `errors.py` has every error that a user can meet.
 
 * **A position in a plan is a number of compute nodes.** The compute order of a phase is fixed, so a plan is a list of
