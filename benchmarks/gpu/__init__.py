@@ -5,5 +5,6 @@ nothing from the others. What a part has found is on disk line by line, and stay
 
 `parts.py` runs the parts, `table.py` is what they find, `settings.py` the models and sizes. The parts themselves:
 `tests.py` (is it right), `artifact.py` (a file made without a GPU), `first.py` (seconds to the end of the first step),
-`predicted.py` (calibration, and what it predicts), `steps.py` (step time and memory beside others).
+`predicted.py` (calibration, and what it predicts), `steps.py` (step time and memory beside others: `variants.py`, each
+in a process of its own, `workers.py`).
 """

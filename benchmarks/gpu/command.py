@@ -106,7 +106,7 @@ def _part(args: argparse.Namespace) -> int:
     try:
         _measure(args, emit)
     except Exception as error:
-        from benchmarks.gpu.steps import said
+        from benchmarks.gpu.workers import said
 
         emit(Row(args.part, failed=True, note=said(error)))
     return int(bool(failed))

@@ -18,8 +18,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.settings import ROOT, Setup, world
-from benchmarks.gpu.steps import ranks, said, variants
+from benchmarks.gpu.steps import ranks
 from benchmarks.gpu.table import Emit, Row
+from benchmarks.gpu.variants import variants
+from benchmarks.gpu.workers import said
 
 # Variants, and whether caches are those of the process before.
 _ORDER = (

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import graphshard
 from benchmarks.gpu.settings import POLICY, WORLDS, Setup, Size, world
-from benchmarks.gpu.steps import ranks, said
+from benchmarks.gpu.steps import ranks
 from benchmarks.gpu.table import Emit, Row
+from benchmarks.gpu.workers import said
 from graphshard.cli.main import main as command
 from graphshard.measure.step_profile import StepProfile, Timing
 

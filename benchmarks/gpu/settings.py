@@ -28,7 +28,7 @@ WORLDS = (1, 8, 64)
 # Of the artifact: a file that was made elsewhere must be of this model and batch.
 IN_A_FILE = {"layers": 2, "dim": 256, "heads": 4, "hidden": 704, "seq": 128, "vocab": 1024}
 _BATCH_IN_A_FILE = 4
-# From here on four blocks of the largest size, and all variants, fit side by side.
+# From here on four blocks of the largest size fit, with what all variants hold between their turns.
 _LARGE_MEMORY = 100 * 2**30
 
 
@@ -82,7 +82,7 @@ class Setup:
     @classmethod
     def of(cls, *, dry: bool) -> Setup:
         """What a GPU is measured with, or the same in small on a CPU, where nothing is compiled."""
-        return cls("cpu", "eager", "aot_eager", 1, 1) if dry else cls("cuda", "inductor", "inductor", 8, 3)
+        return cls("cpu", "eager", "aot_eager", 1, 1) if dry else cls("cuda", "inductor", "inductor", 5, 3)
 
     @property
     def is_dry(self) -> bool:

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks.gpu import artifact, command, steps, tests
+from benchmarks.gpu import artifact, command, steps, tests, workers
 from benchmarks.gpu.parts import Part, run_parts
 from benchmarks.gpu.settings import Setup, world
 from benchmarks.gpu.table import Row, appending, markdown, rows_in
+from benchmarks.gpu.variants import names, variants
 
 ROOT = Path(__file__).parents[2]
 
@@ -175,7 +176,7 @@ def test_losses_that_differ() -> None:
 def test_kernels_are_counted_without_copies() -> None:
     names = ["Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "triton_poi_fused_0", "nvjet_tst_64x8"]
     events = [SimpleNamespace(name=name, device_type=DeviceType.CUDA) for name in names]
-    assert steps.num_kernels([*events, SimpleNamespace(name="aten::mm", device_type=DeviceType.CPU)]) == 2
+    assert workers.num_kernels([*events, SimpleNamespace(name="aten::mm", device_type=DeviceType.CPU)]) == 2
 
 
 def test_settings_are_left_out_when_no_time_is_left(monkeypatch) -> None:
@@ -187,16 +188,42 @@ def test_settings_are_left_out_when_no_time_is_left(monkeypatch) -> None:
 
 
 def test_a_variant_that_fails_keeps_no_other_from_running(monkeypatch) -> None:
-    def fails(*_: object) -> None:
-        raise ValueError("not today")
+    """One that cannot begin, and one whose process is gone, which is begun again for the next setting."""
+    lost: list[workers.Worker] = []
 
-    found = {"FSDP2": lambda model, mesh, tokens: lambda: torch.ones(()), "graphshard": fails}
-    monkeypatch.setattr(steps, "variants", lambda setup: found)
+    class Worker(workers.Worker):
+        def answer(self, end: float) -> object:
+            if self.process.name == "DDP" and not lost:
+                lost.append(self)
+                self.process.kill()
+                self.process.join()
+            return super().answer(end)
+
+    monkeypatch.setattr(steps, "Worker", Worker)
+    monkeypatch.setattr(steps, "names", lambda num_ranks: ["FSDP2", "no such variant", "DDP"])
+    sizes = list(steps.settings(Setup.of(dry=True)))[:2]
+    monkeypatch.setattr(steps, "settings", lambda setup: sizes)
     rows: list[Row] = []
-    steps.measure(Setup.of(dry=True), rows.append, seconds=60.0)
-    one_rank = [row for row in rows if row.setting.endswith("one rank")]
-    assert {row.variant: row.note for row in one_rank if row.failed} == {"graphshard": "ValueError: not today"}
-    assert [row.step is not None for row in one_rank if not row.failed] == [True]
+    steps.measure(Setup.of(dry=True), rows.append, seconds=120.0)
+    failed = [(row.variant, row.note) for row in rows if row.failed]
+    unknown = ("no such variant", "KeyError: 'no such variant'")
+    assert failed == [unknown, ("DDP", "its process ended with -9"), unknown]
+    assert [row.variant for row in rows if row.step is not None] == ["FSDP2", "FSDP2", "DDP"]
+
+
+def test_a_process_that_does_not_answer_is_ended() -> None:
+    worker = workers.Worker(Setup.of(dry=True), "FSDP2")
+    with pytest.raises(workers.FailedError, match="ended: no time is left"):
+        worker.answer(time.monotonic() + 0.1)
+    assert worker.process.exitcode == -9
+
+
+def test_each_variant_is_measured_somewhere() -> None:
+    """And those that are compared most in every world."""
+    everywhere = {"FSDP2", "FSDP2, compiled blocks", "graphshard", "graphshard, compile_step", "DDP"}
+    assert set(names(64)) == everywhere
+    assert set(names(1)) == everywhere | {"torch.compile, not sharded"}
+    assert set(names(8)) | set(names(1)) == set(variants(Setup.of(dry=True)))
 
 
 @pytest.mark.parametrize("variant", ["FSDP2", "graphshard", "DDP"])
@@ -205,7 +232,7 @@ def test_variants_train_as_a_rank_of_eight(variant: str) -> None:
     setup = Setup.of(dry=True)
     size = setup.sizes()[0]
     with world(setup, 8) as mesh:
-        step = steps.variants(setup)[variant](size.model("cpu"), mesh, size.tokens("cpu"))
+        step = variants(setup)[variant](size.model("cpu"), mesh, size.tokens("cpu"))
         assert step().shape == ()
 
 
@@ -220,7 +247,7 @@ def test_all_of_it_on_a_cpu(tmp_path: Path) -> None:
     rows = [Row(**row) for row in found["rows"]]
     assert {row.part for row in rows} == set(command.SHARES)
     measured = {row.variant for row in rows if row.part == "steps" and row.step}
-    assert measured == set(steps.variants(Setup.of(dry=True)))
+    assert measured == set(variants(Setup.of(dry=True)))
     assert {row.setting.rpartition(", ")[2] for row in rows if row.part == "steps"} == {
         *("one rank", "rank 0 of 8", "rank 0 of 64")
     }
