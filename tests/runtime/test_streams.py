@@ -174,7 +174,7 @@ def test_what_is_saved_is_complete_before_it_is_copied_back(reload: Callable[[An
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_casts_behind_reductions(fake_world: FakeWorld, shape: tuple[int, ...]) -> None:
     """They are regions on the compute stream, which has waited; it computes before it does, but at the very end."""
-    _, backward = bound(fake_world, shape, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    _, backward = bound(fake_world, shape, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
     last = "reduce " if len(shape) == 1 else "all_reduce "  # collective of a gradient
     found = [(*each, backward.lines) for each in waits(backward.lines) if each[1].bucket.startswith(last)]
     assert len(found) == 4
