@@ -8,6 +8,7 @@ else raises `Uneven`.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from graphshard.ir.graph import is_gathered
+from graphshard.ir.graph import is_collective, is_gathered
 from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.repeats import TEMPLATE, Few, Repeats, Uneven
@@ -65,7 +66,17 @@ class Alike:
             Uneven: they are not equal.
         """
         nodes = [node for node in self.phase.module.graph.nodes if node.op not in ("placeholder", "output")]
-        self.segments = self._segments(nodes)
+        *others, last = self._begins(nodes)
+        for begins in others:
+            try:
+                return self._found(nodes, begins)
+            except Uneven:
+                self.members, self.by_member = {}, {}
+        return self._found(nodes, last)
+
+    def _found(self, nodes: list[Node], begins: dict[int, int]) -> list[Output]:
+        """Compare the groups whose windows begin there."""
+        self.segments = self._segments(nodes, begins)
         self.group_at = {node: group for segment in self.segments for node, group in groups_of(segment)}
         for number, segment in enumerate(self.segments):
             for node, group, place in segment.aligned(self._inner(segment), self._key):
@@ -102,9 +113,15 @@ class Alike:
 
     # --- where groups are ---
 
-    def _segments(self, nodes: list[Node]) -> list[Segment]:
-        """One, or two in forward: at its end it may prepare what backward reads, from the last group to the first."""
+    def _begins(self, nodes: list[Node]) -> list[dict[int, int]]:
+        """Where windows may begin. Without gathers regions of backward are cut at reductions, inside of groups."""
         begins = begins_of(nodes, self.repeats, is_gathered if self.scheduled else None)
+        if begins or not (self.scheduled and self.descending):
+            return [begins]
+        return [_calls(nodes, self.repeats, behind=behind) for behind in (False, True)]
+
+    def _segments(self, nodes: list[Node], begins: dict[int, int]) -> list[Segment]:
+        """One, or two in forward: at its end it may prepare what backward reads, from the last group to the first."""
         order = in_order(begins, self.repeats, descending=self.descending)
         end = len(nodes)
         if not self.descending and not self.scheduled:
@@ -155,9 +172,27 @@ class Alike:
         if x in self.members and y in self.members:
             (family, group), (other_family, other_group) = self.members[x], self.members[y]
             distance = self._distance(group, one)
-            if (family, distance) == (other_family, self._distance(other_group, other)) and abs(distance) <= 1:
+            if (family, distance) == (other_family, self._distance(other_group, other)) and abs(distance) <= self._near:
+                return Of(family, distance)
+        if self._near > 1 and one == TEMPLATE and y in self.members and self._is_outside(x):
+            family, group = self.members[y]
+            distance = self._distance(group, other)
+            if distance == -2:
                 return Of(family, distance)
         raise Uneven(f"{x} and {y} do not correspond")
+
+    @property
+    def _near(self) -> int:
+        """How many groups away an argument may be.
+
+        Where parameters arrive in backward, the group behind may be computed again already: of the input of its first
+        operators, which the group behind that one has made. There is none behind the first one.
+        """
+        return 2 if self.scheduled and self.descending else 1
+
+    def _is_outside(self, node: Node) -> bool:
+        """Whether it is given to the phase, and not of a group."""
+        return node.op == "placeholder" and node not in self.members
 
     def _distance(self, group: int, window: int) -> int:
         """How many captured groups lie between."""
@@ -239,6 +274,27 @@ class Alike:
         return None if place is None else Member(replace(slot, name=place[1]), place[0])
 
 
+def _calls(nodes: list[Node], repeats: Repeats, *, behind: bool) -> dict[int, int]:
+    """By group, the last region that is called before its first reduction, or the first one behind the group before.
+
+    The latter computes the end of that group and its own begin, of which the last group or the first one may be others.
+    """
+    launches: dict[int, list[int]] = {}
+    for at, node in enumerate(nodes):
+        place = repeats.place_of(str(node.meta.get("unit", ""))) if is_collective(node) else None
+        if place is not None:
+            launches.setdefault(place[0], []).append(at)
+    calls = [at for at, node in enumerate(nodes) if node.op == "call_module"]
+    begins, last = {}, -1
+    for group in sorted(launches, reverse=True):
+        before = bisect.bisect_left(calls, launches[group][0]) - 1
+        index = bisect.bisect_right(calls, last) if behind else before
+        if 0 <= index < len(calls):
+            begins[group] = calls[index]
+        last = launches[group][-1]
+    return begins
+
+
 def few_of(program: Program, repeats: Repeats, params: ParamTable) -> Few:
     """What a partitioned program of the captured groups says of all of them.
 
@@ -251,13 +307,9 @@ def few_of(program: Program, repeats: Repeats, params: ParamTable) -> Few:
     if any(map(repeats.place_of, program.rewritten)):
         raise Uneven("backward writes buffers of blocks")
     saved: dict[str, Member] = {}
-    inputs: dict[str, tuple[int, ...]] = {}
     for name, phase in program.phases.items():
-        found = Alike(phase, repeats, saved, descending=name == "backward")
-        found.find()
-        members = (found.members.get(node) for node in phase.placeholders)
-        inputs[name] = tuple(i for i, member in enumerate(members) if member is not None and member.group == TEMPLATE)
-    return Few(repeats, params, inputs, saved)
+        Alike(phase, repeats, saved, descending=name == "backward").find()
+    return Few(repeats, params, saved)
 
 
 _MISSING = object()

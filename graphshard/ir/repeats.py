@@ -93,14 +93,21 @@ class Few:
     Attributes:
         repeats: the groups.
         params: the parameter table of all.
-        inputs: by phase, which of its inputs are of the group that the others are copies of.
         saved: what forward saves of groups, by name: what it is, and of which group.
     """
 
     repeats: Repeats
     params: ParamTable
-    inputs: Mapping[str, tuple[int, ...]]
     saved: Mapping[str, tuple[Any, int]]
+
+    def is_of_template(self, name: str, *, saved: bool) -> bool:
+        """Whether a value is of the group that the others are copies of.
+
+        Args:
+            saved: it is what forward saves, and its name says of no group.
+        """
+        found = self.saved.get(name, ("", -1))[::-1] if saved else self.repeats.place_of(name)
+        return found is not None and found[0] == TEMPLATE
 
 
 def captured_rows(params: ParamTable, repeats: Repeats) -> ParamTable:

@@ -23,7 +23,7 @@ from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Program, Slot
 from graphshard.ir.repeats import TEMPLATE, Repeats, Uneven
 from graphshard.ir.unfold import Frame
-from graphshard.ir.windows import Member, Ref, Segment, Shared, groups_of
+from graphshard.ir.windows import Member, Of, Ref, Segment, Shared, groups_of
 
 T = TypeVar("T")
 
@@ -134,9 +134,15 @@ class _Stamp(Alike):
             node.meta.update(self._named(node, group, group))
 
     def _arguments(self, node: Node, refs: list[Ref], group: int) -> Any:
-        """The arguments of the corresponding node of a group."""
-        found = iter([self._resolved(ref, group) for ref in refs])
-        return torch.fx.map_arg((node.args, node.kwargs), lambda _: next(found))
+        """The arguments of the corresponding node of a group; the first one keeps what is before all groups."""
+        left = iter(refs)
+
+        def argument(own: Node) -> Node:
+            ref = next(left)
+            outside = isinstance(ref, Of) and group + ref.distance < 0
+            return own if outside else self._resolved(ref, group)
+
+        return torch.fx.map_arg((node.args, node.kwargs), argument)
 
     def _meta(self, node: Node, group: int) -> dict[str, Any]:
         """What is known of the copy of a node of the template."""

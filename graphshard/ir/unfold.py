@@ -4,8 +4,9 @@
     all     0 | 1 | 2 ... N-4 | N-3 | N-2 | N-1
 
 A window begins with the first entry of its group. Two are equal if their entries are the same but for the group, where
-an entry may name groups up to two away from its own: what names N-3 in the window of 1 names 2 in the list of all. So
-the windows of all groups are known. Anything else raises `Uneven`. Of a backward groups follow each other downwards.
+an entry may name groups up to two away from its own: what names N-3 in the window of 1 names 2 in the list of all. A
+position may also be the end, as that to which parameters stay gathered. So the windows of all groups are known.
+Anything else raises `Uneven`. Of a backward groups follow each other downwards.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ T = TypeVar("T")
 _POSITIONS = ("at", "last", "start")
 # How many groups away an entry may name one: backward waits for the reductions of the block before the last one.
 _FAR = 2
+# What stands for the end in the place of a distance from the begin of a window.
+_END = 1 << 60
 # What stands for a block in a text: how many groups away it is, and which of the group.
 _MARK = re.compile("\0(-?\\d+):(\\d+)\0")
 
@@ -39,21 +42,28 @@ class Frame:
         repeats: the groups.
         groups: those that are there, in order.
         begins: by group, the position at which its window begins; for entries that have positions.
+        end: the last position, if entries may have it wherever their window is.
     """
 
     repeats: Repeats
     groups: Sequence[int]
     begins: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    end: int | None = None
 
     def relative(self, entry: T, window: int) -> T:
         """An entry of a window with distances in the place of groups; raises `Uneven` if one is far away."""
         begin = self.begins.get(window, 0)
-        return moved(entry, lambda text: self._marked(text, window), lambda at: at - begin)
+        return moved(entry, lambda text: self._marked(text, window), lambda at: _END if at == self.end else at - begin)
 
     def absolute(self, entry: T, window: int) -> T:
         """The entry of a window that is relative to it."""
         begin = self.begins.get(window, 0)
-        return moved(entry, lambda text: self._named(text, window), lambda at: at + begin)
+        end = self.end
+
+        def place(at: int) -> int:
+            return end if at == _END and end is not None else at + begin
+
+        return moved(entry, lambda text: self._named(text, window), place)
 
     def _marked(self, text: str, window: int) -> str:
         here = self.groups.index(window)
@@ -123,23 +133,26 @@ class Unfolding:
         descending: they follow each other from the last to the first.
         begins: of the captured groups, the position of each; empty where entries have no positions.
         ends: how many groups at the end have windows that differ from others.
+        end: the last position of the list of few, if entries may have it wherever their window is.
     """
 
     repeats: Repeats
     descending: bool
     begins: Mapping[int, int] = dataclasses.field(default_factory=dict)
     ends: int = 1
+    end: int | None = None
 
     @functools.cached_property
     def few(self) -> Frame:
         """The captured groups."""
-        return Frame(self.repeats, self.repeats.captured, self.begins)
+        return Frame(self.repeats, self.repeats.captured, self.begins, self.end)
 
     @functools.cached_property
     def all(self) -> Frame:
         """All groups."""
         groups = range(self.repeats.groups)
-        return Frame(self.repeats, groups, {group: self.begin(group) for group in groups} if self.begins else {})
+        begins = {group: self.begin(group) for group in groups} if self.begins else {}
+        return Frame(self.repeats, groups, begins, None if self.end is None else self.place(self.end))
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -204,6 +217,22 @@ class Unfolding:
                 found += [self.all.absolute(entry, other) for other in self.missing for entry in template]
             found += self._moved(windows[group], group, self.few, self.all, self.place)
         return found
+
+    def unfold_sums(self, entries: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """The list of all groups, of names with numbers that grow evenly from group to group.
+
+        Raises:
+            Uneven: they do not.
+        """
+        windows = self._windows(entries, self.few, lambda entry: entry)
+        numbers = [[number for _, number in windows[group]] for group in self.inner]
+        growth = {b - a for one, other in itertools.pairwise(numbers) for a, b in zip(one, other)}
+        if len(growth) != 1:
+            raise Uneven("blocks do not add evenly")
+        by = growth.pop()
+        even = [(name, n - i * by) for i, group in enumerate(self.order) for name, n in windows[group]]
+        whole = self._windows(self.unfold(even), self.all, lambda entry: entry)
+        return [(name, n + i * by) for i, window in enumerate(whole.values()) for name, n in window]
 
     def fold(self, entries: Sequence[T], key: Callable[[T], Any] = lambda entry: entry) -> list[T]:
         """The list of few groups of one of all; `unfold` makes that of it again if the groups are equal."""

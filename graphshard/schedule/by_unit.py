@@ -285,7 +285,7 @@ def account(
     """The most bytes of gathered parameters alive at once: each from its start to the last compute that reads it.
 
     Raises:
-        Uneven: of few of many equal blocks, as many more would be alive in all.
+        Uneven: of few of many equal blocks, as these differ.
     """
     layout, params = layout_of(phase), program.params
     position = {**layout.index, phase.module.graph.output_node(): len(layout.compute)}
@@ -303,8 +303,7 @@ def account(
             found.append((event.bucket, sum(size for _, size in alive)))
     if program.few is not None and found:
         unfolding = unfolding_of(program, groups[0][0].phase)
-        by_name = replace(unfolding, begins={})
-        by_name.unfold(found)
+        found = replace(unfolding, begins={}).unfold_sums(found)
     return max((size for _, size in found), default=0)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
@@ -21,7 +21,7 @@ from graphshard.ir.graph import is_view
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import LASTING, Phase, Planner, Program, Slot
-from graphshard.ir.repeats import TEMPLATE, Uneven
+from graphshard.ir.repeats import TEMPLATE, Few, Uneven
 from graphshard.ir.stamp import all_blocks
 from graphshard.ir.unfold import Unfolding
 from graphshard.ir.windows import begins_of, in_order
@@ -86,7 +86,7 @@ def unfolded_chain(
     if chain.own:
         raise Uneven("the model communicates")
     among = unfolding_of(program, chain.name)
-    items = replace(among, begins={group: bisect_left(cuts, begin) for group, begin in among.begins.items()})
+    items = _items(chain, cuts, among)
     found = [tuple(items.unfold(part) if part else ()) for part in (list(gathers), list(reductions))]
     whole = replace(
         chain,
@@ -96,6 +96,25 @@ def unfolded_chain(
         reductions=tuple(part.transfer for part in found[1]),
     )
     return Unfolded(whole, tuple(_cuts(cuts, items, among)), *found)
+
+
+def _items(chain: Chain, cuts: Sequence[int], among: Unfolding) -> Unfolding:
+    """Where the groups are among the items of a chain.
+
+    A window begins with the first item of its group. Where items are cut inside of groups, as at reductions alone, the
+    last item of the group before may be as different as that group is: then windows begin with what is cut before.
+    """
+
+    def items(bisect: Callable[[Sequence[int], int], int], back: int) -> Unfolding:
+        begins = {group: bisect(cuts, begin) - back for group, begin in among.begins.items()}
+        return replace(among, begins=begins, end=len(chain.seconds) - 1)
+
+    found = items(bisect_left, 0)
+    try:
+        found.spread(chain.seconds)
+    except Uneven:
+        return items(bisect_right, 1)
+    return found
 
 
 def _cuts(cuts: Sequence[int], items: Unfolding, among: Unfolding) -> Iterable[int]:
@@ -141,15 +160,14 @@ def _bytes_of_group(program: Program, phase_name: str, among: Unfolding) -> int:
     """Bytes of the inputs of one of the equal groups, and of what other phases alone are given of it."""
     assert program.few is not None
     phase, total = program.phases[phase_name], 0
-    nodes, index = phase.placeholders, layout_of(phase).index
-    for at in program.few.inputs[phase_name]:
-        node = nodes[at]
-        if phase.inputs[at].kind not in LASTING:
+    index = layout_of(phase).index
+    for node, slot in _inputs(phase, program.few):
+        if slot.kind not in LASTING:
             stack, last = [node], -1
             while stack:
                 for user in stack.pop().users:
                     last = max(last, index.get(user, -1))
-                    if is_view(user):
+                    if user not in index or is_view(user):  # or is what gathers a piece
                         stack.append(user)
             if last < among.begins[among.inner[0]]:
                 raise Uneven(f"{node} is not read by a block")
@@ -157,16 +175,18 @@ def _bytes_of_group(program: Program, phase_name: str, among: Unfolding) -> int:
     own = set(phase.inputs)
     beside = {
         slot: num_bytes(node)
-        for name, other in program.phases.items()
-        for node, slot in _inputs(other, program.few.inputs[name])
+        for other in program.phases.values()
+        for node, slot in _inputs(other, program.few)
         if slot.kind in LASTING and slot not in own
     }
     return total + sum(beside.values())
 
 
-def _inputs(phase: Phase, places: Sequence[int]) -> Iterator[tuple[Node, Slot]]:
-    nodes = phase.placeholders
-    return ((nodes[place], phase.inputs[place]) for place in places)
+def _inputs(phase: Phase, few: Few) -> Iterator[tuple[Node, Slot]]:
+    """Those of the group that those left out are copies of."""
+    for node, slot in phase.slot_of().items():
+        if few.is_of_template(slot.name, saved=slot.kind == "saved" and slot.of is None):
+            yield node, slot
 
 
 Of = tuple[CollectiveKind, str, str]

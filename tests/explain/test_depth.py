@@ -71,6 +71,17 @@ class Skips(Stack):
         return self.head(torch.stack(states).sum(0)).sum()
 
 
+class Normed(Block):
+    """Its first operators need no parameter: in backward the block before may wait for parameters behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
 class Attends(Block):
     """Attention on a CPU may draw random numbers, whose state a checkpoint saves."""
 
@@ -112,6 +123,28 @@ def test_blocks_that_are_computed_again() -> None:
 @pytest.mark.parametrize("other", [lambda: Block(width=16), Experts])
 def test_blocks_that_alternate(other: Any) -> None:
     assert compare(Stack([make() for _ in range(6) for make in (Block, other)]))
+
+
+@pytest.mark.parametrize(
+    ("block", "options"),
+    [
+        (Block, {}),
+        (Block, {"reshard_after_forward": False}),
+        (Block, {"reshard_after_forward": 2}),
+        (Normed, {"activation": "full"}),
+    ],
+    ids=["reshard", "keep", "in the node", "full"],
+)
+def test_no_pass_is_of_every_block(block: type[Block], options: dict[str, Any]) -> None:
+    """Whether parameters stay gathered, or in part, or blocks are computed again: graphs are of few to the end."""
+    refused = AssertionError("every block")
+    with (
+        mock.patch("graphshard.explain.programs.all_blocks", side_effect=refused),
+        mock.patch("graphshard.schedule.few.all_blocks", side_effect=refused),
+        mock.patch("graphshard.schedule.by_cost.all_blocks", side_effect=refused),
+        mock.patch("graphshard.explain.programs.stamp", side_effect=refused),
+    ):
+        assert compare(Stack([block() for _ in range(9)]), **options)
 
 
 def test_less_is_saved() -> None:

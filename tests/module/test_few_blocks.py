@@ -20,7 +20,7 @@ from graphshard.ir.program import Program
 from graphshard.module.few_blocks import VARIABLE
 from graphshard.schedule.by_cost import PlanByCost
 from tests.conftest import FakeWorld
-from tests.explain.test_depth import Attends, Block, Experts, Skips, Stack, UsesItsIndex
+from tests.explain.test_depth import Attends, Block, Experts, Normed, Skips, Stack, UsesItsIndex
 from tests.ranks import Ranks
 
 BATCH = (torch.zeros(2, 4, dtype=torch.long),)
@@ -187,6 +187,15 @@ def test_buffers_that_blocks_write(fake_world: FakeWorld, monkeypatch: pytest.Mo
 def test_options(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     fake_world(4)
     assert compare(Stack([Attends() for _ in range(7)]), monkeypatch, **options)
+
+
+@pytest.mark.parametrize("options", [{"activation": "full"}, {"reshard_after_forward": 2}, {}], ids=str)
+def test_blocks_that_begin_without_parameters(
+    fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Backward computes a part of one block again before that block's parameters arrive."""
+    fake_world(4)
+    assert compare(Stack([Normed() for _ in range(9)]), monkeypatch, **options) == (options != {})
 
 
 @pytest.mark.parametrize("odd", [lambda: Block(scale=0.5), lambda: Block(width=16)])
