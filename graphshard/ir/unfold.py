@@ -66,6 +66,8 @@ class Frame:
         return moved(entry, lambda text: self._named(text, window), place)
 
     def _marked(self, text: str, window: int) -> str:
+        if self.repeats.path not in text:
+            return text
         here = self.groups.index(window)
 
         def mark(found: re.Match[str]) -> str:
@@ -114,12 +116,12 @@ def moved(entry: T, name: Callable[[str], str], place: Callable[[int], int]) -> 
         value = tuple(moved(each, name, place) for each in value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         changes: dict[str, Any] = {}
-        for field in dataclasses.fields(value):
-            part = getattr(value, field.name)
-            if field.name in _POSITIONS and part is not None and part >= 0:
-                changes[field.name] = place(part)
+        for field in _fields(type(value)):
+            part = getattr(value, field)
+            if field in _POSITIONS and part is not None and part >= 0:
+                changes[field] = place(part)
             elif isinstance(part, (str, tuple)) or dataclasses.is_dataclass(part):
-                changes[field.name] = moved(part, name, place)
+                changes[field] = moved(part, name, place)
         value = dataclasses.replace(value, **changes)
     return cast("T", value)
 
@@ -282,6 +284,12 @@ def _first_difference(windows: Sequence[Sequence[Any]]) -> str:
         if any(entry != entries[0] for entry in entries):
             return " and ".join(map(str, entries))
     return ""
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    """Names of the fields of a dataclass."""
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 @functools.cache

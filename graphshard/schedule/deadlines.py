@@ -28,6 +28,7 @@ from graphshard.schedule.problem import Chain, Link, Rate, Transfer
 from graphshard.schedule.rates import lines_below, tensor_below
 
 _Numbers = NDArray[np.float64]
+_NONE: _Numbers = np.zeros(0)
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,22 @@ class Jobs:
             cuts.append(int(before[cuts[-1]]))
         return cuts[-2::-1]
 
+    def _up_to(self, end: int, first: int) -> tuple[_Numbers, _Numbers | float]:
+        """Seconds of the buckets that end before a transfer, by where they begin, and of what they wait for."""
+        begin, costs, leads = self._known.get(end, (end, _NONE, _NONE))
+        if first < begin:
+            begin = max(0, 2 * first - end)  # a longer step asks for more
+            members = self.came[end] - self.came[begin:end], self.tensors[end] - self.tensors[begin:end]
+            costs = self.costs(*members)
+            leads = _NONE if self.lead is None else self.lead(*members)
+            self._known[end] = begin, costs, leads
+        return costs[first - begin :], 0.0 if self.lead is None else leads[first - begin :]
+
+    @cached_property
+    def _known(self) -> dict[int, tuple[int, _Numbers, _Numbers]]:
+        """By the end of buckets: where the first of them begins, and `_up_to` of those."""
+        return {}
+
     def _met(self, seconds: float) -> tuple[_Numbers, NDArray[np.int64]]:
         num = len(self.behind)
         # Rounding must not make that impossible which is just possible.
@@ -127,16 +144,17 @@ class Jobs:
         work[0] = 0.0
         first = 0
         for end in range(1, num + 1):
-            members = self.came[end] - self.came[first:end], self.tensors[end] - self.tensors[first:end]
-            ends = self.costs(*members) + work[first:end]
-            late = ends > deadline[first:end] - (0.0 if self.lead is None else self.lead(*members))
+            costs, leads = self._up_to(end, first)
+            ends = costs + work[first:end]
+            late = ends > deadline[first:end] - leads
+            shortest = int(late.argmin())
+            if late[shortest]:
+                break
             ends[late] = math.inf
             best = int(ends.argmin())
-            if ends[best] == math.inf:
-                break
             work[end], before[end] = ends[best], first + best
             # A bucket that is too long for its deadline is no shorter with more in it.
-            first += int(np.isfinite(ends).argmax())
+            first += shortest
         return work, before
 
 
