@@ -20,8 +20,10 @@ from graphshard.ir.text import format_bytes, format_seconds
 from graphshard.schedule.clock import Call, Wait
 from graphshard.schedule.timeline import Estimate, Step
 
-# Of the critical path: communication below this share is not what limits a step.
-_NEGLIGIBLE = 0.02
+# Of the critical path: up to this share of communication, compute is what limits a step.
+HIDDEN = 0.1
+# Below this share nothing about communication helps.
+NEGLIGIBLE = 0.02
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,14 @@ def parts_of(timeline: Estimate) -> Parts:
 
 def limit_of(timeline: Estimate) -> str:
     """ "link", "head", "tail" or "model": of the critical path the longest of them; "compute" if they are short."""
+    return _longest(timeline, HIDDEN)
+
+
+def _longest(timeline: Estimate, share: float) -> str:
+    """Of the critical path what is not compute and the longest; "compute" if all of that is no more than a share."""
     parts = parts_of(timeline)
     seconds = {name: _seconds(getattr(parts, name)) for name in ("head", "tail", "link", "model")}
-    if sum(seconds.values()) <= _NEGLIGIBLE * timeline.seconds:
+    if sum(seconds.values()) <= share * timeline.seconds:
         return "compute"
     return max(seconds, key=lambda name: seconds[name])
 
@@ -94,6 +101,11 @@ def advise(
     parts, gains = parts_of(timeline), timeline.dag.gains(timeline.dag.end)
     if limit == "memory":
         yield _memory(program, costs, tokens, memory)
+    if limit == "compute":
+        share = _seconds(parts.compute) / timeline.seconds
+        limit = _longest(timeline, NEGLIGIBLE)
+        most = "only faster kernels or less recomputation help" if limit == "compute" else "faster kernels help most"
+        yield f"compute is {share:.1%} of the critical path; {most}"
     if communication > compute:
         rates = {dtype: costs.profile.rate(dtype) for dtype in flop}
         speeds = {dtype: rate.peak * min(rate.matmul, costs.profile.sustained) for dtype, rate in rates.items()}
@@ -124,9 +136,6 @@ def advise(
                 f"which no schedule hides; {_shorter(gains.get(worst.event, 0.0))} without it: make its unit smaller "
                 "with units=, or more tokens per rank"
             )
-    if limit == "compute":
-        share = _seconds(parts.compute) / timeline.seconds
-        yield f"compute is {share:.1%} of the critical path; only faster kernels or less recomputation help"
 
 
 def _model(program: Program, costs: Costs, timeline: Estimate, steps: list[Step]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from graphshard.cost.costs import Costs, maximum
 from graphshard.cost.model_collectives import MODEL_KINDS
 from graphshard.cost.multiplications import Scalar
 from graphshard.cost.samples import sampled
+from graphshard.explain.advice import HIDDEN, NEGLIGIBLE
 from graphshard.explain.course import ADDED, Course, Stage, saved_bytes
 from graphshard.explain.cut import BlockCut, Blocks, Stages
 from graphshard.explain.explanation import Explanation
@@ -31,8 +32,6 @@ from graphshard.ir.text import format_bytes
 from graphshard.schedule.stages import StageSeconds, even_counts, most_alive, run_stages
 from graphshard.schedule.timeline import timed_events
 
-# A bubble below this share of the step is not what limits it.
-_NEGLIGIBLE = 0.02
 # What takes less memory.
 _LESS = 'activation="full", fewer sequences in a microbatch, more ranks that shard, or more stages'
 
@@ -259,16 +258,15 @@ class PipelineStep:
             return "memory", (f"{where} needs {format_bytes(need)}, {format_bytes(room)} are there: {_LESS}",)
         once = head.limit if head.limit in ("head", "tail", "link") else "link"
         lost = {"bubble": found.bubble_s, "model": found.model_comm_s, once: exposed - found.model_comm_s}
-        limit = max(lost, key=lost.__getitem__)
-        if sum(lost.values()) <= _NEGLIGIBLE * step:
-            limit = "compute"
-        if limit == "bubble":
+        worst, share = max(lost, key=lost.__getitem__), sum(lost.values()) / step
+        limit = worst if share > HIDDEN else "compute"
+        if worst == "bubble" and share > NEGLIGIBLE:
             count, stages = self.course.microbatches, self.course.stages
             return limit, (
                 f"ranks wait for other stages for {found.bubble_s / step:.1%} of the step, with {count} microbatches "
                 f"for {stages} stages: more microbatches (a larger batch, or fewer sequences in each), or fewer stages",
             )
-        return limit, head.advice if head.limit == limit else ()
+        return limit, head.advice if head.limit in (limit, worst) else ()
 
     def _range(self, step: float) -> tuple[float, float]:
         """Between which seconds the step lies, as far as constants of the profile are known."""

@@ -417,6 +417,27 @@ def test_a_slow_bucket_is_named(study):
         assert f"the step would be {format_seconds(gain)} shorter without it" in line
 
 
+@pytest.mark.parametrize(("compute", "limit"), [(24.0, "compute"), (8.0, "tail")])
+def test_a_step_that_computes_nearly_all_the_time_is_limited_by_that(study, compute: float, limit: str):
+    """96 % of compute beside one reduction, and 89 %: the advice names the reduction in both."""
+    found = study.explain((RANKS,), graphshard.load_profile("h100"), "isolated")
+    call = next(event for event in found._timeline.events if isinstance(event, Call))
+    slow = next(e for e in found._timeline.events if isinstance(e, Launch) and e.kind == "reduce")
+    slow, long = dataclasses.replace(slow, seconds=1.0), dataclasses.replace(call, seconds=compute)
+    events = [long, slow, Wait(slow.name, slow.phase, 1, None, 1)]
+    times = run(events, 0.0)
+    phases = {"forward": (0.0, times.step(events))}
+    timeline = dataclasses.replace(
+        found._timeline, events=events, times=times, phases=phases, steps=list(steps_of(events, times)), compute=compute
+    )
+    assert limit_of(timeline) == limit
+    about = {"limit": limit, "tokens": 1, "flop": {"bfloat16": 1.0}, "memory": {}}
+    advice = list(advise(found._program, found._costs, timeline, **about))
+    assert advice[-1].startswith(f"the tail is {slow.name}")
+    if limit == "compute":
+        assert advice[0] == "compute is 96.0% of the critical path; faster kernels help most"
+
+
 def test_advice_is_right(study):
     """With somewhat more tokens than the advice names, communication does hide; with a quarter it does not."""
     h100 = graphshard.load_profile("h100")
