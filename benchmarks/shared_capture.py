@@ -79,7 +79,7 @@ def measure(layers: int, found: dict[str, float]) -> None:
         with timed(found, "compare"):  # and once more below
             search = ProgramCache(Path("nowhere"), 1).search(runner, model, signature)
         assert search is not None
-        watching = search.watching() if what == "watched" else None
+        watching = search.watching if what == "watched" else contextlib.nullcontext
         observer = Observer("ends", None, runner.passes.passes, lambda _: None)
         with mock.patch.object(MakePlan, "rewrite", rewrite), timed(found, what), forget_sources():
             program, _ = runner.tracer.trace(

@@ -60,9 +60,10 @@ class ProgramCache:
         """What is to be found or kept for a call; None if nothing can be, and the log says why."""
         tracer = maker.tracer
         try:
-            problem, facts = problem_of(module, tracer), {}
+            problem, put, facts = problem_of(module, tracer), [], {}
             if not problem:
-                facts = facts_of(module, tracer, signature)
+                put = put_into_torch()
+                facts = facts_of(module, tracer, signature, put)
                 text = json.dumps(facts, sort_keys=True, allow_nan=False)
         except Exception as error:  # of values that no file can hold
             problem = f"{type(error).__name__}: {error}"
@@ -70,7 +71,7 @@ class ProgramCache:
             log.info("cache: %s is neither looked for nor kept: %s", tracer.label, problem)
             return None
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
-        return Search(self, maker, module, signature, json.loads(text), key)
+        return Search(self, maker, module, signature, json.loads(text), key, put)
 
     def warn(self, message: str, *args: Any) -> None:
         """Say once what is wrong with the directory."""
@@ -86,6 +87,7 @@ class Search:
     Attributes:
         facts: what is known before the capture, by name.
         key: their hash.
+        put: what others have put into torch.
     """
 
     cache: ProgramCache
@@ -94,6 +96,7 @@ class Search:
     signature: Signature
     facts: dict[str, Any]
     key: str
+    put: list[tuple[str, Any]]
     _ran: Ran | None = field(default=None, init=False)
     _before: dict[str, str] = field(default_factory=dict, init=False)
 
@@ -148,7 +151,7 @@ class Search:
 
     def _walk(self, codes: list[list[str]], names: frozenset[str], files: list[str]) -> Walk:
         walk = walk_of(self.module, codes, names)
-        for name, value in put_into_torch():
+        for name, value in self.put:
             walk.visit(f"put into torch: {name}", value)
         walk.items["files of torch and Python"] = files_of(files)
         return walk
@@ -201,10 +204,11 @@ class Search:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the capture, which runs in the block."""
-        self._before = walk_of(self.module, [], frozenset()).items
-        with watching() as self._ran:
+        """Watch a capture, which runs in the block: one of few blocks at first, and one of all if those differ."""
+        self._before = self._before or walk_of(self.module, [], frozenset()).items
+        with watching() as ran:
             yield
+        self._ran = ran if self._ran is None else self._ran.and_(ran)
 
     def keep(self, program: Program, partitioned: Partitioned | None) -> None:
         """Write a program that was captured while watched; if it cannot be kept, the log says why."""
@@ -231,9 +235,10 @@ class Search:
         changed = [name for name in (*now, *self._before) if now.get(name) != self._before.get(name)]
         if changed:
             return f"its capture changes {changed[0]}"
+        self.put = put_into_torch()
         codes, names = [list(code) for code in codes_that_ran(ran)], names_in(ran)
         walk = self._walk(codes, names, sorted(ran.files))
-        problems = [*walk.problems, *not_reached(walk, ran)]
+        problems = [*walk.problems, *not_reached(self.module, ran, self.put)]
         if problems:
             log.debug("cache: %s is not kept: %s", self._label, "; ".join(problems))
             return problems[0]

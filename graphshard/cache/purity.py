@@ -13,9 +13,10 @@ _PURE = frozenset(
     {
         *("math", "cmath", "functools", "itertools", "operator", "collections", "dataclasses", "enum", "typing", "abc"),
         *("types", "copy", "contextlib", "warnings", "logging", "re", "string", "numbers", "fractions", "decimal"),
-        *("statistics", "bisect", "heapq", "textwrap", "inspect", "builtins", "weakref", "traceback", "threading"),
-        *("random", "secrets", "uuid", "hashlib", "json", "pprint", "reprlib", "keyword", "struct", "array"),
-        *("contextvars", "__future__", "posixpath", "ntpath"),
+        *("statistics", "bisect", "heapq", "textwrap", "builtins", "weakref", "random", "hashlib", "json", "pprint"),
+        *("reprlib", "keyword", "struct", "array", "contextvars", "__future__", "posixpath", "ntpath", "copyreg"),
+        *("_abc", "_bisect", "_collections", "_collections_abc", "_contextvars", "_decimal", "_functools", "_heapq"),
+        *("_json", "_operator", "_pydecimal", "_sre", "_statistics", "_struct", "_weakref", "_weakrefset"),
     }
 )
 _PURE_OF = {
@@ -31,19 +32,35 @@ _PURE_OF = {
         "maxunicode",
     },
     "pathlib": {"PurePath", "PurePosixPath"},
+    "datetime": {"timedelta", "timezone"},
+    "threading": {"Lock", "RLock"},
+    "_thread": {"lock", "RLock", "allocate_lock"},
+    "inspect": {
+        *("signature", "Signature", "Parameter", "isfunction", "isclass", "ismethod", "isbuiltin", "isabstract"),
+        *("isgeneratorfunction", "iscoroutinefunction", "getattr_static", "unwrap", "getfullargspec"),
+    },
 }
+# What may be asked of functions and classes, and is no part of their digest.
+UNCOMPARED = frozenset(
+    {
+        *("__doc__", "__annotations__", "__code__", "__subclasses__", "__dataclass_fields__", "__closure__"),
+        *("getsource", "getsourcelines", "getdoc", "get_type_hints", "annotation", "metadata", "co_firstlineno"),
+        *("f_lineno", "tb_lineno", "f_back", "tb_frame", "gi_frame"),
+    }
+)
 _PURE_PATHS = {"join", "basename", "dirname", "splitext", "split", "sep"}
 
 
 def impure_function(value: Any) -> str:
-    """Why a function that was imported by name may return something else; "" if it does not."""
-    module = getattr(value, "__module__", None)
-    if not isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) or not isinstance(module, str):
+    """Why a function or class that was imported by name may return something else; "" if it does not."""
+    kinds = (types.FunctionType, types.BuiltinFunctionType, type)
+    module = getattr(value, "__module__", None) if isinstance(value, kinds) else None
+    if not isinstance(module, str):
         return ""
     root = module.partition(".")[0]
     if root == "genericpath":
         return f"asks the file system ({value.__name__})"
-    if origin_of_module(root) != "python" or root in _PURE or root.startswith("_"):
+    if origin_of_module(root) != "python" or root in _PURE:
         return ""
     if value.__name__ in _PURE_OF.get(root, ()):
         return ""

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from graphshard.capture.signature import Signature
 from graphshard.codec.converter import PASSES, class_name, write
 from graphshard.ir.classes import users_class
 from graphshard.ir.surroundings import instruction_set, own_files, settings, variables
-from graphshard.ir.torch_internals import modes_of_functions
+from graphshard.ir.torch_internals import kernels_in_python, modes_of_functions
 from graphshard.module.tracer import Tracer
 from graphshard.passes import MakePlan
 from graphshard.schedule.by_cost import PlanByCost
@@ -51,8 +51,11 @@ def problem_of(model: nn.Module, tracer: Tracer) -> str:
     return ""
 
 
-def facts_of(model: nn.Module, tracer: Tracer, signature: Signature) -> dict[str, Any]:
+def facts_of(model: nn.Module, tracer: Tracer, signature: Signature, put: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """All that is known before the capture, by what it is called in messages, as plain data.
+
+    Args:
+        put: what `put_into_torch` has found.
 
     Raises:
         Exception: something of it cannot be written down.
@@ -66,7 +69,8 @@ def facts_of(model: nn.Module, tracer: Tracer, signature: Signature) -> dict[str
         "settings of torch": settings(),
         "environment variables": variables(),
         "names in torch": _names_in_torch(),
-        "functions put into torch": sorted(name for name, _ in put_into_torch()),
+        "kernels in Python": kernels_in_python(),
+        "functions put into torch": sorted(name for name, _ in put),
         "model": f"{users_class(model).__module__}.{users_class(model).__qualname__}",
         "entry": [tracer.name, spec.method, spec.forward_class.__qualname__],
         "call": write(signature),

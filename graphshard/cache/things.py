@@ -32,7 +32,11 @@ _OF_FULLY_SHARD = "__composable_api_state_key"
 # What calls of a hook depend on besides.
 _KINDS_OF_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 # Code with these names may look at all attributes.
-_LISTS = {"__dict__", "vars", "dir", "getmembers"}
+_LISTS = {"__dict__", "vars", "dir", "getmembers", "getattr", "attrgetter", "__getattribute__"}
+# Bases of classes that read no attributes of their objects by themselves.
+_READ_NOTHING = {"builtins.object", "abc.ABC", "typing.Generic", "typing.Protocol", "torch.nn.modules.module.Module"}
+
+_CLOCKS = {"now", "today", "utcnow"}
 
 
 class _Contents(NamedTuple):
@@ -187,6 +191,8 @@ class Things:
         module = kind.__module__
         if module.partition(".")[0] == "typing" or isinstance(value, types.GenericAlias):
             return repr(value)
+        if module == "datetime" and self._names is not None and not _CLOCKS.isdisjoint(self._names):
+            return self._opaque(value)  # it may be asked for the time
         if module in ("datetime", "decimal", "fractions", "ipaddress", "uuid"):
             return f"{module} {value!r}"
         if kind is object:  # told from others by what it is not
@@ -200,26 +206,31 @@ class Things:
                 return f"{self._class_name(kind)} {plain.__repr__(value)} {self._attributes(value)}"
         if isinstance(value, type(os.environ)):  # what is read of it is recorded
             return "environ"
-        if not isinstance(getattr(value, "__dict__", None), dict) and not slots_of(kind):
+        if not isinstance(getattr(value, "__dict__", None), dict) and not _slots_of(kind):
             return self._opaque(value)
         return f"{self._class_name(kind)} {self._attributes(value)}"
 
     def _attributes(self, value: Any) -> str:
         found = dict(getattr(value, "__dict__", None) or {})
-        for name in slots_of(type(value)):
+        for name in _slots_of(type(value)):
             try:
                 found[name] = object.__getattribute__(value, name)
             except AttributeError:
                 continue
-        return self._named(found)
+        return self._named(found, all_=not _is_read_by_users(type(value)))
 
-    def _named(self, attributes: Mapping[str, Any]) -> str:
-        """Attributes by name. One that cannot be compared does not matter if no code that ran has its name."""
+    def _named(self, attributes: Mapping[str, Any], *, all_: bool = False) -> str:
+        """Attributes by name. One that cannot be compared does not matter if no code that ran has its name.
+
+        Args:
+            all_: other code than that may read them.
+        """
         parts = []
         for name, value in attributes.items():
             before, known, self._name = len(self.problems), len(self._known), name
             parts.append(f"{name} {self._token(value)}")
-            if len(self.problems) > before and self._names is not None and name not in self._names:
+            unnamed = not all_ and self._names is not None and name not in self._names
+            if len(self.problems) > before and unnamed:
                 del self.problems[before:]
                 for key in list(self._known)[known:]:  # where it has another name, it is visited again
                     del self._known[key]
@@ -240,6 +251,25 @@ class Things:
             marks = [[key in own.get(other, ()) for other in _KINDS_OF_HOOKS] for key in users]
             parts.append(f"{kind} {self._tokens(users.values())} {marks}")
         theirs = {n: v for n, v in own.items() if n not in _TORCHS and not n.startswith(_OF_FULLY_SHARD)}
-        parts.append(self._named(theirs))
+        parts.append(self._named(theirs, all_=not _is_read_by_users(users_class(module))))
         parts.append(self._named(own["_modules"]))
         return " ".join(parts)
+
+
+def _slots_of(cls: type) -> list[str]:
+    """Names that objects of a class have in slots, private ones as Python stores them."""
+    private = (
+        (f"_{base.__name__.lstrip('_')}{name}", name)
+        for base in cls.__mro__
+        for names in [vars(base).get("__slots__", ())]
+        for name in ([names] if isinstance(names, str) else names)
+    )
+    return [*slots_of(cls), *(stored for stored, name in private if name.startswith("__") and not name.endswith("__"))]
+
+
+def _is_read_by_users(cls: type) -> bool:
+    """Whether attributes of a class's objects are read by code of the user's alone."""
+    return all(
+        origin_of_module(base.__module__) == "users" or f"{base.__module__}.{base.__qualname__}" in _READ_NOTHING
+        for base in cls.__mro__
+    )

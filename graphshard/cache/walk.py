@@ -23,15 +23,15 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from graphshard.cache.codes import codes_that_ran, digest_of, named_function
-from graphshard.cache.purity import impure_function, impure_names
+from graphshard.cache.codes import codes_that_ran, digest_of, named_function, names_in
+from graphshard.cache.purity import UNCOMPARED, impure_function, impure_names
 from graphshard.cache.things import Things
 from graphshard.cache.watching import Ran, origin_of_code, origin_of_module
 from graphshard.capture.outer import following, imported, named_in
@@ -48,13 +48,23 @@ _OF_CLASSES = frozenset(
         *("__parameters__", "__slots__", "__match_args__", "__annotate_func__", "__annotations_cache__"),
     }
 )
+# Of loggers: what every one has, and what asks for the level.
+_OF_LOGGERS = frozenset(vars(logging.Logger("")))
+_OF_LEVELS = frozenset({"level", "isEnabledFor", "getEffectiveLevel"})
 # Built-in functions that reach what code does not name.
 _REACH_ALL = frozenset({"eval", "exec", "globals", "__import__", "compile", "open", "input"})
-_IGNORED_TYPES = (type(threading.Lock()), type(threading.RLock()), threading.local)
+# ... and those that return something else at each launch.
+_OF_A_PROCESS = frozenset({"id", "hash"})
+_IGNORED_TYPES = (type(threading.Lock()), type(threading.RLock()))
 
 
 class Walk(Things):
     """Visits what code can read; functions that ran with the globals that they name."""
+
+    def __init__(self, ran: Collection[str] = (), names: Collection[str] | None = None) -> None:
+        super().__init__(ran, names)
+        self._all = 0
+        self._read: set[int] = set()
 
     def _content(self, value: Any) -> str:
         for kinds, describe in _DESCRIBE:
@@ -66,13 +76,20 @@ class Walk(Things):
         """A class by its name, and by its contents if it is not torch's or Python's."""
         cls = vars(cls).get(MADE_OF, cls)
         name = f"{cls.__module__}.{cls.__qualname__}"
-        return name if origin_of_module(cls.__module__) != "users" else f"{name} {self._token(cls)}"
+        is_users = origin_of_module(cls.__module__) == "users"
+        return f"{name} {self._token(cls) if is_users or issubclass(cls, nn.Module) else ''}"
+
+    def _put_in(self, cls: type) -> str:
+        """Settings in a class of torch's modules: it has some, and somebody may have put others there."""
+        found = vars(cls).items() if issubclass(cls, nn.Module) else ()
+        kept = {n: v for n, v in found if n not in _OF_CLASSES and (isinstance(v, PLAIN) or is_container(v))}
+        return self._named(kept) if kept else ""
 
     def _class(self, cls: type) -> str:
         cls = vars(cls).get(MADE_OF, cls)
         name = f"class {cls.__module__}.{cls.__qualname__}"
         if origin_of_module(cls.__module__) != "users":
-            return name
+            return f"{name} {self._put_in(cls)}"
         bases = [self._class_name(base) for base in cls.__bases__]
         own = {key: value for key, value in vars(cls).items() if key not in _OF_CLASSES}
         fields = list(vars(cls).get("__dataclass_fields__", ()))
@@ -88,9 +105,18 @@ class Walk(Things):
         self.reached.update(map(digest_of, codes_of(function.__code__)))
         parts = [name, digest, self._tokens(function.__defaults__ or ()), self._named(function.__kwdefaults__ or {})]
         parts += [self._cells(function), self._named(vars(function))]
-        if digest in self._ran:
+        if digest in self._ran or self._all:
+            self._read.add(id(function))
             parts.append(self._read_by(function))
         return " ".join(parts)
+
+    def _token(self, value: Any) -> str:
+        found = super()._token(value)
+        if self._all and type(value) is types.FunctionType and id(value) not in self._read:
+            self._read.add(id(value))  # it was visited as one that did not run
+            if origin_of_code(value.__code__, str(value.__globals__.get("__name__", ""))) == "users":
+                self._write(f"{found} {self._read_by(value)}")
+        return found
 
     def _context(self, value: Any) -> str:
         """A context manager that a generator makes: before it runs, it is what it is made of."""
@@ -99,11 +125,23 @@ class Walk(Things):
         return f"context {self._tokens((value.func, value.args, value.kwds))}"
 
     def _cached(self, function: Any) -> str:
-        """What it returns may have been computed before: its code counts as if it ran."""
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        if code is not None:
-            self._ran.add(digest_of(code))
-        return f"cached {self._token(function.__wrapped__)}"
+        """What it returns may have been computed before: its code, and all that it calls, counts as if it ran."""
+        self._all += 1
+        try:
+            return f"cached {self._token(function.__wrapped__)}"
+        finally:
+            self._all -= 1
+
+    def _logger(self, logger: logging.Logger) -> str:
+        own = {name: value for name, value in vars(logger).items() if name not in _OF_LOGGERS}
+        asked = self._names is None or not _OF_LEVELS.isdisjoint(self._names)
+        return f"logger {logger.name} {logger.getEffectiveLevel() if asked else ''} {self._named(own)}"
+
+    def _variable(self, variable: contextvars.ContextVar[Any]) -> str:
+        try:
+            return f"variable {variable.name} {self._token(variable.get())}"
+        except LookupError:
+            return f"variable {variable.name}, not set"
 
     def _cells(self, function: types.FunctionType) -> str:
         found = {}
@@ -137,6 +175,8 @@ class Walk(Things):
             value = function.__globals__.get(name, MISSING)
             if value is MISSING:
                 value = getattr(sys.modules["builtins"], name, MISSING)
+                if name in _OF_A_PROCESS:
+                    self._problem(f"{function.__qualname__} calls {name}(), which is another at each launch")
                 if name in _REACH_ALL:
                     self._problem(f"{function.__qualname__} calls {name}(), which may reach anything")
             if value is MISSING:
@@ -180,9 +220,9 @@ class Walk(Things):
             value = getattr(value, name, MISSING)
             if not isinstance(value, types.ModuleType):
                 break
-        if isinstance(value, PLAIN):
+        if isinstance(value, (*PLAIN, types.FunctionType, torch.Tensor, np.ndarray)) or is_container(value):
             return self._token(value)
-        if isinstance(value, types.FunctionType):
+        if origin_of_module(type(value).__module__) == "users" or isinstance(value, type):
             return self._token(value)
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
@@ -192,6 +232,7 @@ class Walk(Things):
 
 _Describe = Callable[[Walk, Any], str]
 _CACHED: Any = type(functools.lru_cache(len))
+_FIELD: Any = type(vars(inspect.Attribute)["name"])  # of a named tuple
 # How things are described, the first that fits.
 _DESCRIBE: tuple[tuple[Any, _Describe], ...] = (
     (torch.Tensor, Walk._tensor),
@@ -209,6 +250,7 @@ _DESCRIBE: tuple[tuple[Any, _Describe], ...] = (
     ((types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType), lambda _, f: repr(f)),
     (types.MethodWrapperType, lambda walk, f: f"{f.__name__} of {walk._token(f.__self__)}"),
     ((types.MemberDescriptorType, types.GetSetDescriptorType), lambda _, f: f"slot {f.__name__}"),
+    (_FIELD, lambda _, field: f"field {field.__reduce__()[1][0]}"),
     (functools.partial, lambda walk, p: f"partial {walk._tokens((p.func, p.args, p.keywords))}"),
     (_CACHED, lambda walk, f: walk._cached(f)),
     (property, lambda walk, p: f"property {walk._tokens((p.fget, p.fset, p.fdel))}"),
@@ -217,14 +259,14 @@ _DESCRIBE: tuple[tuple[Any, _Describe], ...] = (
     (types.CodeType, lambda _, code: digest_of(code)),
     (types.ModuleType, Walk._python_module),
     (types.MappingProxyType, Walk._mapping),
-    (logging.Logger, lambda _, logger: f"logger {logger.name}"),
+    (logging.Logger, Walk._logger),
     (re.Pattern, lambda _, pattern: f"pattern {pattern.pattern!r} {pattern.flags}"),
     (np.ndarray, Walk._array),
     ((np.generic, np.dtype), lambda _, value: f"{type(value).__name__} {value!r}"),
     (pathlib.PurePath, lambda _, path: f"path {path}"),
     ((torch._ops.OpOverload, torch._ops.OpOverloadPacket), lambda _, op: f"operator {op}"),
     (types.UnionType, lambda walk, kind: f"union {walk._tokens(kind.__args__)}"),
-    (contextvars.ContextVar, lambda walk, v: f"variable {v.name} {walk._token(v.get(None))}"),
+    (contextvars.ContextVar, Walk._variable),
     (contextlib._GeneratorContextManager, Walk._context),
     (argparse.Namespace, lambda walk, value: f"namespace {walk._named(vars(value))}"),
     (_IGNORED_TYPES, lambda _, value: f"a {type(value).__name__}"),
@@ -247,6 +289,8 @@ def walk_of(model: nn.Module, codes: Sequence[Sequence[str]], names: Collection[
     """
     walk = Walk({digest for _, _, digest in codes}, names)
     walk.know(model)
+    for asked in sorted(UNCOMPARED & set(names or ())):
+        walk.problems.append(f"forward asks for {asked}, which is not compared")
     for module, name, digest in codes:
         if "<" in name:  # it is within another, or something holds it
             continue
@@ -256,14 +300,21 @@ def walk_of(model: nn.Module, codes: Sequence[Sequence[str]], names: Collection[
     return walk
 
 
-def not_reached(walk: Walk, ran: Ran) -> list[str]:
-    """Functions that ran, and that the walk has not come to: who made them is not known."""
-    within = {
-        inner for code, _ in ran.codes.values() for part in codes_of(code) if part is not code for inner in [part]
-    }
-    inner = {digest_of(code) for code in within}
+def not_reached(model: nn.Module, ran: Ran, roots: Iterable[tuple[str, Any]]) -> list[str]:
+    """Functions that ran, and that neither the model nor these roots lead to.
+
+    Somebody has given such a function to torch or Python, as an implementation of an operator for instance, and may
+    give it another one at another launch.
+    """
+    codes = codes_that_ran(ran)
+    walk = Walk({digest for _, _, digest in codes}, names_in(ran))
+    walk.know(model)
+    for name, value in roots:
+        walk.visit(name, value)
+    walk.visit_model(model)
+    within = {digest_of(part) for code, _ in ran.codes.values() for part in codes_of(code) if part is not code}
     return [
         f"{module}.{name} ran, and nothing says where it comes from"
-        for module, name, digest in codes_that_ran(ran)
-        if digest not in walk.reached and digest not in inner
+        for module, name, digest in codes
+        if digest not in walk.reached and digest not in within
     ]

@@ -6,10 +6,12 @@ import builtins
 import contextlib
 import functools
 import gc
+import inspect
 import io
 import os
 import sys
 import sysconfig
+import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,8 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from graphshard.capture.watch import Watch
 from graphshard.capture.witness import FUNCTIONS, same, witness_of
 from graphshard.ir.state import MISSING
+from graphshard.ir.tracing_internals import pausing_in_operators
 from graphshard.ir.wanted import still_wanted
 
 # What torch and graphshard run besides: compared by version, and not followed.
@@ -114,7 +118,7 @@ class Ran:
     codes: dict[int, tuple[types.CodeType, str]] = field(default_factory=dict)
     files: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
-    _others: dict[int, types.CodeType] = field(default_factory=dict)
+    _alive: list[types.CodeType] = field(default_factory=list)
     _globals: list[tuple[str, dict[str, Any], str, Any]] = field(default_factory=list)
 
     def add(self, frame: types.FrameType) -> None:
@@ -122,10 +126,11 @@ class Ran:
         code, names = frame.f_code, frame.f_globals
         module = str(names.get("__name__", ""))
         if origin_of_code(code, module) != "users":
-            self._others[id(code)] = code
+            self._alive.append(code)  # so that no other has its identity
             self.files.add(code.co_filename)
             return
         if code.co_name != "<module>" and _finds_modules(frame):
+            self._alive.append(code)
             return
         self.codes[id(code)] = code, module
         if code.co_name == "<module>" and code.co_filename.startswith("<"):
@@ -136,6 +141,12 @@ class Ran:
             value = names.get(name, MISSING)
             if value is not MISSING and not isinstance(value, (*FUNCTIONS, type, types.ModuleType)):
                 self._globals.append((module, names, name, witness_of(value)))
+
+    def and_(self, other: Ran) -> Ran:
+        """What ran in one block or in another."""
+        found = Ran({**self.codes, **other.codes}, self.files | other.files, [*self.problems, *other.problems])
+        found._alive = [*self._alive, *other._alive]
+        return found
 
     def finish(self) -> None:
         """Nothing that functions read as globals may be another than when they ran first."""
@@ -158,51 +169,130 @@ def watching() -> Iterator[Ran]:
         yield ran
         return
     asks = {id(function.__code__): name for name, function in _ASKS.items() if hasattr(function, "__code__")}
-    codes, others = ran.codes, ran._others
+    known: set[int] = set()
     # They run when it is time to, on one rank and not on another: no part of forward.
     at_times = {id(function.__code__) for function in (still_wanted, *gc.callbacks) if hasattr(function, "__code__")}
 
-    def note(frame: types.FrameType, _: str, __: Any) -> None:
+    def note(frame: types.FrameType) -> bool:
+        """A function is called; whether its other calls do not matter."""
         key = id(frame.f_code)
-        if key not in codes and key not in others:
-            if _is_called_by(at_times, frame):
-                return
-            ran.add(frame)
-        if key in asks and frame.f_back is not None and _is_users(frame.f_back):
-            ran.problems.append(f"forward asks {asks[key]}, which another rank or launch answers otherwise")
+        if key in asks:
+            if frame.f_back is not None and _is_users(frame.f_back):
+                ran.problems.append(f"forward asks {asks[key]}, which another rank or launch answers otherwise")
+            return False
+        if _is_called_by(at_times, frame):
+            return False
+        ran.add(frame)
+        known.add(key)
+        return True
 
-    def opened(file: Any) -> None:
+    def asked(what: str) -> None:
         if _is_users(_asking()):
-            ran.problems.append(f"forward reads the file {file}")
+            ran.problems.append(f"forward {what}")
 
-    with _told_of_files(opened):
-        sys.settrace(note)
-        try:
-            yield ran
-        finally:
-            sys.settrace(None)
+    filled = _filled_caches()
+    with _told_of_files(asked), _calls(note, known):
+        yield ran
+    for cache, hits in filled:
+        if cache.cache_info().hits != hits:
+            name = getattr(cache, "__qualname__", repr(cache))
+            ran.problems.append(f"forward is given what {name} had computed before, and nothing says of what")
     ran.finish()
 
 
+def _calls(note: Callable[[types.FrameType], bool], known: set[int]) -> contextlib.AbstractContextManager[None]:
+    """In the block `note` is told of functions that are called; of those in `known` it need not be."""
+    return _monitored(note) if sys.version_info >= (3, 12) else _traced(note, known)
+
+
 @contextlib.contextmanager
-def _told_of_files(note: Callable[[Any], None]) -> Iterator[None]:
-    """In the block `note` is told what is opened."""
+def _traced(note: Callable[[types.FrameType], bool], known: set[int]) -> Iterator[None]:
+    """Each call is told of, which takes as long as many calls do: not while torch works on an operator."""
+
+    def call(frame: types.FrameType, _: str, __: Any) -> None:
+        if id(frame.f_code) not in known:
+            note(frame)
+
+    def pause() -> Callable[[], None] | None:
+        if sys.gettrace() is not call:
+            return None
+        sys.settrace(None)
+        return go_on
+
+    def go_on() -> None:
+        sys.settrace(call)
+
+    with pausing_in_operators(pause, Watch):
+        sys.settrace(call)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+
+@contextlib.contextmanager
+def _monitored(note: Callable[[types.FrameType], bool]) -> Iterator[None]:
+    """Python says once of each function that it is called."""
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+    tool = next(number for number in (4, 3, 5, 2) if monitoring.get_tool(number) is None)
+    thread = threading.get_ident()
+
+    def started(code: types.CodeType, _: int) -> Any:
+        if threading.get_ident() != thread:
+            return None
+        frame = sys._getframe(1)
+        return monitoring.DISABLE if frame.f_code is code and note(frame) else None
+
+    monitoring.use_tool_id(tool, "graphshard")
+    try:
+        monitoring.register_callback(tool, monitoring.events.PY_START, started)
+        monitoring.restart_events()
+        monitoring.set_events(tool, monitoring.events.PY_START)
+        yield
+    finally:
+        monitoring.set_events(tool, 0)
+        monitoring.register_callback(tool, monitoring.events.PY_START, None)
+        monitoring.free_tool_id(tool)
+
+
+def _filled_caches() -> list[tuple[Any, int]]:
+    """Functions of the user's that remember results (`functools.lru_cache`), with how often they have done so."""
+    kind: Any = type(functools.lru_cache(len))
+    found = []
+    for value in gc.get_objects():
+        if type(value) is kind and value.cache_info().currsize:
+            inner = inspect.unwrap(value)
+            code = getattr(inner, "__code__", None)
+            if code is not None and origin_of_code(code, getattr(inner, "__module__", None) or "") == "users":
+                found.append((value, value.cache_info().hits))
+    return found
+
+
+# What of `os` asks the file system or is another at each launch.
+_OF_OS = ("stat", "lstat", "listdir", "scandir", "access", "readlink", "getcwd", "getpid", "getppid", "walk", "uname")
+
+
+@contextlib.contextmanager
+def _told_of_files(asked: Callable[[str], None]) -> Iterator[None]:
+    """In the block `asked` is told what is opened, or otherwise asked of the file system."""
     kept = [(module, name, getattr(module, name)) for module, name in ((builtins, "open"), (io, "open"), (os, "open"))]
+    of_os = [(os, name, getattr(os, name)) for name in _OF_OS if hasattr(os, name)]
 
-    def telling(function: Callable[..., Any]) -> Callable[..., Any]:
+    def telling(module: types.ModuleType, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def open_(file: Any, *args: Any, **kwargs: Any) -> Any:
-            note(file)
-            return function(file, *args, **kwargs)
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            given = (*args, *kwargs.values())[:1]
+            asked(f"reads the file {given[0]}" if name == "open" else f"calls os.{name}")
+            return function(*args, **kwargs)
 
-        return open_
+        return tell
 
-    for module, name, function in kept:
-        setattr(module, name, telling(function))
+    for module, name, function in (*kept, *of_os):
+        setattr(module, name, telling(module, name, function))
     try:
         yield
     finally:
-        for module, name, function in kept:
+        for module, name, function in (*kept, *of_os):
             setattr(module, name, function)
 
 

@@ -176,6 +176,6 @@ def _describe_items(value: Any, names: Mapping[int, str], depth: int, free: Coll
 
 def _describe_function(function: types.FunctionType) -> str:
     """A function of the user's by its name and its source; what it closes over is compared for itself."""
-    if function.__module__.partition(".")[0] == "torch":
+    if (function.__module__ or "").partition(".")[0] == "torch":
         return f"{function.__module__}.{function.__qualname__}"
     return f"{function.__qualname__} ({hash_of([function])[:12]})"

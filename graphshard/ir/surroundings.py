@@ -75,6 +75,7 @@ def settings() -> dict[str, Any]:
             torch.backends.cuda.mem_efficient_sdp_enabled(),
             torch.backends.cuda.math_sdp_enabled(),
         ],
+        "fast path": torch.backends.mha.get_fastpath_enabled(),  # of attention and encoder layers
         "configs": changed_settings(),
     }
     for name, kept in _BACKENDS.items():

@@ -7,6 +7,7 @@ in for a GPU is in `driver_internals.py`. Who else may import torch internals is
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import linecache
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -335,3 +336,9 @@ def keeps_code() -> bool:
 def modes_of_functions() -> list[str]:
     """Classes of the modes that see every function of torch, but for the default device."""
     return [type(mode).__qualname__ for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
+
+
+def kernels_in_python() -> str:
+    """Digest of which of torch's own operators have implementations in Python: anybody may add some."""
+    own = (name for name in torch.library._impls if name.startswith(("aten/", "prims/")))
+    return hashlib.sha256("\n".join(sorted(own)).encode()).hexdigest()[:32]

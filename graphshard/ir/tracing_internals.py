@@ -17,10 +17,11 @@ from torch._ops import OpOverload
 from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_impls import op_implementations_dict
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed.utils import _apply_to_tensors
 from torch.fx import _symbolic_trace
 from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.symbolic_shapes import (
     _constrain_range_for_size,
     free_unbacked_symbols,
@@ -54,6 +55,7 @@ __all__ = [
     "new_unknown_float",
     "new_unknown_size",
     "number_of_next_node",
+    "pausing_in_operators",
     "quiet_tracing",
     "replace_differentiable",
     "run_compiled_functions_eagerly",
@@ -360,4 +362,49 @@ def conditionals_are_operators() -> Iterator[None]:
         return sys._getframe(1).f_code is torch.cond.__code__ or ask()
 
     with replaced(torch.compiler, "is_dynamo_compiling", asked):
+        yield
+
+
+# Of which namespaces operators have no code of the user's.
+_TORCHS = frozenset({"aten", "prims", "prim"})
+
+
+@contextlib.contextmanager
+def pausing_in_operators(pause: Callable[[], Callable[[], None] | None], *modes: Any) -> Iterator[None]:
+    """In the block `pause` is called where an operator of torch's is traced, and what it returns at the end of that.
+
+    So it is where torch writes the code of a graph. No code of the user's runs meanwhile: not for operators of others, nor
+    for tensors of classes of others.
+
+    Args:
+        modes: which see operators besides torch's own.
+    """
+
+    def around(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(dispatch)
+        def paused(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            torchs = isinstance(func, OpOverload) and func.namespace in _TORCHS
+            go_on = pause() if torchs and all(kind.__module__.startswith("torch.") for kind in types) else None
+            if go_on is None:
+                return dispatch(self, func, types, args, kwargs)
+            try:
+                return dispatch(self, func, types, args, kwargs)
+            finally:
+                go_on()
+
+        return paused
+
+    def recompiled(self: torch.fx.GraphModule) -> Any:
+        go_on = pause()
+        try:
+            return recompile(self)
+        finally:
+            if go_on is not None:
+                go_on()
+
+    recompile = torch.fx.GraphModule.recompile
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(torch.fx.GraphModule, "recompile", recompiled))
+        for mode in (FunctionalTensorMode, ProxyTorchDispatchMode, FakeTensorMode, *modes):
+            stack.enter_context(replaced(mode, "__torch_dispatch__", around(mode.__torch_dispatch__)))
         yield

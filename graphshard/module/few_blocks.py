@@ -10,6 +10,7 @@ a change of any is noticed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -124,11 +125,13 @@ def program_of_few(
     passes: tuple[Pass, ...],
     observer: Observer,
     title: Callable[[Program], None],
+    watching: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Short:
     """Capture few blocks, and run the passes up to the partition.
 
     Args:
         title: gives the program its name.
+        watching: is around the capture.
 
     Raises:
         Uneven: of them the program of all cannot be told.
@@ -139,7 +142,8 @@ def program_of_few(
         raise Uneven("there is no partition")
     check_alike(spec, repeats)
     start = time.perf_counter()
-    program = capture_few(module, args, kwargs, spec, repeats)
+    with watching():
+        program = capture_few(module, args, kwargs, spec, repeats)
     _check(program, repeats)
     title(program)
     observer.after(program, "capture", 0, time.perf_counter() - start)

@@ -132,7 +132,7 @@ class Maker:
                 return kept.program
             show("capture")
             begin_compiling(tracer.options.backend, tracer.spec.device)
-            watching = search.watching() if search is not None else None
+            watching = search.watching if search is not None else contextlib.nullcontext
             observer = Observer(tracer.options.level, recorder, tracer.pipeline.passes, show)
             program, partitioned = tracer.trace(
                 module,

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ from graphshard.runtime.groups import sharding_mesh
 from graphshard.runtime.shards import ParamRef, Storage, param_refs
 
 log = logging.getLogger(__name__)
+Watching: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Tracer:
         grad: bool,
         number: int = 0,
         passes: Pipeline | None = None,
-        watching: contextlib.AbstractContextManager[None] | None = None,
+        watching: Watching = contextlib.nullcontext,
         few: bool = False,
     ) -> tuple[Program, Partitioned | Callable[[], Partitioned] | None]:
         """Capture a program and run the passes; `Partitioned` is where another backward begins.
@@ -96,7 +97,7 @@ class Tracer:
             grad: whether the call is to be differentiated.
             number: how many programs were captured before.
             passes: to run in the place of the tracer's.
-            watching: is around the capture; None is nothing.
+            watching: is around each capture.
             few: of many equal blocks a few may be captured.
         """
         spec, passes_left = self.current_spec(), (passes or self.pipeline).passes
@@ -104,16 +105,16 @@ class Tracer:
         def title(program: Program) -> None:
             program.model, program.reason, program.capture = self.label, reason, number
 
-        with watching or contextlib.nullcontext():
-            short = self._of_few(module, args, kwargs, spec, passes_left, observer, title) if few and grad else None
-            if short is None:
-                program, seconds = self._whole(module, args, kwargs, spec, grad=grad)
+        short = (
+            self._of_few(module, args, kwargs, spec, passes_left, observer, title, watching) if few and grad else None
+        )
         if short is not None:
             try:
                 return short.finish(observer)
             except Uneven as error:
                 self._doubt(error)
-                program, seconds = self._whole(module, args, kwargs, spec, grad=grad)
+        with watching():
+            program, seconds = self._whole(module, args, kwargs, spec, grad=grad)
         title(program)
         observer.after(program, "capture", 0, seconds)
         return program, run_pipeline(passes_left, program, observer)
@@ -135,6 +136,7 @@ class Tracer:
         passes: tuple[Pass, ...],
         observer: Observer,
         title: Callable[[Program], None],
+        watching: Watching,
     ) -> Short | None:
         """The program of a capture of few blocks, partitioned; None if all are to be captured.
 
@@ -144,7 +146,7 @@ class Tracer:
         if repeats is None:
             return None
         try:
-            return program_of_few(module, args, kwargs, spec, repeats, passes, replace(observer), title)
+            return program_of_few(module, args, kwargs, spec, repeats, passes, replace(observer), title, watching)
         except (Uneven, GraphshardError) as error:
             self._doubt(error)
             return None

@@ -223,7 +223,7 @@ REFUSED = {
     "a file": ("x = clipped(", "open(__file__).close(); x = clipped(", "reads the file|may reach anything"),
     "anything": ("x = clipped(", "x = x * eval('SCALE'); x = clipped(", "code that it makes|may reach anything"),
     "a rank": ("x = clipped(", "x = x + torch.distributed.get_rank(); x = clipped(", "get_rank"),
-    "the file system": ("x = clipped(", "x = x + os.path.exists('/x'); x = clipped(", "os.path.exists"),
+    "the file system": ("x = clipped(", "x = x + os.path.exists('/x'); x = clipped(", "os.path.exists|os.stat"),
     "an import": ("x = clipped(", "import cached_other; x = clipped(", "imports cached_other"),
     "an iterator": ("self.meter = Meter()", "self.meter = Meter(); self.each = iter([1.0])", "each"),
 }
