@@ -373,8 +373,8 @@ _TORCHS = frozenset({"aten", "prims", "prim"})
 def pausing_in_operators(pause: Callable[[], Callable[[], None] | None], *modes: Any) -> Iterator[None]:
     """In the block `pause` is called where an operator of torch's is traced, and what it returns at the end of that.
 
-    So it is where torch writes the code of a graph. No code of the user's runs meanwhile: not for operators of others, nor
-    for tensors of classes of others.
+    So it is where torch writes the code of a graph. No code of the user's runs meanwhile. For operators and tensors of
+    others some may, and there is no pause.
 
     Args:
         modes: which see operators besides torch's own.
