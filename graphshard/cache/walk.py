@@ -93,7 +93,15 @@ class Walk(Things):
         bases = [self._class_name(base) for base in cls.__bases__]
         own = {key: value for key, value in vars(cls).items() if key not in _OF_CLASSES}
         fields = list(vars(cls).get("__dataclass_fields__", ()))
-        return f"{name} {bases} {self._class_name(type(cls))} {fields} {self._named(own)}"
+        made = self._annotations(vars(cls).get("__annotate_func__"))
+        return f"{name} {bases} {self._class_name(type(cls))} {fields} {made} {self._named(own)}"
+
+    def _annotations(self, made_by: Any) -> str:
+        """What makes annotations from Python 3.14 on, if it ran: torch asks for those of modules."""
+        if not isinstance(made_by, types.FunctionType) or digest_of(made_by.__code__) not in self._ran:
+            return ""
+        self.reached.update(map(digest_of, codes_of(made_by.__code__)))
+        return digest_of(made_by.__code__)
 
     def _function(self, function: types.FunctionType) -> str:
         name = f"function {function.__module__}.{function.__qualname__}"
@@ -105,6 +113,7 @@ class Walk(Things):
         self.reached.update(map(digest_of, codes_of(function.__code__)))
         parts = [name, digest, self._tokens(function.__defaults__ or ()), self._named(function.__kwdefaults__ or {})]
         parts += [self._cells(function), self._named(vars(function))]
+        parts.append(self._annotations(getattr(function, "__annotate__", None)))
         if digest in self._ran or self._all:
             self._read.add(id(function))
             parts.append(self._read_by(function))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import graphshard
 from tests.distributed.twins import POLICIES, CountLaunches, assert_same, fsdp2, grads_of, params_of
 from tests.ranks import Ranks
-from tests.upstream.alike import needs_fsdp2_of_2_12
+from tests.upstream.alike import needs_newer_fsdp2
 
 
 class Chunked(nn.Module):
@@ -108,7 +108,7 @@ def _counted(rank: int, world_size: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(m, marks=needs_fsdp2_of_2_12 if m == "a head that accumulates chunks" else ()) for m in MODES]
+    "mode", [pytest.param(m, marks=needs_newer_fsdp2 if m == "a head that accumulates chunks" else ()) for m in MODES]
 )
 def test_collectives_of_a_step(ranks: Ranks, mode: str) -> None:
     ranks(4).run(_counted, mode)
