@@ -16,10 +16,16 @@ from graphshard.ir.state import MISSING
 
 @functools.lru_cache(maxsize=65536)
 def _digest(code: types.CodeType) -> str:
-    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + 2]
     consts = [digest_of(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts]
     parts = (
-        *(code.co_name, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, arguments),
+        *(
+            code.co_name,
+            code.co_argcount,
+            code.co_posonlyargcount,
+            code.co_kwonlyargcount,
+            code.co_flags,
+            code.co_varnames,
+        ),
         *(code.co_code, code.co_names, code.co_freevars, code.co_cellvars, consts),
         getattr(code, "co_exceptiontable", b""),
     )

@@ -43,8 +43,9 @@ _PURE_OF = {
 # What may be asked of functions and classes, and is no part of their digest.
 UNCOMPARED = frozenset(
     {
-        *("__doc__", "__annotations__", "__code__", "__subclasses__", "__dataclass_fields__", "__closure__"),
-        *("getsource", "getsourcelines", "getdoc", "get_type_hints", "annotation", "metadata", "co_firstlineno"),
+        *("__doc__", "__annotations__", "__subclasses__", "__dataclass_fields__", "__closure__"),
+        *("getsource", "getsourcelines", "getdoc", "get_type_hints", "annotation", "metadata"),
+        *("co_filename", "co_firstlineno", "co_lnotab", "co_linetable", "co_lines", "co_positions"),
         *("f_lineno", "tb_lineno", "f_back", "tb_frame", "gi_frame"),
     }
 )

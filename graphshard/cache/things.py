@@ -37,6 +37,8 @@ _LISTS = {"__dict__", "vars", "dir", "getmembers", "getattr", "attrgetter", "__g
 _READ_NOTHING = {"builtins.object", "abc.ABC", "typing.Generic", "typing.Protocol", "torch.nn.modules.module.Module"}
 
 _CLOCKS = {"now", "today", "utcnow"}
+# Of transformers' GenerationConfig: its hash(), another at each launch, by which it knows whether it was changed.
+_HASHES = {"_original_object_hash"}
 
 
 class _Contents(NamedTuple):
@@ -61,6 +63,7 @@ class Things:
     def __init__(self, ran: Collection[str] = (), names: Collection[str] | None = None) -> None:
         self._ran = set(ran)
         self._names = None if names is None or _LISTS & set(names) else names
+        self._unread = _HASHES.difference(names or ())
         self.items: dict[str, str] = {}
         self.problems: list[str] = []
         self.reached: set[str] = set()
@@ -227,6 +230,8 @@ class Things:
         """
         parts = []
         for name, value in attributes.items():
+            if name in self._unread:
+                continue
             before, known, self._name = len(self.problems), len(self._known), name
             parts.append(f"{name} {self._token(value)}")
             unnamed = not all_ and self._names is not None and name not in self._names

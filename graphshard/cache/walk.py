@@ -49,7 +49,7 @@ _OF_CLASSES = frozenset(
     }
 )
 # Of loggers: what every one has, and what asks for the level.
-_OF_LOGGERS = frozenset(vars(logging.Logger("")))
+_OF_LOGGERS = frozenset({*vars(logging.Logger("")), "manager"})
 _OF_LEVELS = frozenset({"level", "isEnabledFor", "getEffectiveLevel"})
 # Built-in functions that reach what code does not name.
 _REACH_ALL = frozenset({"eval", "exec", "globals", "__import__", "compile", "open", "input"})
@@ -143,6 +143,9 @@ class Walk(Things):
 
     def _logger(self, logger: logging.Logger) -> str:
         own = {name: value for name, value in vars(logger).items() if name not in _OF_LOGGERS}
+        # Methods of somebody's: that of transformers warns once.
+        added = {n: v for n, v in vars(logging.Logger).items() if getattr(v, "__module__", "logging") != "logging"}
+        own |= {n: v for n, v in added.items() if origin_of_module(str(v.__module__)) == "users"}
         asked = self._names is None or not _OF_LEVELS.isdisjoint(self._names)
         return f"logger {logger.name} {logger.getEffectiveLevel() if asked else ''} {self._named(own)}"
 

@@ -263,13 +263,20 @@ def _filled_caches() -> list[tuple[Any, int]]:
         if type(value) is kind and value.cache_info().currsize:
             inner = inspect.unwrap(value)
             code = getattr(inner, "__code__", None)
-            if code is not None and origin_of_code(code, getattr(inner, "__module__", None) or "") == "users":
+            users = code is not None and origin_of_code(code, getattr(inner, "__module__", None) or "") == "users"
+            if users and not _remembers_nothing(value):
                 found.append((value, value.cache_info().hits))
     return found
 
 
-# What of `os` asks the file system or is another at each launch.
-_OF_OS = ("stat", "lstat", "listdir", "scandir", "access", "readlink", "getcwd", "getpid", "getppid", "walk", "uname")
+def _remembers_nothing(cache: Any) -> bool:
+    """Whether all results are None, as of what warns once."""
+    kept = [each for each in gc.get_referents(cache) if type(each) is dict and each is not vars(cache)]
+    return len(kept) == 1 and all(value is None for value in kept[0].values())
+
+
+# What of `os` asks the file system or the machine. The number of the process is not among them: logging asks for it.
+_OF_OS = ("stat", "lstat", "listdir", "scandir", "access", "readlink", "getcwd", "walk", "uname")
 
 
 @contextlib.contextmanager
