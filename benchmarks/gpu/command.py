@@ -33,7 +33,7 @@ from benchmarks.gpu.table import Emit, Row, appending, markdown
 SHARES = {"tests": 0.24, "artifact": 0.09, "first": 0.18, "predicted": 0.15, "steps": 0.34}
 # What each package is for; a machine with a GPU may have torch and little else.
 NEEDED = {
-    **dict.fromkeys(("cattrs", "filelock", "jinja2", "networkx", "numpy", "rich", "sympy", "torch"), "graphshard"),
+    **dict.fromkeys(("cattrs", "filelock", "jinja2", "numpy", "rich", "sympy", "torch"), "graphshard"),
     "pytest": "the tests",
     "triton": "kernels",
     "cffi": "export without a GPU, unless --artifact gives a file",
