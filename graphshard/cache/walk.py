@@ -33,7 +33,7 @@ from torch import nn
 from graphshard.cache.codes import codes_that_ran, digest_of, named_function, names_in
 from graphshard.cache.purity import UNCOMPARED, impure_function, impure_names
 from graphshard.cache.things import Things
-from graphshard.cache.watching import Ran, origin_of_code, origin_of_module
+from graphshard.cache.watching import CACHED, Ran, origin_of_code, origin_of_module
 from graphshard.capture.outer import following, imported, named_in
 from graphshard.capture.witness import PLAIN, is_container
 from graphshard.ir.classes import MADE_OF
@@ -243,7 +243,6 @@ class Walk(Things):
 
 
 _Describe = Callable[[Walk, Any], str]
-_CACHED: Any = type(functools.lru_cache(len))
 _FIELD: Any = type(vars(inspect.Attribute)["name"])  # of a named tuple
 # How things are described, the first that fits.
 _DESCRIBE: tuple[tuple[Any, _Describe], ...] = (
@@ -264,7 +263,7 @@ _DESCRIBE: tuple[tuple[Any, _Describe], ...] = (
     ((types.MemberDescriptorType, types.GetSetDescriptorType), lambda _, f: f"slot {f.__name__}"),
     (_FIELD, lambda _, field: f"field {field.__reduce__()[1][0]}"),
     (functools.partial, lambda walk, p: f"partial {walk._tokens((p.func, p.args, p.keywords))}"),
-    (_CACHED, lambda walk, f: walk._cached(f)),
+    (CACHED, lambda walk, f: walk._cached(f)),
     (property, lambda walk, p: f"property {walk._tokens((p.fget, p.fset, p.fdel))}"),
     ((staticmethod, classmethod), lambda walk, m: f"{type(m).__name__} {walk._token(m.__func__)}"),
     (functools.cached_property, lambda walk, p: f"cached property {walk._token(p.func)}"),

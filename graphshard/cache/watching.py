@@ -255,12 +255,15 @@ def _monitored(note: Callable[[types.FrameType], bool]) -> Iterator[None]:
         monitoring.free_tool_id(tool)
 
 
+CACHED: Any = type(functools.lru_cache(len))
+"""The type of functions that `functools.lru_cache` makes."""
+
+
 def _filled_caches() -> list[tuple[Any, int]]:
     """Functions of the user's that remember results (`functools.lru_cache`), with how often they have done so."""
-    kind: Any = type(functools.lru_cache(len))
     found = []
     for value in gc.get_objects():
-        if type(value) is kind and value.cache_info().currsize:
+        if type(value) is CACHED and value.cache_info().currsize:
             inner = inspect.unwrap(value)
             code = getattr(inner, "__code__", None)
             users = code is not None and origin_of_code(code, getattr(inner, "__module__", None) or "") == "users"
@@ -282,10 +285,10 @@ _OF_OS = ("stat", "lstat", "listdir", "scandir", "access", "readlink", "getcwd",
 @contextlib.contextmanager
 def _told_of_files(asked: Callable[[str], None]) -> Iterator[None]:
     """In the block `asked` is told what is opened, or otherwise asked of the file system."""
-    kept = [(module, name, getattr(module, name)) for module, name in ((builtins, "open"), (io, "open"), (os, "open"))]
-    of_os = [(os, name, getattr(os, name)) for name in _OF_OS if hasattr(os, name)]
+    places = ((builtins, "open"), (io, "open"), (os, "open"), *((os, name) for name in _OF_OS if hasattr(os, name)))
+    kept = [(module, name, getattr(module, name)) for module, name in places]
 
-    def telling(module: types.ModuleType, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def tell(*args: Any, **kwargs: Any) -> Any:
             given = (*args, *kwargs.values())[:1]
@@ -294,12 +297,12 @@ def _told_of_files(asked: Callable[[str], None]) -> Iterator[None]:
 
         return tell
 
-    for module, name, function in (*kept, *of_os):
-        setattr(module, name, telling(module, name, function))
+    for module, name, function in kept:
+        setattr(module, name, telling(name, function))
     try:
         yield
     finally:
-        for module, name, function in (*kept, *of_os):
+        for module, name, function in kept:
             setattr(module, name, function)
 
 

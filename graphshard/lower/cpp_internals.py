@@ -29,7 +29,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler, is_gcc
 
 from graphshard.ir.torch_internals import replaced
 from graphshard.ir.wanted import still_wanted
-from graphshard.lower.cpu_internals import ASKS_EVERY, done
+from graphshard.lower.cpu_internals import ASKS_EVERY
 from graphshard.lower.damage import RemovedError, check_whole
 from graphshard.lower.together import Compilers, Job, compile_together
 from graphshard.lower.triton_internals import Kernels
@@ -77,7 +77,7 @@ class Pending:
 
     def _loaded(self) -> Any:
         if self._load is None:
-            self.prepare(lambda work: done())
+            self.prepare(lambda work: _done())
             assert self._load is not None
         return self._load()
 
@@ -201,7 +201,7 @@ def _compile(kernels: list[Pending], compilers: Compilers) -> None:
     def submit(work: Any) -> Future[None]:
         if (job := _job(work)) is not None:
             jobs.append(job)
-        return done()
+        return _done()
 
     for kernel in kernels:
         kernel.prepare(submit)
@@ -213,6 +213,13 @@ def _compile(kernels: list[Pending], compilers: Compilers) -> None:
 def _header_is_there() -> bool:
     """Whether Inductor has precompiled the header before, if maybe for other flags."""
     return any(Path(codecache._HEADER_DIR).glob("*.gch"))
+
+
+def _done() -> Future[None]:
+    """Of work that need not be done."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def _job(work: Any) -> Job | None:

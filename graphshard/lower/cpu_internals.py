@@ -18,7 +18,6 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any
 
 from torch._inductor import config, cpu_vec_isa
@@ -126,10 +125,3 @@ def _forget(before: list[dict[str, Any]]) -> None:
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
-
-
-def done() -> Future[None]:
-    """Of work that need not be done."""
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
