@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 
 from graphshard.artifact.load import artifact_path, library_for
 from graphshard.cache.kept import cache_at
+from graphshard.capture.inputs import flat_call
 from graphshard.debug.dump import dump_directory, recorder
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import ArgumentError
@@ -142,7 +143,7 @@ def compile(
     library = None if file is None else library_for(file, model, runner, given)
     prepared = None
     if example_inputs is not None or example_kwargs is not None:
-        leaves, structure = pytree.tree_flatten((tuple(example_inputs or ()), dict(example_kwargs or {})))
+        leaves, structure = flat_call(tuple(example_inputs or ()), dict(example_kwargs or {}))
         leaves = tracer.on_device(leaves, structure)
         signature = tracer.signature(model, leaves, structure)
         if library is None or not library.serves(signature):

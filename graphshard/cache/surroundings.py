@@ -31,7 +31,7 @@ from graphshard.schedule.by_unit import PlanByUnit
 def problem_of(model: nn.Module, tracer: Tracer) -> str:
     """Why programs of a tracer are not kept; "" if they may be."""
     spec, options = tracer.spec, tracer.options
-    if spec.tensor is not None:
+    if spec.tensor is not None or spec.whole is not None:
         return "the model has a tensor axis: its programs are those of a rank's place on it"
     if spec.experts is not None:
         return "the model has parameters on another mesh: its programs are those of a rank's place on it"

@@ -70,7 +70,8 @@ class CaptureSpec:
     `method` is what is captured, in the place of `forward`; `extended` are the parameters that decide themselves what
     is gathered of them; `allow` names what is not torch's and may be kept; `followed` are places of numbers that change
     from call to call; `tensor` is the mesh of the tensor axis, on which the program is that of this rank's place, and
-    `experts` are those of parameters that lie otherwise on the ranks;
+    `experts` are those of parameters that lie otherwise on the ranks; `whole` is the mesh of all axes, if the
+    model finds DTensors on it;
     `groups` are names of this rank's process groups by axis, to which capture adds those of the model's own that it
     finds.
     """
@@ -88,6 +89,7 @@ class CaptureSpec:
     followed: tuple[Place, ...] = ()
     tensor: DeviceMesh | None = None
     experts: ExpertMeshes | None = None
+    whole: DeviceMesh | None = None
     groups: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -97,8 +99,10 @@ class CaptureSpec:
         found = {}
         for row in self.params:
             mesh = of_experts if row.expert else self.tensor
+            if row.split is not None and row.split.around:
+                mesh = self.whole
             if row.split is not None and mesh is not None:
-                found[row.split.axes] = axes_of_mesh(mesh, row.split.axes)
+                found[row.split.found_on] = axes_of_mesh(mesh, row.split.found_on)
         return found
 
 

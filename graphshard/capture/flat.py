@@ -33,6 +33,7 @@ from graphshard.capture.cuda_attention import CudaAttention
 from graphshard.capture.cuda_constants import CudaConstants
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extensions
+from graphshard.capture.inputs import as_given
 from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
 from graphshard.capture.outside import no_outside_values
@@ -92,6 +93,7 @@ class FlatForward(nn.Module):
         self._owned = _owned_tensors(module, params)
         self._extensions = extensions
         self._distributed = functools.partial(distributed, params=params, meshes=meshes)
+        self._data = frozenset(name for row in params if row.split is not None for name in row.split.around)
         device = next((mesh.device_type for mesh in meshes.values()), None)
         self._one_cast = functools.partial(OneCast, device=device) if device is not None else None
         count = sum(isinstance(leaf, torch.Tensor) for leaf in call[0]) + len(learned.tensors) + len(learned.numbers)
@@ -112,7 +114,7 @@ class FlatForward(nn.Module):
         passed = tensors[len(self._owned) + len(self._extensions.tensors) :]
         inputs = iter(passed)
         leaves = [next(inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._call[0]]
-        args, kwargs = pytree.tree_unflatten(leaves, self._call[1])
+        args, kwargs = as_given(pytree.tree_unflatten(leaves, self._call[1]))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._bare())
             used = self._distributed(self._extensions.used(given))
@@ -142,7 +144,7 @@ class FlatForward(nn.Module):
             stack.enter_context(conditionals_are_operators())
             stack.enter_context(Conditionals(watch, recorder.enter_branch))
             result = self._path.around(module, watch.assume)(*args, **kwargs)
-            leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed))
+            leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed, self._data))
             self.leaves = [*leaves, *recorder.finish(leaves, passed)]
         self.state = recorder.state
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]

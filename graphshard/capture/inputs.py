@@ -3,18 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.dynamic_shapes import marks_of
+from graphshard.capture.results import Layout
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.errors import InputError
 from graphshard.ir.subclasses import overrides_operators
 
+_Tree = TypeVar("_Tree")
+
 _CONSTANTS = (int, float, bool, str, type(None))
+
+
+class LocalInput:
+    """An input that is a DTensor: its local tensor, which is an input of the program, and how it lies."""
+
+    def __init__(self, local: Any, layout: Layout) -> None:
+        self.local, self.layout = local, layout
+
+
+def _put_together(locals_: Iterable[Any], layout: Any) -> LocalInput:
+    (local,) = locals_
+    return LocalInput(local, layout)
+
+
+pytree.register_pytree_node(
+    LocalInput,
+    lambda given: ([given.local], given.layout),
+    _put_together,
+    flatten_with_keys_fn=lambda given: ([(pytree.GetAttrKey("local"), given.local)], given.layout),
+)
+
+
+def flat_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of a call, and its structure, with `LocalInput`s in the place of DTensors.
+
+    Raises:
+        InputError: a DTensor wants a gradient.
+    """
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    if any(isinstance(leaf, DTensor) for leaf in leaves):
+        return pytree.tree_flatten(pytree.tree_map_only(DTensor, _local_input, (args, kwargs)))
+    return leaves, structure
+
+
+def _local_input(given: DTensor) -> LocalInput:
+    if given.requires_grad:
+        raise InputError(
+            f"an input is a DTensor of shape {list(given.shape)} that requires a gradient. Pass its local tensor, "
+            "x.to_local(), and let PrepareModuleInput distribute it."
+        )
+    layout = Layout(given.device_mesh, tuple(given.placements), given.shape, given.stride())
+    return LocalInput(given._local_tensor, layout)
+
+
+def as_given(call: _Tree) -> _Tree:
+    """Arguments with DTensors in the place of `LocalInput`s."""
+    return pytree.tree_map_only(
+        LocalInput, lambda given: given.layout.around(given.local), call, is_leaf=lambda x: isinstance(x, LocalInput)
+    )
 
 
 def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -58,23 +58,24 @@ class _Form:
         return made
 
 
-def take_apart(result: Any, holds: Callable[[Any], bool]) -> Any:
+def take_apart(result: Any, holds: Callable[[Any], bool], data: Collection[str] = ()) -> Any:
     """A forward's result with `Parts` in the place of objects that have tensors, and of tensor subclasses their parts.
 
     Args:
         result: what the forward returned.
         holds: whether a leaf is a tensor of the forward.
+        data: names of the data axes that parameters are DTensors on, too.
 
     Raises:
         Untraceable: an object refers to itself, or is none of those that have attributes.
     """
     _register()
-    return _Taker(holds).take(result)
+    return _Taker(holds, data).take(result)
 
 
 class _Taker:
-    def __init__(self, holds: Callable[[Any], bool]) -> None:
-        self._holds = holds
+    def __init__(self, holds: Callable[[Any], bool], data: Collection[str]) -> None:
+        self._holds, self._data = holds, data
         self._within: list[Any] = []
 
     def take(self, tree: Any) -> Any:
@@ -83,7 +84,7 @@ class _Taker:
     def _leaf(self, leaf: Any) -> Any:
         # Here and not in another pass over the structure, which would put together what this one has taken apart.
         if isinstance(leaf, torch.Tensor):
-            return in_parts(leaf)
+            return in_parts(leaf, self._data)
         return leaf if isinstance(leaf, _PLAIN) else self._object(leaf)
 
     def _object(self, value: Any) -> Any:

@@ -10,6 +10,7 @@ is, and whole where it is a partial sum: the program is made for that, and anoth
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +20,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from graphshard.ir.errors import CaptureError
+from graphshard.ir.errors import CaptureError, UnsupportedError
 from graphshard.ir.subclasses import is_subclass, parts_of, rebuilt
 from graphshard.ir.torch_internals import without_dispatch_modes
 
 
-def in_parts(leaf: torch.Tensor) -> torch.Tensor | SubclassResult | DTensorResult:
+def in_parts(leaf: torch.Tensor, data: Collection[str] = ()) -> torch.Tensor | SubclassResult | DTensorResult:
     """A result; if it is a tensor subclass, taken apart.
+
+    Args:
+        data: names of the data axes that parameters are DTensors on, too.
 
     Raises:
         CaptureError: the result's size is dynamic.
@@ -41,7 +45,9 @@ def in_parts(leaf: torch.Tensor) -> torch.Tensor | SubclassResult | DTensorResul
     if isinstance(leaf, DTensor):
         of_gradient = [Replicate() if placement.is_partial() else placement for placement in leaf.placements]
         local = leaf.to_local(grad_placements=of_gradient)
-        return DTensorResult(local, Layout(leaf.device_mesh, leaf.placements, leaf.shape, leaf.stride()))
+        names = leaf.device_mesh.mesh_dim_names or ()
+        fixed = tuple((place, of_gradient[place]) for place, name in enumerate(names) if name in data)
+        return DTensorResult(local, Layout(leaf.device_mesh, leaf.placements, leaf.shape, leaf.stride(), fixed))
     parts = _Parts.apply(leaf)
     with without_dispatch_modes():
         held = [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in parts]
@@ -58,12 +64,24 @@ class SubclassResult:
 
 @dataclass(frozen=True)
 class Layout:
-    """All of a DTensor but its local tensor."""
+    """All of a DTensor but its local tensor.
+
+    Attributes:
+        fixed: how its gradient is placed along data axes, by the place of the axis. Gradients of parameters are the
+            mean over these ranks, of whole ones or of parts, so that another placement would change them.
+    """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+    fixed: tuple[tuple[int, Placement], ...] = ()
+
+    def around(self, local: torch.Tensor) -> DTensor:
+        """The DTensor with a local tensor."""
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
 
 
 class DTensorResult:
@@ -77,9 +95,21 @@ def _as_dtensor(local: Any, layout: Layout) -> Any:
     (local,) = local
     if not isinstance(local, torch.Tensor):
         return DTensorResult(local, layout)
-    return DTensor.from_local(
-        local, layout.mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride
-    )
+    made = layout.around(local)
+    if layout.fixed and made.requires_grad:
+        made.register_hook(functools.partial(_check_gradient, layout.fixed))
+    return made
+
+
+def _check_gradient(fixed: tuple[tuple[int, Placement], ...], grad: DTensor) -> None:
+    for place, placement in fixed:
+        if grad.placements[place] != placement:
+            names = grad.device_mesh.mesh_dim_names or ()
+            raise UnsupportedError(
+                f"the gradient of a result is placed as {grad.placements} on {names}, and along {names[place]!r} the "
+                f"program is for {placement}: FSDP2's gradients depend on that. Compute the loss in forward, or from "
+                "the result's to_local()."
+            )
 
 
 @functools.cache

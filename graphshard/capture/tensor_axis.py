@@ -34,13 +34,13 @@ def distributed(
     """What a module finds in the place of its tensors: DTensors for parameters that are split over an axis.
 
     Args:
-        meshes: of tensor axes, by their names.
+        meshes: that parameters are DTensors on, by the names of their axes.
     """
     found = dict(used)
     for slot, tensor in used.items():
         split = params[slot.name].split if slot.kind == "param" else None
         if split is not None:
-            found[slot] = Distributed.apply(tensor, params[slot.name], meshes[split.axes])
+            found[slot] = Distributed.apply(tensor, params[slot.name], meshes[split.found_on])
     return found
 
 
@@ -72,21 +72,26 @@ class OneCast(TorchFunctionMode):
 class Distributed(torch.autograd.Function):
     """A rank's piece of a parameter as a DTensor; the gradient of it is brought to the parameter's placement.
 
-    FSDP2 does the same when backward has summed a gradient up: what ranks have partial sums of is reduced.
+    FSDP2 does the same when backward has summed a gradient up: what ranks have partial sums of is reduced. Among ranks
+    of data axes all gradients are, so nothing is done for these.
     """
 
     @staticmethod
     def forward(ctx: Any, piece: torch.Tensor, row: ParamRow, mesh: DeviceMesh) -> DTensor:
         assert row.split is not None
-        ctx.placements = row.split.placements
+        ctx.placements, ctx.num_data = row.split.found_placed, len(row.split.around)
         shape = torch.Size(row.split.shape)
         return dtensor_of(piece.detach(), mesh, ctx.placements, shape, row.stride_of(shape))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None]:
         assert isinstance(grad, DTensor)
-        if grad.placements != ctx.placements:
-            grad = grad.redistribute(placements=ctx.placements)
+        of_data = grad.placements[: ctx.num_data]
+        if any(placement.is_shard() for placement in of_data):
+            raise Untraceable("sharded gradient", f"a gradient is placed as {of_data} on the data axes")
+        placements = (*of_data, *ctx.placements[ctx.num_data :])
+        if grad.placements != placements:
+            grad = grad.redistribute(placements=placements)
         return grad._local_tensor, None, None
 
 

@@ -52,6 +52,10 @@ _ADVICE = {
         "Autocast casts a parameter that is a DTensor once for all its uses, which a program cannot yet. Use it once "
         "in the block, cast it yourself, or use param_dtype of mp_policy in the place of autocast."
     ),
+    "sharded gradient": (
+        "A gradient of a parameter on the whole mesh lies in pieces along data axes, over which it is to be reduced. "
+        "Use the parameter with activations that are cut there by their batch, or whole."
+    ),
     "distributed draw": (
         "Random numbers are drawn for a DTensor, which on this device sets the generator's state around it; a program "
         "would not. Draw for local tensors: leave nn.Dropout out of the plan, or call to_local() first."

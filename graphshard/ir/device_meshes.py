@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphshard.ir.distributed_internals import joined_mesh
+from graphshard.ir.distributed_internals import joined_mesh, root_of
+from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.mesh import Mesh
 
 
@@ -46,3 +47,20 @@ class ExpertMeshes(NamedTuple):
 def axes_of_mesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
     """Some axes of a mesh, or all."""
     return mesh if len(names) == mesh.ndim else mesh[tuple(names)]
+
+
+def axes_around(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """Some axes of a mesh, or of the one that it was made of.
+
+    Raises:
+        UnsupportedError: it was made of another one.
+    """
+    if set(names) <= set(mesh.mesh_dim_names or ()):
+        return axes_of_mesh(mesh, names)
+    root = root_of(mesh)
+    if not set(names) <= set(root.mesh_dim_names or ()):
+        raise UnsupportedError(
+            f"parameters of {mesh} are shown gathered as DTensors on {', '.join(names)}, and {root} has other axes. "
+            "Make all axes by one init_device_mesh, or do not call unshard()."
+        )
+    return axes_of_mesh(root, names)

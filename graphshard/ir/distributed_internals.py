@@ -41,6 +41,7 @@ __all__ = [
     "rank_in_group",
     "register_as",
     "rendezvous_store",
+    "root_of",
     "sharded_like",
     "started",
     "track_draws",
@@ -116,6 +117,12 @@ def is_part(mesh: DeviceMesh, whole: DeviceMesh) -> bool:
     if mesh == whole or names is None:
         return mesh == whole
     return set(names) < set(whole.mesh_dim_names or ()) and bool(whole[names] == mesh)
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a mesh is a part of."""
+    root: DeviceMesh = mesh._get_root_mesh()
+    return root
 
 
 def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -85,8 +85,11 @@ def build_table(
 
 def _on_tensor_axis(param: nn.Parameter, mesh: Mesh) -> tuple[torch.Tensor, Split | None]:
     """What a rank of the tensor axes has of a parameter, and how it is split there."""
-    if not mesh.tensors or not isinstance(param, DTensor):
+    if not isinstance(param, DTensor):
         return param, None
-    names = param.device_mesh.mesh_dim_names or [axis.name for axis in mesh.tensors]
+    tensors = [axis.name for axis in mesh.tensors]
+    names = param.device_mesh.mesh_dim_names or tensors
     dims = (placement.dim if isinstance(placement, Shard) else None for placement in param.placements)
-    return param._local_tensor, Split(tuple(param.shape), tuple(map(Cut, names, dims)))
+    cuts = tuple(Cut(name, dim) for name, dim in zip(names, dims) if name in tensors)
+    around = tuple(name for name in names if name not in tensors)
+    return param._local_tensor, Split(tuple(param.shape), cuts, around=around)

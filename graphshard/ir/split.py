@@ -5,6 +5,10 @@
     norm: nn.LayerNorm(4).weight        Split((4,), (Cut("tp", None),))     all ranks have the whole
 
 To the passes a parameter is what one rank of the tensor axes has of it. That is what is sharded over the data ranks.
+
+On FSDP2's full SPMD mesh the model finds DTensors that are on the data axes, too, with the same on all ranks of these:
+
+    distribute_tensor(weight, mesh, [Replicate(), Shard(0)])    Split((8, 4), (Cut("tp", 0),), around=("dp",))
 """
 
 from __future__ import annotations
@@ -54,11 +58,13 @@ class Split:
         shape: of the whole.
         cuts: an entry for each axis that it is on, outermost first: a later one cuts the pieces of those before.
         sums: what is left to be done about its gradients, as a program's may be, in this order.
+        around: names of the data axes that the model finds it on, too, outside of the others.
     """
 
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...]
     sums: tuple[Sum, ...] = ()
+    around: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -69,6 +75,16 @@ class Split:
     def placements(self) -> tuple[Placement, ...]:
         """On the tensor axes."""
         return tuple(cut.placement for cut in self.cuts)
+
+    @property
+    def found_on(self) -> tuple[str, ...]:
+        """Names of all axes that the model finds it on."""
+        return (*self.around, *self.axes)
+
+    @property
+    def found_placed(self) -> tuple[Placement, ...]:
+        """On these."""
+        return (*(Replicate() for _ in self.around), *self.placements)
 
     def num_pieces(self, dim: int, sizes: Mapping[str, int]) -> int:
         """How many pieces a dim is cut into.

@@ -53,7 +53,7 @@ def repeats_of(module: nn.Module, spec: CaptureSpec, options: Options) -> Repeat
     """Equal blocks of which a few are enough; None if there are none, or if options look at the model as a whole."""
     by_budget = isinstance(options.activation, (int, float)) or options.activation == "auto"
     whole = options.passes is not None or by_budget or options.dynamic_shapes is not None or bool(spec.followed)
-    communicates = spec.tensor is not None or spec.experts is not None or bool(spec.extended)
+    communicates = any((spec.tensor, spec.whole, spec.experts, spec.extended))
     if whole or communicates or os.environ.get(VARIABLE) == "1":
         return None
     return find_repeats(module)

@@ -313,7 +313,9 @@ def shard_unit(
     whole = options_with(options, parts, model)
     # What needs units is found out when a program is made: those of other calls may be still to come.
     fitting = whole if whole.units else replace(whole, activation=None)
-    tracer = prepare(model, fitting, axes, device_of(mesh), known, tensor, experts, answers)
+    theirs = (part.runner.tracer.spec.whole for part in parts)
+    on_whole = next((each for each in theirs if each is not None), None)
+    tracer = prepare(model, fitting, axes, device_of(mesh), known, tensor, experts, answers, on_whole)
     tracer.options = whole
     check_storage(tracer, parts)
     runner = make_runner(model, tracer, mesh, recorder, cache)

@@ -44,6 +44,7 @@ def prepare(
     tensor: DeviceMesh | None = None,
     experts: ExpertMeshes | None = None,
     answers: Mapping[str, Any] | None = None,
+    whole: DeviceMesh | None = None,
 ) -> Tracer:
     """Make the tracer of a module; nothing is changed.
 
@@ -54,11 +55,12 @@ def prepare(
         tensor: the tensor axis, if there is one.
         experts: where parameters are that lie otherwise on the ranks.
         answers: of `shard_placement_fn`, if it was asked already.
+        whole: the mesh of all axes, if parts of the module have DTensors on it.
 
     Raises:
         ArgumentError: an option does not fit the model or the mesh.
     """
-    spec = capture_spec(model, options, mesh, device, known, tensor, experts, answers)
+    spec = capture_spec(model, options, mesh, device, known, tensor, experts, answers, whole)
     profile = profile_here(device, options.hardware)
     by_cost = not_by_cost(spec.mesh, spec.params) is None
     costs = Costs(profile, mesh=spec.mesh) if profile is not None and by_cost else None

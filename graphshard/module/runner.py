@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.entry import install_entries
+from graphshard.capture.inputs import flat_call
 from graphshard.capture.signature import Signature
 from graphshard.ir.program import Program
 from graphshard.ir.subclasses import is_extended
@@ -100,7 +101,7 @@ class Runner(Maker):
         params = [ref.checked() for ref in tracer.params]
         for alias in self.aliases:
             alias.check()
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = flat_call(args, kwargs)
         check_not_transformed(leaves)
         leaves = tracer.on_device(leaves, structure)
         signature = tracer.signature(module, leaves, structure, params)

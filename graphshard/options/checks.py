@@ -152,18 +152,19 @@ def check_params(
     known: Container[nn.Parameter] = (),
     *,
     distributed: bool = False,
+    num_ranks: int | None = None,
 ) -> None:
     """Raise ArgumentError for the first parameter that cannot be sharded over a mesh of devices of a type.
 
     UnsupportedError for one whose gradients are to be of another dtype.
 
     Those that are `known` are sharded over it already; DTensors may be `distributed` over a tensor axis, and were
-    looked at.
+    looked at, as those were that all ranks of the mesh have whole.
     """
     for (name, *_), param in named_parameters(model).items():
         if param in known:
             continue
-        if isinstance(param, DTensor) and not distributed:
+        if isinstance(param, DTensor) and not distributed and not _is_whole(param, num_ranks):
             raise ArgumentError(
                 f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). Pass the "
                 "plain module, and to cut it along a tensor axis parallelize=, a function of (model, mesh); or, where "
@@ -189,6 +190,10 @@ def check_params(
                 f"parameter {name} is trainable and of {param.dtype}, whose gradients cannot be reduced. Use one of "
                 f"{', '.join(str(dtype) for dtype in _REDUCIBLE)}, freeze it, or pass it in ignored_params."
             )
+
+
+def _is_whole(param: DTensor, num_ranks: int | None) -> bool:
+    return param.device_mesh.size() == num_ranks and all(placement.is_replicate() for placement in param.placements)
 
 
 def _check_class(name: str, param: nn.Parameter, *, ignored: bool) -> None:

@@ -23,7 +23,7 @@ from graphshard.ir.mesh import EXPERT
 from graphshard.ir.params import chunk_range
 from graphshard.ir.subclasses import is_subclass
 from graphshard.ir.text import brief
-from graphshard.options.meshes import axes_by_role, check_placement, dims_named
+from graphshard.options.meshes import axes_by_role, check_placement, data_axes_of, dims_named
 
 
 def experts_by_name(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> ExpertMeshes | None:
@@ -72,6 +72,13 @@ def experts_of(
         on_axis = {
             name: p for name, p in named.items() if isinstance(p, DTensor) and is_part(given.axis, p.device_mesh)
         }
+        for name, dealt in on_axis.items():
+            if data_axes_of(dealt, given.data):
+                raise UnsupportedError(
+                    f"parameter {name} is a DTensor on the data axes, too, of {dealt.device_mesh}, and the mesh has an "
+                    f"expert axis, {given.axis_name!r}. Deal experts out along that axis alone, and leave others plain "
+                    "tensors, or DTensors on a tensor axis."
+                )
         if whole_model and not on_axis:
             raise ArgumentError(
                 f"mesh has an expert axis, {given.axis_name!r}, and no parameter of {type(model).__name__} is a "

@@ -158,16 +158,23 @@ def tensor_axis(
         ArgumentError: DTensors are on another mesh, or there are none on a tensor axis.
         UnsupportedError: a DTensor is placed in a way that cannot be sharded yet.
     """
-    found, of = given, ""
+    found, of, whole = given, "", None
     used = set(elsewhere)
     for (name, *_), param in named_parameters(model).items():
         if not isinstance(param, DTensor) or param in known:
             continue
-        mesh = param.device_mesh
-        if _is_on_data_axes(param, data):
+        mesh, around = param.device_mesh, data_axes_of(param, data)
+        if around:
+            whole = _same_whole(name, mesh, whole, data, around)
+            check_placement(name, param)
+            if len(around) == mesh.ndim:
+                continue
+            mesh = mesh[(mesh.mesh_dim_names or ())[len(around) :]]
+        elif _is_on_data_axes(param, data):
             raise UnsupportedError(
-                f"parameter {name} is a DTensor on the data axes, too, of {mesh}: FSDP2's full SPMD mesh is not "
-                "supported yet. Distribute it over the tensor axis alone: parallelize_module(model, mesh['tp'], plan)."
+                f"parameter {name} is a DTensor on the data axes, too, of {mesh}, where they are not the outermost. "
+                "Order the axes as in ('dp', 'tp'), or distribute it over the tensor axis alone: "
+                "parallelize_module(model, mesh['tp'], plan)."
             )
         names = mesh.mesh_dim_names or ()
         shards = bool({*names} & {*(data.mesh_dim_names or ())}) and (mesh.ndim > 1 or mesh == data)
@@ -203,6 +210,43 @@ def tensor_axis(
                 "mesh['dp']."
             )
     return found
+
+
+def data_axes_of(param: DTensor, data: DeviceMesh) -> tuple[str, ...]:
+    """Names of the data axes that a DTensor lies on, replicated, outside of others: FSDP2's full SPMD mesh.
+
+    There are none for one on tensor axes alone, and for a shard.
+
+    Args:
+        data: the data axes; one that was made of several is called "x_y".
+    """
+    names = param.device_mesh.mesh_dim_names or ()
+    found = 0
+    for axis in data.mesh_dim_names or (None,):
+        ends = (end for end in range(found + 1, len(names) + 1) if "_".join(names[found:end]) == axis)
+        found = next(ends, 0)
+        if not found:
+            return ()
+    replicated = all(placement.is_replicate() for placement in param.placements[:found])
+    return tuple(names[:found]) if replicated and param.dim() else ()
+
+
+def _same_whole(
+    name: str, mesh: DeviceMesh, whole: DeviceMesh | None, data: DeviceMesh, around: tuple[str, ...]
+) -> DeviceMesh:
+    """The mesh of DTensors on all axes, which is one for all, and of the ranks that parameters are sharded over.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    of_data = mesh if len(around) == mesh.ndim else mesh[around]
+    if of_data.mesh.flatten().tolist() != data.mesh.flatten().tolist() or mesh != (whole or mesh):
+        other = f"others over {whole}" if whole else f"is to be over {data}"
+        raise ArgumentError(
+            f"parameter {name} is distributed over {mesh}, and {other}. "
+            "Distribute all parameters over the mesh that the model is compiled for."
+        )
+    return mesh
 
 
 def _is_on_data_axes(param: DTensor, data: DeviceMesh) -> bool:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from graphshard.capture.capture import CaptureSpec
 from graphshard.ir.device_meshes import ExpertMeshes
@@ -19,7 +20,7 @@ from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import is_int
 from graphshard.ir.make_table import build_table
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamRow
+from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.precision import precision_of
 from graphshard.ir.text import brief
 from graphshard.ir.units import find_units
@@ -36,6 +37,7 @@ def capture_spec(
     tensor: DeviceMesh | None = None,
     experts: ExpertMeshes | None = None,
     answers: Mapping[str, Any] | None = None,
+    whole: DeviceMesh | None = None,
 ) -> CaptureSpec:
     """What a capture of a model that is to be sharded depends on.
 
@@ -46,6 +48,7 @@ def capture_spec(
         tensor: the tensor axis, inside of those of `mesh`, if there is one.
         experts: where parameters are that lie otherwise on the ranks, if there are such.
         answers: of `shard_placement_fn`, if it was asked already.
+        whole: the mesh of all axes, if parts of the model have DTensors on it.
 
     Raises:
         ArgumentError: an option does not fit the model or the mesh, or a parameter cannot be sharded.
@@ -65,7 +68,8 @@ def capture_spec(
         mesh = mesh.with_experts(experts.mesh)
     check_fit(options, model, units, mesh)
     ignored = check_ignored(model, options.ignored_params)
-    check_params(model, device.type, ignored, known, distributed=tensor is not None or experts is not None)
+    distributed = tensor is not None or experts is not None
+    check_params(model, device.type, ignored, known, distributed=distributed, num_ranks=mesh.size)
     if answers is None:
         answers = placements_of(model, options.shard_placement_fn, {*ignored, *known})
     table = build_table(
@@ -96,7 +100,14 @@ def capture_spec(
         allow=tuple(options.allow),
         tensor=tensor,
         experts=experts,
+        whole=_whole_mesh(model, table, known) or whole,
     )
+
+
+def _whole_mesh(model: nn.Module, params: ParamTable, known: Container[nn.Parameter]) -> DeviceMesh | None:
+    """The mesh of all axes, if parameters are DTensors on it before they are sharded."""
+    found = (model.get_parameter(row.name) for row in params if row.split is not None and row.split.around)
+    return next((param.device_mesh for param in found if param not in known and isinstance(param, DTensor)), None)
 
 
 def _gathers_again(options: Options) -> bool | None:

@@ -79,13 +79,20 @@ def shard_module(
 
 def is_sharded(param: torch.Tensor, row: ParamRow) -> bool:
     """Whether a parameter is a shard already; one that is split over the tensor axis was a DTensor before."""
-    return isinstance(param, DTensor) and (row.split is None or param.device_mesh.ndim > len(row.split.cuts))
+    if not isinstance(param, DTensor) or row.split is None:
+        return isinstance(param, DTensor)
+    of_data = param.placements[: param.device_mesh.ndim - len(row.split.cuts)]
+    return any(not placement.is_replicate() for placement in of_data) if row.split.around else bool(of_data)
 
 
 def data_axes(param: DTensor, row: ParamRow) -> DeviceMesh:
     """The mesh of the data axes that a shard is on: it may be on the tensor axis, too."""
     mesh = param.device_mesh
-    return mesh if row.split is None else mesh[tuple(mesh.mesh_dim_names or ())[: -len(row.split.cuts)]]
+    return (
+        mesh
+        if row.split is None
+        else axes_of_mesh(mesh, (mesh.mesh_dim_names or ())[: mesh.ndim - len(row.split.cuts)])
+    )
 
 
 @torch.no_grad()
@@ -130,7 +137,7 @@ def as_dtensor(local: torch.Tensor, row: ParamRow, mesh: DeviceMesh, tensor: Dev
     """A shard of a parameter as the DTensor that FSDP2 would make: on the tensor axis, too, if it is split there."""
     shape, stride = torch.Size(row.whole_shape), row.stride_of(row.whole_shape)
     axes = Mesh.of(mesh)
-    if row.split is not None and tensor is not None:
+    if row.split is not None and row.split.cuts and tensor is not None:
         own = axes_of_mesh(tensor, row.split.axes)
         axes, mesh = axes.with_tensors(own), joined_mesh(mesh, own)
     placements = axes.placements(row.dim if row.shape else None, row.split)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from graphshard.ir.device_meshes import axes_of_mesh
+from graphshard.ir.device_meshes import axes_around
 from graphshard.ir.distributed_internals import dtensor_of
 from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.params import ParamRow
@@ -131,11 +131,15 @@ class ShownParameter(nn.Parameter):
 
 
 def shown_dtensor(full: torch.Tensor, shard: nn.Parameter, row: ParamRow, path: str) -> nn.Parameter:
-    """A parameter that is split over the tensor axis, as the DTensor that it was before it was sharded."""
+    """A parameter that is split over the tensor axis, as the DTensor that it was before it was sharded.
+
+    Raises:
+        UnsupportedError: the mesh that it was on is not found.
+    """
     assert row.split is not None
     assert isinstance(shard, DTensor)
-    shape, mesh = torch.Size(row.split.shape), axes_of_mesh(shard.device_mesh, row.split.axes)
-    whole = dtensor_of(full, mesh, row.split.placements, shape, row.stride_of(shape))
+    shape, mesh = torch.Size(row.split.shape), axes_around(shard.device_mesh, row.split.found_on)
+    whole = dtensor_of(full, mesh, row.split.found_placed, shape, row.stride_of(shape))
     shown = nn.Parameter(whole, requires_grad=shard.requires_grad)
     vars(shown)[_SHARD] = shard
     if shard.requires_grad:
