@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -26,6 +28,7 @@ from torch.torch_version import TorchVersion
 import graphshard
 from tests.distributed.tensor_parallel import (
     Mlp,
+    Mlps,
     llama,
     mesh_of,
     mlps,
@@ -381,6 +384,39 @@ def _ignore(rank: int, world_size: int) -> None:
 
 def test_ignored_parameters_stay_on_the_tensor_axis(ranks: Ranks) -> None:
     ranks(4).run(_ignore)
+
+
+def _prepared(tp: DeviceMesh) -> nn.Module:
+    """Blocks take whole rows and give a piece of them, which the next one, or the head, gathers."""
+    torch.manual_seed(1)
+    model = Mlps(2)
+    for layer in model.layers:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False)}
+        parallelize_module(layer, tp, plan)
+    outer = {
+        "layers.0": PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate()),
+        "layers.1": PrepareModuleInputOutput(
+            input_layouts=Replicate(),
+            desired_input_layouts=Replicate(),
+            use_local_input=True,
+            output_layouts=Shard(0),
+            desired_output_layouts=Replicate(),
+        ),
+    }
+    return parallelize_module(model, tp, outer)
+
+
+def _prepare(rank: int, world_size: int) -> list[str]:
+    mesh = mesh_of(2, 2)
+    pair = pair_of(_prepared, mesh)
+    train_alike(pair, mesh, lambda: (torch.randn(4, 8),), steps=2)
+    return graphshard.programs(pair[0])[0].communication
+
+
+def test_inputs_and_outputs_of_modules_that_are_prepared(ranks: Ranks) -> None:
+    """Of a block the output is scattered, and gathered behind it."""
+    for lines in ranks(4).run(_prepare):
+        assert {"forward: scattered over tp", "forward: joined over tp"} <= set(lines)
 
 
 class _Dropouts(nn.Module):

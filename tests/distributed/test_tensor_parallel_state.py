@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphshard
 from tests.distributed.tensor_parallel import Mlps, mesh_of, mlps, pair_of, rows, train_alike
@@ -66,6 +67,60 @@ def _resume(rank: int, world_size: int, folder: Path) -> None:
 def test_resume_on_meshes_of_other_shapes(ranks: Ranks, tmp_path: Path) -> None:
     """On the same mesh it goes on bit for bit; on others, with and without a tensor axis, it has the same values."""
     ranks(4).run(_resume, tmp_path)
+
+
+class _Uneven(nn.Module):
+    """Seven columns, and five rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.down, self.head = nn.Linear(3, 7), nn.Linear(7, 3), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(torch.relu(self.up(x)))).square().mean()
+
+
+def _cut_unevenly(tp: DeviceMesh) -> nn.Module:
+    plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+    return parallelize_module(_Uneven(), tp, plan)
+
+
+def _resume_uneven(rank: int, world_size: int, folder: Path) -> list[tuple[int, ...]]:
+    meshes = {shape: mesh_of(*shape) for shape in ((2, 2), (1, 4), (4, 1))}
+    models = {
+        shape: graphshard.compile(_cut_unevenly(mesh["tp"]), mesh, backend="eager") for shape, mesh in meshes.items()
+    }
+    saved = models[2, 2]
+    optim = _adam(saved)
+    saved(torch.randn(2, 3, generator=torch.Generator().manual_seed(meshes[2, 2].get_local_rank("dp")))).backward()
+    optim.step()
+    graphshard.save_checkpoint(folder / "1", saved, optim)
+    pieces = [tuple(param.to_local().shape) for param in saved.parameters()]
+    plain = graphshard.compile(_Uneven(), init_device_mesh("cpu", (4,)), backend="eager")
+    optims = []
+    for model in (plain, models[1, 4], models[4, 1]):
+        optims.append(_adam(model))
+        graphshard.load_checkpoint(folder / "1", model, optims[-1])
+    expected, moments = _whole(plain.state_dict()), _moments(plain, optims[0])
+    saved_of = {name: param.to_local().clone() for name, param in saved.named_parameters()}
+    for step, (model, other) in enumerate(zip((models[1, 4], models[4, 1]), optims[1:]), 2):
+        assert_same(_whole(model.state_dict()), expected, "parameters")
+        assert_same(_moments(model, other), moments, "moments")
+        graphshard.save_checkpoint(folder / str(step), model, other)
+        with torch.no_grad():
+            for param in saved.parameters():
+                param.zero_()
+        graphshard.load_checkpoint(folder / str(step), saved, optim)
+        assert_same({name: p.to_local() for name, p in saved.named_parameters()}, saved_of, "back again")
+    assert all(moment.any() for moment in moments.values())
+    return pieces
+
+
+def test_resume_with_pieces_of_different_sizes(ranks: Ranks, tmp_path: Path) -> None:
+    """On both axes, and on meshes of other shapes."""
+    pieces = ranks(4).run(_resume_uneven, tmp_path, share=False)
+    assert [each[0] for each in pieces] == [(2, 3), (2, 3), (2, 3), (1, 3)]
 
 
 def _load(rank: int, world_size: int) -> None:

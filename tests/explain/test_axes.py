@@ -353,6 +353,16 @@ def test_wrong_meshes(shape: Any, parallelize: Any, message: str) -> None:
     assert not dist.is_initialized()
 
 
+def test_sizes_that_a_tensor_axis_does_not_divide() -> None:
+    """Products of local pieces do not fit each other then, in eager mode neither; the line is named."""
+    message = (
+        r"^graphshard cannot capture Net\.forward at .*(.|\n)*same reduction dim, but got \[32, 258\] X \[256, 64\]"
+    )
+    with pytest.raises(graphshard.CaptureError, match=message):
+        explained({"dp": 2, "tp": 3})
+    assert not dist.is_initialized()
+
+
 def test_two_tensor_axes() -> None:
     """Blocks on one and on the other; an axis that nothing lies on is told."""
 
