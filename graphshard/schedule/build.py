@@ -190,13 +190,15 @@ class _Maker:
         at = {row.name: t.at for t in reduced for row in order[t.name].rows}
         beside = lasting_beside(self.program, phase)
         ends = {c.node: at[c.params[0]] for c in launches}
+        rows = {c.node: self.program.params[c.params[0]] for c in launches}
+        sent = {node: row.sent_bytes(self._sent("reduce", row)) for node, row in rows.items()}
         items = [self._seconds(graph, layout, a, b) for a, b in itertools.pairwise(cuts)]
         copies = copied(layout, cuts, items, self.costs, self.left)
         self.left, until = copies.left, copies.until
         alive = remembered(
             graph,
             ("bytes", cuts, *ends.values(), *until.values()),
-            lambda: base_bytes(phase, layout, cuts, launches, ends, until),
+            lambda: base_bytes(phase, layout, cuts, launches, ends, sent, until),
         )
         base = [beside + n + left for n, left in zip(alive, copies.beside)]
         self.maps[phase_name] = PhaseMap(

@@ -22,16 +22,20 @@ def base_bytes(
     cuts: Sequence[int],
     reductions: Sequence[Collective],
     ready: Mapping[Node, int],
+    sent: Mapping[Node, int],
     until: Mapping[Node, int] = MappingProxyType({}),
 ) -> list[int]:
-    """Most bytes alive during each item.
+    """Most bytes alive during each item, less those of the gradients that the schedule holds from its begin.
 
     Shards, inputs and results live to the end; other values from their operator to their last use. A gradient counts up
-    to the item before the last that its reduction waits for: from there on it is the schedule's.
+    to the item before the last that its reduction waits for: from there on it is the schedule's. The schedule has it
+    for the whole of the item that makes it. What is alive there only before it is made is less beside it by so much:
+    the gradient of the last layer comes when those of the logits, in float32 the largest of a step, are gone.
 
     Args:
         cuts: positions at which items begin, and the end of the phase.
         ready: per launch of a reduction, the index of the item after which its bucket can start.
+        sent: per launch of a reduction, the bytes of its gradient for the schedule.
         until: by node the last position at which it has what it is given, where that is behind its own.
     """
     end = len(layout.compute)
@@ -63,18 +67,26 @@ def base_bytes(
                 owner = _owner(held)
                 if owner in spans:
                     spans[owner][1] = max(spans[owner][1], index[node], until.get(node, 0))
+    made, held = [0] * (end + 2), [0] * len(cuts)
     for reduction in reductions:
+        item = ready[reduction.node] - 1
+        first = begin = cuts[item]
         for node in (*layout.before[reduction.node], reduction.node):
             for owner in map(_owner, node.all_input_nodes):
                 if owner in spans:
-                    before = cuts[ready[reduction.node] - 1] - 1
-                    spans[owner][1] = max(spans[owner][1], before)
+                    spans[owner][1] = max(spans[owner][1], begin - 1)
+                    first = max(first, spans[owner][0])
         shards = sum(num_bytes(wait) for wait in reduction.waits)
-        alive(cuts[ready[reduction.node]], end, shards)
+        alive(cuts[item + 1], end, shards)
+        held[item] += sent[reduction.node]
+        made[first] += sent[reduction.node]
+        made[cuts[item + 1]] -= sent[reduction.node]
     for owner, (start, last) in spans.items():
         alive(start, last, num_bytes(owner))
     total = list(accumulate(change))
-    return [max(total[a:b], default=0) for a, b in pairwise(cuts)]
+    peaks = [a + b for a, b in zip(total, accumulate(made))]
+    # Between two items the smaller one counts, so that it must not be less than what is alive at its begin.
+    return [max(*peaks[a:b], total[a] + n) - n for (a, b), n in zip(pairwise(cuts), held)]
 
 
 def lasting_beside(program: Program, phase: Phase) -> int:

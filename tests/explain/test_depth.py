@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard.explain.explanation import Explanation
@@ -188,3 +192,23 @@ def test_a_block_that_uses_its_index() -> None:
 
 def test_no_plain_loop() -> None:
     assert not compare(Skips([Block() for _ in range(7)]))
+
+
+def test_a_deep_model_on_a_busy_link_is_close_to_its_bound() -> None:
+    """Llama-3 8B on 1,024 B200, where communication takes as long as compute: in about the memory of FSDP2's order.
+
+    Its peak leaves hardly room for a larger bucket, and all other moments do.
+    """
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    try:
+        llama = importlib.import_module("llama")
+    finally:
+        sys.path.pop(0)
+    config = llama.LlamaConfig(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336, vocab=128256, seq=8192)
+    with torch.device("meta"):
+        model = llama.Llama(config)
+    tokens = torch.zeros(1, 8192, dtype=torch.long)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = graphshard.explain(model, 1024, example_inputs=(tokens, tokens), hardware="b200", mp_policy=policy)
+    assert found.communication_s > 0.9 * found.compute_s
+    assert found.gap < 0.025  # 31 % where the limit was the very peak, or gradients counted before they were made

@@ -22,6 +22,7 @@ from graphshard.schedule import Solver, simulate
 from graphshard.schedule.build import Constraints, Settings, build
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.deep import least_memory
 from tests.helpers import Blocks, ParallelBiases, Tied, assert_gradients, captured, copied, through
 
 COSTS = Costs(load_profile("h100"))
@@ -158,6 +159,33 @@ def test_the_base_is_what_the_schedule_cannot_change(partitioned: Program) -> No
     assert backward.base == (shard + state + 3 * value + 12 + 4,)
     assert [(r.num_bytes, r.at) for r in backward.reductions] == [(64, len(backward.seconds))]
     assert optimizer.base == (shard + state + shard,)
+
+
+class Logits(nn.Module):
+    """A block, and a root whose matrices travel alone; logits, and their gradients, are the largest of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4096, 4096, bias=False)
+        self.layers = nn.ModuleList([nn.Linear(4096, 4096, bias=False)])
+        self.head = nn.Linear(4096, 16384, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers[0](self.first(x)).relu()).log_softmax(-1).square().sum()
+
+
+def test_a_gradient_takes_no_room_before_it_is_made() -> None:
+    """That of the head comes behind those of the logits: the peak of the item that makes it is without it."""
+    with torch.device("meta"):
+        model = Logits()
+    program = through(captured(model, (torch.empty(8192, 4096),), reshard_after_forward=True), "partition")
+    backward = build(program, COSTS, Settings()).problem.chains[1]
+    head = backward.reductions[0]
+    assert (head.at, head.num_bytes) == (1, 4 * 4096 * 16384)
+    # In one transfer with the first matrix, it does not come out of the item of the logits.
+    of_units = build(program, COSTS, Settings(Constraints(units=True))).problem.chains[1]
+    assert of_units.reductions[-1].num_bytes > head.num_bytes
+    assert max(least_memory(backward)) == max(least_memory(of_units))
 
 
 class Wide(nn.Module):
