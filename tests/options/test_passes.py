@@ -67,7 +67,7 @@ def test_small_gains_keep_the_order_of_fsdp2(partitioned: Program) -> None:
 
 
 def test_what_is_worth_it_is_taken(partitioned: Program) -> None:
-    """The larger the gain that is asked for, the closer the plan is to FSDP2's; no more memory than about what that takes."""
+    """The larger the gain that is asked for, the closer the plan is to FSDP2's, in about the memory that takes."""
     plans = [PlanByCost(COSTS, worth=worth)(partitioned) for worth in (1e9, 0.02)]
     assert plans[1].prediction.step_seconds < 0.98 * plans[0].prediction.step_seconds
     assert plans[1].prediction.peak_bytes <= 1.01 * plans[0].prediction.peak_bytes
