@@ -197,7 +197,7 @@ class _Maker:
         self.left, until = copies.left, copies.until
         alive = remembered(
             graph,
-            ("bytes", cuts, *ends.values(), *until.values()),
+            ("bytes", cuts, *ends.values(), *sent.values(), *until.values()),
             lambda: base_bytes(phase, layout, cuts, launches, ends, sent, until),
         )
         base = [beside + n + left for n, left in zip(alive, copies.beside)]
