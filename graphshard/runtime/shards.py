@@ -88,11 +88,9 @@ def is_sharded(param: torch.Tensor, row: ParamRow) -> bool:
 def data_axes(param: DTensor, row: ParamRow) -> DeviceMesh:
     """The mesh of the data axes that a shard is on: it may be on the tensor axis, too."""
     mesh = param.device_mesh
-    return (
-        mesh
-        if row.split is None
-        else axes_of_mesh(mesh, (mesh.mesh_dim_names or ())[: mesh.ndim - len(row.split.cuts)])
-    )
+    if row.split is None:
+        return mesh
+    return axes_of_mesh(mesh, (mesh.mesh_dim_names or ())[: mesh.ndim - len(row.split.cuts)])
 
 
 @torch.no_grad()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,6 +17,7 @@ from graphshard.explain.study import Study
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import Uneven
 from graphshard.options.options import Options
+from tests.distributed.twins import load_example
 
 PROFILE = graphshard.load_profile("h100")
 
@@ -199,11 +197,7 @@ def test_a_deep_model_on_a_busy_link_is_close_to_its_bound() -> None:
 
     Its peak leaves hardly room for a larger bucket, and all other moments do.
     """
-    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-    try:
-        llama = importlib.import_module("llama")
-    finally:
-        sys.path.pop(0)
+    llama = load_example("llama")
     config = llama.LlamaConfig(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336, vocab=128256, seq=8192)
     with torch.device("meta"):
         model = llama.Llama(config)

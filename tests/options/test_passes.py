@@ -67,10 +67,10 @@ def test_small_gains_keep_the_order_of_fsdp2(partitioned: Program) -> None:
 
 
 def test_what_is_worth_it_is_taken(partitioned: Program) -> None:
-    """The larger the gain that is asked for, the closer the plan is to FSDP2's, in about the memory that takes."""
+    """The larger the gain that is asked for, the closer the plan is to FSDP2's; never more memory than that takes."""
     plans = [PlanByCost(COSTS, worth=worth)(partitioned) for worth in (1e9, 0.02)]
     assert plans[1].prediction.step_seconds < 0.98 * plans[0].prediction.step_seconds
-    assert plans[1].prediction.peak_bytes <= 1.01 * plans[0].prediction.peak_bytes
+    assert plans[1].prediction.peak_bytes <= plans[0].prediction.peak_bytes
 
 
 def test_one_decision_for_memory_takes_the_shortest_step() -> None:

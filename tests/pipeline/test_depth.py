@@ -1,23 +1,16 @@
 """What must not grow with the depth of a model of equal blocks."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from tests.distributed.twins import load_example
 
 
 def program_of(layers: int, **options) -> graphshard.Program:
     """The example's model at a depth, compiled for the ranks of the fake world."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-    try:
-        llama = importlib.import_module("llama")
-    finally:
-        sys.path.pop(0)
+    llama = load_example("llama")
     model = llama.Llama(llama.LlamaConfig(layers=layers, dim=32, heads=2, seq=16))
     tokens = torch.zeros(2, 16, dtype=torch.long)
     mesh = init_device_mesh("cpu", (4,))
