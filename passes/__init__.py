@@ -15,6 +15,7 @@
     exchange_rows             rows of embeddings are exchanged, instead of tables gathered (opt-in, inexact)
     reduce_in_pieces          the gradient of such a head is reduced piece by piece (opt-in, inexact)
     overlap_collectives       what the model itself communicates runs beside compute that does not need it
+    join_collectives          what of it runs at once travels together
     pipeline_matmuls          products and the gathers or reduce-scatters at them, in pieces (opt-in, inexact)
     make_plan                 which collectives travel together, and when
     keep_gathered             what the plan keeps gathered is handed from forward to backward
@@ -62,6 +63,7 @@ from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.exchange_rows import ExchangeRows
 from graphshard.passes.gather_in_float8 import GatherInFloat8
 from graphshard.passes.insert_collectives import InsertCollectives
+from graphshard.passes.join_collectives import JoinCollectives
 from graphshard.passes.keep_gathered import KeepGathered
 from graphshard.passes.make_plan import MakePlan
 from graphshard.passes.mixed_precision import MixedPrecision
@@ -86,6 +88,7 @@ __all__ = [
     "ExchangeRows",
     "GatherInFloat8",
     "InsertCollectives",
+    "JoinCollectives",
     "KeepGathered",
     "MakePlan",
     "MixedPrecision",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from graphshard.ir.errors import PassError
 from graphshard.ir.program import Program
 
 
@@ -35,3 +36,9 @@ class Pass:
 
     def ensures(self, program: Program) -> None:
         """Check what only this pass knows about its result."""
+
+
+def check_partitioned(step: Pass, program: Program) -> None:
+    """Raise PassError for a program that is still a joint graph."""
+    if "joint" in program.phases:
+        raise PassError(f"{step.name}: the program is not partitioned yet; run this pass after partition")

@@ -31,11 +31,10 @@ from typing import ClassVar
 
 from torch.fx import Graph, Node
 
-from graphshard.ir.errors import PassError
 from graphshard.ir.graph import aten, emit, fake, rewrite_gradients
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.ir.program import Phase, Program
-from graphshard.passes.base import Pass
+from graphshard.passes.base import Pass, check_partitioned
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,7 @@ class Offload(Pass):
     cast_on_host: bool = False
 
     def requires(self, program: Program) -> None:
-        if "joint" in program.phases:
-            raise PassError(f"{self.name}: the program is not partitioned yet; run this pass after partition")
+        check_partitioned(self, program)
 
     def rewrite(self, program: Program) -> int:
         if program.device.type == "cpu" and not self.always:

@@ -23,12 +23,11 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from graphshard.cost.multiplications import is_multiplication
-from graphshard.ir.errors import PassError
-from graphshard.ir.graph import arrange, emit, is_random
-from graphshard.ir.layout import Layout
+from graphshard.ir.graph import arrange, emit, is_random, writes
+from graphshard.ir.layout import Layout, with_inputs
 from graphshard.ir.operators import BEGINS, SETTLED
 from graphshard.ir.program import Phase, Program
-from graphshard.passes.base import Pass
+from graphshard.passes.base import Pass, check_partitioned
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class OverlapCollectives(Pass):
     name: ClassVar[str] = "overlap-collectives"
 
     def requires(self, program: Program) -> None:
-        if "joint" in program.phases:
-            raise PassError(f"{self.name}: the program is not partitioned yet; run this pass after partition")
+        check_partitioned(self, program)
 
     def rewrite(self, program: Program) -> int:
         return sum(_overlap(phase) for phase in program.phases.values())
@@ -49,11 +47,11 @@ def _overlap(phase: Phase) -> int:
     """Reorder a phase and split its collectives; how many are under way beside compute now."""
     nodes = [node for node in phase.module.graph.nodes if node.op == "call_function"]
     launches = [node for node in nodes if node.target in BEGINS]
-    if not launches or any(map(_writes, nodes)):
+    if not launches or any(map(writes, nodes)):
         return 0
     compute = Layout.of(phase).index
     launches = [node for node in launches if node in compute]
-    order = _with_inputs(_reordered(nodes, launches, compute), nodes)
+    order = with_inputs(_reordered(nodes, launches, compute), nodes)
     place = {node: index for index, node in enumerate(order)}
     needed = {
         launch: min((place[user] for user in launch.users if user in place), default=len(order)) for launch in launches
@@ -123,26 +121,6 @@ def _ancestors(launch: Node, segment: Sequence[Node]) -> set[Node]:
     return found
 
 
-def _with_inputs(order: Iterable[Node], nodes: Sequence[Node]) -> list[Node]:
-    """All nodes: what those of `order` are made of directly before them, and everything else as early as can be."""
-    found: dict[Node, None] = {}
-    for node in order:
-        left = [node]
-        while left:
-            missing = [each for each in left[-1].all_input_nodes if each.op == "call_function" and each not in found]
-            if missing:
-                left.append(missing[0])
-            else:
-                found.setdefault(left.pop())
-    place = {node: index for index, node in enumerate(found)}
-    behind: dict[int, list[Node]] = {}
-    for node in nodes:
-        if node not in found:  # a reduction of gradients, say, and what belongs to it
-            place[node] = max((place[each] for each in node.all_input_nodes if each in place), default=-1)
-            behind.setdefault(place[node], []).append(node)
-    return [*behind.get(-1, []), *(each for i, node in enumerate(found) for each in (node, *behind.get(i, [])))]
-
-
 def _split(launch: Node, needed: Node) -> None:
     """Let a collective be under way until a node that needs its result."""
     graph = launch.graph
@@ -155,7 +133,3 @@ def _split(launch: Node, needed: Node) -> None:
         node.meta.update({key: value for key, value in launch.meta.items() if key not in node.meta})
     launch.replace_all_uses_with(settled)
     graph.erase_node(launch)
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable

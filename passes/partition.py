@@ -200,4 +200,3 @@ def _rename_placeholders(phase: Phase) -> None:
                 name += "_"
             taken.add(name)
             node.name = node.target = name
-    phase.module.recompile()

@@ -20,7 +20,7 @@ from graphshard.ir.graph import emit, erase_dead, fake
 from graphshard.ir.layout import Collective, collectives
 from graphshard.ir.operators import OWN_CHUNK
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.passes.base import Pass
+from graphshard.passes.base import Pass, check_partitioned
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class RegatherInGroup(Pass):
             raise PassError(
                 f"{self.name}: the program has no smaller group of ranks; give reshard_after_forward an int"
             )
-        if "joint" in program.phases:
-            raise PassError(f"{self.name}: the program is not partitioned yet; run this pass after partition")
+        check_partitioned(self, program)
 
     def rewrite(self, program: Program) -> int:
         group = program.mesh.regather

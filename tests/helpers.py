@@ -25,7 +25,7 @@ from graphshard.capture.capture import CaptureSpec, capture
 from graphshard.ir.graph import WAIT, fake, is_collective
 from graphshard.ir.make_table import build_table
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, NAMING_GROUPS, SCATTERED, SETTLED
+from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, NAMING_GROUPS, SCATTERED, SETTLED, TOGETHER
 from graphshard.ir.params import ParamRow
 from graphshard.ir.precision import precision_of
 from graphshard.ir.program import Phase, Program, Slot
@@ -197,7 +197,7 @@ def run_ranks(
         elif node.target in (WAIT, SETTLED):
             results = [a[0] for a in args]
         elif node.target in NAMING_GROUPS:
-            results = _of_the_model(node, [a[0] for a in args])
+            results = _of_the_model(node.target, node.args, [a[0] for a in args])
         elif node.op == "call_module":
             results = [getattr(phase.module, node.target)(list(*a)) for a in args]
         else:
@@ -219,19 +219,27 @@ def _collective(node: Node, tensors: list[Any], sent: list[list[torch.Tensor]] |
         return [torch.cat(tensors)] * len(tensors)
     if sent is not None:
         sent.append(tensors)
+    return _scattered(node.args[1], tensors)
+
+
+def _scattered(operation: Any, tensors: list[Any]) -> list[Any]:
     total = torch.stack(tensors).sum(0)
-    if node.args[1] == "avg":
+    if operation == "avg":
         total = total / len(tensors)
     return list(total.chunk(len(tensors)))
 
 
-def _of_the_model(node: Node, tensors: list[Any]) -> list[Any]:
-    """The results of what a model gathers, or exchanges in equal pieces, by rank."""
-    if node.target in (JOINED, BEGINS[JOINED]):
+def _of_the_model(operator: Any, args: Any, tensors: list[Any]) -> list[Any]:
+    """The results of what a model gathers, scatters, or exchanges in equal pieces, by rank; of several from several."""
+    if operator in TOGETHER.values():
+        single = next(done for done, together in TOGETHER.items() if together is operator)
+        columns = [_of_the_model(single, args, list(column)) for column in zip(*tensors)]
+        return list(map(list, zip(*columns)))
+    if operator in (JOINED, BEGINS[JOINED]):
         return [torch.cat(tensors)] * len(tensors)
-    if node.target in (SCATTERED, BEGINS[SCATTERED]):
-        return _collective(node, tensors, None)
-    assert node.target in (EXCHANGED, BEGINS[EXCHANGED]), node.target
+    if operator in (SCATTERED, BEGINS[SCATTERED]):
+        return _scattered(args[1], tensors)
+    assert operator in (EXCHANGED, BEGINS[EXCHANGED]), operator
     return [torch.cat(pieces) for pieces in zip(*(tensor.chunk(len(tensors)) for tensor in tensors))]
 
 

@@ -32,7 +32,7 @@ from torch.fx.node import map_aggregate
 
 import graphshard.ir.operators as operators
 from graphshard.ir.graph import ALL_REDUCES, GATHERS, REDUCES, WAIT
-from graphshard.ir.operators import ARRIVED, BEGINS, DOWNLOAD, OWN_CHUNK, RELOAD, SETTLED, UPLOAD
+from graphshard.ir.operators import ARRIVED, BEGINS, DOWNLOAD, OWN_CHUNK, RELOAD, SETTLED, TOGETHER, UPLOAD
 from graphshard.lower.lines import Call, Line, print_lines
 from graphshard.runtime.in_place import FUNCTIONAL
 
@@ -275,6 +275,12 @@ class Machine:
         if operator is SETTLED:
             self.waited(args[0])
             return Value(args[0].buffer)
+        if operator in TOGETHER.values():
+            results = [self.made(operator._opname) for _ in args[0]]
+            self.started(args[-1], args[0], results)
+            for result in results:
+                self.waited(result)
+            return results
         if operator in BEGINS or operator in BEGINS.values():
             result = self.made(operator._opname)
             self.started(args[-1], [args[0]], [result])

@@ -28,6 +28,7 @@ from graphshard.lower.packages import PackagedRegion
 from graphshard.lower.regions import Boxed, RegionCall
 from graphshard.module.runner import Runner
 from graphshard.passes import AccumulateGradients
+from graphshard.pipeline.graph_rules import Checked
 from graphshard.runtime.step import BackwardFactory, Strides, Variant
 
 log = logging.getLogger(__name__)
@@ -149,14 +150,14 @@ def read_programs(artifact: Artifact, index: int, model: nn.Module, runner: Runn
 
 
 def _read(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> StoredPrograms:
-    records, regions = [], {}
+    records, regions, checked = [], {}, Checked()
     for program in artifact.meshes[index]["programs"]:
         data = artifact.archive.json(f"{program['file']}.json")
         files = (artifact.archive.json(backward_file(program["file"], row)) for row in program["backwards"])
         backwards = {_variant(row, item): item for row, item in zip(program["backwards"], files)}
         for key in {key for item in (data, *backwards.values()) for key in item["regions"]}:
             if key not in runner.tracer.compiled:
-                runner.tracer.compiled[key], regions[key] = _region(artifact, key, runner)
+                runner.tracer.compiled[key], regions[key] = _region(artifact, key, runner, checked)
         start = next((functools.partial(artifact.archive.json, name) for name in partitioned_file(program)), None)
         records.append(Record(program["entry"], read(program["signature"], Signature), data, backwards, start))
     stored = StoredPrograms(artifact.path, tuple(records))
@@ -179,7 +180,7 @@ def _variant(row: Mapping[str, Any], data: Mapping[str, Any]) -> Variant:
     return frozenset(row["outputs"]), step
 
 
-def _region(artifact: Artifact, key: str, runner: Runner) -> tuple[RegionCall, Region | None]:
+def _region(artifact: Artifact, key: str, runner: Runner, checked: Checked) -> tuple[RegionCall, Region | None]:
     """What calls a region, and its operators unless it is compiled."""
     code, device = artifact.facts["regions"][key]["code"], runner.tracer.spec.device
     conditional = "-" in key  # on dynamic sizes, which were recorded with the program that it was compiled for
@@ -190,7 +191,7 @@ def _region(artifact: Artifact, key: str, runner: Runner) -> tuple[RegionCall, R
         capability = torch.cuda.get_device_capability(device)
         return RegionCall(GpuRegion(read_gpu_code(artifact.archive, key, capability, device), device), within), None
     region = decode_region(key, artifact.archive.json(f"regions/{key}.json"), device)
-    check_region(region)
+    check_region(region, checked)
     if code == "operators":
         run = (compile_eager if runner.tracer.options.backend == "eager" else compile_operators)(region)
         return RegionCall(run, within), region

@@ -32,7 +32,7 @@ from graphshard.ir.state import (
     places_in,
 )
 from graphshard.ir.text import brief
-from graphshard.pipeline.graph_rules import consistent_values, saved_is_returned, wrong_values
+from graphshard.pipeline.graph_rules import Checked, consistent_values, saved_is_returned, wrong_values
 
 _OF_PARAMETERS = ("param", "part", "gathered", "grad", "accumulated", "partial", "pending", "piece")
 
@@ -52,9 +52,13 @@ def check_program(
         raise ArtifactError(f"a program cannot run: {fault}. Export it again.")
 
 
-def check_region(region: Region) -> None:
-    """Raise ArtifactError if an operator of a region cannot make what it is said to."""
-    for violation in wrong_values(region.module.graph):
+def check_region(region: Region, checked: Checked) -> None:
+    """Raise ArtifactError if an operator of a region cannot make what it is said to.
+
+    Args:
+        checked: what was found right in other regions of the file; regions ask the same questions.
+    """
+    for violation in wrong_values(region.module.graph, checked):
         raise ArtifactError(f"region {region.key} cannot run: {violation.message}. Export it again.")
 
 

@@ -33,25 +33,42 @@ _WRITES_FOR = 60.0
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
+class HomelessError(ArgumentError):
+    """The directory is in a home folder, which there is not."""
+
+
 def directory_of(chosen: Any = None) -> Path | None:
     """Where programs are kept; None if they are not to be.
 
     Args:
         chosen: True is the usual place, False is nowhere; None leaves it to the environment; or a directory.
+
+    Raises:
+        HomelessError: it is in a home folder, which there is not.
     """
     given = os.environ.get(VARIABLE, "")
     asked = given.lower() not in _OFF
     if chosen is False or (chosen is None and not asked):
         return None
     if chosen not in (None, True):
-        return Path(chosen).expanduser()
-    return Path(given).expanduser() if asked and given.lower() not in _ON else usual_directory()
+        return _at_home(Path(chosen))
+    return _at_home(Path(given)) if asked and given.lower() not in _ON else usual_directory()
 
 
 def usual_directory() -> Path:
     """`~/.cache/graphshard`, or where XDG_CACHE_HOME has caches."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "graphshard"
+    return (Path(base) if base else _at_home(Path("~/.cache"))) / "graphshard"
+
+
+def _at_home(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:  # of a user whom the machine does not know, as containers have them
+        raise HomelessError(
+            f"the cache of programs cannot be at {path}, as there is no such home folder: {error} Give another "
+            f"directory: {VARIABLE}=DIRECTORY."
+        ) from error
 
 
 def limit_of() -> int:

@@ -305,5 +305,9 @@ def cache_at(chosen: Any) -> ProgramCache | None:
     Raises:
         ArgumentError: the environment says something else than a size of it.
     """
-    directory = entries.directory_of(chosen)
+    try:
+        directory = entries.directory_of(chosen)
+    except entries.HomelessError as error:
+        log.warning("%s Nothing is kept.", error)
+        return None
     return None if directory is None else ProgramCache(directory, entries.limit_of())

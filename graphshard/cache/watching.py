@@ -168,6 +168,10 @@ def watching() -> Iterator[Ran]:
         ran.problems.append("a debugger, or a tool that measures coverage, follows the code")
         yield ran
         return
+    if _free_tool() is None:
+        ran.problems.append("other tools have all numbers of sys.monitoring, as several debuggers or profilers do")
+        yield ran
+        return
     asks = {id(function.__code__): name for name, function in _ASKS.items() if hasattr(function, "__code__")}
     known: set[int] = set()
     # They run when it is time to, on one rank and not on another: no part of forward.
@@ -230,11 +234,19 @@ def _traced(note: Callable[[types.FrameType], bool], known: set[int]) -> Iterato
             sys.settrace(None)
 
 
+def _free_tool() -> int | None:
+    """A number for a tool of `sys.monitoring`; None if all are taken. Before Python 3.12 any will do."""
+    if sys.version_info < (3, 12):
+        return 0
+    monitoring: Any = sys.monitoring
+    return next((number for number in (4, 3, 5, 2) if monitoring.get_tool(number) is None), None)
+
+
 @contextlib.contextmanager
 def _monitored(note: Callable[[types.FrameType], bool]) -> Iterator[None]:
     """Python says once of each function that it is called."""
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
-    tool = next(number for number in (4, 3, 5, 2) if monitoring.get_tool(number) is None)
+    tool = _free_tool()
     thread = threading.get_ident()
 
     def started(code: types.CodeType, _: int) -> Any:

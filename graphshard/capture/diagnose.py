@@ -50,7 +50,8 @@ def _dynamic_error(cls: type[nn.Module], text: list[str]) -> CaptureError:
 
 def _capture_error(cls: type[nn.Module], frame: traceback.FrameSummary | None, kind: str, cause: str) -> CaptureError:
     if frame is None:
-        return CaptureError(f"graphshard cannot capture {cls.__name__}.forward: {cause}")
+        said = f"graphshard cannot capture {cls.__name__}.forward: {cause}"
+        return CaptureError(said if kind == "other" else f"{said}\n{advice(kind)}")
     return CaptureError(
         f"graphshard cannot capture {cls.__name__}.forward at {frame.filename}:{frame.lineno}\n"
         f"    {_source(frame)}\n"

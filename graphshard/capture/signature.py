@@ -17,7 +17,8 @@ from graphshard.ir.params import Settings
 class Signature:
     """What a program was captured for. Programs differ where signatures do.
 
-    Of parameters that decide themselves what is gathered of them, `extended` has what programs rely on.
+    Of parameters that decide themselves what is gathered of them, `extended` has what programs rely on. `replaced` says
+    which functions of torch's were others.
     """
 
     structure: pytree.TreeSpec
@@ -28,6 +29,7 @@ class Signature:
     params: tuple[tuple[bool, torch.dtype], ...]
     settings: tuple[Settings, ...] = ()
     extended: tuple[Any, ...] = ()
+    replaced: tuple[str, ...] = ()
 
     def loose(self) -> Signature:
         """The signature without shapes and strides."""
@@ -48,6 +50,7 @@ class Signature:
             "autocast": "autocast changed",
             "params": "dtype or requires_grad of a parameter changed",
             "extended": "attributes or methods of a parameter that is a tensor subclass, or what they read, changed",
+            "replaced": "functions of torch.nn.functional were replaced or put back",
             "settings": "resharding, the divisor of gradients, or what is gathered by hand was changed",
         }
         changed = [why for name, why in reasons.items() if getattr(self, name) != getattr(other, name)]

@@ -79,7 +79,7 @@ class Distributed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, piece: torch.Tensor, row: ParamRow, mesh: DeviceMesh) -> DTensor:
         assert row.split is not None
-        ctx.placements, ctx.num_data = row.split.found_placed, len(row.split.around)
+        ctx.name, ctx.placements, ctx.num_data = row.name, row.split.found_placed, len(row.split.around)
         shape = torch.Size(row.split.shape)
         return dtensor_of(piece.detach(), mesh, ctx.placements, shape, row.stride_of(shape))
 
@@ -88,7 +88,7 @@ class Distributed(torch.autograd.Function):
         assert isinstance(grad, DTensor)
         of_data = grad.placements[: ctx.num_data]
         if any(placement.is_shard() for placement in of_data):
-            raise Untraceable("sharded gradient", f"a gradient is placed as {of_data} on the data axes")
+            raise Untraceable("sharded gradient", f"a gradient of {ctx.name} is placed as {of_data} there")
         placements = (*of_data, *ctx.placements[ctx.num_data :])
         if grad.placements != placements:
             grad = grad.redistribute(placements=placements)

@@ -89,7 +89,8 @@ class Watch(TorchDispatchMode):
             return None
         if isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags:
             given = pytree.arg_tree_leaves(*args, **kwargs)
-            if any(isinstance(arg, DTensor) and arg.device_mesh.device_type != "cpu" for arg in given):
+            draws = arguments_of(func, args, kwargs).get("dropout_p") != 0  # attention without dropout does not
+            if draws and any(isinstance(arg, DTensor) and arg.device_mesh.device_type != "cpu" for arg in given):
                 raise Untraceable("distributed draw", f"operator {func}")
         if self._branch is not None and torch.Tag.nondeterministic_seeded in func.tags:
             raise Untraceable("branch", f"operator {func}")

@@ -18,7 +18,7 @@ Commands = argparse._SubParsersAction  # argparse gives no other name to what ad
 BACKENDS = ("inductor", "eager")
 # As `graphshard.schedule.stages` has them.
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
-_STAGE = "a stage of a dump (dump/07-plan.txt, .json, or dump/07)"
+_STAGE = "a stage of a dump (dump/08-plan.txt, .json, or dump/08)"
 _FULL = "the whole text; repeated blocks are folded otherwise"
 _ARTIFACT = "a file that graphshard.export wrote"
 
@@ -82,7 +82,7 @@ def _add_repro(commands: Commands[Parser]) -> None:
         epilog="exit status: 0 the pass ran and the rules hold, 1 it broke a rule or raised an error, 2 wrong "
         "arguments",
     )
-    parser.add_argument("stage", metavar="STAGE", help="a stage of a dump: dump/07-plan.json, its .txt, or dump/07")
+    parser.add_argument("stage", metavar="STAGE", help="a stage of a dump: dump/08-plan.json, its .txt, or dump/08")
     parser.add_argument(
         "--pass",
         dest="step",
@@ -147,6 +147,12 @@ def _add_explain_options(parser: Parser) -> None:
     add("--pipeline", nargs="+", default=["1f1b"], choices=SCHEDULES, help="of an axis pp (default 1f1b)")
     add("--stages-per-rank", type=int, default=2, metavar="N", help="of --pipeline interleaved (default 2)")
     add("--best", type=int, metavar="N", help="of a table the best few by time per token, and why")
+    add(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that predict a table (default: by its length)",
+    )
     add("--batch", nargs="+", default=[], metavar="B,S", help="shape of the inputs of one rank, such as 1,4096")
     add("--inputs", type=int, default=1, metavar="N", help="how many inputs of that shape (default 1)")
     add("--hardware", nargs="+", default=["h100"], metavar="NAME", help=f"{', '.join(builtin_profiles())}, or a file")

@@ -51,8 +51,9 @@ def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanatio
     shapes = [_shape(text) for text in args.batch]
     profiles = [load_profile(name) for name in args.hardware]
     check_count("--inputs", args.inputs, most=_MOST_INPUTS)
-    if args.best is not None:
-        check_count("--best", args.best, most=_MOST_INPUTS)
+    for option, count in (("--best", args.best), ("--workers", args.workers)):
+        if count is not None:
+            check_count(option, count, most=_MOST_INPUTS)
     activations = {text or "": _activation(text) for text in args.activation or [None]}
     degrees = dict(map(_degrees, args.degrees))
     several = (meshes, profiles, args.network, shapes, activations, args.pipeline)
@@ -112,6 +113,7 @@ def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanatio
             network=args.network,
             settings=settings,
             degrees=degrees,
+            workers=args.workers,
             **common,
         )
         rows += found.rows

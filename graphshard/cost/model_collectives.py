@@ -2,6 +2,8 @@
 
 %w = reduced(%y, sum, tp)       at once, along an axis
 
+%w = reduced_together([%y, %z], sum, tp)   several by one launch
+
 %s = reducing(%y, sum, tp)      beside the compute that lies between
 %w = settled(%s)
 """
@@ -18,7 +20,7 @@ from graphshard.cost.costs import Costs, maximum
 from graphshard.cost.kernels import num_bytes
 from graphshard.cost.multiplications import Scalar
 from graphshard.ir.mesh import Axis
-from graphshard.ir.operators import BEGINS, COPIES, EXCHANGED, JOINED, REDUCED, SCATTERED, SETTLED
+from graphshard.ir.operators import BEGINS, COPIES, EXCHANGED, JOINED, REDUCED, SCATTERED, SETTLED, TOGETHER
 
 ModelKind = Literal["reduced", "joined", "scattered", "exchanged"]
 MODEL_KINDS: tuple[ModelKind, ...] = get_args(ModelKind)
@@ -30,7 +32,8 @@ _KINDS: dict[object, tuple[ModelKind, str]] = {
     SCATTERED: ("scattered", "reduce"),
     EXCHANGED: ("exchanged", "all_to_all"),
 }
-_DONE: dict[object, object] = {begun: done for done, begun in BEGINS.items()}
+# Of what starts one, and of what carries several, the operator that runs at once.
+_DONE: dict[object, object] = {begun: done for begun_by in (BEGINS, TOGETHER) for done, begun in begun_by.items()}
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class ModelCollective:
         costs_as: the kind that `Costs.collective` is asked for.
         num_bytes: of the full tensors; of an exchange what this rank sends or receives, whichever is more.
         axis: its name.
+        num_tensors: that it carries.
         at_once: compute waits until it has ended; otherwise where it is settled.
     """
 
@@ -49,6 +53,7 @@ class ModelCollective:
     costs_as: str
     num_bytes: Scalar
     axis: str
+    num_tensors: int = 1
     at_once: bool = True
 
     @property
@@ -58,7 +63,7 @@ class ModelCollective:
 
     def seconds(self, costs: Costs, axis: Axis) -> Scalar:
         """That it takes."""
-        return costs.collective(self.costs_as, self.num_bytes, 1, axis)
+        return costs.collective(self.costs_as, self.num_bytes, self.num_tensors, axis)
 
 
 def model_collective(node: Node, size_of: Callable[[Node], Scalar] = num_bytes) -> ModelCollective | None:
@@ -71,11 +76,14 @@ def model_collective(node: Node, size_of: Callable[[Node], Scalar] = num_bytes) 
     if target not in _KINDS:
         return None
     kind, costs_as = _KINDS[target]
-    given, made = size_of(node.all_input_nodes[0]), size_of(node)
+    values = node.args[0] if node.target in TOGETHER.values() else [node.all_input_nodes[0]]
+    assert isinstance(values, (list, tuple))
+    given, made = sum(size_of(value) for value in values if isinstance(value, Node)), size_of(node)
     size = made if kind == "joined" else given
     if kind == "exchanged" and given != made:
         size = maximum(given, made)
-    return ModelCollective(kind, costs_as, size, str(node.args[-1]), at_once=target is node.target)
+    at_once = node.target not in BEGINS.values()
+    return ModelCollective(kind, costs_as, size, str(node.args[-1]), len(values), at_once)
 
 
 def computing(nodes: Iterable[Node]) -> list[Node]:

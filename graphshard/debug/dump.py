@@ -197,5 +197,5 @@ def _unused(directory: Path) -> Path:
 
 
 def stem_of(index: int, stage: Stage) -> str:
-    """File name of a stage without its ending: "08-bucket"."""
+    """File name of a stage without its ending: "09-bucket"."""
     return f"{index:02d}-{file_name(stage.name)}"

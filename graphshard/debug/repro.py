@@ -1,6 +1,6 @@
 """Run one pass on a dumped stage, in one process and without a process group.
 
-graphshard repro dump/rank0/Llama-0/07-plan.json
+graphshard repro dump/rank0/Llama-0/08-plan.json
 
 The stage is made again from its JSON, the pass that ran on it next runs on it once more, and the rules are checked
 before and after. A stage that made a pass fail on 512 ranks makes it fail here.

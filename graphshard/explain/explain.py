@@ -24,7 +24,8 @@ from graphshard.explain.sharing import changed, is_same
 from graphshard.explain.study import Study
 from graphshard.explain.subject import has_stages
 from graphshard.explain.training import ExplainArguments, Training, chosen
-from graphshard.ir.errors import ArgumentError, BatchError, InfeasibleError, StageError
+from graphshard.explain.workers import Task, Telling, outcomes
+from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_count, check_function
 from graphshard.ir.mesh import CONTEXT, EXPERT, MOST_RANKS, PIPELINE, REPLICATING, TENSOR, MeshLike
 from graphshard.ir.text import brief
@@ -133,6 +134,7 @@ def explain_grid(
     settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({"": {}}),
     degrees: Mapping[str, Sequence[int]] = MappingProxyType({}),
     show: Callable[[str], None] = lambda _: None,
+    workers: int | None = None,
     symbols: Mapping[str, int] | None = None,
     every_block: bool = False,
     parallelize: Parallelize | None = None,
@@ -152,6 +154,9 @@ def explain_grid(
         degrees: sizes to try of axes, such as `{"pp": (1, 2, 4), "tp": (1, 8)}`: each of `meshes` is a number of ranks
             then, and stands for all meshes with these sizes that it can be divided into; "dp" is what is left.
         show: told what is being done.
+        workers: processes that predict side by side, forked from this one; 1 predicts in this process alone. None takes
+            one for each core, up to eight of about a gigabyte each, if the table takes longer than some seconds, on
+            Linux, and neither CUDA, a process group nor another Python thread is in this process.
         symbols, every_block, parallelize, device: as for `explain`, for all settings.
         global_batch: as for `explain`; a mesh that is larger than it, or does not divide it, is left out, and so is one
             for which no schedule fits in memory_limit, or of which the model cannot be cut into the stages:
@@ -159,6 +164,7 @@ def explain_grid(
 
     Raises:
         ArgumentError: an argument is wrong, or everything is left out.
+        GraphshardError: one of the workers ended.
         CaptureError: the module cannot be captured from the example inputs.
     """
     check_names(explain_grid, options)
@@ -175,8 +181,8 @@ def explain_grid(
     check_function("show", show, "print")
     profiles = [load_profile(item) for item in hardware]
     shared: dict[str, Any] = {"symbols": symbols, **options}
-    found: list[Explanation] = []
-    refused: list[ArgumentError] = []
+    telling = Telling(show)
+    groups: list[list[Task]] = []
     first: Study | None = None
     tried: list[dict[str, Any]] = []
     for label, setting in settings.items():
@@ -195,7 +201,7 @@ def explain_grid(
                 training,
                 own_symbols,
                 label=label,
-                show=show,
+                show=telling,
                 every_block=every_block,
                 parallelize=parallelize,
                 device=device,
@@ -206,12 +212,14 @@ def explain_grid(
         for mesh in meshes:
             if again and not has_stages(mesh):
                 continue  # the schedule of stages makes no difference
-            for profile in profiles:
-                for name in network:
-                    try:
-                        found.append(study.explain(mesh, profile, name))
-                    except (InfeasibleError, BatchError, StageError) as error:
-                        refused.append(error)
+            groups.append([Task(study, mesh, profile, name) for profile in profiles for name in network])
+    found: list[Explanation] = []
+    refused: list[ArgumentError] = []
+    for outcome in outcomes(groups, workers, telling):
+        if isinstance(outcome, Explanation):
+            found.append(outcome)
+        else:
+            refused.append(outcome)
     if not found:
         raise refused[0]
     return Grid(tuple(found), tuple(dict.fromkeys(map(str, refused))))

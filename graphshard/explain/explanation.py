@@ -6,8 +6,9 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from rich.table import Table
@@ -79,6 +80,16 @@ class Wait:
         if others:
             more = f", {format_seconds(self.without[others[0]])} less without {others[0]}"
         return f"{format_seconds(self.seconds)} for {self.bucket} ({self.why}{more})"
+
+
+@dataclass(frozen=True)
+class Inside:
+    """The program behind a prediction, and what was made of it."""
+
+    program: Program
+    costs: Costs
+    timeline: Estimate
+    memory: Memory
 
 
 @dataclass(frozen=True)
@@ -163,13 +174,38 @@ class Explanation:
     slack: dict[str, float]
     busy: dict[str, float]
     regions: tuple[RegionCost, ...]
-    _program: Program = field(repr=False, compare=False)
-    _costs: Costs = field(repr=False, compare=False)
-    _timeline: Estimate = field(repr=False, compare=False)
-    _memory: Memory = field(repr=False, compare=False)
+    _make: Callable[[], Inside] = field(repr=False, compare=False)
     formulas: Formulas | None = field(default=None, repr=False, compare=False)
     cost: TrainingCost | None = None
     pipeline: Pipelined | None = None
+
+    @cached_property
+    def _inside(self) -> Inside:
+        return self._make()
+
+    @property
+    def _program(self) -> Program:
+        return self._inside.program
+
+    @property
+    def _costs(self) -> Costs:
+        return self._inside.costs
+
+    @property
+    def _timeline(self) -> Estimate:
+        return self._inside.timeline
+
+    @property
+    def _memory(self) -> Memory:
+        return self._inside.memory
+
+    def numbers(self) -> Explanation:
+        """Without the program behind it, for another process."""
+        return replace(self, _make=_elsewhere)
+
+    def made_by(self, explain: Callable[..., Explanation], *where: Any) -> Explanation:
+        """With the program that `explain` makes again for the same place, once it is asked for."""
+        return replace(self, _make=lambda: explain(*where)._inside)
 
     @property
     def num_ranks(self) -> int:
@@ -284,6 +320,10 @@ class Explanation:
     def to_json(self) -> str:
         """All numbers as JSON."""
         return json.dumps(self.to_dict(), indent=1)
+
+
+def _elsewhere() -> Inside:
+    raise AssertionError("the program is in another process")
 
 
 def _path(seconds: Mapping[str, float]) -> str:

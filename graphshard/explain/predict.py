@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from graphshard.cost.costs import Costs
 from graphshard.explain.advice import advise, limit_of
-from graphshard.explain.explanation import Explanation, RegionCost, Wait
+from graphshard.explain.explanation import Explanation, Inside, RegionCost, Wait
 from graphshard.explain.spread import step_range
 from graphshard.explain.training import Training, training_cost
 from graphshard.ir.plan import Plan
@@ -169,10 +169,7 @@ def explained(
             between=between,
             ranks=math.prod(size.values()),
         ),
-        _program=program,
-        _costs=costs,
-        _timeline=timeline,
-        _memory=memory,
+        _make=lambda: Inside(program, costs, timeline, memory),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.inputs import count_tokens
+from graphshard.capture.repeats import check_alike
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work
 from graphshard.cost.profile import Profile
@@ -22,7 +23,7 @@ from graphshard.explain.predict import bound_of, explained
 from graphshard.explain.programs import Programs, whose
 from graphshard.explain.scheduled import Scheduled, schedule_regions
 from graphshard.explain.staged import PipelineStep, stages_of
-from graphshard.explain.subject import Place, device_given, place_of, sizes_of, standing_in, without_pipeline
+from graphshard.explain.subject import Place, at_place, device_given, place_of, sizes_of, standing_in, without_pipeline
 from graphshard.ir.collector import collector_paused
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_bool, check_function, check_seconds, is_int
@@ -186,6 +187,21 @@ class Study(Programs):
             return {}
         regions = {key: region for key, region in program.regions.items() if key not in measured}
         return schedule_regions(regions, profile, self._kernels, show)
+
+    @collector_paused()
+    def capture(self, shape: MeshLike) -> None:
+        """Capture the model for a mesh, unless it was; of equal blocks a few.
+
+        Raises:
+            Uneven, GraphshardError: it cannot be; `explain` may yet, with every block, or says what is wrong.
+        """
+        place = place_of(without_pipeline(shape)[0], self.parallelize)
+        device = device_given(self.device)
+        with standing_in(device), at_place(self.model, self.options, place, self.parallelize, device) as (model, spec):
+            subject = self._subject(place, model)
+            if subject.repeats is not None:
+                check_alike(spec, subject.repeats)
+            subject.capture(model, spec)
 
     def forget(self, shape: MeshLike) -> None:
         """Let go of the programs of a mesh, which are made again if they are asked for."""

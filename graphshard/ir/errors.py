@@ -31,6 +31,10 @@ class InfeasibleError(ArgumentError):
         super().__init__(message)
         self.smallest = smallest
 
+    def __reduce__(self) -> tuple[type[InfeasibleError], tuple[str, int]]:
+        """Made again from both arguments, in another process."""
+        return type(self), (str(self), self.smallest)
+
 
 class BatchError(ArgumentError):
     """A mesh does not divide the batch of a step, or is larger than it."""

@@ -290,6 +290,11 @@ def is_on_host(node: Node) -> bool:
     return node.target is DOWNLOAD or any(user.target in UPLOADS for user in node.users)
 
 
+def writes(node: Node) -> bool:
+    """Whether an operator writes to what it is given."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
 def is_part(node: Node) -> bool:
     """One result of an operator that returns several."""
     return node.target is operator.getitem and not is_communication(node) and not is_view(node)

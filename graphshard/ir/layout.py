@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -193,3 +193,23 @@ def _landings(nodes: list[Node]) -> dict[Node, Node]:
         if source is not None and (source in reduced or is_view(node) or node.target in _MOVEMENT):
             follows[node] = source
     return follows
+
+
+def with_inputs(order: Iterable[Node], nodes: Sequence[Node]) -> list[Node]:
+    """All nodes: what those of `order` are made of directly before them, and everything else as early as can be."""
+    found: dict[Node, None] = {}
+    for node in order:
+        left = [node]
+        while left:
+            missing = [each for each in left[-1].all_input_nodes if each.op == "call_function" and each not in found]
+            if missing:
+                left.append(missing[0])
+            else:
+                found.setdefault(left.pop())
+    place = {node: index for index, node in enumerate(found)}
+    behind: dict[int, list[Node]] = {}
+    for node in nodes:
+        if node not in found:  # a reduction of gradients, say, and what belongs to it
+            place[node] = max((place[each] for each in node.all_input_nodes if each in place), default=-1)
+            behind.setdefault(place[node], []).append(node)
+    return [*behind.get(-1, []), *(each for i, node in enumerate(found) for each in (node, *behind.get(i, [])))]

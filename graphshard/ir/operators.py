@@ -8,6 +8,7 @@
     joined(value, num_ranks, axis)      the ranks' tensors one behind another along dim 0, at once
     scattered(value, op, num_ranks, axis)   this rank's piece along dim 0 of the sum over ranks, at once
     exchanged(value, out, in, axis)     pieces along dim 0 of those sizes are sent to each rank, and received, at once
+    reduced_together, joined_together, scattered_together   the same of several tensors by one launch
     reducing, joining, scattering, exchanging   start one of these four; under way until `settled`
     settled(value)                      what is computed from here on sees the result of one that was started
     upload(shard, device, dtype=None)   start a copy of a shard that lives on the host; in flight until `arrived`
@@ -85,6 +86,20 @@ def _settled(value: Tensor) -> Tensor:
 
 def _at_once(start: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args: torch.ops._c10d_functional.wait_tensor(start(*args))
+
+
+def _together(start: Callable[..., Tensor], coalesced: str) -> Callable[..., list[Tensor]]:
+    """Several at once. Gloo would pack them, and add up in another order: there each is started by itself."""
+
+    def run(values: list[Tensor], *args: Any) -> list[Tensor]:
+        if values[0].is_cuda:
+            values = [value.contiguous() for value in values]
+            started = getattr(torch.ops._c10d_functional, coalesced)(values, *args)
+        else:
+            started = [start(value, *args) for value in values]
+        return [torch.ops._c10d_functional.wait_tensor(value) for value in started]
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -166,28 +181,50 @@ def _define_both(
     return _define(done + schema, _at_once(start), fake), _define(doing + schema, start, fake)
 
 
-REDUCED, REDUCING = _define_both(
-    "reduced", "reducing", "Tensor value, str op", _reducing, lambda value, op, group: torch.empty_like(value)
-)
-JOINED, JOINING = _define_both(
-    *("joined", "joining", "Tensor value, int num_ranks", _joining),
-    lambda value, num_ranks, group: value.new_empty([num_ranks * value.shape[0], *value.shape[1:]]),
-)
+def _define_together(
+    done: str, arguments: str, start: Callable[..., Any], coalesced: str, fake: Callable[..., Any]
+) -> torch._ops.OpOverload:
+    """A collective of several tensors that runs at once."""
+    schema = f"{done}_together(Tensor[] values, {arguments}, str group) -> Tensor[]"
+    return _define(schema, _together(start, coalesced), lambda values, *args: [fake(value, *args) for value in values])
+
+
+def _reduced_shape(value: Tensor, op: str, group: str) -> Tensor:
+    return torch.empty_like(value)
+
+
+def _joined_shape(value: Tensor, num_ranks: int, group: str) -> Tensor:
+    return value.new_empty([num_ranks * value.shape[0], *value.shape[1:]])
+
+
+def _scattered_shape(value: Tensor, op: str, num_ranks: int, group: str) -> Tensor:
+    return value.new_empty([value.shape[0] // num_ranks, *value.shape[1:]])
+
+
+REDUCED, REDUCING = _define_both("reduced", "reducing", "Tensor value, str op", _reducing, _reduced_shape)
+JOINED, JOINING = _define_both("joined", "joining", "Tensor value, int num_ranks", _joining, _joined_shape)
 SCATTERED, SCATTERING = _define_both(
-    *("scattered", "scattering", "Tensor value, str op, int num_ranks", _scattering),
-    lambda value, op, num_ranks, group: value.new_empty([value.shape[0] // num_ranks, *value.shape[1:]]),
+    "scattered", "scattering", "Tensor value, str op, int num_ranks", _scattering, _scattered_shape
 )
 EXCHANGED, EXCHANGING = _define_both(
     *("exchanged", "exchanging", "Tensor value, SymInt[] out_sizes, SymInt[] in_sizes", _exchanging),
     lambda value, out_sizes, in_sizes, group: value.new_empty([sum(out_sizes), *value.shape[1:]]),
 )
+# Of what runs at once, what carries several.
+TOGETHER = {
+    REDUCED: _define_together("reduced", "str op", _reducing, "all_reduce_coalesced", _reduced_shape),
+    JOINED: _define_together("joined", "int num_ranks", _joining, "all_gather_into_tensor_coalesced", _joined_shape),
+    SCATTERED: _define_together(
+        "scattered", "str op, int num_ranks", _scattering, "reduce_scatter_tensor_coalesced", _scattered_shape
+    ),
+}
 # Of what runs at once, what starts it.
 BEGINS = {REDUCED: REDUCING, JOINED: JOINING, SCATTERED: SCATTERING, EXCHANGED: EXCHANGING}
 SETTLED = _define("settled(Tensor value) -> Tensor", _settled, torch.empty_like)
 # Mark of what a pass has started where it stands, before collectives are given compute to run beside.
 BEGUN = "begun"
 # They name a mesh axis by their last argument; its process group takes the place when a program is installed.
-NAMING_GROUPS = frozenset({OWN_CHUNK, *BEGINS, *BEGINS.values()})
+NAMING_GROUPS = frozenset({OWN_CHUNK, *BEGINS, *BEGINS.values(), *TOGETHER.values()})
 UPLOAD = _define(
     "upload(Tensor shard, str device, ScalarType? dtype=None) -> Tensor",
     _upload,

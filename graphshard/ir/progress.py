@@ -24,6 +24,14 @@ from graphshard.ir.text import visible
 
 # Seconds between lines about one phase.
 _BEAT = 30.0
+# Of the thread that shows what is being done.
+_THREAD = "graphshard-progress"
+
+
+def other_threads() -> list[threading.Thread]:
+    """Python's threads besides this one and those that show progress, which hold no lock but of the console."""
+    here = threading.current_thread()
+    return [thread for thread in threading.enumerate() if thread is not here and thread.name != _THREAD]
 
 
 @contextlib.contextmanager
@@ -39,7 +47,10 @@ def progress(title: str, *, lines: bool = False) -> Iterator[Callable[[str], Non
     if os.environ.get("RANK", "0") != "0":
         yield phases.begin
     elif console.is_terminal:
+        before = set(threading.enumerate())
         with Status(phases, console=console):  # rich asks them anew for each frame
+            for thread in set(threading.enumerate()) - before:
+                thread.name = _THREAD
             yield phases.begin
     elif lines:
         with _beating(phases):
@@ -100,7 +111,7 @@ def _beating(phases: _Phases) -> Iterator[None]:
         while not done.wait(_BEAT):
             phases.write(", under way")
 
-    thread = threading.Thread(target=beat, name="graphshard-progress", daemon=True)
+    thread = threading.Thread(target=beat, name=_THREAD, daemon=True)
     thread.start()
     try:
         yield

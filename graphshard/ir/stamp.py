@@ -10,7 +10,7 @@ so, or those of calls of regions and collectives, which are much shorter.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -61,7 +61,10 @@ class _Stamp(Alike):
     _stacks: dict[tuple[int, int, int], Any] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
     _texts: dict[tuple[str, int, int], str] = field(default_factory=dict)
-    _relative: dict[tuple[str, int], str] = field(default_factory=dict)
+    _named_by: dict[tuple[str, int], Callable[[int], str]] = field(default_factory=dict)
+    # By node, what its copies have in common, and its texts and stacks that name blocks.
+    _metas: dict[Node, dict[str, Any]] = field(default_factory=dict)
+    _naming: dict[Node, tuple[list[tuple[str, str]], list[tuple[str, Any]]]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Rewrite the phase."""
@@ -146,35 +149,38 @@ class _Stamp(Alike):
 
     def _meta(self, node: Node, group: int) -> dict[str, Any]:
         """What is known of the copy of a node of the template."""
-        meta = {key: value for key, value in node.meta.items() if key not in ("number", "desc")}
-        return meta | self._named(node, TEMPLATE, group)
+        if node not in self._metas:
+            self._metas[node] = {key: value for key, value in node.meta.items() if key not in ("number", "desc")}
+        return self._metas[node] | self._named(node, TEMPLATE, group)
 
     def _named(self, node: Node, window: int, group: int) -> dict[str, Any]:
         """What names blocks, of a node of a window, as it is in the window of a group."""
-        found: dict[str, Any] = {key: self._text(node.meta[key], window, group) for key in TEXTS if key in node.meta}
-        for key in STACKS:
-            stack = node.meta.get(key)
-            if stack:
-                known = id(stack), window, group
-                if known not in self._stacks:
-                    self._kept.append(stack)  # as ids are those of what is there
-                    texts = ((k, name, rest) for k, (name, *rest) in stack.items())
-                    self._stacks[known] = {
-                        self._text(k, window, group): (self._text(name, window, group), *rest)
-                        for k, name, rest in texts
-                    }
-                found[key] = self._stacks[known]
+        if node not in self._naming:
+            texts = [(key, node.meta[key]) for key in TEXTS if key in node.meta]
+            self._naming[node] = texts, [(key, node.meta[key]) for key in STACKS if node.meta.get(key)]
+        texts, stacks = self._naming[node]
+        found: dict[str, Any] = {key: self._text(text, window, group) for key, text in texts}
+        for key, stack in stacks:
+            known = id(stack), window, group
+            if known not in self._stacks:
+                self._kept.append(stack)  # as ids are those of what is there
+                parts = ((k, name, rest) for k, (name, *rest) in stack.items())
+                self._stacks[known] = {
+                    self._text(k, window, group): (self._text(name, window, group), *rest) for k, name, rest in parts
+                }
+            found[key] = self._stacks[known]
         return found
 
     def _text(self, text: str, window: int, group: int) -> str:
         known = text, window, group
         if known not in self._texts:
-            if (text, window) not in self._relative:
+            if (text, window) not in self._named_by:
                 try:
-                    self._relative[text, window] = self.few.relative(text, window)
+                    relative = self.few.relative(text, window)
                 except Uneven:  # windows that are compared name none that is far
-                    self._relative[text, window] = text
-            self._texts[known] = self._all.absolute(self._relative[text, window], group)
+                    relative = text
+                self._named_by[text, window] = self._all.absolutes(relative)
+            self._texts[known] = self._named_by[text, window](group)
         return self._texts[known]
 
     def _free(self, name: str) -> str:

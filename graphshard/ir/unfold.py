@@ -58,12 +58,40 @@ class Frame:
     def absolute(self, entry: T, window: int) -> T:
         """The entry of a window that is relative to it."""
         begin = self.begins.get(window, 0)
-        end = self.end
+        return moved(entry, lambda text: self._naming(text)(window), lambda at: self._placed(at, begin))
 
-        def place(at: int) -> int:
-            return end if at == _END and end is not None else at + begin
+    def absolutes(self, entry: T) -> Callable[[int], T]:
+        """The same of many windows: what does not depend on the window is looked at once."""
+        make = self._made(entry)
+        return (lambda _: entry) if make is None else make
 
-        return moved(entry, lambda text: self._named(text, window), place)
+    def _made(self, entry: Any) -> Callable[[int], Any] | None:
+        """`absolutes` of an entry, or None if it is the same in all windows."""
+        if isinstance(entry, str):
+            return self._naming(entry) if "\0" in entry else None
+        if isinstance(entry, tuple):
+            parts = [(self._made(each), each) for each in entry]
+            if all(make is None for make, _ in parts):
+                return None
+            return lambda window: tuple(each if make is None else make(window) for make, each in parts)
+        if not dataclasses.is_dataclass(entry) or isinstance(entry, type):
+            return None
+        kind, values = type(entry), {field: getattr(entry, field) for field in _fields(type(entry))}
+        at = {name: value for name, value in values.items() if name in _POSITIONS and value is not None and value >= 0}
+        found = {name: self._made(value) for name, value in values.items() if name not in at}
+        makers = {name: make for name, make in found.items() if make is not None}
+        if not makers and not at:
+            return None
+
+        def build(window: int) -> Any:
+            begin = self.begins.get(window, 0)
+            placed = {name: self._placed(value, begin) for name, value in at.items()}
+            return kind(**{**values, **placed, **{name: make(window) for name, make in makers.items()}})
+
+        return build
+
+    def _placed(self, at: int, begin: int) -> int:
+        return self.end if at == _END and self.end is not None else at + begin
 
     def _marked(self, text: str, window: int) -> str:
         if self.repeats.path not in text:
@@ -81,17 +109,21 @@ class Frame:
 
         return _blocks(self.repeats.path).sub(mark, text)
 
-    def _named(self, text: str, window: int) -> str:
-        here = self.groups.index(window)
+    def _naming(self, text: str) -> Callable[[int], str]:
+        """A text by window, of one that is relative to it."""
+        before, *rest = _MARK.split(text)
+        marks = [(int(far), int(of), then) for far, of, then in zip(rest[::3], rest[1::3], rest[2::3])]
+        path, first, period = self.repeats.path, self.repeats.first, self.repeats.period
 
-        def name(found: re.Match[str]) -> str:
-            place = here + int(found[1])
-            if not 0 <= place < len(self.groups):
-                raise Uneven(f"{text} names no block")
-            group = self.groups[place]
-            return f"{self.repeats.path}.{self.repeats.first + group * self.repeats.period + int(found[2])}"
+        def name(window: int) -> str:
+            here, found = self.groups.index(window), before
+            for far, of, then in marks:
+                if not 0 <= here + far < len(self.groups):
+                    raise Uneven(f"{text} names no block")
+                found += f"{path}.{first + self.groups[here + far] * period + of}{then}"
+            return found
 
-        return _MARK.sub(name, text) if "\0" in text else text
+        return name
 
     def named_groups(self, entry: Any) -> set[int]:
         """The groups that an entry names."""
@@ -216,7 +248,8 @@ class Unfolding:
         found: list[T] = []
         for group in self.order:
             if group == self._gap:
-                found += [self.all.absolute(entry, other) for other in self.missing for entry in template]
+                makers = [self.all.absolutes(entry) for entry in template]
+                found += [make(other) for other in self.missing for make in makers]
             found += self._moved(windows[group], group, self.few, self.all, self.place)
         return found
 

@@ -23,7 +23,18 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard.ir.collector import collector_paused
-from graphshard.ir.graph import OWN, aten, emit, fake, is_communication, is_idle_draw, is_random, is_view, module_of
+from graphshard.ir.graph import (
+    OWN,
+    aten,
+    emit,
+    fake,
+    is_communication,
+    is_idle_draw,
+    is_part,
+    is_random,
+    is_view,
+    module_of,
+)
 from graphshard.ir.printer import describe, print_graph
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.sizes import SYMBOLS, is_size, rename, size_inputs, symbols_of
@@ -250,7 +261,7 @@ def _where(run: list[Node], units: Sequence[str]) -> str:
 def _is_compute(node: Node) -> bool:
     if node.op != "call_function" or is_communication(node) or is_size(node):
         return False
-    return node.target not in OWN
+    return (node.all_input_nodes[0] if is_part(node) else node).target not in OWN
 
 
 def _runs(nodes: list[Node]) -> list[list[Node]]:

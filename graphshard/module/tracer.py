@@ -21,6 +21,7 @@ from graphshard.capture.capture import CaptureSpec, capture
 from graphshard.capture.extensions import Extended
 from graphshard.capture.inputs import moved_to
 from graphshard.capture.modes import Modes
+from graphshard.capture.replaced import Replaced
 from graphshard.capture.signature import Signature, leaf_key
 from graphshard.capture.variables import relied_on
 from graphshard.ir.classes import users_class
@@ -71,6 +72,7 @@ class Tracer:
     compiled: dict[str, RegionCall] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
     _modes: Modes | None = field(default=None, init=False, repr=False)
+    _replaced: Replaced = field(default_factory=Replaced, init=False, repr=False)
     # Of the parameters that they were found for.
     _settings: tuple[tuple[ParamRef, ...], tuple[Settings, ...]] | None = field(default=None, init=False, repr=False)
     _every_block: bool = field(default=False, init=False, repr=False)
@@ -244,6 +246,7 @@ class Tracer:
             params=tuple((param.requires_grad, param.dtype) for param in params),
             extended=relied_on((param, ref.owner) for param, ref in zip(params, self.params)),
             settings=self._settings[1],
+            replaced=self._replaced.now(),
         )
 
     def on_device(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:

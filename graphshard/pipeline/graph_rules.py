@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -113,40 +114,60 @@ def _runs_over_an_axis(node: Node, program: Program) -> bool:
     return node.args[-2:] in [(axis.size, axis.name) for axis in program.mesh.every_axis]
 
 
-def consistent_values(program: Program, phase_name: str) -> Iterator[Violation]:
+@dataclass
+class Checked:
+    """Calls that were found right at earlier stages: most passes leave most of a graph as it was.
+
+    Attributes:
+        right: such calls; with the values, which stay alive, as a call tells them by their addresses.
+        makes: what operators make of values of such shapes.
+    """
+
+    right: dict[Hashable, tuple[Any, ...]] = field(default_factory=dict)
+    makes: dict[Hashable, str] = field(default_factory=dict)
+
+
+def consistent_values(program: Program, phase_name: str, checked: Checked | None = None) -> Iterator[Violation]:
     """The shape and dtype a value is said to have are what its operator makes of its inputs."""
-    yield from wrong_values(program.phases[phase_name].module.graph)
+    yield from wrong_values(program.phases[phase_name].module.graph, checked)
 
 
-def wrong_values(graph: Graph) -> Iterator[Violation]:
-    """The values of a graph that are said to be others than their operators make."""
-    known: dict[Hashable, str] = {}
-    right: set[Hashable] = set()
+def wrong_values(graph: Graph, checked: Checked | None = None) -> Iterator[Violation]:
+    """The values of a graph that are said to be others than their operators make.
+
+    Args:
+        checked: what was found right at earlier stages; what is found now is added.
+    """
+    # A dynamic size may turn out to be one number, or to be equal to another.
+    if checked is None or any(numbers_in(node.meta.get("val")) for node in graph.nodes):
+        checked = Checked()
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
+        val = node.meta.get("val")
         # Copies of a block have the very values of the block.
-        same = question(node.target, node.args, node.kwargs), id(node.meta.get("val"))
-        if same in right or _makes_symbol(node):
+        same = question(node.target, node.args, node.kwargs), id(val)
+        if same in checked.right or _makes_symbol(node):
             continue
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         leaves, structure = pytree.tree_flatten((args, kwargs))
         # Equal blocks ask the same questions: each is answered once.
         asked = (node.target, str(structure), *map(_aspect, leaves))
-        if asked not in known:
-            mode = next((fake_mode_of(v) for v in [*leaves, node.meta.get("val")] if isinstance(v, torch.Tensor)), None)
+        if asked not in checked.makes:
+            mode = next((fake_mode_of(v) for v in [*leaves, val] if isinstance(v, torch.Tensor)), None)
             try:
                 if mode is None:
                     continue
                 with mode, torch.no_grad():
-                    known[asked] = describe(node.target(*args, **kwargs))
+                    checked.makes[asked] = describe(node.target(*args, **kwargs))
             except Exception as error:
-                known[asked] = f"{type(error).__name__}: {error}"
-        if known[asked] != describe(node.meta.get("val")):
-            said = describe(node.meta.get("val"))
-            yield Violation(f"{node.name} is said to be {said}, its operator makes {known[asked]}", node)
+                checked.makes[asked] = f"{type(error).__name__}: {error}"
+        if checked.makes[asked] != describe(val):
+            yield Violation(
+                f"{node.name} is said to be {describe(val)}, its operator makes {checked.makes[asked]}", node
+            )
         else:
-            right.add(same)
+            checked.right[same] = args, kwargs, val
 
 
 def _makes_symbol(node: Node) -> bool:

@@ -15,6 +15,7 @@ from graphshard.ir.program import Program, Stage
 from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
 from graphshard.pipeline.few import unfold_summary
+from graphshard.pipeline.graph_rules import Checked
 from graphshard.pipeline.saved import saved_by_unit
 from graphshard.pipeline.trace import trace_stage
 from graphshard.pipeline.verify import verify, verify_lowered
@@ -58,12 +59,13 @@ class Observer:
     most: int | None = None
     _last: tuple[str, Plan | None] | None = field(default=None, init=False)
     _lines: Lines = field(default_factory=Lines, init=False)
+    _checked: Checked = field(default_factory=Checked, init=False)
 
     def after(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True) -> None:
         """A pass, or capture or lowering, has made `program` what it is."""
         stage = self.note(program, name, rewrites, seconds, exact=exact)
         if self.level == "each" or (self.level == "ends" and name == "capture"):
-            verify(program, name)
+            verify(program, name, checked=self._checked)
         if self.level != "off":
             self._check_count(name, rewrites, (stage.text, program.plan))
         self._last = (stage.text, program.plan)
@@ -72,7 +74,8 @@ class Observer:
         """All passes are done; what ranks compare is written down."""
         self._lines = Lines()  # of nodes that need not stay
         if self.level != "off":
-            verify(program, "the last pass", complete=True)
+            verify(program, "the last pass", complete=True, checked=self._checked)
+        self._checked = Checked()
         program.communication = print_communication(program)
         gathered = {name: units_gathered(phase, program.params) for name, phase in program.phases.items()}
         program.saved = saved_by_unit(program)

@@ -24,6 +24,7 @@ from graphshard.passes import (
     Bucketing,
     DropUnusedTangents,
     InsertCollectives,
+    JoinCollectives,
     MakePlan,
     MixedPrecision,
     OverlapCollectives,
@@ -45,6 +46,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
     Partition(),  # joint -> forward + backward
     DropUnusedTangents(),  # outputs that are not differentiated cost nothing in backward
     OverlapCollectives(),  # the model's own run beside compute that does not need them
+    JoinCollectives(),  # what of it runs at once travels together
     MakePlan(),  # which collectives travel together, and when
     Bucketing(),  # they travel together
     Reorder(),  # they start and are waited for when the plan says

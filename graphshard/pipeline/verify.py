@@ -7,22 +7,24 @@ from collections.abc import Iterable
 from graphshard.ir.errors import PassError
 from graphshard.ir.printer import print_nodes_around
 from graphshard.ir.program import Program
+from graphshard.pipeline.graph_rules import Checked, consistent_values
 from graphshard.pipeline.rules import ALWAYS, ESTABLISHED, LOWERED, REQUIRED
 from graphshard.pipeline.violations import Rule
 
 
-def verify(program: Program, author: str, *, complete: bool = False) -> None:
+def verify(program: Program, author: str, *, complete: bool = False, checked: Checked | None = None) -> None:
     """Check every rule that holds at this stage.
 
     Args:
         author: the pass that made the program what it is.
         complete: no pass follows, so that every rule a program needs to be lowered must hold.
+        checked: calls that were found right at earlier stages of this program, which are not made again.
 
     Raises:
         PassError: names the first rule that is broken, the pass, and the nodes around the fault.
     """
     later = program.established | set(REQUIRED if complete else ())
-    _check(program, author, [*ALWAYS, *(rule for name, rule in ESTABLISHED.items() if name in later)])
+    _check(program, author, [*ALWAYS, *(rule for name, rule in ESTABLISHED.items() if name in later)], checked)
     for name, phase in program.phases.items():
         try:
             phase.module.graph.lint()
@@ -35,10 +37,11 @@ def verify_lowered(program: Program) -> None:
     _check(program, "lower", LOWERED)
 
 
-def _check(program: Program, author: str, rules: Iterable[Rule]) -> None:
+def _check(program: Program, author: str, rules: Iterable[Rule], checked: Checked | None = None) -> None:
     for rule in rules:
         for phase_name, phase in program.phases.items():
-            for violation in rule(program, phase_name):
+            known = (checked,) if rule is consistent_values else ()
+            for violation in rule(program, phase_name, *known):
                 around = f"\n{print_nodes_around(phase, violation.node)}" if violation.node is not None else ""
                 raise PassError(
                     f"{author} broke the rule {rule.__name__} in {phase_name}: {violation.message}\n"

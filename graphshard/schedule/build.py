@@ -112,6 +112,17 @@ def build(program: Program, costs: Costs, settings: Settings) -> Built:
     Raises:
         Uneven: the program has few of many equal blocks, and those are not equal here.
     """
+    first, *rest = (phase.module.graph for phase in program.phases.values())
+    key = ("problems", *rest, program.mesh, program.few is None, settings)
+    known: list[tuple[Costs, Built]] = remembered(first, key, list)  # costs have no hash
+    found = next((built for those, built in known if those == costs), None)
+    if found is None:
+        found = _build(program, costs, settings)
+        known.append((costs, found))
+    return found
+
+
+def _build(program: Program, costs: Costs, settings: Settings) -> Built:
     maker = _Maker(program, costs, settings)
     chains = [maker.chain(name, phase) for name, phase in program.phases.items()]
     if program.few is not None:

@@ -137,7 +137,9 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
             parts = (node, *node.users)
             end = max(found.node_times[wait] for part in parts for wait in part.users if wait.target is WAIT)
             yield Tensor(node.meta["bucket"], "communication buffers", num_bytes(node), start, end)  # gloo's own
-        if owner[node] is not node or not num_bytes(node) or node.op in ("call_module", "output") or is_on_host(node):
+        if owner[node] is not node or node.op in ("call_module", "output") or not (size := num_bytes(node)):
+            continue
+        if is_on_host(node):
             continue
         end = ended if node in results else last[node]
         if node in slots:
@@ -145,9 +147,9 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
             kept = slot.kind in LASTING
             what = _OF_SLOT.get(slot.kind) or _saved(slot)
             name = f"{slot.name}[{slot.index}]" if slot.kind == "part" else slot.name
-            yield Tensor(name, what, num_bytes(node), *((0.0, found.seconds) if kept else (began, end)))
+            yield Tensor(name, what, size, *((0.0, found.seconds) if kept else (began, end)))
         elif node in saved:
-            yield Tensor(saved[node].name, _saved(saved[node]), num_bytes(node), start, end)
+            yield Tensor(saved[node].name, _saved(saved[node]), size, start, end)
         else:
             bucket = node.meta.get("bucket", "")
             what = "saved for backward" if node.target is RELOAD else "activations"
@@ -155,7 +157,7 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
                 what = _OF_BUCKET[plan.bucket(bucket).kind]
             elif any(is_collective(user) for user in node.users) and phase_name == "backward":
                 what = "gradients"
-            yield Tensor(bucket or f"%{node.meta['number']} {module_of(node)}", what, num_bytes(node), start, end)
+            yield Tensor(bucket or f"%{node.meta['number']} {module_of(node)}", what, size, start, end)
 
 
 def _saved(slot: Slot) -> str:

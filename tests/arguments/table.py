@@ -144,6 +144,7 @@ def _explain() -> Iterator[Row]:
     no_degrees = (3, "pp", ["pp"], {3: (2,)}, {"pp": 2}, {"pp": "2"}, {"pp": ()}, {"pp": (0,)}, {"x": (2,)}, Hostile())
     yield Row(grid, "degrees", no_degrees, {**several, "meshes": [2]})
     yield Row(grid, "show", bad.NO_FUNCTIONS, several)
+    yield Row(grid, "workers", (0, *bad.NO_COUNTS), several)
     yield Row(grid, "optimizer_states", bad.NO_COUNTS, several)
     no_changes = (3, "batch", [3], ["nope"], [None], {"batch": 1}, [[]], Hostile())
     yield Row(graphshard.what_if, "changes", no_changes, good)

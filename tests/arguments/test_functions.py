@@ -70,7 +70,7 @@ FUNCTIONS = (
 
 # Parameters that explain has not.
 OF_ITS_OWN = {
-    "explain_grid": ("meshes", "hardware", "network", "settings", "show"),
+    "explain_grid": ("meshes", "hardware", "network", "settings", "show", "workers"),
     "what_if": ("changes", "ranks", "show"),
 }
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import multiprocessing
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -194,6 +196,41 @@ def test_a_directory_that_cannot_be_written(empty: Launches, caplog: pytest.LogC
     assert said.count("\n") == 0
     assert str(empty.cache) in said
     assert "GRAPHSHARD_CACHE=off" in said
+
+
+def test_no_room_is_left(empty: Launches, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning, the step runs, and no half of a file stays."""
+
+    def write_bytes(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with mock.patch.object(Path, "write_bytes", write_bytes), caplog.at_level(logging.WARNING, "graphshard.cache"):
+        empty.run()
+    assert empty.captured
+    assert messages(caplog).count("No space left on device") == 1
+    assert not list(empty.cache.iterdir())
+
+
+def test_a_user_without_a_home_folder(
+    empty: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Containers run as users whom the machine does not know: one warning, and the step runs."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv(entries.VARIABLE, "on")
+    monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError("uid not found: 12345")))
+    with caplog.at_level(logging.WARNING, "graphshard.cache"):
+        empty.run(cache=None)
+    assert empty.captured
+    assert "cannot be at ~/.cache, as there is no such home folder" in messages(caplog)
+    assert "GRAPHSHARD_CACHE=DIRECTORY. Nothing is kept." in messages(caplog)
+    assert main(["cache", "list"]) == 2
+    assert "cannot be at ~/.cache" in capsys.readouterr().err
 
 
 def test_off(empty: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import gc
 import importlib
 import logging
 import re
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.cache import surroundings
+from graphshard.cache import surroundings, watching
 from tests.cache.launches import Launches, messages
 
 Prepare = Callable[[Any, nn.Module], None]
@@ -267,6 +268,29 @@ def test_what_is_unreadable_and_unused_does_not_matter(empty: Launches) -> None:
     empty.run()
     empty.run()
     assert not empty.captured
+
+
+def test_no_number_is_left_for_a_tool(
+    empty: Launches, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python 3.12 tells a few tools only of what runs: without it nothing is kept, and all else is as always."""
+    taken: list[int] = []
+    if sys.version_info >= (3, 12):
+        monitoring: Any = sys.monitoring
+        taken += [number for number in range(6) if monitoring.get_tool(number) is None]
+        for number in taken:
+            monitoring.use_tool_id(number, "another")
+    else:
+        monkeypatch.setattr(watching, "_free_tool", lambda: None)
+    try:
+        with caplog.at_level(logging.INFO, "graphshard.cache"):
+            empty.run()
+    finally:
+        for number in taken:
+            monitoring.free_tool_id(number)
+    assert empty.captured
+    assert not empty.files()
+    assert "is not kept: other tools have all numbers of sys.monitoring" in messages(caplog)
 
 
 _COLLECTIONS = 0

@@ -55,10 +55,10 @@ def refused(capsys: Capture, *argv: str) -> str:
 
 def test_show_a_stage(dump: Path, capsys: Capture):
     """The text as it is, or made again from the JSON; folded, or whole."""
-    program = program_from_json((dump / "08-bucket.json").read_text())
+    program = program_from_json((dump / "09-bucket.json").read_text())
     text = print_program(program)
     assert "... layers" in fold(text)
-    for path in ("08-bucket.txt", "08-bucket.json", "08-bucket", "08"):
+    for path in ("09-bucket.txt", "09-bucket.json", "09-bucket", "09"):
         assert main(["show", str(dump / path)]) == 0
         assert capsys.readouterr().out == fold(text)
         assert main(["show", str(dump / path), "--full"]) == 0
@@ -74,8 +74,8 @@ def test_show_a_dump(dump: Path, capsys: Capture):
         "stage pass rewrites nodes seconds numerics",
     ]
     assert re.fullmatch(r"00 capture 0 \d+ 0.500 exact", lines[3])
-    assert re.fullmatch(r"09 reorder \d+ \d+ \d\.\d\d\d exact", lines[12])
-    assert lines[13:] == [
+    assert re.fullmatch(r"10 reorder \d+ \d+ \d\.\d\d\d exact", lines[13])
+    assert lines[14:] == [
         "plan: 11 buckets",
         "forward: 4 gather buckets, 320 bytes, the largest 80",
         "backward: 3 gather buckets, 192 bytes, the largest 64",
@@ -132,8 +132,8 @@ def test_diff(dump: Path, capsys: Capture):
 
 
 def test_diff_of_text_and_json_of_a_stage_is_none(dump: Path):
-    assert main(["diff", str(dump / "08-bucket.txt"), str(dump / "08-bucket.json")]) == 0
-    assert main(["diff", str(dump / "08-bucket.txt"), str(dump / "08-bucket.json"), "--full"]) == 0
+    assert main(["diff", str(dump / "09-bucket.txt"), str(dump / "09-bucket.json")]) == 0
+    assert main(["diff", str(dump / "09-bucket.txt"), str(dump / "09-bucket.json"), "--full"]) == 0
 
 
 def test_diff_with_the_stage_before(dump: Path, capsys: Capture):
@@ -168,12 +168,12 @@ def test_diff_takes_two_stages(argv: list[str], capsys: Capture):
 
 
 def test_no_such_file(dump: Path, capsys: Capture):
-    path = dump / "08-buckt.txt"
+    path = dump / "09-buckt.txt"
     assert fails(capsys, "show", str(path)) == (
-        f"graphshard show: no such file: {path}; did you mean {dump / '08-bucket.txt'}?\n"
+        f"graphshard show: no such file: {path}; did you mean {dump / '09-bucket.txt'}?\n"
     )
     assert fails(capsys, "diff", str(dump / "77"), str(path)).endswith(f"no such file: {dump / '77'}\n")
-    nowhere = dump / "nowhere" / "08-bucket.txt"
+    nowhere = dump / "nowhere" / "09-bucket.txt"
     assert f"no such file: {nowhere} ({nowhere.parent} is no directory)" in fails(capsys, "repro", str(nowhere))
 
 
@@ -186,13 +186,13 @@ def test_a_file_of_another_kind(tmp_path: Path, capsys: Capture, command: str):
 
 
 def test_a_text_that_is_none(tmp_path: Path, capsys: Capture):
-    (tmp_path / "08-bucket.txt").write_bytes(b"\xff\xfe\x00")
-    assert fails(capsys, "show", str(tmp_path / "08")).endswith("08-bucket.txt is not text\n")
+    (tmp_path / "09-bucket.txt").write_bytes(b"\xff\xfe\x00")
+    assert fails(capsys, "show", str(tmp_path / "09")).endswith("09-bucket.txt is not text\n")
 
 
 @pytest.mark.parametrize("command", ["show", "repro"])
 def test_a_truncated_json(dump: Path, tmp_path: Path, capsys: Capture, command: str):
-    path = copy_stage(dump, "08-bucket", tmp_path)
+    path = copy_stage(dump, "09-bucket", tmp_path)
     path.write_text(path.read_text()[:500])
     message = fails(capsys, command, str(path))
     assert message.startswith(f"graphshard {command}: {path}: not JSON, cut off perhaps: ")

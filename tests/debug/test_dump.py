@@ -251,6 +251,6 @@ def test_files_are_never_half_written(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_folded_text_is_dumped(fake_world: FakeWorld, tmp_path: Path) -> None:
     compiled(fake_world, tmp_path, model=Blocks(8))
-    text = (tmp_path / "rank0" / "Blocks-0" / "09-reorder.txt").read_text()
+    text = (tmp_path / "rank0" / "Blocks-0" / "10-reorder.txt").read_text()
     assert "times" in text
     assert fold(text) == text

@@ -45,7 +45,7 @@ def faults_of(capsys: Capture, path: Path, data: Any, stride: int, *commands: tu
 
 def test_forged_stages(dump: Path, tmp_path: Path, capsys: Capture) -> None:
     """Show and repro; every sixtieth place of the last stage, which has a plan."""
-    path = tmp_path / "09-reorder.json"
+    path = tmp_path / "10-reorder.json"
     data = json.loads((dump / path.name).read_text())
     commands = ("show", str(path)), ("repro", str(path), "--pass", "reorder")
     assert not faults_of(capsys, path, data, 12, *commands)

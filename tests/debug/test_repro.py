@@ -109,7 +109,7 @@ def test_every_pass_does_what_it_did(dump: Path, capsys: pytest.CaptureFixture[s
     assert f"{index + 1:02d}-{STAGES[index + 1]}.txt: the same\n" in out
 
 
-@pytest.mark.parametrize("stage", ["07-regather-in-group", "08-plan", "09-bucket"])
+@pytest.mark.parametrize("stage", ["08-regather-in-group", "09-plan", "10-bucket"])
 def test_collectives_among_neighbours(regathered: Path, capsys: pytest.CaptureFixture[str], stage: str):
     """The stage holds the axis that they run over, so neither it nor the next pass is to blame."""
     assert main([str(regathered / f"{stage}.json")]) == 0
@@ -176,7 +176,7 @@ def test_the_difference_is_printed(dump: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_text_stands_for_its_json(dump: Path, capsys: pytest.CaptureFixture[str]):
-    assert main([str(dump / "07-plan.txt")]) == 0
+    assert main([str(dump / "08-plan.txt")]) == 0
     assert capsys.readouterr().out.startswith("bucket (as it ran)")
 
 
@@ -190,13 +190,13 @@ class Coalesced(MakePlan):
 def test_options_of_the_pass_are_those_it_ran_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The plan of a planner with other options packs what the default one would not."""
     directory = write_dump(tmp_path / "packed", Pipeline().replace("plan", MakePlan(PACKED)))
-    stage = str(directory / "06")
+    stage = str(directory / "07")
     assert main([stage, "--verify", "off"]) == 0
     out = capsys.readouterr().out
     assert "rules: not checked\n" in out
-    assert "07-plan.txt: the same\n" in out
+    assert "08-plan.txt: the same\n" in out
     assert main([stage, "--pass", "tests.debug.test_repro:Coalesced"]) == 0
-    assert "07-plan.txt: the same text, but another plan than the pass made here\n" in capsys.readouterr().out
+    assert "08-plan.txt: the same text, but another plan than the pass made here\n" in capsys.readouterr().out
 
 
 def test_another_pass_may_be_chosen(dump: Path, capsys: pytest.CaptureFixture[str]):
@@ -309,7 +309,7 @@ def test_a_pass_that_cannot_be_made_again_is_asked_for(dump: Path, tmp_path: Pat
 
 
 def test_a_pass_whose_precondition_fails(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    stage = copy_stage(dump, "07-plan", tmp_path)
+    stage = copy_stage(dump, "08-plan", tmp_path)
     edit(stage, plan=None)
     assert main([str(stage)]) == 1
     assert "bucket: the program has no plan; run a planner first" in capsys.readouterr().out
@@ -340,15 +340,15 @@ def test_a_stage_the_rules_cannot_read(dump: Path, tmp_path: Path, capsys: pytes
 
 
 def test_after_the_last_pass_there_is_none(dump: Path, capsys: pytest.CaptureFixture[str]):
-    assert main([str(dump / "09")]) == 2
+    assert main([str(dump / "10")]) == 2
     assert "no pass follows 'reorder'. Give --pass, one of insert-collectives" in capsys.readouterr().err
 
 
 def test_a_text_alone_is_not_enough(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    text = tmp_path / "08-bucket.txt"
+    text = tmp_path / "09-bucket.txt"
     text.write_text((dump / text.name).read_text())
     assert main([str(text)]) == 2
-    assert "has no 08-bucket.json beside it, from which the program could be made again" in capsys.readouterr().err
+    assert "has no 09-bucket.json beside it, from which the program could be made again" in capsys.readouterr().err
 
 
 def test_an_unknown_operator_needs_its_library(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 VOCAB, LENGTH, WIDTH, HEADS = 37, 8, 16, 4
 
@@ -116,3 +116,23 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+NAMES = ("dp_replicate", "dp_shard", "cp")
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    """The last axes of replicas, shards and context ranks."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
+
+
+def sequences(step: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """Tokens and targets that the ranks of a context axis share: [2, positions]."""
+    data = mesh.get_rank() // mesh.size(mesh.ndim - 1)
+    tokens = torch.randint(VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(10 * step + data))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def own(sequence: Tensor, axis: DeviceMesh) -> Tensor:
+    """The part of a sequence that is this rank's."""
+    return sequence.chunk(axis.size(), 1)[axis.get_local_rank()]

@@ -66,11 +66,11 @@ def _context(name: str, shape: dict[str, int], places: int) -> Case:
     )
 
 
-def _experts(shape: dict[str, int], layers: int = 2) -> Case:
+def _experts(shape: dict[str, int]) -> Case:
     return Case(
         shape,
-        lambda: Moe(None, layers=layers),
-        lambda model, mesh: Moe(mesh["ep"], layers=layers),
+        lambda: Moe(None, layers=1),
+        lambda model, mesh: Moe(mesh["ep"], layers=1),
         lambda: (torch.randn(2, 6, WIDTH),),
         1,
     )
@@ -99,7 +99,7 @@ CASES = {
     "neighbours on a context axis": _neighbours("ring", {"dp": 1, "cp": 4}, 2, 4),
     "all of a data axis": _neighbours("ring", {"dp": 4}, 4, 4),
     "experts": _experts({"dp": 2, "ep": 2}),
-    "experts and replicas": _experts({"replicate": 2, "dp": 1, "ep": 2}, 1),
+    "experts and replicas": _experts({"replicate": 2, "dp": 1, "ep": 2}),
 }
 
 
@@ -140,8 +140,11 @@ def as_compiled(rank: int, world_size: int, path: str, name: str, hardware: str 
     return [program.reason for program in graphshard.programs(again)]
 
 
-# Neighbours of other kinds.
-_SLOW = ("neighbours by heads", "neighbours and replicas", "neighbours on a context axis")
+# Neighbours and context parallelism of other kinds; experts beside replicas, which others of these have without.
+_SLOW = (
+    *("neighbours by heads", "neighbours and replicas", "neighbours on a context axis", "all of a data axis"),
+    *("ring", "by heads", "context alone", "experts and replicas"),
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in _SLOW else ()) for n in CASES])

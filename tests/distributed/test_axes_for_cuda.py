@@ -30,8 +30,8 @@ pytestmark = [
 
 CUDA = torch.device("cuda", 0)
 # Attention of the others is a GPU's own operator.
-RUN_ANYWHERE = ("tied", "neighbours", "experts")
-RUN_ANYWHERE_SLOW = ("mlps", "ring", "context alone", "experts and replicas")
+RUN_ANYWHERE = ("tied", "experts")
+RUN_ANYWHERE_SLOW = ("mlps", "ring", "neighbours", "context alone", "experts and replicas")
 
 
 def _tied(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

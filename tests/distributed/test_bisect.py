@@ -179,7 +179,7 @@ def _along_axes(rank: int, world_size: int, name: str) -> None:
     assert graphshard.bisect(model, inputs).culprit.name == ScaleReduced.name
 
 
-@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "tensor" else pytest.mark.slow) for n in AXES])
 def test_along_other_axes(ranks: Ranks, name: str) -> None:
     """Pieces of parameters are gathered and reduced over the axes that shard them, and partial sums are added up."""
     ranks(4).run(_along_axes, name, share=False)

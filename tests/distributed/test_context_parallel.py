@@ -12,26 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
 from graphshard import CaptureError
-from tests.distributed.context_parallel import ATTENTIONS, LENGTH, VOCAB, Decoder, whole
+from tests.distributed.context_parallel import ATTENTIONS, LENGTH, Decoder, mesh_of, own, sequences, whole
 from tests.distributed.twins import POLICIES, assert_same, fsdp2, grads_of, params_of, world_mesh
 from tests.ranks import Ranks
-
-NAMES = ("dp_replicate", "dp_shard", "cp")
-
-
-def _mesh(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
-
-
-def _sequences(step: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """Tokens and targets that the ranks of a context axis share: [2, positions]."""
-    data = mesh.get_rank() // mesh.size(mesh.ndim - 1)
-    tokens = torch.randint(VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(10 * step + data))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def _own(sequence: Tensor, axis: DeviceMesh) -> Tensor:
-    return sequence.chunk(axis.size(), 1)[axis.get_local_rank()]
 
 
 def _train(model: nn.Module, mesh: DeviceMesh, steps: int = 3) -> list[Any]:
@@ -40,7 +23,7 @@ def _train(model: nn.Module, mesh: DeviceMesh, steps: int = 3) -> list[Any]:
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = model(*(_own(sequence, mesh["cp"]) for sequence in _sequences(step, mesh)))
+        loss = model(*(own(sequence, mesh["cp"]) for sequence in sequences(step, mesh)))
         loss.backward()
         losses.append(loss.detach().clone())
         optimizer.step()
@@ -56,7 +39,7 @@ def _data_axes(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _beside_fsdp2(rank: int, world_size: int, shape: tuple[int, ...], name: str, policy: str, flat: bool) -> list[str]:
-    mesh = _mesh(*shape)
+    mesh = mesh_of(*shape)
     ours, theirs = (Decoder(ATTENTIONS[name], mesh["cp"]) for _ in range(2))
     options = {"mp_policy": POLICIES[policy]}
     fsdp2(theirs, _data_axes(mesh), **options)
@@ -76,7 +59,7 @@ def _beside_fsdp2(rank: int, world_size: int, shape: tuple[int, ...], name: str,
 def test_equal_to_fsdp2(ranks: Ranks, name: str, policy: str) -> None:
     """Two data ranks of two context ranks each."""
     for lines in ranks(4).run(_beside_fsdp2, (2, 2), name, policy, False, share=False):
-        kind = {"gathered": "joined", "by heads": "exchanged", "ring": "exchanging"}[name]  # beside a product
+        kind = {"gathered": "joined_together", "by heads": "exchanged", "ring": "exchanging"}[name]  # beside a product
         assert f"forward: {kind} over dp_shard_cp/2" in lines
 
 
@@ -93,16 +76,18 @@ def test_an_axis_that_fsdp2_code_has_flattened(ranks: Ranks) -> None:
 
 
 def _beside_one_rank(rank: int, world_size: int, name: str) -> None:
-    mesh = _mesh(1, 2)
+    mesh = mesh_of(1, 2)
     model = graphshard.compile(Decoder(ATTENTIONS[name], mesh["cp"]), mesh)
     plain = Decoder(whole, None)
-    model(*(_own(sequence, mesh["cp"]) for sequence in _sequences(0, mesh))).backward()
-    plain(*_sequences(0, mesh)).backward()
+    model(*(own(sequence, mesh["cp"]) for sequence in sequences(0, mesh))).backward()
+    plain(*sequences(0, mesh)).backward()
     for (key, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "gathered" else ()) for n in ATTENTIONS]
+)
 def test_gradients_are_those_of_whole_sequences(ranks: Ranks, name: str) -> None:
     """Inductor's regions, too: the mean over two ranks of half a sequence each is one rank's."""
     ranks(2).run(_beside_one_rank, name, share=False)
@@ -112,7 +97,7 @@ def _among_others(rank: int, world_size: int) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "x"))
     model = graphshard.compile(Decoder(ATTENTIONS["ring"], mesh["cp"]), mesh._flatten("all"), backend="eager")
     with pytest.raises(CaptureError) as caught:
-        model(*(sequence[:, : LENGTH // 2] for sequence in _sequences(0, mesh)))
+        model(*(sequence[:, : LENGTH // 2] for sequence in sequences(0, mesh)))
     return str(caught.value)
 
 

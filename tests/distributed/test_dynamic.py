@@ -178,8 +178,13 @@ def _slices(rank: int, world_size: int, backend: str, dynamic: bool) -> None:
     assert len(graphshard.programs(model)) == (1 if dynamic else 3)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    [
+        *(("eager", True), ("inductor", False)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("eager", False), ("inductor", True))),
+    ],
+)
 def test_inputs_with_gaps_in_memory(ranks: Ranks, backend: str, dynamic: bool) -> None:
     """As of tokens and targets that are cut out of one tensor, whose rows are one longer."""
     ranks(1).run(_slices, backend, dynamic)

@@ -85,7 +85,11 @@ def test_equal_to_fsdp2(ranks: Ranks, product: str, policy: str) -> None:
         assert {"forward: exchanged over ep", "forward: exchanging over ep"} <= set(lines)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 2), (2, 1), (1, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(2, 1, 2), (2, 2, 1)])],
+    ids=str,
+)
 def test_meshes(ranks: Ranks, shape: tuple[int, ...]) -> None:
     """Axes of one rank, and replicas, over which gradients of experts are reduced, too."""
     ranks(4 if len(shape) == 3 else 2).run(_beside_fsdp2, shape, "one by one", "fp32", share=False)

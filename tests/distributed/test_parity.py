@@ -116,15 +116,15 @@ def _train_side_by_side(rank: int, world_size: int, name: str, precision: str, o
     train_side_by_side(pair, batch)
 
 
-# The example in both precisions on 2 and 3 ranks, models of transformers in float32 on two and in bfloat16 on three.
-QUICK = {("fp32", 2), ("bf16", 3)}
+# The example in both precisions on 2 and 3 ranks, models of transformers in float32 on two, one in bfloat16 on three.
+QUICK = {*((name, "fp32", 2) for name in MODELS), ("hf-gpt2", "bf16", 3)}
 CASES = [
     pytest.param(
         name,
         precision,
         world_size,
         id=f"{name}-{precision}-{world_size}ranks",
-        marks=() if name == "example-llama" or (precision, world_size) in QUICK else pytest.mark.slow,
+        marks=() if name == "example-llama" or (name, precision, world_size) in QUICK else pytest.mark.slow,
     )
     for name in MODELS
     for precision in POLICIES

@@ -65,7 +65,9 @@ def _beside_fsdp2(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("shape", "accumulate"), [((2,), 1), ((2,), 2), ((2, 2), 1), ((4,), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "accumulate"), [((2,), 1), ((2,), 2), ((2, 2), 1), pytest.param((4,), 1, marks=pytest.mark.slow)], ids=str
+)
 def test_beside_fsdp2(ranks: Ranks, shape: tuple[int, ...], accumulate: int, policy: str) -> None:
     """Losses and parameters of three whole steps; 101 words, so shards have padding."""
     num_ranks = shape[0] * shape[-1] if len(shape) > 1 else shape[0]
@@ -75,7 +77,9 @@ def test_beside_fsdp2(ranks: Ranks, shape: tuple[int, ...], accumulate: int, pol
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("shape", "accumulate"), [((2,), 1), ((2,), 2), ((4,), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "accumulate"), [((2,), 1), ((2,), 2), pytest.param((4,), 1, marks=pytest.mark.slow)], ids=str
+)
 def test_a_head_that_is_the_embedding(ranks: Ranks, shape: tuple[int, ...], accumulate: int, policy: str) -> None:
     """Nothing of the table is gathered or reduced whole, but for gradients of several microbatches."""
     for lines in ranks(shape[0]).run(_beside_fsdp2, "eager", shape, POLICIES[policy], accumulate, True):

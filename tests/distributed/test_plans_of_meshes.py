@@ -68,7 +68,7 @@ def _replicated(rank: int, world_size: int, shape: tuple[int, int], limited: boo
     _check(ours)
 
 
-@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("shape", [(2, 2), pytest.param((4, 1), marks=pytest.mark.slow)], ids=str)
 def test_replicas(ranks: Ranks, shape: tuple[int, int], limited: bool) -> None:
     """Reductions of two legs, joined and moved; or all-reduces alone."""
@@ -91,7 +91,7 @@ def _with_experts(rank: int, world_size: int, shape: tuple[int, ...], limited: b
     return graphshard.programs(ours)[0].plan.prediction.peak_bytes
 
 
-@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_experts(ranks: Ranks, limited: bool) -> None:
     """Their parameters are gathered over other axes, by the same link."""
     assert len(set(ranks(4).run(_with_experts, (2, 2), limited, share=False))) == 1
@@ -114,7 +114,7 @@ def _regathered(rank: int, world_size: int, limited: bool) -> None:
     _check(ours)
 
 
-@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_neighbours_that_gather_again(ranks: Ranks, limited: bool) -> None:
     ranks(4).run(_regathered, limited)
 
@@ -188,7 +188,12 @@ def _peaks(
 
 @pytest.mark.parametrize(
     ("shape", "names", "again"),
-    [((4,), ("dp",), None), ((2, 2), ("replicate", "shard"), None), ((4,), ("dp",), 2), ((2, 2), ("dp", "tp"), None)],
+    [
+        pytest.param((4,), ("dp",), None, marks=pytest.mark.slow),  # the others have it within
+        ((2, 2), ("replicate", "shard"), None),
+        ((4,), ("dp",), 2),
+        ((2, 2), ("dp", "tp"), None),
+    ],
     ids=["one axis", "replicas", "neighbours", "tensor axis"],
 )
 def test_measured_memory_is_what_the_plan_predicts(ranks: Ranks, shape: Any, names: Any, again: int | None) -> None:

@@ -60,6 +60,7 @@ Script = Callable[[Any, Any, list[Any]], None]
 
 
 @functools.cache  # batches lie side by side: where one is does not depend on what was freed before
+@torch.inference_mode(False)  # whichever script is the first to ask for them
 def _tokens(rank: int, number: int, batch: int = 2) -> Tensor:
     return torch.randint(0, 13, (batch, 5), generator=torch.Generator().manual_seed(100 * rank + number))
 

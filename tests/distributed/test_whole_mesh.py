@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 import graphshard
-from graphshard.ir.errors import ArgumentError, InputError, UnsupportedError
+from graphshard.ir.errors import ArgumentError, CaptureError, InputError, UnsupportedError
 from tests.distributed.tensor_parallel import placed
 from tests.distributed.twins import BF16, FP32, assert_same, grads_of, params_of
 from tests.ranks import FakeWorld, Ranks
@@ -242,6 +242,33 @@ def test_an_input_that_requires_a_gradient(fake_world: FakeWorld) -> None:
     given = DTensor.from_local(torch.randn(3, 6), mesh, [R], run_check=False).requires_grad_()
     with pytest.raises(InputError, match=r"^an input is a DTensor of shape \[3, 6\] that requires a gradient\. Pass"):
         model(given)
+
+
+class Scaled(nn.Module):
+    """A parameter that each data rank uses for features of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).square().sum()
+
+
+def test_a_gradient_in_pieces_along_a_data_axis(fake_world: FakeWorld) -> None:
+    """The reduction over that axis would add up other features: the parameter is named, and what to do."""
+    mesh = _world(fake_world, "fsdp")
+    model = graphshard.compile(distribute_module(Scaled(), mesh, _on_whole), mesh, backend="eager")
+    by_feature = DTensor.from_local(torch.randn(3, 2), mesh, [Shard(1)], run_check=False)
+    with pytest.raises(
+        CaptureError, match=r"^graphshard cannot capture Scaled\.forward: a gradient of scale is "
+    ) as error:
+        model(by_feature)
+    assert "placed as (Shard(dim=0),) there\nA gradient of a parameter on the whole mesh lies in pieces" in str(
+        error.value
+    )
+    assert str(error.value).endswith("Use the parameter with activations that are cut there by their batch, or whole.")
+    model(DTensor.from_local(torch.randn(3, 8), mesh, [Shard(0)], run_check=False)).backward()
 
 
 def test_data_axes_that_are_not_the_outermost(fake_world: FakeWorld) -> None:

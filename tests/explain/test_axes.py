@@ -105,8 +105,15 @@ def test_the_link_is_the_axis_own() -> None:
     assert "own collectives over tp (16 ranks, between nodes)" in far.advice[-1]
 
 
-@pytest.mark.parametrize("hardware", ["h100", "cpu-gloo"])
-@pytest.mark.parametrize("shape", [{"dp": 4, "tp": 2}, {"replicate": 2, "dp": 8, "tp": 8}])
+@pytest.mark.parametrize(
+    ("shape", "hardware"),
+    [
+        ({"dp": 4, "tp": 2}, "cpu-gloo"),
+        ({"replicate": 2, "dp": 8, "tp": 8}, "h100"),
+        pytest.param({"dp": 4, "tp": 2}, "h100", marks=pytest.mark.slow),
+        pytest.param({"replicate": 2, "dp": 8, "tp": 8}, "cpu-gloo", marks=pytest.mark.slow),
+    ],
+)
 def test_no_step_is_shorter_than_the_bound(shape: dict[str, int], hardware: str) -> None:
     """Where collectives slow compute down, too; and the model's own are in the bound."""
     found = explained(shape, hardware=hardware)

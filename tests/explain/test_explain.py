@@ -528,6 +528,7 @@ def test_grid(study):
         network=["isolated", "in-training"],
         settings={"f32": {}, "bf16": {"mp_policy": BF16}},
         show=said.append,
+        workers=1,
     )
     assert len(grid.rows) == 2 * 2 * 2 * 2
     assert [text for text in said if text.endswith("capture")] == ["f32: capture", "bf16: capture"]

@@ -33,6 +33,7 @@ from graphshard.ir.program import Program, Region
 from graphshard.lower.elf import read_cubin
 from graphshard.lower.kernels import GpuRegion, OnGpu, check_code
 from graphshard.lower.regions import Compiled, RegionCall, lower
+from graphshard.pipeline.graph_rules import Checked
 from tests.exported import rewritten
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
@@ -254,7 +255,7 @@ def test_a_program_that_is_captured_on_the_target_runs_the_code_of_the_file(
     options = SimpleNamespace(backend="inductor")
     runner: Any = SimpleNamespace(tracer=SimpleNamespace(spec=SimpleNamespace(device=CUDA), options=options))
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=here):
-        compiled = {key: _region(artifact, key, runner)[0] for key in artifact.facts["regions"]}
+        compiled = {key: _region(artifact, key, runner, Checked())[0] for key in artifact.facts["regions"]}
     missing: list[str] = []
     executors: list[Any] = []
 

@@ -160,7 +160,7 @@ def test_blocks_that_alternate(fake_world: FakeWorld, monkeypatch: pytest.Monkey
     assert compare(Stack([make() for _ in range(6) for make in (Block, other)]), monkeypatch)
 
 
-@pytest.mark.parametrize("block", [Attends, Drops, Again])
+@pytest.mark.parametrize("block", [pytest.param(Attends, marks=pytest.mark.slow), Drops, Again])
 def test_blocks_that_are_more_than_arithmetic(
     fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, block: type[Block]
 ) -> None:

@@ -6,8 +6,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.fx import Node
 
 from graphshard.ir.errors import PassError
 from graphshard.ir.graph import WAIT, aten, c10d, emit
@@ -17,12 +15,9 @@ from graphshard.ir.program import Program
 from graphshard.passes import OverlapCollectives
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import Blocks, captured, copied
-from tests.passes.written import Written, order_of, two_layers
+from tests.passes.written import CALLS, SQUARE, Written, drawn, order_of, results_of, two_layers
 
-MM, ADD, MUL, RAND = aten.mm.default, aten.add.Tensor, aten.mul.Tensor, aten.rand_like.default
-
-
-SQUARE = (2, 2)
+MM, ADD, MUL = aten.mm.default, aten.add.Tensor, aten.mul.Tensor
 
 
 def _columns() -> Program:
@@ -133,59 +128,17 @@ def test_before_partition() -> None:
         run_pass(OverlapCollectives(), captured(Blocks(1), (torch.ones(3, 4),)))
 
 
-# What is called, and of which of the values before it.
-CALLS = st.lists(
-    st.tuples(st.sampled_from([MM, ADD, RAND, REDUCED, JOINED]), st.integers(0, 7), st.integers(0, 7)),
-    min_size=3,
-    max_size=25,
-)
-
-
-def _drawn(calls: list[tuple[torch._ops.OpOverload, int, int]]) -> Program:
-    write = Written(SQUARE, SQUARE, SQUARE)
-    values = list(write.inputs)
-    for target, first, second in calls:
-        a, b = values[-1 - first % len(values)], values[-1 - second % len(values)]
-        others = {MM: (b,), ADD: (b,), RAND: (), REDUCED: ("sum", "shard"), JOINED: (1, "shard")}[target]
-        values.append(write(target, a, *others))
-    return write.returning(*values[-3:])
-
-
-def _results(program: Program) -> tuple[list[torch.Tensor], list[int]]:
-    """What a phase computes of given values, where each collective triples, and the order of its random operators."""
-    values: dict[Node, torch.Tensor] = {}
-    draws: list[int] = []
-    sends = {*BEGINS, *BEGINS.values()}
-    generator = torch.Generator().manual_seed(0)
-    phase = program.phases["forward"]
-    for index, node in enumerate(phase.placeholders):
-        values[node] = torch.full((2, 2), 1.0 + index, dtype=torch.float64)
-    for node in phase.module.graph.nodes:
-        if node.op == "call_function":
-            args = [values.get(arg, arg) if isinstance(arg, Node) else arg for arg in node.args]
-            if node.target in sends:
-                values[node] = 3 * args[0] / 10
-            elif node.target is SETTLED:
-                values[node] = args[0]
-            elif node.target is RAND:
-                draws.append(id(node))
-                values[node] = torch.rand(2, 2, generator=generator, dtype=torch.float64)
-            else:
-                values[node] = node.target(*args) / 7
-    return [values[result] for result in phase.results], draws
-
-
 @given(CALLS)
 @settings(max_examples=200, deadline=None)
 def test_any_phase_computes_the_same(calls: list[tuple[torch._ops.OpOverload, int, int]]) -> None:
     """Values and the order of random operators; collectives keep theirs, and none is read while it is under way."""
-    program = _drawn(calls)
-    before, draws = _results(program)
+    program = drawn(calls)
+    before, draws = results_of(program)
     sent = [name for name in order_of(program) if name in ("reduced", "joined")]
     run_pass(OverlapCollectives(), program)
-    after, drawn = _results(program)
+    after, draws_after = results_of(program)
     assert all(map(torch.equal, before, after))
-    assert draws == drawn
+    assert draws == draws_after
     done = {"reducing": "reduced", "joining": "joined"}
     now = [done.get(name, name) for name in order_of(program)]
     assert [name for name in now if name in ("reduced", "joined")] == sent

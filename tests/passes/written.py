@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import operator
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from hypothesis import strategies as st
+from torch.fx import Graph, GraphModule, Node, map_arg
 
-from graphshard.ir.graph import emit
+from graphshard.ir.graph import aten, emit
+from graphshard.ir.operators import BEGINS, JOINED, REDUCED, SETTLED, TOGETHER
 from graphshard.ir.program import Phase, Program, Slot
 from tests.helpers import Blocks, captured, copied, target_name, through
 
@@ -54,3 +57,52 @@ class Written:
 def order_of(program: Program) -> list[str]:
     """Names of the operators of the phase, in order."""
     return [target_name(n) for n in program.phases["forward"].module.graph.nodes if n.op == "call_function"]
+
+
+SQUARE = (2, 2)
+MM, ADD, RAND = aten.mm.default, aten.add.Tensor, aten.rand_like.default
+# What is called, and of which of the values before it.
+CALLS = st.lists(
+    st.tuples(st.sampled_from([MM, ADD, RAND, REDUCED, JOINED]), st.integers(0, 7), st.integers(0, 7)),
+    min_size=3,
+    max_size=25,
+)
+
+
+def drawn(calls: list[tuple[torch._ops.OpOverload, int, int]]) -> Program:
+    """A phase of such calls that returns its last three values."""
+    write = Written(SQUARE, SQUARE, SQUARE)
+    values = list(write.inputs)
+    for target, first, second in calls:
+        a, b = values[-1 - first % len(values)], values[-1 - second % len(values)]
+        others = {MM: (b,), ADD: (b,), RAND: (), REDUCED: ("sum", "shard"), JOINED: (1, "shard")}[target]
+        values.append(write(target, a, *others))
+    return write.returning(*values[-3:])
+
+
+def results_of(program: Program) -> tuple[list[torch.Tensor], list[int]]:
+    """What a phase computes of given values, where each collective triples, and the order of its random operators."""
+    values: dict[Node, Any] = {}
+    draws: list[int] = []
+    sends = {*BEGINS, *BEGINS.values()}
+    generator = torch.Generator().manual_seed(0)
+    phase = program.phases["forward"]
+    for index, node in enumerate(phase.placeholders):
+        values[node] = torch.full((2, 2), 1.0 + index, dtype=torch.float64)
+    for node in phase.module.graph.nodes:
+        if node.op == "call_function":
+            args: Any = map_arg(node.args, values.__getitem__)
+            if node.target in sends:
+                values[node] = 3 * args[0] / 10
+            elif node.target in TOGETHER.values():
+                values[node] = [3 * each / 10 for each in args[0]]
+            elif node.target is SETTLED:
+                values[node] = args[0]
+            elif node.target is operator.getitem:
+                values[node] = args[0][args[1]]
+            elif node.target is RAND:
+                draws.append(id(node))
+                values[node] = torch.rand(2, 2, generator=generator, dtype=torch.float64)
+            else:
+                values[node] = node.target(*args) / 7
+    return [values[result] for result in phase.results], draws

@@ -78,8 +78,8 @@ def joint() -> Program:
 
 def _borders(joint: Program, limit: int) -> Search:
     """A search that has not begun."""
-    between = tuple(Pipeline())[:6]
-    assert between[-1].name == "overlap-collectives"
+    between = tuple(Pipeline())[:7]
+    assert between[-1].name == "join-collectives"
 
     def run(steps: tuple[graphshard.Pass, ...], program: Program) -> None:
         for step in steps:

@@ -39,6 +39,7 @@ STAGES = [
     "partition",
     "drop-unused-tangents",
     "overlap-collectives",
+    "join-collectives",
     "plan",
     "bucket",
     "reorder",
@@ -178,7 +179,7 @@ def test_default_pipeline_is_exact() -> None:
 def test_insert_replace_disable() -> None:
     """An edit gives a new pipeline and leaves the old one as it was."""
     default = Pipeline()
-    assert _names(default.insert(_Nothing(), after="plan"))[6:9] == ["plan", "nothing", "bucket"]
+    assert _names(default.insert(_Nothing(), after="plan"))[7:10] == ["plan", "nothing", "bucket"]
     assert _names(default.insert(_Nothing(), before="insert-collectives"))[:2] == ["nothing", "insert-collectives"]
     assert _names(default.replace("reorder", _Nothing()))[-1] == "nothing"
     assert _names(default.disable("reorder", "bucket")) == STAGES[1:-2]
@@ -189,7 +190,7 @@ def test_pipeline_as_text() -> None:
     lines = str(Pipeline().insert(_Silu(), after="partition")).splitlines()
     assert len(lines) == len(DEFAULT_PASSES) + 1
     assert re.fullmatch(r"silu +Says that it changes numerics\.  \[inexact\]", lines[4])
-    assert re.fullmatch(r"bucket +Let collectives travel together .*\.", lines[8])
+    assert re.fullmatch(r"bucket +Let collectives travel together .*\.", lines[9])
 
 
 @pytest.mark.parametrize(

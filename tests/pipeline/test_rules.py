@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -17,13 +18,16 @@ from torch.fx import Node
 from graphshard.ir.errors import PassError
 from graphshard.ir.graph import WAIT, aten, emit, fake, is_collective
 from graphshard.ir.layout import Layout, collectives
+from graphshard.ir.printer import describe
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.executor import Executor
 from graphshard.lower.lines import Call, Line, Start, Take, Wait
 from graphshard.lower.regions import RegionCall, lower
 from graphshard.passes import MakePlan, Pass
+from graphshard.pipeline import graph_rules
 from graphshard.pipeline.frees import faults
+from graphshard.pipeline.graph_rules import Checked
 from graphshard.pipeline.observe import Level, Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pipeline
 from graphshard.pipeline.rules import ALWAYS, ESTABLISHED, LOWERED
@@ -261,13 +265,25 @@ CORRUPTIONS: list[tuple[str, Callable[[Program], None], str]] = [
 
 @pytest.mark.parametrize(("rule", "corrupt", "message"), CORRUPTIONS, ids=[c[1].__name__[1:] for c in CORRUPTIONS])
 def test_a_corrupted_program(rule: str, corrupt: Callable[[Program], None], message: str) -> None:
-    program = copied(_scheduled())
-    verify(program, "nobody", complete=True)
+    """Whether or not it is known what was right before."""
+    program, checked = copied(_scheduled()), Checked()
+    verify(program, "nobody", complete=True, checked=checked)
     corrupt(program)
-    with pytest.raises(PassError, match=message) as caught:
-        verify(program, "my-pass")
-    assert (caught.value.rule, caught.value.author) == (rule, "my-pass")
-    assert str(caught.value).startswith(f"my-pass broke the rule {rule} in ")
+    for known in (None, checked):
+        with pytest.raises(PassError, match=message) as caught:
+            verify(program, "my-pass", checked=known)
+        assert (caught.value.rule, caught.value.author) == (rule, "my-pass")
+        assert str(caught.value).startswith(f"my-pass broke the rule {rule} in ")
+
+
+def test_what_was_right_is_not_computed_again() -> None:
+    program, checked = copied(_scheduled()), Checked()
+    with mock.patch.object(graph_rules, "describe", wraps=describe) as described:
+        verify(program, "nobody", checked=checked)
+        assert described.call_count > len(program.phases["forward"].module.graph.nodes)
+        described.reset_mock()
+        verify(program, "nobody", checked=checked)
+        assert described.call_count == 0
 
 
 def test_every_rule_is_tested() -> None:

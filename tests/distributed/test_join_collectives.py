@@ -1,0 +1,77 @@
+"""Collectives of the model that travel together: the bits of those that travel alone, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import graphshard
+from graphshard.ir.operators import JOINED, REDUCED, SCATTERED, TOGETHER
+from tests.distributed.context_parallel import ATTENTIONS, Decoder, own, sequences
+from tests.distributed.context_parallel import mesh_of as mesh_of_sequences
+from tests.distributed.tensor_parallel import llama, mesh_of, tokens
+from tests.distributed.twins import assert_same, grads_of
+from tests.ranks import Ranks
+
+ALONE = graphshard.Pipeline().disable("join-collectives")
+ARGUMENTS = {REDUCED: ("sum",), JOINED: (4,), SCATTERED: ("sum", 4)}
+
+
+def _operators(rank: int, world_size: int) -> None:
+    torch.manual_seed(rank)
+    world = dist.group.WORLD
+    assert world is not None
+    values = [torch.randn(4 * length, 3).t().contiguous().t() for length in (1, 7, 1000)]
+    for alone, arguments in ARGUMENTS.items():
+        given = [value if alone is JOINED else value.contiguous() for value in values]
+        together = TOGETHER[alone](given, *arguments, world.group_name)
+        for value, result in zip(given, together, strict=True):
+            assert torch.equal(result, alone(value, *arguments, world.group_name))
+
+
+def test_operators(ranks: Ranks) -> None:
+    """Gloo adds up four ranks' values in the order that it has for each tensor."""
+    ranks(4).run(_operators)
+
+
+def _sums_of_norms(rank: int, world_size: int) -> tuple[Counter[str], Counter[str]]:
+    mesh = mesh_of(2, 2)
+    pair = [graphshard.compile(llama(mesh["tp"]), mesh, backend="eager", passes=p) for p in (None, ALONE)]
+    results: list[dict[str, Tensor]] = []
+    for model in pair:
+        torch.manual_seed(rank // 2)
+        loss = model(*tokens())
+        loss.backward()
+        results.append({"loss": loss.detach(), **grads_of(model)})
+    assert_same(*results, "losses and gradients")
+    joined, single = (Counter(graphshard.programs(model)[0].communication) for model in pair)
+    return joined, single
+
+
+def test_gradients_of_norms_are_summed_up_together(ranks: Ranks) -> None:
+    """Both norms of a block; those of another block are not waited for."""
+    for joined, single in ranks(4).run(_sums_of_norms):
+        assert single["backward: reduced over tp"] == 5
+        assert (joined["backward: reduced_together over tp"], joined["backward: reduced over tp"]) == (2, 1)
+
+
+def _keys_and_values(rank: int, world_size: int) -> list[str]:
+    mesh = mesh_of_sequences(2, 2)
+    results: list[dict[str, Tensor]] = []
+    for passes in (ALONE, None):
+        model = Decoder(ATTENTIONS["gathered"], mesh["cp"])
+        graphshard.compile(model, mesh, backend="eager", passes=passes)
+        loss = model(*(own(sequence, mesh["cp"]) for sequence in sequences(0, mesh)))
+        loss.backward()
+        results.append({"loss": loss.detach(), **grads_of(model)})
+    assert_same(*results, "losses and gradients")
+    return graphshard.programs(model)[0].communication
+
+
+def test_keys_and_values_are_gathered_together(ranks: Ranks) -> None:
+    for lines in ranks(4).run(_keys_and_values):
+        assert lines.count("forward: joined_together over dp_shard_cp/2") == 2
+        assert "forward: joined over dp_shard_cp/2" not in lines

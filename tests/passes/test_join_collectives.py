@@ -1,0 +1,220 @@
+"""join-collectives: what the model communicates at once travels together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+
+from graphshard.ir.errors import PassError
+from graphshard.ir.graph import WAIT, aten, c10d, emit
+from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED, TOGETHER
+from graphshard.ir.printer import print_communication, print_phase
+from graphshard.ir.program import Program
+from graphshard.passes import JoinCollectives, OverlapCollectives
+from graphshard.pipeline.pipeline import run_pass
+from tests.helpers import Blocks, captured, copied
+from tests.passes.written import ADD, CALLS, MM, RAND, SQUARE, Written, drawn, order_of, results_of, two_layers
+
+MUL = aten.mul.Tensor
+
+
+def _keys_and_values() -> Program:
+    """Both are gathered along the sequence, one after the other."""
+    write = Written(SQUARE, SQUARE, SQUARE)
+    q, k, v = write.inputs
+    keys = write(JOINED, k, 2, "shard")
+    doubled = write(MUL, v, 2)  # needed for the second, and not in need of the first
+    values = write(JOINED, doubled, 2, "shard")
+    return write.returning(write(MM, keys, q), write(MM, values, q))
+
+
+def test_before_and_after() -> None:
+    program = _keys_and_values()
+    run_pass(JoinCollectives(), program)
+    assert_expected_inline(
+        print_phase(program.phases["forward"]),
+        """\
+  %0: f32[2, 2] = input:0
+  %1: f32[2, 2] = input:1
+  %2: f32[2, 2] = input:2
+  %3: f32[2, 2] = mul.Tensor(%2, 2)
+  %4: (f32[4, 2], f32[4, 2]) = joined_together([%1, %3], 2, shard)
+  %5: f32[4, 2] = getitem(%4, 0)
+  %6: f32[4, 2] = getitem(%4, 1)
+  %7: f32[4, 2] = mm(%5, %0)
+  %8: f32[4, 2] = mm(%6, %0)
+  return %7 as output:0
+  return %8 as output:1
+""",
+    )
+    assert print_communication(program) == ["forward: joined_together over shard"]
+
+
+def test_again_changes_nothing() -> None:
+    program = _keys_and_values()
+    run_pass(JoinCollectives(), program)
+    once = print_phase(program.phases["forward"])
+    assert JoinCollectives().rewrite(program) == 0
+    assert print_phase(program.phases["forward"]) == once
+
+
+REDUCE = (REDUCED, "sum", "shard")
+ALONE = {
+    "another operator": (REDUCE, (SCATTERED, "sum", 2, "shard")),
+    "another reduction": (REDUCE, (REDUCED, "max", "shard")),
+    "another axis": (REDUCE, (REDUCED, "sum", "replicate")),
+    "all-to-alls": ((EXCHANGED, [2, 2], [2, 2], "shard"), (EXCHANGED, [2, 2], [2, 2], "shard")),
+}
+
+
+def _pair(first: tuple[Any, ...], second: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> Program:
+    write = Written((4, 2), (4, 2))
+    x, y = write.inputs
+    y.meta["val"] = y.meta["val"].to(dtype)
+    return write.returning(write(first[0], x, *first[1:]), write(second[0], y, *second[1:]))
+
+
+@pytest.mark.parametrize(("first", "second"), ALONE.values(), ids=ALONE)
+def test_only_equals_travel_together(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
+    program = _pair(first, second)
+    before = print_phase(program.phases["forward"])
+    assert JoinCollectives().rewrite(program) == 0
+    assert print_phase(program.phases["forward"]) == before
+
+
+def test_of_one_dtype() -> None:
+    assert JoinCollectives().rewrite(_pair(REDUCE, REDUCE, torch.bfloat16)) == 0
+    program = _pair(REDUCE, REDUCE)
+    assert JoinCollectives().rewrite(program) == 2
+    assert order_of(program) == ["reduced_together", "getitem", "getitem"]
+
+
+def test_of_one_unit() -> None:
+    """A unit's gradients are reduced when its backward is over: they must not wait for that of another one."""
+    program = _pair(REDUCE, REDUCE)
+    calls = [node for node in program.phases["forward"].module.graph.nodes if node.target is REDUCED]
+    for number, node in enumerate(calls):
+        node.meta["nn_module_stack"] = {"key": (f"layers.{number}", torch.nn.Module)}
+    assert {"layers.0", "layers.1"} <= set(program.params.units)
+    assert JoinCollectives().rewrite(program) == 0
+    calls[1].meta["nn_module_stack"] = {"key": ("layers.0.inner", torch.nn.Module)}
+    assert JoinCollectives().rewrite(program) == 2
+
+
+def _needed_between(target: torch._ops.OpOverload, *, for_second: bool = False) -> tuple[int, list[str]]:
+    """Something is made of the first before the second is launched; what the pass does."""
+    write = Written(SQUARE, SQUARE)
+    x, y = write.inputs
+    made = write(target, write(REDUCED, x, "sum", "shard"), *([] if target is RAND else [y]))
+    program = write.returning(made, write(REDUCED, made if for_second else y, "sum", "shard"))
+    return JoinCollectives().rewrite(program), order_of(program)
+
+
+def test_what_was_made_of_the_first_is_put_off() -> None:
+    assert _needed_between(ADD) == (2, ["reduced_together", "getitem", "getitem", "add"])
+
+
+def test_what_stays() -> None:
+    """Products, random numbers, and what the second needs."""
+    assert _needed_between(MM) == (0, ["reduced", "mm", "reduced"])
+    assert _needed_between(RAND) == (0, ["reduced", "rand_like", "reduced"])
+    assert _needed_between(ADD, for_second=True) == (0, ["reduced", "add", "reduced"])
+
+
+def test_groups_that_are_entangled() -> None:
+    """What is made of one of each group waits for both."""
+    write = Written(SQUARE, SQUARE, SQUARE, SQUARE)
+    sums, wholes = [], []
+    for index in range(2):
+        sums.append(write(REDUCED, write.inputs[index], "sum", "shard"))
+        wholes.append(write(JOINED, write.inputs[2 + index], 1, "shard"))
+        if index == 0:
+            both = write(ADD, sums[0], wholes[0])
+    program = write.returning(both, sums[1], wholes[1])
+    assert JoinCollectives().rewrite(program) == 4
+    pair = ["getitem", "getitem"]
+    assert order_of(program) == ["reduced_together", *pair, "joined_together", *pair, "add"]
+
+
+def test_several_results_of_one_operator() -> None:
+    """They stand behind it, and before what they travel with."""
+    write = Written(SQUARE)
+    pair = write(aten.split.Tensor, write(MUL, write.inputs[0], 2), 1)
+    sums = [write(REDUCED, write.part(pair, index), "sum", "shard") for index in range(2)]
+    program = write.returning(*sums)
+    run_pass(JoinCollectives(), program)
+    assert order_of(program) == ["mul", "split", "getitem", "getitem", "reduced_together", "getitem", "getitem"]
+
+
+def test_reductions_of_gradients_follow() -> None:
+    """What is summed up along one axis is reduced along the other behind that, as before."""
+    write = Written(SQUARE, SQUARE, SQUARE)
+    x, y, z = write.inputs
+    first = write(REDUCED, x, "sum", "shard")
+    sent = write(c10d.reduce_scatter_tensor.default, first, "sum", 2, "replicate")
+    product = write(MM, y, z)
+    second = write(REDUCED, y, "sum", "shard")
+    program = write.returning(write(WAIT, sent), product, second)
+    assert JoinCollectives().rewrite(program) == 2
+    expected = ["mm", "reduced_together", "getitem", "getitem", "reduce_scatter_tensor", "wait_tensor"]
+    assert order_of(program) == expected
+
+
+def test_those_beside_compute_stay_alone() -> None:
+    write = Written(SQUARE, SQUARE, SQUARE)
+    x, y, z = write.inputs
+    first = write(REDUCED, x, "sum", "shard")
+    second = write(REDUCED, write(MM, y, z), "sum", "shard")
+    program = write.returning(write(ADD, first, second))
+    run_pass(OverlapCollectives(), program)
+    assert JoinCollectives().rewrite(program) == 0
+    assert order_of(program) == ["reducing", "mm", "reduced", "settled", "add"]
+
+
+def test_a_phase_that_writes_is_left_alone() -> None:
+    program = _keys_and_values()
+    graph = program.phases["forward"].module.graph
+    first = next(node for node in graph.nodes if node.target is MM)
+    with graph.inserting_after(first):
+        emit(graph, aten.relu_.default, first)
+    before = print_phase(program.phases["forward"])
+    assert JoinCollectives().rewrite(program) == 0
+    assert print_phase(program.phases["forward"]) == before
+
+
+def test_nothing_to_join() -> None:
+    program = copied(two_layers())
+    before = [print_phase(phase) for phase in program.phases.values()]
+    run_pass(JoinCollectives(), program)
+    assert [print_phase(phase) for phase in program.phases.values()] == before
+
+
+def test_before_partition() -> None:
+    with pytest.raises(PassError, match="join-collectives: the program is not partitioned yet; run this pass after"):
+        run_pass(JoinCollectives(), captured(Blocks(1), (torch.ones(3, 4),)))
+
+
+@given(CALLS)
+@settings(max_examples=200, deadline=None)
+def test_any_phase_computes_the_same(calls: list[tuple[torch._ops.OpOverload, int, int]]) -> None:
+    """Values and the order of random operators; as many tensors travel."""
+    program = drawn(calls)
+    before, draws = results_of(program)
+    sent = len([name for name in order_of(program) if name in ("reduced", "joined")])
+    found = JoinCollectives().rewrite(program)
+    after, draws_after = results_of(program)
+    assert all(map(torch.equal, before, after))
+    assert draws == draws_after
+    nodes = program.phases["forward"].module.graph.nodes
+    together = [len(node.args[0]) for node in nodes if node.target in TOGETHER.values()]
+    assert sum(together) == found
+    assert all(number > 1 for number in together)
+    assert sent == found + len([name for name in order_of(program) if name in ("reduced", "joined")])
+
+
+def test_most_can_be_joined() -> None:
+    assert set(TOGETHER) == {REDUCED, JOINED, SCATTERED}
