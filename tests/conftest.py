@@ -14,8 +14,9 @@ from tests.ranks import FakeWorld, RankPool, Ranks, reset_distributed
 
 # The rules are checked after every pass, here and in the processes that tests start.
 os.environ.setdefault("GRAPHSHARD_VERIFY", "each")
-# Tests compile what they test; those of the cache give it a directory.
-os.environ["GRAPHSHARD_CACHE"] = "off"
+# Tests compile what they test; those of the cache give it a directory. With one given here a second run of all tests is
+# a second launch of each model.
+os.environ["GRAPHSHARD_CACHE"] = os.environ.get("GRAPHSHARD_TEST_CACHE", "off")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -37,9 +37,10 @@ log = logging.getLogger(__name__)
 
 # Files under one key, of other code, that are looked at.
 _CANDIDATES = 8
+_ELSEWHERE = f"{entries.VARIABLE}=DIRECTORY, or compile(..., cache=DIRECTORY)"
 _REMEDY = (
-    f"Make it writable, give another directory ({entries.VARIABLE}=DIRECTORY, or compile(..., cache=DIRECTORY)), or "
-    f"switch the cache off ({entries.VARIABLE}=off, or cache=False)."
+    f"Make it writable, give another directory ({_ELSEWHERE}), or switch the cache off ({entries.VARIABLE}=off, or "
+    "cache=False)."
 )
 
 
@@ -59,6 +60,11 @@ class ProgramCache:
     def search(self, maker: Maker, module: nn.Module, signature: Signature) -> Search | None:
         """What is to be found or kept for a call; None if nothing can be, and the log says why."""
         tracer = maker.tracer
+        with contextlib.suppress(OSError):  # of one that is not there, or that reading it says more of
+            if checked_files.others_can_write(self.directory):
+                why = "other users could put code there"
+                self.warn("cache: %s is not used: %s. Give one of your own (%s).", self.directory, why, _ELSEWHERE)
+                return None
         try:
             problem, put, facts = problem_of(module, tracer), [], {}
             if not problem:

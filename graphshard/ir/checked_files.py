@@ -54,9 +54,9 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
         FileNotFoundError: somebody has removed it.
         OSError: it cannot be read.
     """
-    _check_owner(path)
-    if not path.exists():
-        raise FileNotFoundError(path)
+    for place in (path, path.parent):
+        if others_can_write(place):
+            raise DamagedError(f"{place} can be written by other users, who could put code there")
     try:
         content = read_file(path, _LONGEST)
     except ArgumentError as error:
@@ -79,14 +79,16 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     return facts, members
 
 
-def _check_owner(path: Path) -> None:
-    """Raise DamagedError if others than this user, or root, could have written a file: it holds code."""
+def others_can_write(place: Path) -> bool:
+    """Whether others than this user, or root, could have written a file, or files of a directory: they hold code.
+
+    Raises:
+        OSError: it cannot be asked for, or is not there.
+    """
     if not hasattr(os, "getuid"):
-        return
-    for place in (path, path.parent):
-        about = os.stat(place)
-        if about.st_uid not in (os.getuid(), 0) or about.st_mode & stat.S_IWOTH:
-            raise DamagedError(f"{place} can be written by other users, who could put code there")
+        return False
+    about = os.stat(place)
+    return about.st_uid not in (os.getuid(), 0) or bool(about.st_mode & stat.S_IWOTH)
 
 
 def touch(path: Path) -> None:

@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import pwd
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 import graphshard
 from graphshard.cache import entries
@@ -196,6 +198,80 @@ def test_a_directory_that_cannot_be_written(empty: Launches, caplog: pytest.LogC
     assert said.count("\n") == 0
     assert str(empty.cache) in said
     assert "GRAPHSHARD_CACHE=off" in said
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o755], ids=["everybody's", "another user's"])
+def test_a_directory_in_which_others_could_put_code(
+    launches: Launches, mode: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is taken from it, and nothing there is touched."""
+    launches.cache.chmod(mode)
+    if mode == 0o755:
+        kept = os.stat(launches.cache)
+        about = os.stat_result((*kept[:4], os.getuid() + 1, *kept[5:]))
+        stat = os.stat
+        monkeypatch.setattr(
+            os, "stat", lambda place, **options: about if place == launches.cache else stat(place, **options)
+        )
+    files = launches.files()
+    with caplog.at_level(logging.WARNING, "graphshard.cache"):
+        launches.run()
+    assert launches.captured
+    assert messages(caplog).count("is not used: other users could put code there") == 1
+    assert "GRAPHSHARD_CACHE=DIRECTORY" in messages(caplog)
+    assert launches.files() == files
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES], ids=errno.errorcode.get)
+def test_a_directory_that_can_only_be_read(
+    empty: Launches, first_launch: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is there is used. What is not is compiled, with one warning."""
+    shutil.copytree(first_launch, empty.cache)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(checked_files, "replacing", fail)
+    with caplog.at_level(logging.WARNING, "graphshard.cache"):
+        empty.run()
+        assert not empty.captured
+        assert not messages(caplog)
+        empty.run(x=torch.ones(3, 4))
+    assert empty.captured
+    assert messages(caplog).count("cannot be written") == 1
+    assert os.strerror(code) in messages(caplog)
+
+
+def test_a_home_folder_that_is_not_there(
+    empty: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of users of services: it cannot be made, and the step runs."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "nobody"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv(entries.VARIABLE, "on")
+    with caplog.at_level(logging.WARNING, "graphshard.cache"):
+        empty.run(cache=None)
+    assert empty.captured
+    assert messages(caplog).count("nobody/.cache/graphshard cannot be ") == 1
+
+
+def test_a_file_that_cannot_be_renamed(
+    empty: Launches, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on file systems of networks: one warning, and no temporary file stays."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    for module, name in ((os, "replace"), (os, "rename"), (Path, "replace"), (Path, "rename")):
+        monkeypatch.setattr(module, name, fail)
+    with caplog.at_level(logging.WARNING, "graphshard.cache"):
+        empty.run()
+    assert empty.captured
+    assert messages(caplog).count("Stale file handle") == 1
+    assert not list(empty.cache.iterdir())
 
 
 def test_no_room_is_left(empty: Launches, caplog: pytest.LogCaptureFixture) -> None:
