@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,25 @@ os.environ.setdefault("GRAPHSHARD_VERIFY", "each")
 # Tests compile what they test; those of the cache give it a directory. With one given here a second run of all tests is
 # a second launch of each model.
 os.environ["GRAPHSHARD_CACHE"] = os.environ.get("GRAPHSHARD_TEST_CACHE", "off")
+
+
+SLOW_CASES = frozenset(
+    line for line in Path(__file__).with_name("slow_cases.txt").read_text().splitlines() if not line.startswith("#")
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    found = {item.nodeid for item in items}
+    tests = {nodeid.partition("[")[0] for nodeid in found}
+    asked = {argument.partition("::")[0] for argument in config.args if "::" in argument}
+    for case in SLOW_CASES - found:
+        test = case.partition("[")[0]
+        if test in tests and test.partition("::")[0] not in asked:
+            raise pytest.UsageError(f"tests/slow_cases.txt: {case} is no case of its test")
+    for item in items:
+        if item.nodeid in SLOW_CASES:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -192,6 +192,7 @@ def test_no_plain_loop() -> None:
     assert not compare(Skips([Block() for _ in range(7)]))
 
 
+@pytest.mark.slow
 def test_a_deep_model_on_a_busy_link_is_close_to_its_bound() -> None:
     """Llama-3 8B on 1,024 B200, where communication takes as long as compute: in about the memory of FSDP2's order.
 

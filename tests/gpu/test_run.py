@@ -187,6 +187,7 @@ def test_settings_are_left_out_when_no_time_is_left(monkeypatch) -> None:
     assert [row.setting[-12:] for row in rows] == ["; rank 0 of 8"[-12:], " rank 0 of 64"[-12:]]
 
 
+@pytest.mark.slow
 def test_a_variant_that_fails_keeps_no_other_from_running(monkeypatch) -> None:
     """One that cannot begin, and one whose process is gone, which is begun again for the next setting."""
     lost: list[workers.Worker] = []

@@ -51,6 +51,7 @@ def _checked(works: Callable[[Any, str], bool]) -> Iterator[list[str]]:
         yield asked
 
 
+@pytest.mark.slow
 def test_the_cpu_is_what_inductor_finds_itself() -> None:
     """One file is compiled, by a compiler that runs, and the answer is the same."""
     check, asked = isa.VecISA.check_build, []

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # Collections let the main thread return from the functions whose frames are just asked for.
 ASKED = """
 import gc, threading, time
@@ -39,6 +41,7 @@ print(*files)
 """
 
 
+@pytest.mark.slow
 def test_asking_where_another_thread_is_survives_collections(tmp_path: Path) -> None:
     """Before Python 3.12 a collection can free the frame that is just made an object: the process crashed."""
     script = tmp_path / "train.py"
