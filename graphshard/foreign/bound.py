@@ -10,9 +10,15 @@ from graphshard.schedule.problem import Chain, Link, Transfer
 
 
 def lower_bound(course: Course) -> float:
-    """The largest of: compute, what each link must carry, the longest path, and what each group's messages take."""
+    """The largest of: compute, the pace of links, and what each group's gathers and reductions take by themselves.
+
+    Contention: as `schedule/bounds.py` shows, a step takes c W more than it would on links that take 1 - c of the
+    seconds, beside undisturbed compute; W are the seconds in which a link is busy.
+    """
     compute = sum(course.seconds) + sum(leg.packing + leg.unpacking for leg in course.legs)
-    works = [compute, _longest_path(course), *_link_work(course)]
+    carried = max(_link_work(course), default=0.0)
+    beside = course.contention * carried + _pace(course, 1 - course.contention)
+    works = [compute, carried, _pace(course, 1.0), beside]
     for wire in sorted({leg.wire for leg in course.legs}) if course.end else ():
         for gathers, reductions in _pairs(course, wire):
             works.append(chain_bound(*problem_of(course, wire, gathers, reductions)))
@@ -85,21 +91,50 @@ def _as_one(course: Course, legs: list[int]) -> float:
     return min(course.bucket_seconds(legs), sum(course.bucket_seconds([leg]) for leg in legs))
 
 
-def _longest_path(course: Course) -> float:
-    """The longest path through compute and legs, each by itself on a link of its own."""
+def _pace(course: Course, share: float) -> float:
+    """When compute can be through, position by position: it waits there for what each link has had to carry by then.
+
+    Of the legs that are needed at a position or before, take those of a link that may not start before some time.
+    They are carried after that time, at best as one launch of each key. Without other legs it is the longest path.
+
+    Args:
+        share: of a leg's seconds that count.
+    """
     came = [0.0] * (course.end + 1)  # when compute can be at a position, before it waits for anything there
+    carried: dict[str, list[tuple[float, int]]] = {}  # by link, when legs may start
     due: dict[int, list[int]] = {}
     for index, leg in enumerate(course.legs):
         due.setdefault(leg.needed, []).append(index)
 
+    def start(index: int) -> float:
+        leg = course.legs[index]
+        return max([came[leg.first] + leg.packing, *(arrival(earlier) for earlier in leg.after)])
+
     def arrival(index: int) -> float:
         leg = course.legs[index]
-        start = max([came[leg.first], *(arrival(earlier) for earlier in leg.after)])
-        return start + course.cost(leg.wire, leg.kind, leg.num_bytes, 1)
+        return start(index) + share * course.cost(leg.wire, leg.kind, leg.num_bytes, 1)
 
     for position in range(course.end + 1):
-        held = max([came[position], *(arrival(index) for index in due.get(position, ()))])
+        held = came[position]
+        for index in due.get(position, ()):
+            held = max(held, arrival(index) + course.legs[index].unpacking)
+            carried.setdefault(course.links[course.legs[index].wire], []).append((start(index), index))
+        for link in {course.links[course.legs[index].wire] for index in due.get(position, ())}:
+            held = max(held, _through(course, carried[link], share))
         if position == course.end:
             return held
         came[position + 1] = held + course.seconds[position]
     raise AssertionError("the last position returns")
+
+
+def _through(course: Course, carried: list[tuple[float, int]], share: float) -> float:
+    """When a link can have carried all of these: the latest of any start, with what may not start before it."""
+    together: dict[object, list[int]] = {}
+    work: dict[object, float] = {}
+    latest = 0.0
+    for start, index in sorted(carried, reverse=True):
+        key = course.legs[index].key or index
+        together.setdefault(key, []).append(index)
+        work[key] = share * _as_one(course, together[key])
+        latest = max(latest, start + sum(work.values()))
+    return latest

@@ -27,6 +27,8 @@ _MULTIPLES = (1, 4, 16, 1 << 30)
 _SHORTER, _EQUAL = 1e-6, 5e-3
 # Times of its own length that a bucket ends before it is needed, where that costs nothing.
 _MARGINS = (1.0, 0.0)
+# By how many positions what follows from a bucket starts later.
+_LATER = (1, 2, 4)
 # Steps of the budget for an event of a run.
 _EVENT = 4
 
@@ -230,10 +232,21 @@ def _changes(course: Course, itinerary: Itinerary, number: int) -> Iterator[Itin
     near = [n for n in same if n < number][-1:] + [n for n in same if n > number][:1]
     for other in near:
         yield _merged(course, itinerary, number, other)
+    yield from _followed_later(course, itinerary, number)
     if len(legs) > 1:
         half = len(legs) // 2
         for one, two in ((legs[:half], legs[half:]), (legs[:1], legs[1:]), (legs[:-1], legs[-1:])):
             yield ordered(course, [*others, *((max(position, course.window(p)[0]), number, p) for p in (one, two))])
+
+
+def _followed_later(course: Course, itinerary: Itinerary, number: int) -> Iterator[Itinerary | None]:
+    """What follows from a bucket some positions later, so that compute does not wait for the bucket to start that."""
+    legs = itinerary[number][1]
+    for follower, (position, bucket) in enumerate(itinerary):
+        if any(earlier in legs for leg in bucket for earlier in course.legs[leg].after):
+            others = [(at, index, each) for index, (at, each) in enumerate(itinerary) if index != follower]
+            for later in _LATER:
+                yield ordered(course, [*others, (position + later, follower, bucket)])
 
 
 def _same(course: Course, one: tuple[int, ...], other: tuple[int, ...]) -> bool:

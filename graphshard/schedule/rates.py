@@ -64,7 +64,7 @@ def _lines(transfers: Sequence[Transfer], link: Link, kind: CollectiveKind) -> l
     cost = link.gather if kind == "gather" else link.reduce
     sizes = [t.num_bytes for t in transfers] or [0]
     single = _below(cost, min(sizes), sum(sizes))
-    if isinstance(cost, Rate) or sum(sizes) <= min(sizes):
+    if isinstance(cost, Rate) or sum(sizes) <= max(min(sizes), 1):
         return [single]
     growth = (sum(sizes) / max(min(sizes), 1)) ** (1 / _SAMPLES)
     samples = sorted({round(max(min(sizes), 1) * growth**i) for i in range(_SAMPLES + 1)} | {sum(sizes)})
