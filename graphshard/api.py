@@ -112,7 +112,7 @@ def compile(
             the log says why.
         cache: where programs are kept, so that the next launch of the job neither traces nor compiles: a directory,
             True for `~/.cache/graphshard`, or False for nowhere. None takes GRAPHSHARD_CACHE, which is a directory,
-            "on" or "off", or False. What is kept is used if all that it was made of is the same.
+            "on" or "off", or True. What is kept is used if all that it was made of is the same.
         cuda_graphs: True launches the regions between two collectives as one CUDA graph, from their third call on;
             "auto" does so where it pays by the profile. What goes into a graph and comes out of it is copied.
 

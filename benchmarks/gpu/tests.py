@@ -13,7 +13,15 @@ from benchmarks.gpu.settings import ROOT
 from benchmarks.gpu.table import Emit, Row
 
 # In this order: what takes longest comes last.
-FILES = ("test_cuda.py", "test_offload.py", "test_graphs.py", "test_two_ranks.py", "test_export.py", "test_models.py")
+FILES = (
+    "test_cuda.py",
+    "test_offload.py",
+    "test_graphs.py",
+    "test_two_ranks.py",
+    "test_export.py",
+    "test_models.py",
+    "test_cache.py",
+)
 
 
 class _Tell:

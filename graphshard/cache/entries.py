@@ -46,7 +46,7 @@ def directory_of(chosen: Any = None) -> Path | None:
     Raises:
         HomelessError: it is in a home folder, which there is not.
     """
-    given = os.environ.get(VARIABLE, "")
+    given = os.environ.get(VARIABLE, "on")
     asked = given.lower() not in _OFF
     if chosen is False or (chosen is None and not asked):
         return None

@@ -302,6 +302,12 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False).encode()
 
 
+@functools.cache
+def _say_once(message: str) -> None:
+    """`fully_shard` asks for the cache once for each unit."""
+    log.warning("%s", message)
+
+
 def cache_at(chosen: Any) -> ProgramCache | None:
     """The cache of a directory; None if nothing is to be kept.
 
@@ -314,6 +320,6 @@ def cache_at(chosen: Any) -> ProgramCache | None:
     try:
         directory = entries.directory_of(chosen)
     except entries.HomelessError as error:
-        log.warning("%s Nothing is kept.", error)
+        _say_once(f"{error} Nothing is kept.")
         return None
     return None if directory is None else ProgramCache(directory, entries.limit_of())

@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import graphshard
 from graphshard.cache import entries
@@ -25,6 +26,7 @@ from graphshard.cli.main import main
 from graphshard.ir import checked_files
 from graphshard.ir.errors import ArgumentError
 from tests.cache.launches import Launches, messages
+from tests.ranks import FakeWorld
 
 KEY = "0" * 32
 MEMBERS = {"a.json": b"{}", "b.so": os.urandom(1 << 20)}
@@ -147,7 +149,7 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(entries.VARIABLE, on)
         assert entries.directory_of() == tmp_path / "graphshard"
     monkeypatch.delenv(entries.VARIABLE)
-    assert entries.directory_of() is None
+    assert entries.directory_of() == tmp_path / "graphshard"
 
 
 # --- with a model ------------------------------------------------------------------------------------------------
@@ -255,6 +257,35 @@ def test_a_home_folder_that_is_not_there(
         empty.run(cache=None)
     assert empty.captured
     assert messages(caplog).count("nobody/.cache/graphshard cannot be ") == 1
+
+
+def test_what_is_kept_without_being_asked_for(
+    empty: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second launch of `compile(model, mesh)`, and of `fully_shard`, captures nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(entries.VARIABLE)
+    with caplog.at_level(logging.INFO, "graphshard.cache"):
+        empty.run(cache=None)
+    assert empty.captured
+    assert f" kept in {tmp_path / 'graphshard'}" in messages(caplog)
+    empty.run(cache=None)
+    assert not empty.captured
+    monkeypatch.setenv(entries.VARIABLE, "off")
+    empty.run(cache=None)
+    assert empty.captured
+
+
+def test_every_unit_asks_and_one_warning_is_given(
+    fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_world(1)
+    monkeypatch.setenv(entries.VARIABLE, "~nobody of this name/cache")
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    with caplog.at_level(logging.WARNING, "graphshard.cache"):
+        for layer in (*model, model):
+            graphshard.fully_shard(layer)
+    assert messages(caplog).count("Nothing is kept.") == 1
 
 
 def test_a_file_that_cannot_be_renamed(
