@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 from graphshard.foreign.course import Course, Leg
@@ -106,6 +107,7 @@ def _pace(course: Course, share: float) -> float:
     for index, leg in enumerate(course.legs):
         due.setdefault(leg.needed, []).append(index)
 
+    @functools.cache  # what it depends on lies behind compute
     def start(index: int) -> float:
         leg = course.legs[index]
         return max([came[leg.first] + leg.packing, *(arrival(earlier) for earlier in leg.after)])

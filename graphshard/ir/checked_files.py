@@ -57,6 +57,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     for place in (path, path.parent):
         if others_can_write(place):
             raise DamagedError(f"{place} can be written by other users, who could put code there")
+    if not path.exists():
+        raise FileNotFoundError(path)
     try:
         content = read_file(path, _LONGEST)
     except ArgumentError as error:
