@@ -123,10 +123,46 @@ def _pace(course: Course, share: float) -> float:
             carried.setdefault(course.links[course.legs[index].wire], []).append((start(index), index))
         for link in {course.links[course.legs[index].wire] for index in due.get(position, ())}:
             held = max(held, _through(course, carried[link], share))
-        if position == course.end:
-            return held
-        came[position + 1] = held + course.seconds[position]
-    raise AssertionError("the last position returns")
+        if position < course.end:
+            came[position + 1] = held + course.seconds[position]
+    return max(held, _packed(course, came, share))
+
+
+def _packed(course: Course, came: list[float], share: float) -> float:
+    """When compute can be through that packs what it makes, and one link has then carried what the last item made.
+
+    A leg that may not start before a position is packed behind it. If that is not until all else is computed, the link
+    carries it then, which takes as long as it adds to all that it might travel with: costs are concave.
+
+    Args:
+        came: when compute can be at each position.
+        share: of a leg's seconds that count.
+    """
+    latest = 0.0
+    for link in set(course.links):
+        packing = [0.0] * (course.end + 1)  # of legs that may not start before a position
+        closing: dict[object, list[int]] = {}
+        for index, leg in enumerate(course.legs):
+            if course.links[leg.wire] == link and leg.first == course.end:
+                closing.setdefault(leg.key or index, []).append(index)
+            elif course.links[leg.wire] == link:
+                packing[leg.first] += min(leg.packing, share * _added(course, index))
+        left = share * sum(_as_one(course, legs) for legs in closing.values())
+        for position in reversed(range(course.end)):
+            left += course.seconds[position] + packing[position]
+            latest = max(latest, came[position] + left)
+    return latest
+
+
+def _added(course: Course, index: int) -> float:
+    """Seconds that a leg adds to a launch of all that it may travel with."""
+    leg = course.legs[index]
+    together = [other for other in course.legs if other.key == leg.key and leg.key is not None] or [leg]
+    num_bytes, num_tensors = sum(other.num_bytes for other in together), sum(other.num_tensors for other in together)
+    with_it = course.cost(leg.wire, leg.kind, num_bytes, num_tensors)
+    if len(together) == 1:
+        return with_it
+    return max(0.0, with_it - course.cost(leg.wire, leg.kind, num_bytes - leg.num_bytes, num_tensors - leg.num_tensors))
 
 
 def _through(course: Course, carried: list[tuple[float, int]], share: float) -> float:

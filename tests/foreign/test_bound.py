@@ -127,3 +127,9 @@ def test_what_follows_from_a_message_starts_when_that_has_come() -> None:
     start = soon(course, [(0,), (1,), (2,)])
     assert start is not None
     assert search(course, start, lambda _: True, Budget(100_000)).outcome.seconds == _best(course) == 4 + 2.75
+
+
+def test_packing_takes_compute_before_the_last_message_starts() -> None:
+    first, last = _leg(0, 1, 2, 1, kind="reduce", packing=0.5), _leg(1, 2, 2, 3, kind="reduce")
+    course = Course((2.0, 2.0), (first, last), ("network",), _cost, 0.0)
+    assert lower_bound(course) == _best(course) == pytest.approx(4 + 0.5 + 3.75)
