@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphshard.ir.checked_files import DamagedError, remove, remove_left_behind, remove_oldest, used
+from graphshard.ir.checked_files import WRITES_FOR, DamagedError, remove, remove_left_behind, remove_oldest, used
 from graphshard.ir.errors import ArgumentError
 
 VARIABLE = "GRAPHSHARD_CACHE"
@@ -28,8 +28,6 @@ LIMIT = 4 << 30
 _ON = ("on", "1", "yes", "true")
 _OFF = ("", "off", "0", "no", "false")
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.gscache")
-# A file that is still being written is younger.
-_WRITES_FOR = 60.0
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -150,7 +148,7 @@ def shrink(directory: Path, limit: int, keep: Path | None = None) -> int:
 
 def clear(directory: Path) -> tuple[int, int]:
     """Remove all files of the cache: how many, and how many bytes."""
-    remove_left_behind(directory, ENDING, _WRITES_FOR)
+    remove_left_behind(directory, ENDING, WRITES_FOR)
     count = size = 0
     for path in files(directory):
         with contextlib.suppress(OSError):

@@ -252,7 +252,8 @@ class Search:
         members = self._encoded(program, partitioned)
         members["made_of.json"] = _json({**made_of, "items": walk.items})
         path = self.cache.directory / entries.name_of(self.key, walk.digest)
-        if path.exists():  # another rank has written it, or one of another content, which cannot be
+        # Another rank has written it, or does: a thousand of them would, on a file system of all machines.
+        if path.exists() or checked_files.is_being_written(path):
             return ""
         facts = {
             "model": self.facts["model"],

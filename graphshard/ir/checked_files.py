@@ -23,6 +23,8 @@ from graphshard.ir.files import read_file, replacing
 
 FORMAT = 1
 _LONGEST = 4 << 30
+# Seconds that a file takes to be written, at the most.
+WRITES_FOR = 60.0
 # Seconds after which whoever was writing a file has been killed.
 _LEFT_BEHIND = 3600.0
 
@@ -79,6 +81,14 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     for name, size in sizes.items():
         members[name], start = body[start : start + size], start + size
     return facts, members
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether another process writes the file now, or was killed a moment ago while it did."""
+    with contextlib.suppress(OSError):
+        names = (found for found in path.parent.iterdir() if found.name.startswith(f".{path.name}."))
+        return any(time.time() - used(found) < WRITES_FOR for found in names)
+    return False
 
 
 def others_can_write(place: Path) -> bool:

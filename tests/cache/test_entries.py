@@ -259,6 +259,23 @@ def test_a_home_folder_that_is_not_there(
     assert messages(caplog).count("nobody/.cache/graphshard cannot be ") == 1
 
 
+def test_another_rank_writes_it(empty: Launches) -> None:
+    """It is not written twice at the same time; what a killed process has left keeps nobody from it for long."""
+    empty.run()
+    (name,) = empty.files()
+    (empty.cache / name).unlink()
+    temporary = empty.cache / f".{name}.abc"
+    temporary.touch()
+    empty.run()
+    assert empty.captured
+    assert empty.files() == [temporary.name]
+    moment = time.time() - 2 * checked_files.WRITES_FOR
+    os.utime(temporary, (moment, moment))
+    empty.run()
+    assert empty.captured
+    assert empty.files() == [temporary.name, name]
+
+
 def test_what_is_kept_without_being_asked_for(
     empty: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
