@@ -259,21 +259,31 @@ def test_a_home_folder_that_is_not_there(
     assert messages(caplog).count("nobody/.cache/graphshard cannot be ") == 1
 
 
-def test_another_rank_writes_it(empty: Launches) -> None:
-    """It is not written twice at the same time; what a killed process has left keeps nobody from it for long."""
-    empty.run()
-    (name,) = empty.files()
-    (empty.cache / name).unlink()
-    temporary = empty.cache / f".{name}.abc"
-    temporary.touch()
+def test_another_rank_writes_it(empty: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not written twice at the same time."""
+    asked: list[Path] = []
+    monkeypatch.setattr(checked_files, "is_being_written", lambda path: asked.append(path) or len(asked) == 1)
     empty.run()
     assert empty.captured
-    assert empty.files() == [temporary.name]
+    assert not empty.files()
+    empty.run()
+    assert empty.captured
+    assert empty.files() == [asked[-1].name]
+
+
+def test_what_is_being_written(tmp_path: Path) -> None:
+    """What a killed process has left keeps nobody from writing for long."""
+    path, temporary = tmp_path / _name(0), tmp_path / f".{_name(0)}.abc"
+    assert not checked_files.is_being_written(path)
+    (tmp_path / f".{_name(1)}.abc").touch()
+    path.touch()
+    assert not checked_files.is_being_written(path)
+    temporary.touch()
+    assert checked_files.is_being_written(path)
     moment = time.time() - 2 * checked_files.WRITES_FOR
     os.utime(temporary, (moment, moment))
-    empty.run()
-    assert empty.captured
-    assert empty.files() == [temporary.name, name]
+    assert not checked_files.is_being_written(path)
+    assert not checked_files.is_being_written(tmp_path / "gone" / path.name)
 
 
 def test_what_is_kept_without_being_asked_for(
