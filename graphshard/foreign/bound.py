@@ -80,11 +80,8 @@ def _pairs(course: Course, wire: int) -> Iterator[tuple[list[int], list[int]]]:
 def _link_work(course: Course) -> Iterator[float]:
     """What each link carries at the least: all that may travel together as one launch."""
     for link in sorted(set(course.links)):
-        together: dict[object, list[int]] = {}
-        for index, leg in enumerate(course.legs):
-            if course.links[leg.wire] == link:
-                together.setdefault(leg.key or index, []).append(index)
-        yield sum(_as_one(course, legs) for legs in together.values())
+        carried = (legs for legs in course.classes if course.links[course.legs[legs[0]].wire] == link)
+        yield sum(_as_one(course, legs) for legs in carried)
 
 
 def _as_one(course: Course, legs: list[int]) -> float:
@@ -138,7 +135,7 @@ def _packed(course: Course, came: list[float], share: float) -> float:
         came: when compute can be at each position.
         share: of a leg's seconds that count.
     """
-    latest = 0.0
+    latest, added = 0.0, _added(course)
     for link in set(course.links):
         packing = [0.0] * (course.end + 1)  # of legs that may not start before a position
         closing: dict[object, list[int]] = {}
@@ -146,7 +143,7 @@ def _packed(course: Course, came: list[float], share: float) -> float:
             if course.links[leg.wire] == link and leg.first == course.end:
                 closing.setdefault(leg.key or index, []).append(index)
             elif course.links[leg.wire] == link:
-                packing[leg.first] += min(leg.packing, share * _added(course, index))
+                packing[leg.first] += min(leg.packing, share * added[index])
         left = share * sum(_as_one(course, legs) for legs in closing.values())
         for position in reversed(range(course.end)):
             left += course.seconds[position] + packing[position]
@@ -154,15 +151,15 @@ def _packed(course: Course, came: list[float], share: float) -> float:
     return latest
 
 
-def _added(course: Course, index: int) -> float:
-    """Seconds that a leg adds to a launch of all that it may travel with."""
-    leg = course.legs[index]
-    together = [other for other in course.legs if other.key == leg.key and leg.key is not None] or [leg]
-    num_bytes, num_tensors = sum(other.num_bytes for other in together), sum(other.num_tensors for other in together)
-    with_it = course.cost(leg.wire, leg.kind, num_bytes, num_tensors)
-    if len(together) == 1:
-        return with_it
-    return max(0.0, with_it - course.cost(leg.wire, leg.kind, num_bytes - leg.num_bytes, num_tensors - leg.num_tensors))
+def _added(course: Course) -> dict[int, float]:
+    """By leg, seconds that it adds to a launch of all that it may travel with."""
+    found = {}
+    for legs in course.classes:
+        whole = course.bucket_seconds(legs)
+        for index in legs:
+            rest = [other for other in legs if other != index]
+            found[index] = max(0.0, whole - course.bucket_seconds(rest)) if rest else whole
+    return found
 
 
 def _through(course: Course, carried: list[tuple[float, int]], share: float) -> float:

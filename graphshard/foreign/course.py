@@ -128,6 +128,14 @@ class Course:
             found.append(frozenset(leg.after).union(*(found[i] for i in leg.after)))
         return tuple(found)
 
+    @cached_property
+    def classes(self) -> list[list[int]]:
+        """Legs that may travel together as far as their keys say."""
+        found: dict[object, list[int]] = {}
+        for index, leg in enumerate(self.legs):
+            found.setdefault(leg.key if leg.key is not None else index, []).append(index)
+        return list(found.values())
+
     def may_join(self, legs: Sequence[int]) -> bool:
         """Whether legs may travel as one."""
         keys = {self.legs[i].key for i in legs}

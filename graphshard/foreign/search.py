@@ -145,10 +145,8 @@ def _candidates(course: Course) -> Iterator[list[tuple[int, ...]]]:
 
 def _classes(course: Course) -> list[list[int]]:
     """Legs that may travel together as far as their keys say, in the order in which they are needed."""
-    found: dict[object, list[int]] = {}
-    for index, leg in enumerate(course.legs):
-        found.setdefault(leg.key if leg.key is not None else index, []).append(index)
-    return [sorted(legs, key=lambda i: (course.legs[i].needed, course.legs[i].first, i)) for legs in found.values()]
+    legs = course.legs
+    return [sorted(each, key=lambda i: (legs[i].needed, legs[i].first, i)) for each in course.classes]
 
 
 def _joined(course: Course, multiple: int) -> list[tuple[int, ...]]:
