@@ -156,3 +156,14 @@ def test_no_block_is_left_out(page: str) -> None:
     hidden = text.count("<!--- invisible-code-block: python\n")
     assert hidden == text.count("invisible-code-block")
     assert len(list(parse(page, **dict.fromkeys(LANGUAGES, _nothing)))) == len(opened) + hidden
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_relative_links_lead_to_files(page: str) -> None:
+    """From where the page lies. What the manual includes is read from a second place, so it has no relative links."""
+    text = (ROOT / page).read_text()
+    shared = "".join(re.findall(r"8<-- \[start:\w+\].*?8<-- \[end:\w+\]", text, re.DOTALL))
+    links = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
+    for link in links.findall(text):
+        assert ((ROOT / page).parent / link).exists(), link
+    assert not links.findall(shared)
