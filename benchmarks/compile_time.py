@@ -93,7 +93,7 @@ def fresh_process(what: str, layers: int, args: argparse.Namespace) -> dict[str,
     runs = []
     for _ in range(args.repeat):
         with tempfile.TemporaryDirectory() as cache:
-            env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+            env = {**os.environ, "GRAPHSHARD_CACHE": "off", "TORCHINDUCTOR_CACHE_DIR": cache}
             if what in WAYS:
                 env["GRAPHSHARD_EVERY_BLOCK"] = str(WAYS.index(what))
             command = [sys.executable, __file__, "--measure", what, *map(str, sizes)]

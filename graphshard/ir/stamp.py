@@ -27,6 +27,10 @@ from graphshard.ir.windows import Member, Of, Ref, Segment, Shared, groups_of
 
 T = TypeVar("T")
 
+# A stack of modules: what each is called and its class, by a text that names it.
+_Stack = tuple[tuple[str, tuple[Any, ...]], ...]
+_Naming = tuple[tuple[str, "str | _Stack"], ...]
+
 
 def stamp(program: Program, repeats: Repeats, params: ParamTable, saved: Mapping[str, Any] | None = None) -> Program:
     """The program of all blocks, made of that of those captured, which is used up.
@@ -58,13 +62,13 @@ def all_blocks(program: Program) -> Program:
 class _Stamp(Alike):
     """Copies the groups of one phase that are left out."""
 
-    _stacks: dict[tuple[int, int, int], Any] = field(default_factory=dict)
-    _kept: list[Any] = field(default_factory=list)
     _texts: dict[tuple[str, int, int], str] = field(default_factory=dict)
     _named_by: dict[tuple[str, int], Callable[[int], str]] = field(default_factory=dict)
-    # By node, what its copies have in common, and its texts and stacks that name blocks.
+    # By node, what its copies have in common, and what of it names blocks: most nodes share that with others.
     _metas: dict[Node, dict[str, Any]] = field(default_factory=dict)
-    _naming: dict[Node, tuple[list[tuple[str, str]], list[tuple[str, Any]]]] = field(default_factory=dict)
+    _naming: dict[Node, _Naming] = field(default_factory=dict)
+    _distinct: dict[_Naming, _Naming] = field(default_factory=dict)
+    _named_at: dict[tuple[int, int, int], dict[str, Any]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Rewrite the phase."""
@@ -105,8 +109,9 @@ class _Stamp(Alike):
                 stem = re.sub(r"\W", "_", slot.name if slot.kind in ("param", "buffer", "saved") else str(slot))
                 with graph.inserting_after(anchor) if anchor else graph.inserting_before(next(iter(graph.nodes))):
                     copied = graph.create_node("placeholder", stem, name=stem)
-                copied.target = copied.name
-                copied.meta = self._meta(node, group)
+                if copied.target != copied.name:
+                    copied.target = copied.name
+                copied.meta.update(self._meta(node, group))
                 self.by_member[member] = node = copied
             result.append(slot)
             anchor = node
@@ -122,10 +127,12 @@ class _Stamp(Alike):
                     args, kwargs = self._arguments(node, segment.refs[place], group)
                     # A name that others may have who did not ask the graph for one.
                     copied = graph.create_node(node.op, node.target, name=f"{node.name}_of_{group}")
-                    copied.args = args  # which are of this graph, as would be looked up one by one
+                    # Of this graph, as would be looked up one by one. Node.__setattr__ would enter the node in its
+                    # graph's table again.
+                    object.__setattr__(copied, "args", args)
                     if kwargs:
                         copied.kwargs = kwargs
-                    copied.meta = self._meta(node, group)
+                    copied.meta.update(self._meta(node, group))
                     self.by_member[Member((self.descending, number, place), group)] = copied
 
     def _connect(self, segment: Segment) -> None:
@@ -156,20 +163,21 @@ class _Stamp(Alike):
     def _named(self, node: Node, window: int, group: int) -> dict[str, Any]:
         """What names blocks, of a node of a window, as it is in the window of a group."""
         if node not in self._naming:
-            texts = [(key, node.meta[key]) for key in TEXTS if key in node.meta]
-            self._naming[node] = texts, [(key, node.meta[key]) for key in STACKS if node.meta.get(key)]
-        texts, stacks = self._naming[node]
-        found: dict[str, Any] = {key: self._text(text, window, group) for key, text in texts}
-        for key, stack in stacks:
-            known = id(stack), window, group
-            if known not in self._stacks:
-                self._kept.append(stack)  # as ids are those of what is there
-                parts = ((k, name, rest) for k, (name, *rest) in stack.items())
-                self._stacks[known] = {
-                    self._text(k, window, group): (self._text(name, window, group), *rest) for k, name, rest in parts
-                }
-            found[key] = self._stacks[known]
-        return found
+            texts = ((key, node.meta[key]) for key in TEXTS if key in node.meta)
+            stacks = ((key, tuple(node.meta[key].items())) for key in STACKS if node.meta.get(key))
+            found = *texts, *stacks
+            self._naming[node] = self._distinct.setdefault(found, found)
+        naming = self._naming[node]
+        known = id(naming), window, group
+        if known not in self._named_at:
+            self._named_at[known] = {key: self._renamed(value, window, group) for key, value in naming}
+        return self._named_at[known]
+
+    def _renamed(self, value: str | _Stack, window: int, group: int) -> Any:
+        if isinstance(value, str):
+            return self._text(value, window, group)
+        parts = ((key, name, rest) for key, (name, *rest) in value)
+        return {self._text(key, window, group): (self._text(name, window, group), *rest) for key, name, rest in parts}
 
     def _text(self, text: str, window: int, group: int) -> str:
         known = text, window, group
