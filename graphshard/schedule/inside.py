@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.workspace import BLOCK, workspace
-from graphshard.ir.graph import WAIT, is_collective, is_view
+from graphshard.ir.graph import WAIT, is_view
 from graphshard.ir.operators import ARRIVED, SETTLED
 from graphshard.ir.program import LASTING, Phase, Program
 
@@ -58,10 +58,7 @@ def _dying(phase: Phase) -> dict[Node, frozenset[int]]:
 
 
 def shares(node: Node) -> bool:
-    """Whether a value has the memory of its first input: a view, a wait, a part of a coalesced collective."""
+    """Whether a value has the memory of its first input: a view, or a wait. Parts of collectives have their own."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
-    source = node.all_input_nodes[0]
-    return (
-        node.target in (WAIT, ARRIVED, SETTLED) or is_view(node) or (is_collective(source) and not is_collective(node))
-    )
+    return node.target in (WAIT, ARRIVED, SETTLED) or is_view(node)

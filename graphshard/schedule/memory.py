@@ -125,19 +125,21 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
     }
     results = {owner[n] for n in phase.results if isinstance(n, Node)}
     before = began
-    begins: dict[Node, float] = {}  # of what regions return, which is made inside
+    begins: dict[Node, float] = {}  # of what regions return, which is made inside, and of parts of collectives
     for node in nodes:
         start, before = begins.get(node, before), found.node_times.get(node, ended)
-        if node.op == "call_module":
-            begins.update(dict.fromkeys((user for user in node.users if user.target is operator.getitem), start))
+        parts = [user for user in node.users if user.target is operator.getitem]
+        in_parts = node.op == "call_module" or (is_collective(node) and bool(parts))
+        if in_parts:
+            begins.update(dict.fromkeys(parts, start))
         if node.op == "call_module" and (inside := found.workspace[node]):
             what = "inside regions" if inside > 0 else "let go of inside regions"
             yield Tensor(f"{node.name} {module_of(node)}", what, inside, start, before)
         if node.target in GATHERS and program.device.type == "cpu" and node.args[-2] != EXCHANGE_RANKS:
-            parts = (node, *node.users)
-            end = max(found.node_times[wait] for part in parts for wait in part.users if wait.target is WAIT)
+            sent = (node, *parts)
+            end = max(found.node_times[wait] for part in sent for wait in part.users if wait.target is WAIT)
             yield Tensor(node.meta["bucket"], "communication buffers", num_bytes(node), start, end)  # gloo's own
-        if owner[node] is not node or node.op in ("call_module", "output") or not (size := num_bytes(node)):
+        if owner[node] is not node or in_parts or node.op == "output" or not (size := num_bytes(node)):
             continue
         if is_on_host(node):
             continue
@@ -151,13 +153,19 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
         elif node in saved:
             yield Tensor(saved[node].name, _saved(saved[node]), size, start, end)
         else:
-            bucket = node.meta.get("bucket", "")
+            launch = (
+                node.all_input_nodes[0]
+                if node.target is operator.getitem and is_collective(node.all_input_nodes[0])
+                else node
+            )
+            bucket = launch.meta.get("bucket", "")
+            name = bucket or f"%{node.meta['number']} {module_of(node)}"
             what = "saved for backward" if node.target is RELOAD else "activations"
             if plan is not None and bucket:
                 what = _OF_BUCKET[plan.bucket(bucket).kind]
             elif any(is_collective(user) for user in node.users) and phase_name == "backward":
                 what = "gradients"
-            yield Tensor(bucket or f"%{node.meta['number']} {module_of(node)}", what, size, start, end)
+            yield Tensor(name if launch is node else f"{name}[{node.args[1]}]", what, size, start, end)
 
 
 def _saved(slot: Slot) -> str:

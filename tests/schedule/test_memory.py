@@ -99,3 +99,18 @@ def test_gradients_are_alive_until_their_reduction_is_waited_for() -> None:
     )  # gloo gathers into a buffer of its own
     kinds = [{tensor.what for tensor in tensors(each._program, each._timeline)} for each in (found, pair, three)]
     assert ["communication buffers" in kind for kind in kinds] == [False, False, True]
+
+
+def test_what_is_gathered_at_once_is_let_go_of_one_by_one() -> None:
+    """Tensors that travel as one group have memory of their own, and the first layer does not wait for the last one."""
+    found = graphshard.explain(meta_net(), (8,), example_inputs=(TOKENS,), mp_policy=BF16)
+    (root,) = (b for b in found._program.plan.buckets if b.phase == "forward" and "embed.weight" in b.members)
+    assert len(root.members) > 1
+    assert not root.packed
+    held = {each.name: each for each in tensors(found._program, found._timeline) if each.name.startswith(root.name)}
+    ends = [held[f"{root.name}[{index}]"].end for index in range(len(root.members))]
+    sizes = [held[f"{root.name}[{index}]"].num_bytes for index in range(len(root.members))]
+    rows = [found._program.params[name] for name in root.members]
+    assert sizes == [math.prod(row.shape) * row.compute_dtype.itemsize for row in rows]
+    first = root.members.index("embed.weight")
+    assert all(end > ends[first] for place, end in enumerate(ends) if place != first)
