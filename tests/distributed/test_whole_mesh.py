@@ -123,6 +123,9 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
     "replicas": ((2, 2), ("rep", "shard"), {"shard": "shard", "replicate": "rep"}),
     "two that shard": ((2, 2), ("a", "b"), {"shard": ("a", "b")}),
     "tensor axis": ((2, 2), ("fsdp", "tp"), {"shard": "fsdp"}),
+    "replicas only": ((4,), ("rep",), {"replicate": "rep"}),
+    "two that replicate": ((2, 2), ("a", "b"), {"replicate": ("a", "b")}),
+    "replicas and a tensor axis": ((2, 2), ("rep", "tp"), {"replicate": "rep"}),
     "all": ((1, 2, 2), ("rep", "fsdp", "tp"), {"shard": "fsdp", "replicate": "rep"}),
     "8 ranks": ((2, 2, 2), ("rep", "fsdp", "tp"), {"shard": "fsdp", "replicate": "rep"}),
 }
