@@ -44,7 +44,7 @@ class ExpertMeshes(NamedTuple):
         return own if self.axis is None else own.with_tensors(self.axis)
 
 
-def replicating(mesh: DeviceMesh) -> DeviceMesh:
+def only_replicating(mesh: DeviceMesh) -> DeviceMesh:
     """A mesh of one axis that replicates, with one that shards inside of it; all ranks must call this together."""
     (name,) = mesh.mesh_dim_names or ("replicate",)
     one = by_itself(name)

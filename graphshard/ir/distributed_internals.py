@@ -42,8 +42,8 @@ __all__ = [
     "register_as",
     "rendezvous_store",
     "root_of",
-    "split_mesh",
     "sharded_like",
+    "split_mesh",
     "started",
     "track_draws",
 ]

@@ -301,6 +301,16 @@ def by_itself(name: str) -> Axis:
     return Axis(f"{name}/1", 1, "shard")
 
 
+def seen_shape(shape: Mapping[str, int]) -> tuple[dict[str, int], str | None]:
+    """A shape without the axis that shards because there must be one, and the name of that which only replicates.
+
+    None for another shape.
+    """
+    replicating = next((name for name in shape if shape.get(by_itself(name).name) == 1), None)
+    ours = by_itself(replicating).name if replicating is not None else None
+    return {name: size for name, size in shape.items() if name != ours}, replicating
+
+
 def _named(shape: Any) -> tuple[Sequence[str] | None, Sequence[int]]:
     """Names, if there are any, and sizes of axes."""
     if isinstance(shape, DeviceMesh):

@@ -12,19 +12,18 @@ order, as FSDP2 does.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from graphshard.ir.device_meshes import replicating as only_replicating
-from graphshard.ir.device_meshes import seen_axes
+from graphshard.ir.device_meshes import only_replicating, seen_axes
 from graphshard.ir.distributed_internals import flattened_mesh, is_part, joined_mesh, mesh_of_both
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.make_table import named_parameters
-from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, OTHERS, REPLICATING, SHARDING, TENSOR
+from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, OTHERS, REPLICATING, SHARDING, TENSOR, seen_shape
 from graphshard.ir.subclasses import is_subclass
 from graphshard.ir.text import brief
 
@@ -107,6 +106,12 @@ def dims_named(names: Sequence[str], dims: Any) -> tuple[list[str], list[str]]:
             "DataParallelMeshDims(shard='dp')."
         )
     return list(dims.replicate_names), list(dims.shard_names)
+
+
+def dims_of(shape: Mapping[str, int]) -> Any:
+    """The `dp_mesh_dims` of a mesh with such a shape, if names of axes alone do not say it: nothing is sharded."""
+    _, replicating = seen_shape(shape)
+    return None if replicating is None or DataParallelMeshDims is None else DataParallelMeshDims(replicate=replicating)
 
 
 def _parts(

@@ -129,7 +129,7 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
     "all": ((1, 2, 2), ("rep", "fsdp", "tp"), {"shard": "fsdp", "replicate": "rep"}),
     "8 ranks": ((2, 2, 2), ("rep", "fsdp", "tp"), {"shard": "fsdp", "replicate": "rep"}),
 }
-_SLOW = ("all", "8 ranks")
+_SLOW = ("replicas only", "all", "8 ranks")
 
 
 def _mesh(name: str) -> tuple[DeviceMesh, Dims]:
