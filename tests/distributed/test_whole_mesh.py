@@ -300,9 +300,12 @@ def test_another_mesh(fake_world: FakeWorld) -> None:
         graphshard.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(shard="fsdp"))
 
 
-def test_beside_experts(fake_world: FakeWorld) -> None:
+def test_an_expert_axis_without_experts(fake_world: FakeWorld) -> None:
+    """What is the same on all ranks of it is no expert; with some there is test_whole_mesh_experts.py."""
     mesh = _world(fake_world, "dp", "ep")
-    with pytest.raises(UnsupportedError, match=r"^parameter .* is a DTensor on the data axes, .*expert axis, 'ep'"):
+    with pytest.raises(
+        ArgumentError, match=r"^mesh has an expert axis, 'ep', and all parameters .* lie alike along it"
+    ):
         graphshard.compile(_distributed(mesh), mesh)
 
 
