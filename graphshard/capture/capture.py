@@ -157,7 +157,7 @@ def capture(
         erase_leaves(phase, {param.row.name for param in spec.extended})
     mesh = settle_collectives(joint.graph, spec.mesh, spec.groups, spec.forward_class.__name__)
     take_off_wrapping(phase, spec.params)
-    params = take_off_last_sums(phase, spec.params)
+    params = take_off_last_sums(phase, spec.params, spec.mesh)
     constants = lift_constants(phase)
     sizes = _sizes(inputs, spec.forward_class)
     if sizes and any(map(makes_size, joint.graph.nodes)):
