@@ -66,7 +66,7 @@ class AccumulateGradients(Pass):
                 grad = _Gradient(phase, row, reduced_over(row, program), full, program.device, wide)
                 if wide:
                     grad.widen()
-                if grad.axes and self._apply(grad):
+                if (grad.axes or (row.split and row.split.sums)) and self._apply(grad):
                     results[index], outputs[index] = grad.value, grad.slot
                     count += 1
         phase.set_results(results)

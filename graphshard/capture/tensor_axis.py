@@ -125,7 +125,7 @@ def take_off_last_sums(phase: Phase, params: ParamTable, mesh: Mesh) -> ParamTab
         even = row.split.is_even({axis.name: axis.size for axis in row.on(mesh).tensors})
         while _is_last_sum(value := results[index], _SUMS if even else _SUMS[:1]):
             results[index], operation, *pieces, axis = value.args
-            sums.insert(0, Sum(str(axis), str(operation), *pieces))
+            sums.insert(0, Sum(str(axis), str(operation), *(size for size in pieces if isinstance(size, int))))
         rows[slot.name] = replace(row, split=replace(row.split, sums=tuple(sums)))
     phase.set_results(results)
     for node in reversed([n for n in phase.module.graph.nodes if n.target in _SUMS]):

@@ -53,7 +53,7 @@ def _step(pair: list[Any], step: int, number: int, rows: int = 4) -> None:
 
 
 def _microbatches(rank: int, world_size: int, dim: int, number: int, policy: MixedPrecisionPolicy) -> None:
-    pair = _pair(mesh_of(2, 2), dim, policy)
+    pair = _pair(mesh_of(world_size // 2, 2), dim, policy)
     for step in range(2):
         _step(pair, step, number)
         assert placed(pair[0]) == placed(pair[1])
@@ -72,6 +72,12 @@ def _microbatches(rank: int, world_size: int, dim: int, number: int, policy: Mix
 def test_microbatches(ranks: Ranks, policy: MixedPrecisionPolicy, number: int, dim: int) -> None:
     """Pieces that lie one behind another, and side by side; added up in the compute dtype, and in the reduce dtype."""
     ranks(4).run(_microbatches, dim, number, policy, share=False)
+
+
+@pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
+def test_one_data_rank(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
+    """Nothing is reduced but what ranks of the tensor axis have."""
+    ranks(2).run(_microbatches, 0, 3, policy, share=False)
 
 
 def _several_calls(rank: int, world_size: int) -> None:
