@@ -67,7 +67,7 @@ def compile(
             of the one that shards parameters are sharded, too, and the model communicates; so they are over an axis
             "ep", but for those that are DTensors on it, the experts'.
         dp_mesh_dims: FSDP2's `DataParallelMeshDims`, the axes of the mesh to shard and to replicate over; None goes
-            by the names of the axes.
+            by the names of the axes. With none to shard over, every rank keeps all parameters.
         reshard_after_forward: True gathers parameters again in backward, False keeps them gathered, None keeps
             those of the root and gathers those of the units again, as FSDP2 does. A number of ranks that divides that
             of the shards gathers again among so many neighbours, such as those of a node, and keeps what they need.

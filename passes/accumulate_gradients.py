@@ -66,7 +66,7 @@ class AccumulateGradients(Pass):
                 grad = _Gradient(phase, row, reduced_over(row, program), full, program.device, wide)
                 if wide:
                     grad.widen()
-                if grad.axes and self._apply(grad):
+                if (grad.axes or (row.split and row.split.sums)) and self._apply(grad):
                     results[index], outputs[index] = grad.value, grad.slot
                     count += 1
         phase.set_results(results)
@@ -79,7 +79,7 @@ class AccumulateGradients(Pass):
         """Compute what backward returns for a parameter; False if this microbatch has nothing to do for it."""
         name = grad.row.name
         if name in self.pending:
-            grad.add("pending", grad.row.shape)
+            grad.add("pending", grad.full_shape)
         if name in self.deferred:
             if grad.value is not None:
                 grad.keep("pending")
@@ -87,7 +87,7 @@ class AccumulateGradients(Pass):
         if grad.value is None and (name in self.unsynced or not {name} & (self.accumulated | self.partial)):
             return False
         if name in self.accumulated:
-            grad.add("accumulated", grad.row.shape)
+            grad.add("accumulated", grad.full_shape)
         if name in self.unsynced:
             grad.keep("accumulated")
             return True
@@ -119,6 +119,11 @@ class _Gradient:
 
     def __post_init__(self) -> None:
         self.slot = Slot("grad", self.row.name, "param")
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Before anything is reduced."""
+        return self.row.split.summand(self.row.shape) if self.row.split else self.row.shape
 
     def add(self, kind: SlotKind, shape: tuple[int, ...]) -> None:
         """Add what earlier microbatches left."""

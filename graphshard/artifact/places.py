@@ -26,6 +26,7 @@ from graphshard.ir.program import Program
 from graphshard.module.prepare import prepare
 from graphshard.module.tracer import Tracer
 from graphshard.options.axes import axes_of
+from graphshard.options.meshes import dims_of
 from graphshard.options.options import Options
 from graphshard.options.pretended import Parallelize, options_for, pretended
 from graphshard.runtime.groups import make_groups, neighbours, whole_mesh
@@ -45,7 +46,7 @@ def shape_here(given: DeviceMesh, mesh: Mesh) -> dict[str, int]:
         mesh: what was made of it.
     """
     names = given.mesh_dim_names
-    if not names:
+    if not names or mesh.only_replicates:
         return mesh.shape
     return dict(zip(names, given.shape)) | {axis.name: axis.size for axis in mesh.tensors}
 
@@ -100,7 +101,7 @@ def tracer_at(
     """
     with pretended(model, shape, parallelize, device.type, rank=place) as (made, mesh):
         chosen = options_for(made, model, options)
-        data, axes, tensor, experts, answers = axes_of(made, mesh, chosen)
+        data, axes, tensor, experts, answers = axes_of(made, mesh, chosen, dims_of(shape))
         tracer = prepare(made, chosen, axes, device, {}, tensor, experts, answers)
         groups = make_groups(tracer.spec.mesh, whole_mesh(data, tensor), experts)
         tracer.spec = replace(tracer.spec, groups=groups)

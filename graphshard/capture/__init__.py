@@ -63,7 +63,8 @@ say which calls a captured program serves. `diagnose.py` turns a failure into a 
   which pieces of a sequence are its own, are constants. Collectives become operators that run at once, so that passes
   and plans, which know collectives by the parameters they carry, take them for compute.
 * **The last sum of a gradient over the tensor axis is left to the reduction** (`take_off_last_sums`): there it is in
-  the reduce dtype, and runs once for all microbatches.
+  the reduce dtype, and runs once for all microbatches. One that gives each rank a piece is not cast before, as with
+  FSDP2; where pieces have different sizes it stays, as ranks must agree on what they send.
 * **A program with dynamic sizes is chosen for a call by `fit.misfit`**: equal sizes, fixed sizes, strides, ranges, and
   the guards that capture and Inductor left in the shape environment. Other programs do not share its regions of dynamic
   sizes: what was found of a size while one was compiled is taken for granted in those that come after it.

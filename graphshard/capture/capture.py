@@ -95,12 +95,13 @@ class CaptureSpec:
     @property
     def communicating(self) -> dict[tuple[str, ...], DeviceMesh]:
         """The meshes that parameters are DTensors on, by the names of their axes."""
-        of_experts = self.experts.axis if self.experts is not None else None
         found = {}
         for row in self.params:
-            mesh = of_experts if row.expert else self.tensor
+            mesh, whole = self.tensor, self.whole
+            if row.expert and self.experts is not None:
+                mesh, whole = self.experts.axis, self.experts.whole
             if row.split is not None and row.split.around:
-                mesh = self.whole
+                mesh = whole
             if row.split is not None and mesh is not None:
                 found[row.split.found_on] = axes_of_mesh(mesh, row.split.found_on)
         return found
@@ -156,7 +157,7 @@ def capture(
         erase_leaves(phase, {param.row.name for param in spec.extended})
     mesh = settle_collectives(joint.graph, spec.mesh, spec.groups, spec.forward_class.__name__)
     take_off_wrapping(phase, spec.params)
-    params = take_off_last_sums(phase, spec.params)
+    params = take_off_last_sums(phase, spec.params, spec.mesh)
     constants = lift_constants(phase)
     sizes = _sizes(inputs, spec.forward_class)
     if sizes and any(map(makes_size, joint.graph.nodes)):

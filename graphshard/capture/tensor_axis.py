@@ -8,7 +8,7 @@ collectives (`collectives.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -22,10 +22,14 @@ from torch.utils import _pytree as pytree
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.distributed_internals import dtensor_of
 from graphshard.ir.graph import aten
-from graphshard.ir.operators import REDUCED
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.operators import REDUCED, SCATTERED
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Phase, Slot
 from graphshard.ir.split import Sum
+
+# Collectives that add up what ranks have of a gradient: of all of it, and of a piece for each.
+_SUMS = (REDUCED, SCATTERED)
 
 
 def distributed(
@@ -105,10 +109,12 @@ def take_off_wrapping(phase: Phase, params: ParamTable) -> None:
             phase.module.graph.erase_node(user)
 
 
-def take_off_last_sums(phase: Phase, params: ParamTable) -> ParamTable:
+def take_off_last_sums(phase: Phase, params: ParamTable, mesh: Mesh) -> ParamTable:
     """Leave to the reduction over data ranks what ranks of the tensor axis add up of parameters' gradients.
 
-    So it is done in the reduce dtype, and once for all microbatches. The rows say which gradients are such.
+    So it is done once for all microbatches, and, unless gradients are cut along that axis, in the reduce dtype. The
+    rows say which gradients are such. Where pieces have different sizes, sums that are cut stay: the program of a rank
+    whose piece was padded ends otherwise.
     """
     rows, results = {row.name: row for row in params}, phase.results
     for index, slot in enumerate(phase.outputs):
@@ -116,22 +122,20 @@ def take_off_last_sums(phase: Phase, params: ParamTable) -> ParamTable:
         if row is None or row.split is None:
             continue
         sums: list[Sum] = []
-        while _is_last_sum(value := results[index]):
-            results[index], operation, axis = value.args
-            sums.insert(0, Sum(str(axis), str(operation)))
+        even = row.split.is_even({axis.name: axis.size for axis in row.on(mesh).tensors})
+        while _is_last_sum(value := results[index], _SUMS if even else _SUMS[:1]):
+            results[index], operation, *pieces, axis = value.args
+            sums.insert(0, Sum(str(axis), str(operation), *(size for size in pieces if isinstance(size, int))))
         rows[slot.name] = replace(row, split=replace(row.split, sums=tuple(sums)))
     phase.set_results(results)
-    for node in reversed([n for n in phase.module.graph.nodes if n.target is REDUCED]):
+    for node in reversed([n for n in phase.module.graph.nodes if n.target in _SUMS]):
         if not node.users:
             phase.module.graph.erase_node(node)
     return ParamTable(tuple(rows.values()))
 
 
-def _is_last_sum(value: Any) -> TypeGuard[Node]:
+def _is_last_sum(value: Any, kinds: Sequence[Any]) -> TypeGuard[Node]:
     """Whether a gradient is what ranks have added up, and nothing else reads that."""
     return (
-        isinstance(value, Node)
-        and value.target is REDUCED
-        and len(value.users) == 1
-        and value.args[1] in ("sum", "avg")
+        isinstance(value, Node) and value.target in kinds and len(value.users) == 1 and value.args[1] in ("sum", "avg")
     )

@@ -254,6 +254,8 @@ class _Inputs:
         for left in row.split.sums if row.split is not None else ():  # what ranks of tensor axes have of it
             operation = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[left.operation]
             dist.all_reduce(mean, operation, group=self._group(left.axis))
+            if left.num_pieces > 1:
+                mean = mean.chunk(left.num_pieces)[self._group(left.axis).rank()].contiguous()
         for axis in axes:
             dist.all_reduce(mean, group=self._group(axis.name))
         factor = row.divide_factor or math.prod(axis.size for axis in axes)

@@ -32,6 +32,7 @@ from graphshard.ir.repeats import TEMPLATE, Repeats
 from graphshard.ir.text import brief
 from graphshard.ir.windows import flop_of_all
 from graphshard.options.axes import axes_of
+from graphshard.options.meshes import dims_of
 from graphshard.options.options import Options
 from graphshard.options.pretended import Parallelize, needs_parallelize, options_for, pretended, shape_of
 from graphshard.options.table import capture_spec
@@ -126,12 +127,15 @@ def at_place(
     else:
         assert parallelize is not None
         with pretended(model, dict(place), parallelize, device.type) as (parallelized, mesh):
-            yield parallelized, _spec_on(parallelized, options_for(parallelized, model, options), mesh, device)
+            chosen = options_for(parallelized, model, options)
+            yield parallelized, _spec_on(parallelized, chosen, mesh, device, dims_of(dict(place)))
 
 
-def _spec_on(model: nn.Module, options: Options, device_mesh: DeviceMesh, device: torch.device) -> CaptureSpec:
+def _spec_on(
+    model: nn.Module, options: Options, device_mesh: DeviceMesh, device: torch.device, dims: Any = None
+) -> CaptureSpec:
     """What a capture depends on where process groups exist."""
-    data, mesh, tensor, experts, answers = axes_of(model, device_mesh, options)
+    data, mesh, tensor, experts, answers = axes_of(model, device_mesh, options, dims)
     spec = capture_spec(model, options, mesh, device, {}, tensor, experts, answers)
     return replace(spec, groups=make_groups(spec.mesh, whole_mesh(data, tensor), experts))
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphshard.ir.distributed_internals import joined_mesh, root_of
+from graphshard.ir.distributed_internals import joined_mesh, root_of, split_mesh
 from graphshard.ir.errors import UnsupportedError
-from graphshard.ir.mesh import Mesh
+from graphshard.ir.mesh import Mesh, by_itself
 
 
 class ExpertMeshes(NamedTuple):
@@ -42,6 +42,18 @@ class ExpertMeshes(NamedTuple):
         """Its axes by name and role."""
         own = Mesh.of(self.data)
         return own if self.axis is None else own.with_tensors(self.axis)
+
+
+def only_replicating(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of one axis that replicates, with one that shards inside of it; all ranks must call this together."""
+    (name,) = mesh.mesh_dim_names or ("replicate",)
+    one = by_itself(name)
+    return split_mesh(mesh, (name, one.name), one.size)
+
+
+def seen_axes(data: DeviceMesh) -> DeviceMesh:
+    """The data axes that the user knows: those without the one that is there because there must be one that shards."""
+    return data[(data.mesh_dim_names or ())[:-1]] if Mesh.of(data).only_replicates else data
 
 
 def axes_of_mesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:

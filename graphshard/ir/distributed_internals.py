@@ -43,6 +43,7 @@ __all__ = [
     "rendezvous_store",
     "root_of",
     "sharded_like",
+    "split_mesh",
     "started",
     "track_draws",
 ]
@@ -129,6 +130,21 @@ def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The axes of a mesh as one, as code for FSDP2 makes it; torch keeps it with the mesh."""
     flat: DeviceMesh = mesh._flatten()
     return flat
+
+
+def split_mesh(mesh: DeviceMesh, names: tuple[str, str], inner: int) -> DeviceMesh:
+    """A mesh of one axis as one of two; all ranks must call this together.
+
+    It is kept with the mesh that all axes are of, as torch keeps flattened ones: process groups are made once.
+
+    Args:
+        names: of its axes.
+        inner: size of the second one.
+    """
+    kept: dict[tuple[str, str], DeviceMesh] = vars(mesh._get_root_mesh()).setdefault("_graphshard_split", {})
+    if names not in kept:
+        kept[names] = mesh._unflatten(0, (mesh.size() // inner, inner), names)
+    return kept[names]
 
 
 def rank_in_group(group: str) -> int:

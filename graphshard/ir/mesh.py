@@ -9,6 +9,11 @@
     Axis("tp", 2, "tensor")             the model itself communicates along it: parameters are DTensors there
     Axis("pp", 4, "pipeline")           other parts of the model are along it: known to predictions, not to programs
 
+There is always an axis that shards. Where data axes only replicate, it is one of size 1 that no user has named:
+
+    Axis("dp", 8, "replicate")          all that `DataParallelMeshDims(replicate="dp")` names: FSDP2's DDP
+    Axis("dp/1", 1, "shard")            each rank by itself: it cuts nothing, and nothing is communicated along it
+
 Some parameters may lie otherwise on the same ranks, as those of experts do. The mesh has a second one for them, with
 roles of its own:
 
@@ -209,6 +214,11 @@ class Mesh:
         return self._of("replicate")
 
     @property
+    def only_replicates(self) -> bool:
+        """Whether the axis that shards is there only because there must be one: users see parameters without it."""
+        return self.replicate is not None and self.shard == by_itself(self.replicate.name)
+
+    @property
     def regather(self) -> Axis | None:
         """Neighbours on the sharding axis, among which backward gathers again; None is the whole axis."""
         return self._of("regather")
@@ -277,12 +287,28 @@ class Mesh:
         cut: Placement = Replicate() if dim is None else Shard(dim)
         if split is not None and dim is not None:
             cut = cut_of_pieces(dim, split.num_pieces(dim, {axis.name: axis.size for axis in self.tensors}))
-        of_data = (cut if axis.role == "shard" else Replicate() for axis in self.grid if axis.role != "tensor")
+        seen = (axis for axis in self.grid if not (self.only_replicates and axis == self.shard))
+        of_data = (cut if axis.role == "shard" else Replicate() for axis in seen if axis.role != "tensor")
         return (*of_data, *(split.placements if split else ()))
 
     def __str__(self) -> str:
         """ "replicate 2, shard 4"."""
         return ", ".join(f"{name} {size}" for name, size in self.shape.items())
+
+
+def by_itself(name: str) -> Axis:
+    """The axis that shards where there is none: each rank is its own only neighbour on an axis that replicates."""
+    return Axis(f"{name}/1", 1, "shard")
+
+
+def seen_shape(shape: Mapping[str, int]) -> tuple[dict[str, int], str | None]:
+    """A shape without the axis that shards because there must be one, and the name of that which only replicates.
+
+    None for another shape.
+    """
+    replicating = next((name for name in shape if shape.get(by_itself(name).name) == 1), None)
+    ours = by_itself(replicating).name if replicating is not None else None
+    return {name: size for name, size in shape.items() if name != ours}, replicating
 
 
 def _named(shape: Any) -> tuple[Sequence[str] | None, Sequence[int]]:

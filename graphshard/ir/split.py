@@ -13,7 +13,8 @@ On FSDP2's full SPMD mesh the model finds DTensors that are on the data axes, to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Replicate, Shard
@@ -44,10 +45,18 @@ class Cut:
 
 @dataclass(frozen=True)
 class Sum:
-    """What ranks of an axis are yet to do about a gradient of which each has a part: "sum" or "avg"."""
+    """What ranks of an axis are yet to do about a gradient of which each has a part.
+
+    Attributes:
+        axis: its name.
+        operation: "sum" or "avg".
+        num_pieces: of a gradient that is cut along the axis, too: each rank gets its own of so many, which lie one
+            behind another along the first dim. 1 is the same for all.
+    """
 
     axis: str
     operation: str
+    num_pieces: int = 1
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,10 @@ class Split:
     def found_placed(self) -> tuple[Placement, ...]:
         """On these."""
         return (*(Replicate() for _ in self.around), *self.placements)
+
+    def summand(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of what `sums` make a gradient of this shape of."""
+        return (math.prod(left.num_pieces for left in self.sums) * shape[0], *shape[1:]) if shape else ()
 
     def num_pieces(self, dim: int, sizes: Mapping[str, int]) -> int:
         """How many pieces a dim is cut into.

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from graphshard.ir.graph import aten, behind, c10d, emit, fake
 from graphshard.ir.mesh import Axis
-from graphshard.ir.operators import REDUCED
+from graphshard.ir.operators import REDUCED, SCATTERED
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
 
@@ -110,10 +110,13 @@ def over_shards(graph: Graph, grad: Node, row: ParamRow, axes: tuple[Axis, ...])
     """The first half of `reduce`: this rank's padded shard of the sum over the ranks that share a parameter."""
     then = _Chain(graph, grad)
     how = division(row, axes)
-    if fake(grad).dtype != row.reduce_dtype:
-        then(aten._to_copy.default, dtype=row.reduce_dtype)
-    for left in row.split.sums if row.split else ():  # by now in the reduce dtype, and after the sum over microbatches
+    for left in row.split.sums if row.split else ():  # after the sum over microbatches, which is in the reduce dtype
+        if left.num_pieces > 1:  # FSDP2 casts what one microbatch has behind it
+            then(SCATTERED, left.operation, left.num_pieces, left.axis)
+            continue
+        _in_reduce_dtype(then, row)
         then(REDUCED, left.operation, left.axis)
+    _in_reduce_dtype(then, row)
     if row.order:
         then(aten.permute.default, list(row.order))
     dim, rank = row.memory_dim if row.num_shards > 1 else 0, len(row.shape)
@@ -137,6 +140,11 @@ def over_shards(graph: Graph, grad: Node, row: ParamRow, axes: tuple[Axis, ...])
         then(c10d.reduce_scatter_tensor.default, how.over_shards, axes[0].size, axes[0].name)
         then(c10d.wait_tensor.default)
     return then.node
+
+
+def _in_reduce_dtype(then: _Chain, row: ParamRow) -> None:
+    if fake(then.node).dtype != row.reduce_dtype:
+        then(aten._to_copy.default, dtype=row.reduce_dtype)
 
 
 def over_replicas(graph: Graph, shard: Node, row: ParamRow, axes: tuple[Axis, ...]) -> Node:

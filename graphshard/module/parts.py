@@ -41,13 +41,13 @@ from graphshard.options.experts import check_meshes, experts_of, params_of
 from graphshard.options.meshes import tensor_axis
 from graphshard.options.options import Options
 from graphshard.pipeline.observe import Recorder
-from graphshard.runtime.shards import ParamRef, data_axes, is_sharded
+from graphshard.runtime.shards import ParamRef
 
 # Options that FSDP2's fully_shard has: each call is for its own unit. The others are for the whole model.
 OF_UNITS = {"reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params", "units"}
 
-# What became of parameters that somebody still holds: others may be tied to them.
-_sharded_as: MutableMapping[nn.Parameter, ParamRef] = WeakIdKeyDictionary()
+# What became of parameters that somebody still holds, and over which data axes: others may be tied to them.
+_sharded_as: MutableMapping[nn.Parameter, tuple[ParamRef, DeviceMesh]] = WeakIdKeyDictionary()
 
 
 class Group(nn.ModuleList):
@@ -118,8 +118,8 @@ def tie_again(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, ParamRow
     known: dict[nn.Parameter, ParamRow] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
-            ref = None if param is None else _sharded_as.get(param)
-            if ref is not None and isinstance(ref.param, DTensor) and data_axes(ref.param, ref.row) == mesh:
+            ref, over = (None, None) if param is None else _sharded_as.get(param, (None, None))
+            if ref is not None and isinstance(ref.param, DTensor) and over == mesh:
                 module._parameters[name] = ref.param
                 known[ref.param] = ref.row
     return known
@@ -319,9 +319,13 @@ def shard_unit(
     tracer.options = whole
     check_storage(tracer, parts)
     runner = make_runner(model, tracer, mesh, recorder, cache)
-    plain = [(ref.param, ref) for ref in tracer.params if not (ref.row.ignored or is_sharded(ref.param, ref.row))]
+    plain = [
+        (ref.param, (ref, experts.data if ref.row.expert and experts is not None else mesh))
+        for ref in tracer.params
+        if not (ref.row.ignored or ref.param in known)
+    ]
     release(model)
-    shard(model, runner)
+    shard(model, runner, known)
     take_over(runner, parts)
     _sharded_as.update(plain)
 

@@ -5,7 +5,7 @@ Between them programs are captured, or loaded. `export` needs the first half onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -115,10 +115,14 @@ def make_runner(
     )
 
 
-def shard(model: nn.Module, runner: Runner) -> None:
-    """Shard a module over the runner's mesh and let the runner run it, in place."""
+def shard(model: nn.Module, runner: Runner, known: Container[nn.Parameter] = ()) -> None:
+    """Shard a module over the runner's mesh and let the runner run it, in place.
+
+    Args:
+        known: parameters of parts of the module that are sharded already.
+    """
     spec = runner.tracer.spec
-    shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage, spec.tensor, spec.experts)
+    shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage, spec.tensor, spec.experts, known)
     object.__setattr__(model, "__class__", sharded_class(type(model)))
     model.register_load_state_dict_pre_hook(shard_values)
     attach(model, runner)

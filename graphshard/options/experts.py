@@ -1,7 +1,8 @@
 """Which parameters lie otherwise than the others on the ranks, as those of experts do, and on which meshes.
 
 init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "ep"))      DTensors on mesh["ep"] are sharded over "dp" alone,
-                                                                   the others over both axes, as one
+                                                                   the others over both axes, as one; any may be on
+                                                                   the whole mesh, where data axes replicate them
 shard_placement_fn=lambda p: ShardPlacementResult(...)             each as FSDP2's function says
 fully_shard(experts, mesh=mesh["dp"]), fully_shard(block, ...)     those of a part that was sharded over another mesh
 """
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from graphshard.ir.device_meshes import ExpertMeshes
+from graphshard.ir.device_meshes import ExpertMeshes, axes_of_mesh
 from graphshard.ir.distributed_internals import ShardPlacementResult, is_part, mesh_of_both
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.make_table import named_parameters
@@ -70,25 +71,20 @@ def experts_of(
     found = _by_answers(answers, data)
     if given is not None and given.axis is not None:
         on_axis = {
-            name: p for name, p in named.items() if isinstance(p, DTensor) and is_part(given.axis, p.device_mesh)
+            name
+            for name, p in named.items()
+            if isinstance(p, DTensor) and is_part(given.axis, p.device_mesh) and not data_axes_of(p, data)
         }
-        for name, dealt in on_axis.items():
-            if data_axes_of(dealt, given.data):
-                raise UnsupportedError(
-                    f"parameter {name} is a DTensor on the data axes, too, of {dealt.device_mesh}, and the mesh has an "
-                    f"expert axis, {given.axis_name!r}. Deal experts out along that axis alone, and leave others plain "
-                    "tensors, or DTensors on a tensor axis."
-                )
         if whole_model and not on_axis:
             raise ArgumentError(
-                f"mesh has an expert axis, {given.axis_name!r}, and no parameter of {type(model).__name__} is a "
-                "DTensor on it. Deal the experts out first, such as distribute_tensor(weight, mesh['ep'], [Shard(0)]) "
-                "for each of their weights, or call the axis 'cp' if the model has none."
+                f"mesh has an expert axis, {given.axis_name!r}, and all parameters of {type(model).__name__} lie alike "
+                "along it. Deal the experts out first, such as distribute_tensor(weight, mesh['ep'], [Shard(0)]) for "
+                "each of their weights, or call the axis 'cp' if the model has none."
             )
         found |= {name: found.get(name, given.data) for name in on_axis}
     if not found:
         return None
-    axes = {name: param.device_mesh if isinstance(param := named[name], DTensor) else None for name in found}
+    axes = {name: _dealt_along(named[name], over) for name, over in found.items()}
     (first, mesh), *others = found.items()
     axis = axes[first]
     for name, other in others:
@@ -119,6 +115,20 @@ def experts_of(
 def params_of(model: nn.Module, experts: ExpertMeshes | None) -> set[nn.Parameter]:
     """The parameters of a model that lie otherwise than the others."""
     return {model.get_parameter(name) for name in experts.params} if experts is not None else set()
+
+
+def _dealt_along(param: nn.Parameter, data: DeviceMesh) -> DeviceMesh | None:
+    """The axes that a parameter is a DTensor on, without data axes if it lies on those, too; None if there are none.
+
+    Args:
+        data: the axes that it is to be sharded over.
+    """
+    if not isinstance(param, DTensor):
+        return None
+    names, around = param.device_mesh.mesh_dim_names or (), data_axes_of(param, data)
+    if len(around) == param.device_mesh.ndim:
+        return None
+    return axes_of_mesh(param.device_mesh, names[len(around) :]) if around else param.device_mesh
 
 
 def _by_answers(answers: Mapping[str, Any], data: DeviceMesh) -> dict[str, DeviceMesh]:

@@ -3,6 +3,7 @@
     init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))         by their names
     init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "cp"))         sharded over both, as one axis; so is "ep"
     compile(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="x"))    as told; other axes are tensor axes
+    compile(model, mesh, dp_mesh_dims=DataParallelMeshDims(replicate="x"))    nothing is sharded: FSDP2's DDP
     fully_shard(block, mesh=mesh["dp"])                                   by the DTensors among the parameters
 
 An axis whose name says nothing is an error where it matters. That two data axes replicate and shard is decided by their
@@ -11,17 +12,18 @@ order, as FSDP2 does.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from graphshard.ir.device_meshes import only_replicating, seen_axes
 from graphshard.ir.distributed_internals import flattened_mesh, is_part, joined_mesh, mesh_of_both
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.make_table import named_parameters
-from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, OTHERS, REPLICATING, SHARDING, TENSOR
+from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, OTHERS, REPLICATING, SHARDING, TENSOR, seen_shape
 from graphshard.ir.subclasses import is_subclass
 from graphshard.ir.text import brief
 
@@ -76,6 +78,11 @@ def axes_by_role(mesh: DeviceMesh, dp_mesh_dims: Any, *, without: str = "") -> t
         raise ArgumentError(_NUMBER.format(names, _listed(data)))
     replicates = len(data) == 2 or data[:1] in [[name] for name in REPLICATING]
     sharding = [name for name in names if name in (*CONTEXT, *EXPERT)]
+    if data and not data[replicates:] and not sharding:
+        raise ArgumentError(
+            f"mesh {names} has no axis to shard over, as {data[-1]!r} replicates. Add one; of size 1 it cuts nothing. "
+            f"Or say that nothing is sharded: dp_mesh_dims=DataParallelMeshDims(replicate={data[-1]!r})."
+        )
     return _parts(mesh, names, data[:replicates], [*data[replicates:], *sharding], without)
 
 
@@ -93,12 +100,18 @@ def dims_named(names: Sequence[str], dims: Any) -> tuple[list[str], list[str]]:
         if name in found:
             raise ArgumentError(f"dp_mesh_dims: the axis {name!r} is used twice. Give each axis one role.")
         found.append(name)
-    if not dims.shard_names:
+    if not found:
         raise ArgumentError(
-            "dp_mesh_dims: no axis to shard over. To replicate only, add an axis of size 1 to the mesh, and name "
-            "it with shard=."
+            "dp_mesh_dims names no axis. Name those to shard over, to replicate over, or both, as in "
+            "DataParallelMeshDims(shard='dp')."
         )
     return list(dims.replicate_names), list(dims.shard_names)
+
+
+def dims_of(shape: Mapping[str, int]) -> Any:
+    """The `dp_mesh_dims` of a mesh with such a shape, if names of axes alone do not say it: nothing is sharded."""
+    _, replicating = seen_shape(shape)
+    return None if replicating is None or DataParallelMeshDims is None else DataParallelMeshDims(replicate=replicating)
 
 
 def _parts(
@@ -108,27 +121,25 @@ def _parts(
     others = [name for name in names if name not in data]
     if not data:
         raise ArgumentError(_NUMBER.format(names, "none"))
-    if not sharding:
-        raise ArgumentError(
-            f"mesh {names} has no axis to shard over, as {data[-1]!r} replicates. Add one; of size 1 it cuts nothing."
-        )
     if data != [name for name in names if name in data]:
         raise ArgumentError(
             f"mesh {names}: data axes that replicate are outermost, those that shard inside of them, and context and "
             f"expert axes inside of these, as in {(*data, *others)}."
         )
-    if any(name in SHARDING for name in replicating) or any(name in REPLICATING for name in sharding):
+    exchanged = any(name in SHARDING for name in replicating) or any(name in REPLICATING for name in sharding)
+    if sharding and exchanged:
         raise ArgumentError(
             f"mesh {names}: of two data axes the outer one replicates and the inner one shards. Exchange "
             f"{_listed(data)}."
         )
     sharding = [name for name in sharding if name != without]
-    if not sharding:
+    if not sharding and without:
         raise ArgumentError(
             f"mesh {names} has no axis besides {without!r} to shard experts over. Add one; of size 1 it cuts nothing."
         )
     parts = [_as_one(mesh, of) for of in (replicating, sharding) if of]
     whole = parts[0] if len(parts) == 1 else joined_mesh(*parts)
+    whole = whole if sharding else only_replicating(whole)
     return whole, mesh[tuple(others)] if others else None
 
 
@@ -159,7 +170,7 @@ def tensor_axis(
         UnsupportedError: a DTensor is placed in a way that cannot be sharded yet.
     """
     found, of, whole = given, "", None
-    used = set(elsewhere)
+    used, data = set(elsewhere), seen_axes(data)
     for (name, *_), param in named_parameters(model).items():
         if not isinstance(param, DTensor) or param in known:
             continue

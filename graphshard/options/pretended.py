@@ -25,7 +25,7 @@ from graphshard.ir.distributed_internals import fake_world, track_draws
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import answer_of, check_function, is_int
 from graphshard.ir.make_table import named_parameters
-from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, MOST_RANKS, OTHERS, PIPELINE, TENSOR
+from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, MOST_RANKS, OTHERS, PIPELINE, TENSOR, seen_shape
 from graphshard.ir.text import brief
 from graphshard.options.checks import check_model
 from graphshard.options.options import Options
@@ -54,9 +54,12 @@ def shape_of(mesh: Any) -> dict[str, int]:
         mesh = dict(zip(_NAMES[-len(mesh) :], mesh))
     if not isinstance(mesh, Mapping) or not mesh:
         raise ArgumentError(f"mesh must be sizes by names of axes, such as {{'dp': 16, 'tp': 8}}, got {brief(mesh)}.")
+    seen, replicating = seen_shape(mesh)
     for name, size in mesh.items():
         if not is_int(size) or size < 1:
             raise ArgumentError(f"mesh must have positive sizes, got {brief(size)} for {brief(name)}.")
+        if name not in seen or name == replicating:
+            continue
         if name in PIPELINE:
             raise ArgumentError(
                 f"mesh has a pipeline axis, {name!r}, and stages are models of their own. Leave it out: give the mesh "
@@ -67,7 +70,7 @@ def shape_of(mesh: Any) -> dict[str, int]:
             raise ArgumentError(f"mesh has an axis {brief(name)}, and it is not known what it is for. Use {known}.")
     if math.prod(mesh.values()) > MOST_RANKS:
         raise ArgumentError(f"mesh must have at most {MOST_RANKS} ranks, got {brief(mesh)}.")
-    names = list(mesh)
+    names = list(seen)
     for name in names[:-1]:
         if name in TENSOR and names[-1] not in TENSOR:  # of two the model's parameters say that one is too many
             raise ArgumentError(
@@ -106,7 +109,8 @@ def pretended(
             "DeviceMesh and a model that was parallelized."
         )
     with fake_world(math.prod(mesh.values()), rank):
-        device_mesh = init_device_mesh(device_type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+        seen, _ = seen_shape(mesh)
+        device_mesh = init_device_mesh(device_type, tuple(seen.values()), mesh_dim_names=tuple(seen))
         track_draws(device_mesh)
         copied = on_meta(model)
         with torch.device("meta"):

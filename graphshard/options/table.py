@@ -106,7 +106,8 @@ def capture_spec(
 
 def _whole_mesh(model: nn.Module, params: ParamTable, known: Container[nn.Parameter]) -> DeviceMesh | None:
     """The mesh of all axes, if parameters are DTensors on it before they are sharded."""
-    found = (model.get_parameter(row.name) for row in params if row.split is not None and row.split.around)
+    rows = (row for row in params if row.split is not None and row.split.around and not row.expert)
+    found = (model.get_parameter(row.name) for row in rows)
     return next((param.device_mesh for param in found if param not in known and isinstance(param, DTensor)), None)
 
 

@@ -7,7 +7,7 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from graphshard.ir.device_meshes import ExpertMeshes, axes_of_mesh
+from graphshard.ir.device_meshes import ExpertMeshes, axes_around, axes_of_mesh, seen_axes
 from graphshard.ir.distributed_internals import dtensor_of, joined_mesh, sharded_like
 from graphshard.ir.errors import ParameterError
 from graphshard.ir.mesh import Mesh
@@ -50,21 +50,22 @@ def shard_module(
     storage: Storage,
     tensor: DeviceMesh | None = None,
     experts: ExpertMeshes | None = None,
+    known: Container[nn.Parameter] = (),
 ) -> None:
     """Replace every parameter by its shard, and move the buffers to the device, in place.
 
-    All shards are made before the first parameter is replaced. Meta tensors stay on the meta device, and shards as they
-    are.
+    All shards are made before the first parameter is replaced. Meta tensors stay on the meta device.
 
     Args:
         mesh: the data axes.
         tensor: the tensor axis, if there is one.
         experts: where parameters are that lie otherwise on the ranks.
+        known: those that are shards already, and stay as they are: what is replicated does not look like one.
     """
     shards = {}
     for row in table:
         param = module.get_parameter(row.name)
-        if not (row.ignored or is_sharded(param, row)):
+        if not (row.ignored or param in known):
             data, axis = (experts.data, experts.axis) if row.expert and experts is not None else (mesh, tensor)
             shards[row.name] = _shard(param, row, data, axis, storage)
     for prefix, owner in module.named_modules():
@@ -75,22 +76,6 @@ def shard_module(
         for name, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 owner._buffers[name] = buffer.to(device)
-
-
-def is_sharded(param: torch.Tensor, row: ParamRow) -> bool:
-    """Whether a parameter is a shard already; one that is split over the tensor axis was a DTensor before."""
-    if not isinstance(param, DTensor) or row.split is None:
-        return isinstance(param, DTensor)
-    of_data = param.placements[: param.device_mesh.ndim - len(row.split.cuts)]
-    return any(not placement.is_replicate() for placement in of_data) if row.split.around else bool(of_data)
-
-
-def data_axes(param: DTensor, row: ParamRow) -> DeviceMesh:
-    """The mesh of the data axes that a shard is on: it may be on the tensor axis, too."""
-    mesh = param.device_mesh
-    if row.split is None:
-        return mesh
-    return axes_of_mesh(mesh, (mesh.mesh_dim_names or ())[: mesh.ndim - len(row.split.cuts)])
 
 
 @torch.no_grad()
@@ -134,11 +119,13 @@ def dense(piece: torch.Tensor, row: ParamRow, device: torch.device) -> torch.Ten
 def as_dtensor(local: torch.Tensor, row: ParamRow, mesh: DeviceMesh, tensor: DeviceMesh | None) -> DTensor:
     """A shard of a parameter as the DTensor that FSDP2 would make: on the tensor axis, too, if it is split there."""
     shape, stride = torch.Size(row.whole_shape), row.stride_of(row.whole_shape)
-    axes = Mesh.of(mesh)
+    axes, mesh = Mesh.of(mesh), seen_axes(mesh)
     if row.split is not None and row.split.cuts and tensor is not None:
         own = axes_of_mesh(tensor, row.split.axes)
         axes, mesh = axes.with_tensors(own), joined_mesh(mesh, own)
     placements = axes.placements(row.dim if row.shape else None, row.split)
+    if axes.only_replicates and row.split is not None and row.split.around:  # it stays where the model finds it
+        mesh, placements = axes_around(mesh, row.split.found_on), row.split.found_placed
     # `from_local` would move a shard that is kept on the host to the mesh's GPU, and take a view of a subclass.
     return dtensor_of(local, mesh, placements, shape, stride)
 

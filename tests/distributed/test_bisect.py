@@ -19,6 +19,7 @@ from graphshard.lower.regions import RegionCall
 from tests.distributed.context_parallel import ATTENTIONS, Decoder
 from tests.distributed.expert_parallel import Moe
 from tests.distributed.tensor_parallel import llama, tokens
+from tests.distributed.test_sums_that_are_cut import Scaled
 from tests.distributed.twins import world_mesh
 from tests.ranks import Ranks
 
@@ -183,6 +184,19 @@ def _along_axes(rank: int, world_size: int, name: str) -> None:
 def test_along_other_axes(ranks: Ranks, name: str) -> None:
     """Pieces of parameters are gathered and reduced over the axes that shard them, and partial sums are added up."""
     ranks(4).run(_along_axes, name, share=False)
+
+
+def _sums_that_are_cut(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(rank // 2)
+    model = graphshard.compile(Scaled(mesh["tp"], 1, 4), mesh, backend="eager")
+    found = graphshard.bisect(model, (torch.randn(5, 4, 6),))
+    assert found.culprit is None, str(found)
+    assert all(stage.error == 0 for stage in found.stages[1:]), str(found)
+
+
+def test_sums_of_which_each_rank_has_a_piece(ranks: Ranks) -> None:
+    ranks(4).run(_sums_that_are_cut, share=False)
 
 
 def _refused(rank: int, world_size: int, fault: Pass, message: str) -> None:

@@ -154,7 +154,7 @@ WRONG: dict[str, tuple[Callable[[], None], type[Exception], str]] = {
     "none on the axis": (
         _none_on_the_axis,
         ArgumentError,
-        r"^mesh has an expert axis, 'ep', and no parameter of Moe is a DTensor on it\. Deal the experts out first",
+        r"^mesh has an expert axis, 'ep', and all parameters of Moe lie alike along it\. Deal the experts out first",
     ),
     "no other axis": (
         _alone,

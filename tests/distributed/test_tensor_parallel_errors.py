@@ -60,6 +60,9 @@ def _mesh(*names: str) -> DeviceMesh:
         (("replicate", "cp"), None, ("replicate", "cp"), None),
         (("x", "y", "z"), {"shard": ("x", "y")}, ("x_y",), "z"),
         (("x", "y", "z"), {"replicate": ("x", "y"), "shard": "z"}, ("x_y", "z"), None),
+        (("x", "y"), {"replicate": "x"}, ("x", "x/1"), "y"),
+        (("x", "y"), {"replicate": ("x", "y")}, ("x_y", "x_y/1"), None),
+        (("fsdp",), {"replicate": "fsdp"}, ("fsdp", "fsdp/1"), None),
     ],
     ids=str,
 )
@@ -93,7 +96,8 @@ WRONG_MESHES: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "replicas only": (
         ("replicate", "tp"),
         None,
-        r"no axis to shard over, as 'replicate' replicates\. Add one; of size",
+        r"no axis to shard over, as 'replicate' replicates\. Add one; of size 1 .* Or say that nothing is sharded: "
+        r"dp_mesh_dims=DataParallelMeshDims\(replicate='replicate'\)\.$",
     ),
     "axis missing": (
         ("x", "y"),
@@ -105,10 +109,10 @@ WRONG_MESHES: dict[str, tuple[tuple[str, ...], Any, str]] = {
         DataParallelMeshDims(shard="x", replicate="x"),
         r"^dp_mesh_dims: the axis 'x' is used twice\. Give ",
     ),
-    "none to shard": (
+    "no axis named": (
         ("x", "y"),
-        DataParallelMeshDims(replicate="x"),
-        r"^dp_mesh_dims: no axis to shard over\. To replicate only, ",
+        DataParallelMeshDims(shard=()),
+        r"^dp_mesh_dims names no axis\. Name those to shard over, to replicate over, or both",
     ),
     "context outside": (("cp", "dp"), None, r"replicate are outermost, .* as in \('dp', 'cp'\)\.$"),
     "tensor axes outside of two": (("tp", "y", "x"), DataParallelMeshDims(shard=("x", "y")), r"\('x', 'y', 'tp'\)\.$"),

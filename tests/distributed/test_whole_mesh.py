@@ -123,10 +123,13 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
     "replicas": ((2, 2), ("rep", "shard"), {"shard": "shard", "replicate": "rep"}),
     "two that shard": ((2, 2), ("a", "b"), {"shard": ("a", "b")}),
     "tensor axis": ((2, 2), ("fsdp", "tp"), {"shard": "fsdp"}),
+    "replicas only": ((4,), ("rep",), {"replicate": "rep"}),
+    "two that replicate": ((2, 2), ("a", "b"), {"replicate": ("a", "b")}),
+    "replicas and a tensor axis": ((2, 2), ("rep", "tp"), {"replicate": "rep"}),
     "all": ((1, 2, 2), ("rep", "fsdp", "tp"), {"shard": "fsdp", "replicate": "rep"}),
     "8 ranks": ((2, 2, 2), ("rep", "fsdp", "tp"), {"shard": "fsdp", "replicate": "rep"}),
 }
-_SLOW = ("all", "8 ranks")
+_SLOW = ("replicas only", "all", "8 ranks")
 
 
 def _mesh(name: str) -> tuple[DeviceMesh, Dims]:
@@ -297,9 +300,12 @@ def test_another_mesh(fake_world: FakeWorld) -> None:
         graphshard.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(shard="fsdp"))
 
 
-def test_beside_experts(fake_world: FakeWorld) -> None:
+def test_an_expert_axis_without_experts(fake_world: FakeWorld) -> None:
+    """What is the same on all ranks of it is no expert; with some there is test_whole_mesh_experts.py."""
     mesh = _world(fake_world, "dp", "ep")
-    with pytest.raises(UnsupportedError, match=r"^parameter .* is a DTensor on the data axes, .*expert axis, 'ep'"):
+    with pytest.raises(
+        ArgumentError, match=r"^mesh has an expert axis, 'ep', and all parameters .* lie alike along it"
+    ):
         graphshard.compile(_distributed(mesh), mesh)
 
 
