@@ -153,19 +153,15 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
         elif node in saved:
             yield Tensor(saved[node].name, _saved(saved[node]), size, start, end)
         else:
-            launch = (
-                node.all_input_nodes[0]
-                if node.target is operator.getitem and is_collective(node.all_input_nodes[0])
-                else node
-            )
-            bucket = launch.meta.get("bucket", "")
+            is_part = node.target is operator.getitem and is_collective(node.all_input_nodes[0])
+            bucket = (node.all_input_nodes[0] if is_part else node).meta.get("bucket", "")
             name = bucket or f"%{node.meta['number']} {module_of(node)}"
             what = "saved for backward" if node.target is RELOAD else "activations"
             if plan is not None and bucket:
                 what = _OF_BUCKET[plan.bucket(bucket).kind]
             elif any(is_collective(user) for user in node.users) and phase_name == "backward":
                 what = "gradients"
-            yield Tensor(name if launch is node else f"{name}[{node.args[1]}]", what, size, start, end)
+            yield Tensor(f"{name}[{node.args[1]}]" if is_part else name, what, size, start, end)
 
 
 def _saved(slot: Slot) -> str:
