@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -55,19 +56,25 @@ def lines_below(transfers: Sequence[Transfer], link: Link, kind: CollectiveKind)
     return [line for way in ways for line in _lines([t for t in transfers if t.way == way], link.of(way), kind)]
 
 
-def _lines(transfers: Sequence[Transfer], link: Link, kind: CollectiveKind) -> list[Rate]:
-    """The same of transfers with one way.
+def _lines(transfers: Sequence[Transfer], link: Link, kind: CollectiveKind) -> tuple[Rate, ...]:
+    """The same of transfers with one way."""
+    sizes = [t.num_bytes for t in transfers] or [0]
+    return _lines_between(link.gather if kind == "gather" else link.reduce, min(sizes), sum(sizes))
+
+
+@functools.lru_cache(maxsize=64)  # bounds of a problem ask hundreds of times
+def _lines_between(cost: Callable[[int, int], float], smallest: int, largest: int) -> tuple[Rate, ...]:
+    """Rates the least of which is no more than a cost of so many bytes, and close to it.
 
     Costs of links are the least of several rates, or any other concave function: the latter lies above its chords, and
     below their continuations.
     """
-    cost = link.gather if kind == "gather" else link.reduce
-    sizes = [t.num_bytes for t in transfers] or [0]
-    single = _below(cost, min(sizes), sum(sizes))
-    if isinstance(cost, Rate) or sum(sizes) <= max(min(sizes), 1):
-        return [single]
-    growth = (sum(sizes) / max(min(sizes), 1)) ** (1 / _SAMPLES)
-    samples = sorted({round(max(min(sizes), 1) * growth**i) for i in range(_SAMPLES + 1)} | {sum(sizes)})
+    single = _below(cost, smallest, largest)
+    smallest = max(smallest, 1)
+    if isinstance(cost, Rate) or largest <= smallest:
+        return (single,)
+    growth = (largest / smallest) ** (1 / _SAMPLES)
+    samples = sorted({round(smallest * growth**i) for i in range(_SAMPLES + 1)} | {largest})
     for _ in range(_HALVINGS):
         slopes = _slopes(cost, samples)
         # Next to where a slope changes, by more than rounding, chords are cut in two.
@@ -75,11 +82,11 @@ def _lines(transfers: Sequence[Transfer], link: Link, kind: CollectiveKind) -> l
         samples = sorted({*samples, *((samples[i + j] + samples[i + j - 1]) // 2 for i in bends for j in (0, 1))})
     slopes = _slopes(cost, samples)
     if any(b - a > _SLOPES * a for a, b in itertools.pairwise(slopes)):  # not concave
-        return [single]
+        return (single,)
     # A chord that continues the one before is the same line.
     first = [0, *(i for i, (a, b) in enumerate(itertools.pairwise(slopes), 1) if a - b > _SLOPES * a)]
     down = 1 - _ROUNDING
-    return [Rate((cost(samples[i], 1) - samples[i] * slopes[i]) * down, slopes[i] * down) for i in first]
+    return tuple(Rate((cost(samples[i], 1) - samples[i] * slopes[i]) * down, slopes[i] * down) for i in first)
 
 
 def tensor_below(transfers: Sequence[Transfer], link: Link, kind: CollectiveKind) -> float:
