@@ -150,6 +150,16 @@ def optimizer_chain(program: Program, costs: Costs, states: int, trained: Iterab
     return Chain("optimizer", (seconds,), (held + moved,))
 
 
+def seconds_between(graph: Graph, layout: Layout, start: int, end: int, costs: Costs) -> float:
+    """Of the compute between two positions of a phase."""
+
+    def kernels() -> list[Work]:
+        nodes = computing(n for node in layout.compute[start:end] for n in with_parts(node))
+        return work_of(nodes, fused=costs.fused)
+
+    return float(costs.kernels(remembered(graph, (start, end, costs.fused), kernels)))
+
+
 class _Maker:
     def __init__(self, program: Program, costs: Costs, settings: Settings) -> None:
         self.program, self.costs, self.settings = program, costs, settings
@@ -203,7 +213,7 @@ class _Maker:
         ends = {c.node: at[c.params[0]] for c in launches}
         rows = {c.node: self.program.params[c.params[0]] for c in launches}
         sent = {node: row.sent_bytes(self._sent("reduce", row)) for node, row in rows.items()}
-        items = [self._seconds(graph, layout, a, b) for a, b in itertools.pairwise(cuts)]
+        items = [seconds_between(graph, layout, a, b, self.costs) for a, b in itertools.pairwise(cuts)]
         copies = copied(layout, cuts, items, self.costs, self.left)
         self.left, until = copies.left, copies.until
         alive = remembered(
@@ -248,15 +258,6 @@ class _Maker:
         channel = int(self.costs.link(axis) != self.costs.link(self.ways.gather))
         seconds = float(sent.collective.seconds(self.costs, axis))
         return Own(cuts.index(sent.at), cuts.index(sent.until), seconds, channel, sent.collective.name)
-
-    def _seconds(self, graph: Graph, layout: Layout, start: int, end: int) -> float:
-        """Of the compute between two positions."""
-
-        def kernels() -> list[Work]:
-            nodes = computing(n for node in layout.compute[start:end] for n in with_parts(node))
-            return work_of(nodes, fused=self.costs.fused)
-
-        return float(self.costs.kernels(remembered(graph, (start, end, self.costs.fused), kernels)))
 
     def _atoms(self, kind: CollectiveKind, at: Mapping[str, int]) -> Iterator[Atom]:
         """Parameters of a unit and dtype in order of use, cut where they are worth a collective of their own."""

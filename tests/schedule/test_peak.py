@@ -1,0 +1,50 @@
+"""Bytes counted of a plan on a program: for its own program no more than the plan predicts, and not much less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphshard.ir.errors import InfeasibleError
+from graphshard.ir.program import Program
+from graphshard.passes.keep_gathered import keep_gathered
+from graphshard.schedule.build import Constraints
+from graphshard.schedule.by_cost import PlanByCost
+from graphshard.schedule.peak import peak_of
+from tests.helpers import Blocks, captured, copied, through
+from tests.schedule.test_ways import PROGRAMS, _planner
+
+
+def _counted(program: Program, planner: PlanByCost) -> tuple[int, int]:
+    """Bytes, and what is predicted."""
+    plan = planner(program)
+    keeping = copied(program)
+    keep_gathered(keeping, plan.kept)
+    return peak_of(plan, keeping, planner.costs, planner.optimizer_states), plan.prediction.peak_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"exact_reductions": True}, {"constraints": Constraints(keep=True)}], ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_of_its_own_program(name: str, options: dict) -> None:
+    program = PROGRAMS[name]
+    planner = _planner(program, steps=2000, **options)
+    with pytest.raises(InfeasibleError) as error:
+        replace(planner, memory_limit=10)(program)
+    free = planner(program).prediction.peak_bytes
+    for limit in (error.value.smallest, free):
+        counted, predicted = _counted(program, replace(planner, memory_limit=limit))
+        assert 0.7 < counted / predicted <= 1
+
+
+def test_more_of_the_same_takes_more() -> None:
+    """The plan is another program's, as a rank with other sizes has it."""
+    small, large = (
+        through(captured(Blocks(4, 16, bias=True), (torch.ones(rows, 16),)), "partition") for rows in (3, 300)
+    )
+    planner = _planner(small, steps=2000)
+    plan = planner(small)
+    few, many = (peak_of(plan, program, planner.costs, planner.optimizer_states) for program in (small, large))
+    saved = 297 * 16 * 4 * 4  # of each block
+    assert many - few > saved
