@@ -121,6 +121,18 @@ class Meeting:
         found = self._wait_for("given", look=look)
         return self.store.get(found).decode() if found.endswith("given") else self._read(found)
 
+    def raise_to(self, number: int) -> None:
+        """Leave a number for the others, unless a larger one is there."""
+        seen, mine = "", str(number)
+        while (found := self.store.compare_set(f"{self.name} most", seen, mine).decode()) != mine:
+            if int(found) > number:
+                return
+            seen = found
+
+    def most(self) -> int:
+        """The largest number that ranks have left; all of them have, where the meeting has ended."""
+        return int(self.store.get(f"{self.name} most"))
+
     def forget(self) -> None:
         """Remove what a meeting has left in the store, which all others have left."""
         for key in ("first", "text", "in", "end"):

@@ -100,3 +100,14 @@ def test_who_waits_can_give_up(store: dist.Store) -> None:
     meeting.come("a", tell, impatient)
     with pytest.raises(TimeoutError, match=r"waited for 0\.[23] s"):
         meeting.end(impatient)
+
+
+def test_the_largest_number(store: dist.Store) -> None:
+    """All ranks know it when all have come, in whatever order they do."""
+
+    def act(meeting: Meeting) -> int:
+        meeting.raise_to(10 - abs(5 - meeting.rank))
+        comes("")(meeting)
+        return meeting.most()
+
+    assert each(store, 8, act)[0] == [10] * 8
