@@ -31,10 +31,11 @@ from graphshard.ir.torch_internals import min_cut_partition
 from graphshard.ir.units import unit_of
 from graphshard.passes.base import Pass
 
-# "full": units keep their inputs. Operators: units keep their inputs and the results of these. A number from 0 to 1: as
+# "full": units keep their inputs. Operators: units keep their inputs and the results of these; of one in the graph that
+# is named, those of that one, as ranks that have pieces of different sizes must keep the same. A number from 0 to 1: as
 # much as that share of what the partitioner, left to itself, saves beyond "full". "auto": the share that is best under
 # the planner's memory limit, see `graphshard/pipeline/decide.py`.
-Activation: TypeAlias = Literal["full", "auto"] | tuple[OpOverload, ...] | float
+Activation: TypeAlias = Literal["full", "auto"] | tuple[OpOverload | str, ...] | float
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _marks(joint: Phase) -> list[tuple[object, object]]:
 def _kept(joint: Phase, regions: dict[Node, int], policy: Activation) -> set[str]:
     """Names of the operators of regions whose results are saved."""
     if isinstance(policy, tuple):
-        return {node.name for node in regions if node.target in policy}
+        return {node.name for node in regions if node.target in policy or node.name in policy}
     if isinstance(policy, (int, float)) and regions:
         return within_share(_ranked(joint, regions), policy)
     return set()

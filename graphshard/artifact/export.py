@@ -23,7 +23,7 @@ from graphshard.artifact.compilers import capabilities_given, compiler_for_file,
 from graphshard.artifact.exporter import Exporter, in_mode, with_threads
 from graphshard.artifact.fingerprint import environment, model_facts
 from graphshard.artifact.members import Captured, MeshPrograms, StoredRegion, write_artifact
-from graphshard.artifact.places import merged, num_places, tracer_at
+from graphshard.artifact.places import Plans, merged, num_places, tracer_at
 from graphshard.artifact.signing import signer_of
 from graphshard.artifact.stored_options import describe_options
 from graphshard.cost.costs import Costs
@@ -41,6 +41,7 @@ from graphshard.options.arguments import options_given, takes_options
 from graphshard.options.checks import check_containers, check_examples, check_model
 from graphshard.options.options import CompileArguments, Options
 from graphshard.options.pretended import Parallelize, shape_of
+from graphshard.schedule.agreed import Share
 
 Mode = Literal["training", "inference", "both"]
 
@@ -183,12 +184,14 @@ def export(
         for block in without_gpu(kind, targets):
             stack.enter_context(block)
 
-        def programs_of(made: nn.Module, tracer: Tracer, shape: dict[str, int]) -> MeshPrograms:
+        def programs_of(
+            made: nn.Module, tracer: Tracer, shape: dict[str, int], share: Share | None = None
+        ) -> MeshPrograms:
             described, item = describe_options(tracer), tracer.spec.mesh
             tracer.compiled = compiled
             costs = Costs(machine, mesh=item, fused=chosen.backend != "eager")
             exporter = Exporter(
-                tracer, made, compiler, costs, later, accumulate, regions, _prefixed(show, item), records
+                tracer, made, compiler, costs, later, accumulate, regions, _prefixed(show, item), records, share
             )
             programs = tuple(_captured(exporter, call) for call in wanted)
             return MeshPrograms(item, shape, described, tracer.spec.params, programs)
@@ -197,9 +200,10 @@ def export(
         for shape in shapes:
             assert parallelize is not None
             places: list[MeshPrograms] = []
+            plans = Plans()
             while len(places) < num_places(shape, places):
                 with tracer_at(model, shape, parallelize, chosen, kind, len(places)) as (made, tracer):
-                    places.append(programs_of(made, tracer, shape))
+                    places.append(programs_of(made, tracer, shape, plans.at(len(places))))
             found += merged(places)
         native = any(stored.code == "native" for stored in regions.values())
         fingerprint = {

@@ -22,6 +22,7 @@ from graphshard.cost.multiplications import flop_of
 from graphshard.explain.predict import Bound, bound_of, explained
 from graphshard.explain.training import Training
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.params import even_pieces
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.text import brief
 from graphshard.lower.operators import runs_as_it_is
@@ -30,8 +31,9 @@ from graphshard.lower.regions import Compiled, Compiler, lower
 from graphshard.module.tracer import Tracer
 from graphshard.passes import AccumulateGradients
 from graphshard.pipeline.observe import Observer, Recorder
-from graphshard.pipeline.pipeline import Partitioned, rerun_backward
+from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.runtime.accumulation import Accumulation
+from graphshard.schedule.agreed import Share, agreed
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Exporter:
         regions: those captured so far, of all meshes, by their names in the file.
         show: told what is being done.
         recorder: what records a program, by its name.
+        share: what places with pieces of different sizes share of plans; None if there is one place.
     """
 
     tracer: Tracer
@@ -59,6 +62,7 @@ class Exporter:
     regions: dict[str, StoredRegion]
     show: Callable[[str], None]
     recorder: Callable[[str], Recorder | None]
+    share: Share | None = None
     _count: int = field(default=0, init=False)
 
     def capture(
@@ -88,7 +92,12 @@ class Exporter:
         self.show("capture")
         recorder = self.recorder(f"{tracer.label}-{self._count}")
         observer = _Watch(tracer.options.level, recorder, tracer.pipeline.passes, self.show, costs=self.costs)
-        program, partitioned = tracer.trace(module, call_args, call_kwargs, observer, "exported", grad=grad)
+        passes = tracer.pipeline
+        if self.share is not None and not even_pieces(tracer.spec.mesh, tracer.spec.params):
+            passes = Pipeline(tuple(agreed(step, self.share) for step in passes))
+        program, partitioned = tracer.trace(
+            module, call_args, call_kwargs, observer, "exported", grad=grad, passes=passes
+        )
         program.capture = self._count
         self._count += 1
         text = program.history[-1].text

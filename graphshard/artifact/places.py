@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphshard.artifact.members import MeshPrograms
 from graphshard.cost.model_collectives import model_collective
 from graphshard.ir.distributed_internals import group_of
-from graphshard.ir.errors import ArtifactError
+from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.mesh import CONTEXT, EXPERT, TENSOR, Mesh
+from graphshard.ir.params import even_pieces
 from graphshard.ir.program import Program
 from graphshard.module.prepare import prepare
 from graphshard.module.tracer import Tracer
@@ -30,6 +32,7 @@ from graphshard.options.meshes import dims_of
 from graphshard.options.options import Options
 from graphshard.options.pretended import Parallelize, options_for, pretended
 from graphshard.runtime.groups import make_groups, neighbours, whole_mesh
+from graphshard.schedule.agreed import Share
 
 
 def num_places(shape: Mapping[str, int], captured: Iterable[MeshPrograms]) -> int:
@@ -85,6 +88,25 @@ def groups_found(programs: Iterable[Program], known: Mapping[str, str], mesh: De
     return found
 
 
+@dataclass
+class Plans:
+    """What is planned at the first place: plans for other places, which ask for as many programs in the same order."""
+
+    made: list[dict[str, Any]] = field(default_factory=list)
+
+    def at(self, place: int) -> Share:
+        """What planners at a place share."""
+        following = iter(self.made)
+
+        def share(program: Program, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+            if place:
+                return next(following, None) or make()
+            self.made.append(make())
+            return self.made[-1]
+
+        return share
+
+
 @contextlib.contextmanager
 def tracer_at(
     model: nn.Module,
@@ -98,11 +120,20 @@ def tracer_at(
 
     Args:
         device: what the program is for.
+
+    Raises:
+        ArgumentError: there is a limit of memory, and places have pieces of different sizes.
     """
     with pretended(model, shape, parallelize, device.type, rank=place) as (made, mesh):
         chosen = options_for(made, model, options)
         data, axes, tensor, experts, answers = axes_of(made, mesh, chosen, dims_of(shape))
         tracer = prepare(made, chosen, axes, device, {}, tensor, experts, answers)
+        if chosen.memory_limit is not None and not even_pieces(tracer.spec.mesh, tracer.spec.params):
+            raise ArgumentError(
+                f"memory_limit={chosen.memory_limit} cannot be kept in a file for a mesh on which parameters are in "
+                "pieces of different sizes: what each rank takes with a plan is known when ranks plan together. Leave "
+                "it out, or call compile on the ranks."
+            )
         groups = make_groups(tracer.spec.mesh, whole_mesh(data, tensor), experts)
         tracer.spec = replace(tracer.spec, groups=groups)
         yield made, tracer

@@ -161,7 +161,7 @@ def _decode_planner(data: Any, _: Any) -> Planner:
 
 def _decode_activation(data: Any, _: Any) -> Activation:
     if isinstance(data, list):
-        return tuple(_decode(item, OpOverload) for item in data)
+        return tuple(item if isinstance(item, str) else _decode(item, OpOverload) for item in data)
     if isinstance(data, str) and data not in ("full", "auto"):
         raise ArgumentError(f"{data[:60]!r} is no activation policy")
     return data if data in ("full", "auto") else _CONVERTER.structure(data, float)

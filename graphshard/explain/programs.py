@@ -38,7 +38,6 @@ from graphshard.lower.regions import lower, outline
 from graphshard.options.options import Options
 from graphshard.options.passes import pipeline_of
 from graphshard.options.pretended import Parallelize
-from graphshard.options.table import not_by_cost
 from graphshard.passes import MakePlan, OverlapCollectives, Pass
 from graphshard.pipeline.few import stamped
 from graphshard.pipeline.observe import Observer
@@ -221,8 +220,7 @@ class Programs:
 
     def _passes(self, program: Program, costs: Costs) -> tuple[Pass, ...]:
         """Those that `compile` would run on such a machine."""
-        known = None if not_by_cost(program.mesh, program.params) else costs
-        return pipeline_of(self.options, program.mesh, known, optimizer_states=self.training.optimizer_states).passes
+        return pipeline_of(self.options, program.mesh, costs, optimizer_states=self.training.optimizer_states).passes
 
     @property
     def _decides(self) -> bool:

@@ -11,7 +11,7 @@ import fnmatch
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,6 +80,10 @@ class ParamRow:
     partly: bool = False
     expert: bool = False
     shown: bool = False
+
+    def has_even_pieces(self, mesh: Mesh) -> bool:
+        """Whether all ranks on the axes along which the model communicates have pieces of the same size."""
+        return self.split is None or self.split.is_even({axis.name: axis.size for axis in mesh.every_axis})
 
     def on(self, mesh: Mesh) -> Mesh:
         """Of a program's mesh, the one that the parameter lies on."""
@@ -212,6 +216,11 @@ class ParamRow:
 
     def _with_len(self, length: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+
+def even_pieces(mesh: Mesh, params: Iterable[ParamRow]) -> bool:
+    """Whether all ranks on the axes along which the model communicates have pieces of the same sizes."""
+    return all(row.has_even_pieces(mesh) for row in params)
 
 
 @dataclass(frozen=True)

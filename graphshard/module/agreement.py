@@ -17,12 +17,10 @@ from typing import Any, cast
 from graphshard.ir.params import ParamRow
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
-from graphshard.passes import MakePlan, Pass
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.peers import Peers
 from graphshard.runtime.waiting import MAKES
-from graphshard.schedule.agreed import AgreedPlanner
-from graphshard.schedule.by_cost import PlanByCost
+from graphshard.schedule.agreed import agreed
 
 
 @dataclass
@@ -30,18 +28,33 @@ class Agreement:
     """Of one runner; all its ranks ask in the same order.
 
     Attributes:
-        peers: the other ranks; None while exporting, or where there is nobody to agree with.
+        peers: the other ranks that have the same pieces of parameters; None while exporting, or where there is nobody
+            to agree with.
+        everyone: all ranks that plan together, if some of them have other pieces; None if they are `peers`.
     """
 
     peers: Peers | None
+    everyone: Peers | None = None
     _known: set[str] = field(default_factory=set)
     _pipeline: Pipeline | None = None
 
     @contextlib.contextmanager
     def together(self, label: str, reason: str) -> Iterator[None]:
         """While a program of `label` is made: an error is one for all ranks that make it, too."""
-        with self.peers.together(f"{MAKES} of {label} ({reason})") if self.peers else contextlib.nullcontext():
+        doing = f"{MAKES} of {label} ({reason})"
+        with contextlib.ExitStack() as stack:
+            if (everyone := self._planning) is not None:
+                stack.enter_context(everyone.together(doing))
+            if self.peers is not None:
+                stack.enter_context(self.peers.together(doing))
             yield
+
+    @property
+    def _planning(self) -> Peers | None:
+        """The ranks that plan together."""
+        if self.everyone is not None and self.peers is not None:
+            self.everyone.follow(self.peers)
+        return self.everyone
 
     def check(self, program: Program) -> bool:
         """Raise `DivergenceError` if another rank communicates otherwise.
@@ -81,21 +94,21 @@ class Agreement:
 
     def pipeline(self, passes: Pipeline) -> Pipeline:
         """The passes, with a planner that plans alike on all ranks."""
-        if self.peers is None:
+        if self.peers is None and self.everyone is None:
             return passes
         if self._pipeline is None:
-            self._pipeline = Pipeline(tuple(map(self._agreed, passes)))
+            self._pipeline = Pipeline(tuple(agreed(step, self._share, self._most) for step in passes))
         return self._pipeline
 
-    def _agreed(self, step: Pass) -> Pass:
-        """A planner by cost plans alike on all ranks: its plan is the first rank's."""
-        if isinstance(step, MakePlan) and isinstance(step.planner, PlanByCost):
-            return replace(step, planner=AgreedPlanner(step.planner, self._share))
-        return step
-
     def _share(self, program: Program, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        assert self.peers is not None
-        return cast("dict[str, Any]", json.loads(self.peers.share(lambda: json.dumps(make()))))
+        peers = self._planning or self.peers
+        assert peers is not None
+        return cast("dict[str, Any]", json.loads(peers.share(lambda: json.dumps(make()))))
+
+    def _most(self, number: int) -> int:
+        peers = self._planning or self.peers
+        assert peers is not None
+        return peers.most(number)
 
 
 def agreed_text(program: Program) -> str:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from graphshard.cost.costs import Costs
 from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamRow
+from graphshard.ir.params import ParamRow, even_pieces
 from graphshard.module.agreement import Agreement
 from graphshard.module.maker import Cache
 from graphshard.module.runner import Runner
@@ -26,7 +26,7 @@ from graphshard.module.sharded_module import attach, retie, sharded_class
 from graphshard.module.tracer import Tracer
 from graphshard.options.options import Options
 from graphshard.options.passes import pipeline_of, profile_here
-from graphshard.options.table import capture_spec, even_pieces, not_by_cost
+from graphshard.options.table import capture_spec
 from graphshard.pipeline.observe import Recorder
 from graphshard.runtime.groups import make_groups, whole_mesh
 from graphshard.runtime.peers import peers_of
@@ -62,8 +62,7 @@ def prepare(
     """
     spec = capture_spec(model, options, mesh, device, known, tensor, experts, answers, whole)
     profile = profile_here(device, options.hardware)
-    by_cost = not_by_cost(spec.mesh, spec.params) is None
-    costs = Costs(profile, mesh=spec.mesh) if profile is not None and by_cost else None
+    costs = Costs(profile, mesh=spec.mesh) if profile is not None else None
     return Tracer(
         spec=spec,
         params=tuple(param_refs(model, spec.params)),
@@ -103,11 +102,13 @@ def make_runner(
     alike = whole if even_pieces(spec.mesh, [row for row in spec.params if not row.expert]) else mesh
     if spec.experts is not None and not even_pieces(spec.mesh, [row for row in spec.params if row.expert]):
         alike = spec.experts.data
+    peers = peers_of(alike, groups.values())
+    everyone = peers_of(whole, groups.values()) if alike is not whole else None
     return Runner(
         tracer=replace(tracer, mesh=mesh, spec=replace(spec, groups=groups)),
         mesh=mesh,
         groups=groups,
-        agreement=Agreement(peers_of(alike, groups.values())),
+        agreement=Agreement(peers, everyone),
         recorder=recorder,
         aliases=tuple(aliases(model, tracer.params)),
         cache=cache,

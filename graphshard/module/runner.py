@@ -176,7 +176,7 @@ class Runner(Maker):
             executables=Executables(),
             entries={},
             materialized=False,
-            agreement=Agreement(self.agreement.peers),
+            agreement=Agreement(self.agreement.peers, self.agreement.everyone),
             _partitioned={},
             _changed=Counter(),
             **changes,
@@ -195,7 +195,11 @@ class Runner(Maker):
     def begin_again(self, pipeline: Pipeline) -> None:
         """Let other passes make the programs from the next call on; forget those that were made or loaded."""
         self.tracer.pipeline = pipeline
-        self.agreement, self.executables, self.library = Agreement(self.agreement.peers), Executables(), None
+        self.agreement, self.executables, self.library = (
+            Agreement(self.agreement.peers, self.agreement.everyone),
+            Executables(),
+            None,
+        )
         self.entries.clear()
 
     def unshard(self, names: Collection[str]) -> UnshardHandle:

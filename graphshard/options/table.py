@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -83,12 +83,6 @@ def capture_spec(
         known=known,
         experts=experts.params if experts is not None else (),
     )
-    unplanned = not_by_cost(mesh, table)
-    if options.memory_limit is not None and unplanned:
-        raise ArgumentError(
-            f"memory_limit={options.memory_limit} cannot be kept with {unplanned}: such programs are planned unit by "
-            "unit, without costs. Leave it out."
-        )
     return CaptureSpec(
         table,
         units,
@@ -139,19 +133,6 @@ def check_fit(options: Options, model: nn.Module, units: Sequence[str], mesh: Me
             f"{num_shards}. Give one of {divisors}; 1 is False, {num_shards} is True."
         )
     check_activation(options, type(model).__name__, units)
-
-
-def not_by_cost(mesh: Mesh, params: Iterable[ParamRow]) -> str | None:
-    """Why programs are planned unit by unit, without costs; None if costs decide."""
-    if not even_pieces(mesh, params):  # plans of ranks on the tensor axis would differ
-        return "parameters in pieces of different sizes on the tensor axis"
-    return None
-
-
-def even_pieces(mesh: Mesh, params: Iterable[ParamRow]) -> bool:
-    """Whether all ranks on the axes along which the model communicates have pieces of the same sizes."""
-    sizes = {axis.name: axis.size for axis in mesh.every_axis}
-    return all(row.split is None or row.split.is_even(sizes) for row in params)
 
 
 def check_activation(options: Options, model: str, units: Sequence[str]) -> None:

@@ -30,11 +30,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from graphshard.ir.errors import ArgumentError, InfeasibleError
+from graphshard.ir.params import even_pieces
 from graphshard.ir.plan import Prediction
 from graphshard.ir.program import Program
 from graphshard.passes import ActivationCheckpointing, MakePlan, OffloadActivations, Pass
 from graphshard.passes.activation_checkpointing import mark, ranked, within_share
-from graphshard.schedule.agreed import AgreedPlanner
+from graphshard.schedule.agreed import AgreedPlanner, within
 from graphshard.schedule.by_cost import PlanByCost
 
 log = logging.getLogger(__name__)
@@ -79,20 +80,62 @@ def decide(passes: tuple[Pass, ...], program: Program, run: Run) -> tuple[Pass, 
     if "joint" not in program.phases:
         return (ActivationCheckpointing(1.0), *passes[1:])
 
-    def make() -> dict[str, Any]:
-        try:
-            # One budget for the searches of all plans; the plan that follows has it for itself.
-            searching = replace(by_cost, steps=by_cost.steps // _PLANS)
-            return best(program, passes[1:at], searching, run)
-        except InfeasibleError as error:
-            return {"error": str(error), "smallest": error.smallest}
+    # One budget for the searches of all plans; the plan that follows has it for itself.
+    searching = replace(by_cost, steps=by_cost.steps // _PLANS)
+    share = agreed.share if agreed is not None else _alone
+    even = even_pieces(program.mesh, program.all_params)
 
-    made = make() if agreed is None else agreed.share(program, make)
-    if "error" in made:
-        raise InfeasibleError(made["error"], made["smallest"])
+    def decided(limit: int) -> dict[str, Any]:
+        def make() -> dict[str, Any]:
+            try:
+                made = best(program, passes[1:at], replace(searching, memory_limit=limit), run)
+            except InfeasibleError as error:
+                return {"error": str(error), "smallest": error.smallest}
+            return (
+                made
+                if even or made["share"] == 1
+                else {**made, "kept": sorted(within_share(ranked(program), made["share"]))}
+            )
+
+        made = share(program, make)
+        if "error" in made:
+            raise InfeasibleError(made["error"], made["smallest"])
+        return made
+
+    def chosen(made: dict[str, Any]) -> tuple[Pass, ...]:
+        away = (OffloadActivations(made["offloaded"]),) if made["offloaded"] else ()
+        # The same share of other sizes may be other values, and what is computed again may be sent again.
+        policy = tuple(made["kept"]) if "kept" in made else made["share"]
+        return (ActivationCheckpointing(policy), *passes[1:at], *away)
+
+    if agreed is None or even:
+        made = decided(by_cost.memory_limit)
+    else:
+        agreeing = replace(agreed, planner=searching)
+
+        def peak(made: dict[str, Any]) -> int:
+            """Of the rank that takes most."""
+            copy = _copied(program)
+            run(chosen(made), copy)
+            try:
+                prediction = agreeing(copy).prediction
+            except InfeasibleError as error:
+                return error.smallest
+            assert prediction is not None, "a plan by cost has a prediction"
+            return prediction.peak_bytes
+
+        made = within(by_cost.memory_limit, decided, peak)
     program.bound = made["bound"]
-    away = (OffloadActivations(made["offloaded"]),) if made["offloaded"] else ()
-    return (ActivationCheckpointing(made["share"]), *passes[1:at], *away, *passes[at:])
+    return (*chosen(made), *passes[at:])
+
+
+def _copied(program: Program) -> Program:
+    phases = {name: phase.clone() for name, phase in program.phases.items()}
+    return replace(program, phases=phases, history=[], established=set(program.established))
+
+
+def _alone(program: Program, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return make()
 
 
 def best(program: Program, between: tuple[Pass, ...], planner: PlanByCost, run: Run) -> dict[str, float]:
@@ -194,8 +237,7 @@ class Search:
     def _partitioned(self, index: int) -> Program:
         """The program as the planner gets it."""
         if index not in self._found:
-            phases = {name: phase.clone() for name, phase in self.program.phases.items()}
-            copy = replace(self.program, phases=phases, history=[], established=set(self.program.established))
+            copy = _copied(self.program)
             if index + 1 < len(self.shares):
                 mark(copy, within_share(self._sizes, self.shares[index]))
             self.run(self.between, copy)

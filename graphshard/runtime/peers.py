@@ -188,6 +188,24 @@ class Peers:
             raise PeerError(taken.message, rank=taken.rank)
         return taken
 
+    def follow(self, others: Peers) -> None:
+        """Meet as those do that run the steps: these ranks run none of their own."""
+        now = others._number, others._attempt
+        if now != (self._number, self._attempt):
+            (self._number, self._attempt), self._met = now, 0
+
+    def most(self, number: int) -> int:
+        """The largest number that a rank has come with, on all ranks.
+
+        Raises:
+            PeerError: one has failed, or does not come.
+        """
+        meeting = self._meet()
+        meeting.raise_to(number)
+        self._end_of(meeting, "", lambda first, theirs, mine: "")
+        self._met += 1
+        return meeting.most()
+
     def _compare(self, meeting: Meeting, text: str, tell: Tell, is_here: IsHere | None = None) -> None:
         end = self._end_of(meeting, text, tell, is_here)
         if end.how == "differ":

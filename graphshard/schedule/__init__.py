@@ -21,6 +21,7 @@
     footprint   what is alive in a program whatever the schedule
     by_unit     PlanByUnit: FSDP2's order, which needs no costs
     by_cost     PlanByCost: a program in, the plan that costs say is best out
+    peak        bytes that a program takes with a plan, which may be another rank's
     agreed      plans that are the same on all ranks
     clock       what a lowered program does, and when; the same for numbers and expressions
     timeline    the same as steps to show
@@ -44,7 +45,11 @@ Which plan is taken:
   packed reduction's buffer is all-reduced as it is. FSDP2's order continues a reduction when the next one starts.
 * **Transfers of experts have costs of their own**, on the same channels, and share no bucket with others. Where their
   axes lie on another link, or a reduction has other legs, programs are planned by unit (with `memory_limit=` it is an
-  error). So are pieces of different sizes on the tensor axis, as ranks along it would make different plans.
+  error).
+* **Of pieces of different sizes the first rank has the largest, and plans for all**: on an expert axis ranks with other
+  pieces gather parameters together, so they must run one order. Positions are fitted between the model's own
+  collectives, and under a limit every rank counts what it takes (`peak`). Programs that gather other parameters again,
+  as torch computes products with one expert in a way of its own, are planned by unit.
 * **What the model communicates is part of the problem, and not of the schedule.** It stays where it stands, takes the
   channel of its axis and queues there. The dynamic program of deep phases counts it as compute; `place` tries to start
   what would hold it up behind it, and the simulator and the exact search know all of it.

@@ -4,31 +4,57 @@ The first rank of the mesh plans, the others take its plan, if their programs ha
 collectives have a plan takes that, so that a rank may capture another size alone, such as a last batch that is smaller.
 Sizes are constants for Python, so a program of another size may also compute something else between its collectives.
 The plan is fitted to that: buckets and the order of events, which ranks must share, stay, and positions move.
+
+Where parameters are in pieces of different sizes on a tensor or expert axis, the first rank has the largest piece of
+each, and its plan is for all. A rank with smaller ones may yet need more: what it sends to ranks of the axis is padded.
+So under a limit of memory each says what it takes with the plan, and the first rank plans with less until all fit.
+
+    limit 1000      first rank 990, another 1030        30 too much
+    limit  970      first rank 960, another 1000        the plan
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from graphshard.ir.errors import InfeasibleError
-from graphshard.ir.layout import Collective
-from graphshard.ir.params import ParamRow
+from graphshard.ir.errors import ArgumentError, InfeasibleError
+from graphshard.ir.layout import Collective, Layout
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.params import ParamRow, even_pieces
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.repeats import TEMPLATE, Uneven
+from graphshard.ir.stamp import all_blocks
+from graphshard.passes import MakePlan, Pass
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.by_cost import PlanByCost
-from graphshard.schedule.by_unit import first_use, gathered_of, last_input
+from graphshard.schedule.by_unit import PlanByUnit, first_use, gathered_of, last_input
 from graphshard.schedule.few import planned_in_short, unfolded_positions
 from graphshard.schedule.known import collectives_of, layout_of, within_one_plan
+from graphshard.schedule.peak import peak_of
+from graphshard.schedule.ways import own_collectives
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # A program and what makes plain data for it; the result is that of the first rank.
 Share = Callable[[Program, Callable[[], dict[str, Any]]], dict[str, Any]]
+
+# The largest of the numbers that ranks call it with, together.
+Most = Callable[[int], int]
+
+# How often the first rank plans with less memory, as another rank takes too much, before it plans with the least.
+_ATTEMPTS = 4
+
+# Said by a rank whose program the first rank's plan does not serve: more bytes than any takes.
+_NO_PLAN = 1 << 62
 
 # What a plan was made for, by phase: the length of its compute, and by collective where it is needed or ready.
 Outline = Mapping[str, tuple[int, Mapping[str, int]]]
@@ -41,31 +67,89 @@ class AgreedPlanner:
     Attributes:
         planner: what plans on that rank.
         share: what the first rank makes for a program (plain data), on all ranks, which call it together.
+        most: the largest number of all ranks.
         known: plans, and what they were made for, by the collectives that they serve.
     """
 
     planner: PlanByCost
     share: Share
+    most: Most = int
     known: dict[str, tuple[Plan, Outline]] = field(default_factory=dict)
 
     @within_one_plan()
     def __call__(self, program: Program) -> Plan:
-        """The plan; raises `InfeasibleError` on all ranks if the first rank finds none within the limit."""
-        return planned_in_short(program, self._plan, self._plan)
+        """The plan; raises `InfeasibleError` on all ranks if the first rank finds none within the limit.
+
+        So it does if none is found with which ranks that have smaller pieces of parameters are within it, too.
+        """
+        if even_pieces(program.mesh, program.all_params):
+            return planned_in_short(program, self._plan, self._plan)
+        program = program if program.few is None else all_blocks(program)
+        limit = self.planner.memory_limit
+        if limit is None:
+            return self._of_pieces(program)
+        found, peak = within(limit, lambda at: self._fitting(program, at), lambda found: found[1])
+        assert found.prediction is not None, "a plan by cost has a prediction"
+        return replace(found, prediction=replace(found.prediction, peak_bytes=peak))
 
     def _plan(self, program: Program) -> Plan:
         mine = communication(program)
         # Under a limit of memory other sizes may need another plan.
         if mine not in self.known or self.planner.memory_limit is not None:
-            self.known[mine] = self._shared(program, mine)
+            self.known[mine] = self._shared(program, mine, self.planner) or self._own(program)
         return fit(*self.known[mine], program) or self.planner(program)
 
-    def _shared(self, program: Program, mine: str) -> tuple[Plan, Outline]:
-        """The first rank's plan, if it serves this program; otherwise the check that follows says what differs."""
+    def _own(self, program: Program) -> tuple[Plan, Outline]:
+        """A plan of this rank's: the check that follows says what differs."""
+        plan = self.planner(program)
+        return plan, outline(program, plan.kept)
+
+    def _of_pieces(self, program: Program) -> Plan:
+        """The first rank's plan, or by units where it does not serve all ranks: torch may compute a size in a way of
+        its own, and gather other parameters again."""
+        mine = communication(program)
+        if mine not in self.known:
+            shared = self._shared(program, mine, self.planner)
+            if self.most(int(shared is None or fit(*shared, program) is None)):
+                log.info(
+                    "ranks that have pieces of different sizes communicate otherwise: planned by unit, not by cost"
+                )
+                plan = PlanByUnit()(program)
+                shared = plan, outline(program)
+            assert shared is not None
+            self.known[mine] = shared
+        return fit(*self.known[mine], program) or PlanByUnit()(program)
+
+    def _fitting(self, program: Program, limit: int) -> tuple[Plan, int]:
+        """The first rank's plan under a limit, and bytes of the rank that takes most with it.
+
+        Raises:
+            ArgumentError: it does not serve all ranks.
+        """
+        planner = replace(self.planner, memory_limit=limit)
+        shared = self._shared(program, communication(program), planner)
+        plan, peak = None if shared is None else fit(*shared, program), _NO_PLAN
+        if plan is not None:
+            assert plan.prediction is not None, "a plan by cost has a prediction"
+            peak = peak_of(plan, _keeping(program, plan.kept), planner.costs, planner.optimizer_states)
+            peak = max(peak, plan.prediction.peak_bytes)
+        most = self.most(peak)
+        if plan is None or most == _NO_PLAN:
+            row = next(row for row in program.all_params if not row.has_even_pieces(program.mesh))
+            raise ArgumentError(
+                f"memory_limit={self.planner.memory_limit} cannot be kept: {row.name} is in pieces of different sizes "
+                f"on {' and '.join(row.split.axes if row.split else ())}, and with these sizes ranks gather or reduce "
+                "other parameters, or in another order, so that no plan is for all. Leave it out, or cut dims that the "
+                "size of the axis divides."
+            )
+        return plan, most
+
+    def _shared(self, program: Program, mine: str, planner: PlanByCost) -> tuple[Plan, Outline] | None:
+        """The first rank's plan, and what it was made for; None if this program communicates otherwise."""
 
         def make() -> dict[str, Any]:
             try:
-                plan = self.planner(program)
+                plan = planner(program)
             except InfeasibleError as error:
                 return {"error": str(error), "smallest": error.smallest}
             return {"communication": mine, "outline": outline(program, plan.kept), "plan": plan.to_json()}
@@ -73,21 +157,67 @@ class AgreedPlanner:
         made = self.share(program, make)
         if "error" in made:
             raise InfeasibleError(made["error"], made["smallest"])
-        if made["communication"] == mine:
-            return Plan.from_json(made["plan"]), made["outline"]
-        plan = self.planner(program)
-        return plan, outline(program, plan.kept)
+        if made["communication"] != mine:
+            return None
+        return Plan.from_json(made["plan"]), made["outline"]
+
+
+def agreed(step: Pass, share: Share, most: Most = int) -> Pass:
+    """A pass; one that asks a planner by cost takes the first rank's plan."""
+    if isinstance(step, MakePlan) and isinstance(step.planner, PlanByCost):
+        return replace(step, planner=AgreedPlanner(step.planner, share, most))
+    return step
+
+
+def within(limit: int, find: Callable[[int], T], peak: Callable[[T], int]) -> T:
+    """What is found for a limit of the first rank with which every rank is within `limit`.
+
+    Args:
+        find: what it is; raises `InfeasibleError`, with the least for which there is one.
+        peak: bytes of the rank that takes most.
+
+    Raises:
+        InfeasibleError: even with the least on the first rank another one takes more; it has the bytes of that.
+    """
+    at = limit
+    for attempt in range(_ATTEMPTS):
+        try:
+            found = find(at)
+        except InfeasibleError as error:
+            return _with_least(limit, find, peak, error)
+        if (most := peak(found)) <= limit:
+            return found
+        at = max(1, at - (most - limit)) if attempt < _ATTEMPTS - 2 else 1
+    raise AssertionError("nothing fits in a byte")
+
+
+def _with_least(limit: int, find: Callable[[int], T], peak: Callable[[T], int], refused: InfeasibleError) -> T:
+    found = find(refused.smallest)
+    most = peak(found)
+    if most <= limit:
+        return found
+    if most <= refused.smallest:
+        raise refused
+    raise InfeasibleError(
+        f"no schedule fits in a memory_limit of {limit:,} bytes. The least possible is {most:,} bytes: pieces of "
+        "parameters have different sizes on ranks of an axis along which the model communicates, and one of these "
+        f"takes that where the first rank takes {refused.smallest:,}. Cut dims that the size of the axis divides, or "
+        "use smaller units, a smaller batch, more ranks, or activation checkpointing.",
+        most,
+    )
 
 
 def communication(program: Program) -> str:
     """What programs that share a plan have in common: each phase's collectives, and what they send.
 
-    The shapes, too: parameters of other sizes may not fit in memory as the plan counts on.
+    The shapes, too: parameters of other sizes may not fit in memory as the plan counts on. Of pieces that differ in
+    size, those of the whole.
     """
     found = {}
     for name, phase in program.phases.items():
         sent = [
-            (c.kind, param, c.axis, _sent(program.all_params[param], c.kind)) for c, param in _of_all(program, phase)
+            (c.kind, param, c.axis, _sent(program.all_params[param], c.kind, program.mesh))
+            for c, param in _of_all(program, phase)
         ]
         found[name] = sorted(sent)
     return json.dumps(found)
@@ -104,7 +234,9 @@ def _of_all(program: Program, phase: Phase) -> Iterator[tuple[Collective, str]]:
             yield from ((collective, repeats.name_at(group, param)) for group in repeats.missing)
 
 
-def _sent(row: ParamRow, kind: CollectiveKind) -> str:
+def _sent(row: ParamRow, kind: CollectiveKind, mesh: Mesh) -> str:
+    if row.split is not None and not row.has_even_pieces(mesh):
+        return f"{row.sent_dtype(kind)} {row.split.shape} {' and '.join(map(str, row.split.cuts))}"
     return f"{row.sent_dtype(kind)} {row.padded_shape}"
 
 
@@ -120,7 +252,16 @@ def outline(program: Program, kept: Sequence[str] = ()) -> dict[str, tuple[int, 
         end = len(layout.compute)
         if program.few is not None:
             at, end = unfolded_positions(at, end, program, name)
-        found[name] = end, {f"{kind} {axis} {param}": position for (kind, axis, param), position in at.items()}
+        positions = {f"{kind} {axis} {param}": position for (kind, axis, param), position in at.items()}
+        found[name] = end, positions | _own_positions(layout)
+    return found
+
+
+def _own_positions(layout: Layout) -> dict[str, int]:
+    """Where the model's own collectives begin and end: what a plan has before one, or behind it, is so on all ranks."""
+    found: dict[str, int] = {}
+    for index, sent in enumerate(own_collectives(layout)):
+        found |= {f"before own {index}": sent.at, f"after own {index}": sent.at + 1, f"own {index}": sent.until}
     return found
 
 
@@ -187,7 +328,8 @@ def _moves(made_for: tuple[int, Mapping[str, int]], wanted: tuple[int, Mapping[s
     """A map of positions that keeps their order: from where collectives were to where they are, evenly in between."""
     to = {0: 0}
     for name, before in sorted(made_for[1].items(), key=lambda item: item[1]):
-        to[before] = max(to.get(before, 0), wanted[1][name])
+        if name in wanted[1]:  # a program of another size may communicate more often itself
+            to[before] = max(to.get(before, 0), wanted[1][name])
     to[made_for[0]] = wanted[0]
     old = sorted(to)
     new = list(itertools.accumulate((to[position] for position in old), max))

@@ -22,6 +22,7 @@ from tests.distributed.context_parallel import ATTENTIONS, VOCAB, Decoder
 from tests.distributed.expert_parallel import WIDTH, Moe
 from tests.distributed.tensor_parallel import Mlps, Tied, mesh_of, mlps, rows, tied
 from tests.distributed.test_load import nothing_is_compiled
+from tests.distributed.test_plans_of_meshes import Odd, few_rows, odd
 from tests.distributed.twins import assert_same, grads_of
 from tests.ranks import Ranks
 
@@ -88,6 +89,7 @@ def _neighbours(name: str, shape: dict[str, int], ring: int, places: int) -> Cas
 
 CASES = {
     "mlps": Case(SHAPE, Mlps, _mlps, rows, 1),
+    "odd": Case(SHAPE, Odd, lambda model, mesh: odd(mesh["tp"]), few_rows, 2),
     "tied": Case(SHAPE, Tied, _tied, _words, 2),
     "gathered": _context("gathered", {"dp": 2, "cp": 2}, 2),
     "by heads": _context("by heads", {"dp": 2, "cp": 2}, 1),
@@ -238,3 +240,13 @@ def test_neighbours_without_a_group(ranks: Ranks, tmp_path: Path) -> None:
         first = rank // 2 * 2
         assert f"communicates among neighbours (dp/2), ranks [{first}, {first + 1}] here, and this process" in message
         assert "Make the model as it was made for the export" in message
+
+
+def test_a_limit_with_pieces_of_different_sizes(tmp_path: Path) -> None:
+    """Ranks say what they take with a plan, and none is there."""
+    shape, make, parallelize, batch, _ = CASES["odd"]
+    given = {"example_inputs": batch(), "parallelize": parallelize, "device": "cpu", "backend": "eager"}
+    with pytest.raises(
+        ArgumentError, match=r"^memory_limit=1000 cannot be kept in a file for a mesh on .* Leave it out"
+    ):
+        graphshard.export(make(), shape, tmp_path / "odd.gshard", memory_limit=1000, **given)

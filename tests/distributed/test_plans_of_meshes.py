@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.ir.errors import InfeasibleError
+from graphshard.ir.errors import ArgumentError, InfeasibleError
 from graphshard.passes import MakePlan
 from graphshard.schedule.by_cost import PlanByCost
 from tests.distributed import expert_parallel
+from tests.distributed.expert_parallel import WIDTH
 from tests.distributed.tensor_parallel import data_of, llama, mesh_of, mlps, rows, tokens, train_alike
 from tests.distributed.twins import (
     AliveBytes,
@@ -200,3 +204,204 @@ def test_measured_memory_is_what_the_plan_predicts(ranks: Ranks, shape: Any, nam
     """Never more; a plan reckons with the most that each stretch of compute takes."""
     for shares in ranks(4).run(_peaks, shape, names, again):
         assert all(0.7 < share <= 1.0 for share in shares)
+
+
+class Odd(nn.Module):
+    """Products whose inner dims no axis divides: ranks with smaller pieces pad what they send to the others."""
+
+    def __init__(self, width: int = 6, inner: int = 13, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(width, inner), "down": nn.Linear(inner, width)}) for _ in range(depth)
+        )
+        self.last = nn.Linear(width, inner, bias=False)
+        self.head = nn.Linear(inner, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer["down"](torch.relu(layer["up"](x)))
+        return self.head(self.last(x)).square().mean()
+
+
+def odd(tp: DeviceMesh) -> nn.Module:
+    torch.manual_seed(1)
+    model = Odd()
+    for layer in model.layers:
+        parallelize_module(layer, tp, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
+    parallelize_module(model, tp, {"last": ColwiseParallel(output_layouts=Replicate())})
+    return model
+
+
+class Padded(nn.Module):
+    """Gathers frozen rows over the tensor axis: a rank that has fewer of them holds them and a padded copy."""
+
+    def __init__(self, rows: int = 15, width: int = 4096) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(rows, width) * 0.1, requires_grad=False)
+        self.head = nn.Linear(rows, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = self.rows * 2
+        made = F.linear(x, scaled.full_tensor())
+        return self.head(made).square().mean() + scaled.sum().full_tensor()
+
+
+def _padded(tp: DeviceMesh) -> nn.Module:
+    torch.manual_seed(1)
+    model = Padded()
+    rows = distribute_tensor(model.rows.detach(), tp, [Shard(0)], src_data_rank=None)
+    model.rows = nn.Parameter(rows, requires_grad=False)
+    return model
+
+
+def few_rows() -> tuple[Tensor]:
+    return (torch.randn(3, 6),)
+
+
+def _pieces(rank: int, world_size: int, limited: bool, activation: Any) -> tuple[Any, ...]:
+    mesh, options = mesh_of(2, 2), {} if activation is None else {"activation": activation}
+    theirs = fsdp2(odd(mesh["tp"]), data_of(mesh))
+    ours = _compiled(odd(mesh["tp"]), mesh, {"example_inputs": few_rows()}, limited=limited, **options)
+    train_alike((ours, theirs), mesh, few_rows)
+    _check(ours)
+    (program,) = graphshard.programs(ours)
+    return [_without_sizes(line) for line in program.communication], program.plan.buckets, program.plan.prediction
+
+
+def _without_sizes(line: str) -> str:
+    """What is sent, and over which axis if it is the model's own."""
+    return line.partition(" as ")[0]
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_pieces_of_different_sizes_on_a_tensor_axis(ranks: Ranks, limited: bool) -> None:
+    """The first rank's plan is for all, so that all send the same in the same order."""
+    first, *others = ranks(4).run(_pieces, limited, None, share=False)
+    assert all(other == first for other in others)
+    assert any("over tp" in line for line in first[0])
+
+
+def test_what_is_saved_of_pieces_of_different_sizes(ranks: Ranks) -> None:
+    """The first rank's choice is by the names of values: a share of other sizes may be others."""
+    first, *others = ranks(4).run(_pieces, True, "auto", share=False)
+    assert all(other == first for other in others)
+
+
+def _padded_peaks(rank: int, world_size: int) -> tuple[int, int, int, str]:
+    """The least limit, what is predicted, what a step takes at the most; what is refused below."""
+    mesh, x = mesh_of(2, 2), torch.randn(2, 4096)
+    options, inputs = {"units": ["head"]}, {"example_inputs": (x,)}
+    least = _least(_padded(mesh["tp"]), mesh, inputs, **options)
+    model = graphshard.compile(_padded(mesh["tp"]), mesh, backend="eager", memory_limit=least, **options)
+    model(x).backward()
+    model.zero_grad()
+    shards = [local(param).detach() for param in model.parameters()]
+    state = sum(shard.nbytes for shard in shards) + 2 * sum(local(p).nbytes for p in model.head.parameters()) + x.nbytes
+    (program,) = graphshard.programs(model)
+    predicted = program.plan.prediction.peak_bytes
+    with AliveBytes([x, *shards], predicted - state) as mode:
+        model(x).backward()
+    with pytest.raises(InfeasibleError) as error:
+        graphshard.compile(_padded(mesh["tp"]), mesh, backend="eager", memory_limit=least - 1, **inputs, **options)
+    assert error.value.smallest == least
+    return least, predicted, mode.most + state, str(error.value)
+
+
+def test_the_limit_holds_on_the_rank_that_takes_most(ranks: Ranks) -> None:
+    """It has the smaller piece, and a padded copy of it; all ranks know the least that it needs."""
+    found = ranks(4).run(_padded_peaks, share=False)
+    assert len({(least, predicted, message) for least, predicted, _, message in found}) == 1
+    least, predicted, _, message = found[0]
+    taken = [most for _, _, most, _ in found]
+    assert max(taken[1], taken[3]) > 1.1 * max(taken[0], taken[2])
+    assert 0.9 * predicted < max(taken) <= predicted <= least
+    assert f"in a memory_limit of {least - 1:,} bytes. The least possible is {least:,} bytes: pieces of" in message
+
+
+class _OddExperts(nn.Module):
+    """An odd number of experts on two ranks, each of which sees the tokens of both."""
+
+    def __init__(self, axis: DeviceMesh, number: int) -> None:
+        super().__init__()
+        self.group = axis.get_group()
+        for name, shape in {"up": (number, WIDTH, 10), "down": (number, 10, WIDTH)}.items():
+            weight = distribute_tensor(torch.randn(shape) * 0.2, axis, [Shard(0)], src_data_rank=None)
+            self.register_parameter(name, nn.Parameter(weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = collectives.all_gather_tensor_autograd(x, 0, self.group)
+        made = torch.relu(rows @ self.up.to_local()) @ self.down.to_local()
+        return collectives.reduce_scatter_tensor_autograd(made.sum(0), "sum", 0, self.group)
+
+
+class _OddLayer(nn.Module):
+    def __init__(self, axis: DeviceMesh, number: int) -> None:
+        super().__init__()
+        self.shared, self.experts = nn.Linear(WIDTH, WIDTH), _OddExperts(axis, number)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shared(x) + self.experts(x)
+
+
+class _OddMoe(nn.Module):
+    def __init__(self, axis: DeviceMesh, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(_OddLayer(axis, number) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def _train_experts(rank: int, number: int, limited: bool) -> nn.Module:
+    mesh = expert_parallel.mesh_of(2, 2)
+    ours, theirs = (_OddMoe(mesh["ep"], number) for _ in range(2))
+    expert_parallel.fsdp2(theirs, mesh)
+    ours = _compiled(ours, mesh, {"example_inputs": (_rows_of(0, rank),)}, limited=limited)
+    for step in range(2):
+        for model in (ours, theirs):
+            model(_rows_of(step, rank)).backward()
+        assert_same(grads_of(ours), grads_of(theirs), f"gradients of step {step}")
+    return ours
+
+
+def _rows_of(step: int, rank: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _five_experts(rank: int, world_size: int, limited: bool) -> tuple[Any, ...]:
+    ours = _train_experts(rank, 5, limited)
+    _check(ours)
+    (program,) = graphshard.programs(ours)
+    assert {"dp", "dp_ep"} <= {bucket.axis for bucket in program.plan.buckets}
+    return [_without_sizes(line) for line in program.communication], program.plan.buckets, program.plan.prediction
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_pieces_of_different_sizes_on_an_expert_axis(ranks: Ranks, limited: bool) -> None:
+    """Other parameters are gathered by ranks that have more experts and by those that have fewer."""
+    first, *others = ranks(4).run(_five_experts, limited, share=False)
+    assert all(other == first for other in others)
+
+
+def _three_experts(rank: int, world_size: int) -> str:
+    """Products with one expert are computed in another way, so that backward gathers other parameters again."""
+    ours = _train_experts(rank, 3, limited=False)
+    (program,) = graphshard.programs(ours)
+    assert program.plan.prediction is None
+    mesh = expert_parallel.mesh_of(2, 2)
+    with pytest.raises(ArgumentError) as error:
+        _compiled(_OddMoe(mesh["ep"], 3), mesh, {"example_inputs": (_rows_of(0, rank),)}, limited=True)
+    return str(error.value)
+
+
+def test_pieces_with_which_ranks_communicate_otherwise(ranks: Ranks) -> None:
+    """Planned by unit, and with a limit an error on all ranks."""
+    (message,) = set(ranks(4).run(_three_experts, share=False))
+    assert message.startswith(
+        "memory_limit=1000 cannot be kept: layers.0.experts.up is in pieces of different sizes on ep"
+    )
+    assert message.endswith("Leave it out, or cut dims that the size of the axis divides.")

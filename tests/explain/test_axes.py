@@ -437,3 +437,18 @@ def test_a_copy_leaves_ties() -> None:
     assert made.head.weight.is_meta
     assert not made.head.weight.requires_grad
     assert not model.head.weight.is_meta
+
+
+def test_pieces_of_different_sizes_are_planned_by_cost() -> None:
+    """As `compile` plans them: it is the first rank's program, which has the largest pieces."""
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()})
+
+    model = nn.Sequential(nn.Linear(6, 13), nn.ReLU(), nn.Linear(13, 6))
+    given = {"parallelize": parallelize, "example_inputs": (torch.randn(3, 6),), "hardware": "h100"}
+    free = graphshard.explain(model, {"dp": 2, "tp": 2}, **given)
+    with pytest.raises(graphshard.InfeasibleError, match=r"no schedule fits in a memory_limit of 10 bytes") as error:
+        graphshard.explain(model, {"dp": 2, "tp": 2}, memory_limit=10, **given)
+    tight = graphshard.explain(model, {"dp": 2, "tp": 2}, memory_limit=error.value.smallest, **given)
+    assert tight.peak_memory_bytes <= error.value.smallest <= free.peak_memory_bytes

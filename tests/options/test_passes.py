@@ -24,7 +24,7 @@ from graphshard.ir.program import Program
 from graphshard.options.passes import profile_here, with_planner
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.schedule.agreed import AgreedPlanner, communication, outline
+from graphshard.schedule.agreed import AgreedPlanner, communication, outline, within
 from graphshard.schedule.build import Constraints
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
@@ -209,3 +209,27 @@ def test_ranks_take_the_plan_of_the_first(partitioned: Program) -> None:
     assert AgreedPlanner(dear, another)(partitioned) == plan
     different = through(captured(Blocks(2, 16), BATCH), "partition")
     assert AgreedPlanner(dear, another)(different) == dear(different)
+
+
+def test_the_first_rank_plans_with_less_until_all_fit() -> None:
+    """Another rank takes 40 bytes more; the error has what it takes at the least, and that is enough."""
+
+    def find(limit: int) -> int:
+        if limit < 50:
+            raise InfeasibleError(f"no schedule fits in a memory_limit of {limit} bytes", 50)
+        return limit // 10 * 10
+
+    def peak(found: int) -> int:
+        return found + 40
+
+    assert within(105, find, peak) == 60
+    assert within(90, find, peak) == 50
+    for limit in (89, 60, 10):
+        with pytest.raises(
+            InfeasibleError, match=f"memory_limit of {limit} bytes.*least possible is 90 bytes: pie"
+        ) as error:
+            within(limit, find, peak)
+        assert error.value.smallest == 90
+    with pytest.raises(InfeasibleError, match="memory_limit of 10 bytes") as error:
+        within(10, find, lambda found: found - 5)
+    assert error.value.smallest == 50
