@@ -91,11 +91,7 @@ def decide(passes: tuple[Pass, ...], program: Program, run: Run) -> tuple[Pass, 
                 made = best(program, passes[1:at], replace(searching, memory_limit=limit), run)
             except InfeasibleError as error:
                 return {"error": str(error), "smallest": error.smallest}
-            return (
-                made
-                if even or made["share"] == 1
-                else {**made, "kept": sorted(within_share(ranked(program), made["share"]))}
-            )
+            return made if even or made["share"] == 1 else {**made, **_by_name(program, made["share"])}
 
         made = share(program, make)
         if "error" in made:
@@ -104,7 +100,6 @@ def decide(passes: tuple[Pass, ...], program: Program, run: Run) -> tuple[Pass, 
 
     def chosen(made: dict[str, Any]) -> tuple[Pass, ...]:
         away = (OffloadActivations(made["offloaded"]),) if made["offloaded"] else ()
-        # The same share of other sizes may be other values, and what is computed again may be sent again.
         policy = tuple(made["kept"]) if "kept" in made else made["share"]
         return (ActivationCheckpointing(policy), *passes[1:at], *away)
 
@@ -127,6 +122,25 @@ def decide(passes: tuple[Pass, ...], program: Program, run: Run) -> tuple[Pass, 
         made = within(by_cost.memory_limit, decided, peak)
     program.bound = made["bound"]
     return (*chosen(made), *passes[at:])
+
+
+def same_share(passes: tuple[Pass, ...], program: Program) -> tuple[Pass, ...]:
+    """Passes whose first one saves a share of values; of pieces that differ in size the first rank's choice."""
+    step = passes[0]
+    agreed = next((s.planner for s in passes if isinstance(s, MakePlan) and isinstance(s.planner, AgreedPlanner)), None)
+    assert isinstance(step, ActivationCheckpointing)
+    share = step.policy
+    if agreed is None or even_pieces(program.mesh, program.all_params) or "joint" not in program.phases:
+        return passes
+    if not isinstance(share, (int, float)) or share in (0, 1):
+        return passes
+    kept = agreed.share(program, lambda: _by_name(program, share))["kept"]
+    return (ActivationCheckpointing(tuple(kept)), *passes[1:])
+
+
+def _by_name(program: Program, share: float) -> dict[str, Any]:
+    """What is saved: of other sizes the same share may be other values, and what is computed again is sent again."""
+    return {"kept": sorted(within_share(ranked(program), share))}
 
 
 def _copied(program: Program) -> Program:

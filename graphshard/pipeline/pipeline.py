@@ -33,7 +33,7 @@ from graphshard.passes import (
     Reorder,
     ReshardAfterForward,
 )
-from graphshard.pipeline.decide import decide
+from graphshard.pipeline.decide import decide, same_share
 from graphshard.pipeline.observe import Observer
 from graphshard.schedule.by_unit import PlanByUnit
 
@@ -159,8 +159,9 @@ def run_pipeline(passes: Iterable[Pass], program: Program, observer: Observer) -
             partitioned = Partitioned(program.phases["backward"].clone(), left, frozenset(program.established))
         if not left:
             break
-        if isinstance(left[0], ActivationCheckpointing) and left[0].policy == "auto":
-            left = decided(left, program, observer.show)
+        if isinstance(left[0], ActivationCheckpointing):
+            auto = left[0].policy == "auto"
+            left = decided(left, program, observer.show) if auto else same_share(left, program)
         run_pass(left[0], program, observer)
         left = left[1:]
     observer.end(program)

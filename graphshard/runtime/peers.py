@@ -193,6 +193,7 @@ class Peers:
         now = others._number, others._attempt
         if now != (self._number, self._attempt):
             (self._number, self._attempt), self._met = now, 0
+            self._said = self._number  # those that run the step say who is behind
 
     def most(self, number: int) -> int:
         """The largest number that a rank has come with, on all ranks.

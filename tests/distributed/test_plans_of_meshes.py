@@ -287,6 +287,48 @@ def test_what_is_saved_of_pieces_of_different_sizes(ranks: Ranks) -> None:
     assert all(other == first for other in others)
 
 
+class OddBlock(nn.Module):
+    """Between what it could save is a sum over the tensor axis."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.up(x)
+        return x + torch.tanh(self.out(torch.tanh(self.down(torch.relu(made) * torch.sigmoid(made)))))
+
+
+def odd_blocks(tp: DeviceMesh) -> nn.Module:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(OddBlock(6, 13) for _ in range(3)))
+    for block in model:
+        parallelize_module(block, tp, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
+    return model
+
+
+def _shares(rank: int, world_size: int, share: float) -> list[str]:
+    """What a step sends: a sum is sent again where what follows it is not saved."""
+    mesh = mesh_of(2, 2)
+    model = graphshard.compile(odd_blocks(mesh["tp"]), mesh, backend="eager", units=["*"], activation=share)
+    plain = graphshard.compile(odd_blocks(mesh["tp"]), mesh, backend="eager", units=["*"])
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank // 2))
+    for each in (model, plain):
+        each(x).square().mean().backward()
+    assert_same(grads_of(model), grads_of(plain), "gradients")
+    (program,) = graphshard.programs(model)
+    return [_without_sizes(line) for line in program.communication]
+
+
+@pytest.mark.parametrize(("share", "again"), [(0.12, 1), (0.18, 0)])
+def test_a_share_of_pieces_of_different_sizes(ranks: Ranks, share: float, again: int) -> None:
+    """Ranks with smaller pieces would save one value less, and send again what others do not."""
+    first, *others = ranks(4).run(_shares, share, share=False)
+    assert all(other == first for other in others)
+    assert sum("over tp" in line for line in first if line.startswith("backward")) == 2 + again
+
+
 def _padded_peaks(rank: int, world_size: int) -> tuple[int, int, int, str]:
     """The least limit, what is predicted, what a step takes at the most; what is refused below."""
     mesh, x = mesh_of(2, 2), torch.randn(2, 4096)
