@@ -62,10 +62,14 @@ class Agreement:
         Returns:
             False if that was seen before, and nobody was asked.
         """
-        text = agreed_text(program)
-        if self.peers is None or text in self._known:
+        text, everyone = agreed_text(program), self._planning
+        if (self.peers is None and everyone is None) or text in self._known:
             return False
-        self.peers.agree(text, functools.partial(difference, self.peers.rank))
+        if self.peers is not None:
+            self.peers.agree(text, functools.partial(difference, self.peers.rank))
+        if everyone is not None:  # ranks that have other pieces gather other parameters, among themselves
+            own = [line for line in program.communication if " as " not in line]
+            everyone.agree(json.dumps([{}, own]), functools.partial(difference, everyone.rank))
         self._known.add(text)
         return True
 

@@ -447,3 +447,34 @@ def test_pieces_with_which_ranks_communicate_otherwise(ranks: Ranks) -> None:
         "memory_limit=1000 cannot be kept: layers.0.experts.up is in pieces of different sizes on ep"
     )
     assert message.endswith("Leave it out, or cut dims that the size of the axis divides.")
+
+
+class _More(nn.Module):
+    """Sums over the tensor axis once more where the local piece is the large one."""
+
+    def __init__(self, tp: DeviceMesh) -> None:
+        super().__init__()
+        self.blocks, self.group = odd_blocks(tp), tp.get_group()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(x)
+        if self.blocks[0].up.bias.to_local().shape[0] > 6:
+            x = x + collectives.all_reduce(x.detach(), "sum", self.group)
+        return x.sum()
+
+
+def _more(rank: int, world_size: int) -> str:
+    mesh = mesh_of(2, 2)
+    model = graphshard.compile(_More(mesh["tp"]), mesh, backend="eager")
+    with pytest.raises(graphshard.DivergenceError) as error:
+        model(*few_rows())
+    return str(error.value)
+
+
+def test_ranks_with_other_pieces_that_communicate_otherwise(ranks: Ranks) -> None:
+    """All ranks say so before one waits for a sum that the others do not make."""
+    (message,) = set(ranks(4).run(_more, share=False))
+    assert "made a different program than rank" in message
+    assert "they first differ at collective 3:" in message
+    assert ": forward: reduced over tp\n" in message
+    assert ": backward: reducing over tp\n" in message
