@@ -74,6 +74,10 @@ class Slot:
         end = f"[{self.index}]" if self.kind == "part" else " in backward" if self.of == "late" else ""
         return f"{self.kind}:{self.name}{end}"
 
+    def named(self, name: str) -> Slot:
+        """The same of another name."""
+        return Slot(self.kind, name, self.of, self.index)  # a third of the time of `dataclasses.replace`
+
     @property
     def is_of_backward(self) -> bool:
         """Whether backward returns it."""

@@ -105,13 +105,13 @@ class _Stamp(Alike):
                 member = Member(self.members[node].family, group)
                 is_saved = slot.kind == "saved" and slot.of is None
                 name = names[member] if is_saved else self.repeats.name_at(group, slot.name)
-                slot = replace(slot, name=name)
+                slot = slot.named(name)
                 stem = re.sub(r"\W", "_", slot.name if slot.kind in ("param", "buffer", "saved") else str(slot))
                 with graph.inserting_after(anchor) if anchor else graph.inserting_before(next(iter(graph.nodes))):
                     copied = graph.create_node("placeholder", stem, name=stem)
                 if copied.target != copied.name:
                     copied.target = copied.name
-                copied.meta.update(self._meta(node, group))
+                self._describe(copied, node, group)
                 self.by_member[member] = node = copied
             result.append(slot)
             anchor = node
@@ -132,7 +132,7 @@ class _Stamp(Alike):
                     object.__setattr__(copied, "args", args)
                     if kwargs:
                         copied.kwargs = kwargs
-                    copied.meta.update(self._meta(node, group))
+                    self._describe(copied, node, group)
                     self.by_member[Member((self.descending, number, place), group)] = copied
 
     def _connect(self, segment: Segment) -> None:
@@ -154,11 +154,12 @@ class _Stamp(Alike):
 
         return torch.fx.map_arg((node.args, node.kwargs), argument)
 
-    def _meta(self, node: Node, group: int) -> dict[str, Any]:
-        """What is known of the copy of a node of the template."""
+    def _describe(self, copied: Node, node: Node, group: int) -> None:
+        """Say of the copy of a node of the template what is known of it."""
         if node not in self._metas:
             self._metas[node] = {key: value for key, value in node.meta.items() if key not in ("number", "desc")}
-        return self._metas[node] | self._named(node, TEMPLATE, group)
+        copied.meta.update(self._metas[node])
+        copied.meta.update(self._named(node, TEMPLATE, group))
 
     def _named(self, node: Node, window: int, group: int) -> dict[str, Any]:
         """What names blocks, of a node of a window, as it is in the window of a group."""
@@ -207,7 +208,7 @@ class _Stamp(Alike):
             if group is not None and output.member is not None:
                 is_saved = slot.kind == "saved" and slot.of is None
                 name = self._free(f"{slot.name}_of_{group}") if is_saved else self.repeats.name_at(group, slot.name)
-                slot = replace(slot, name=name)
+                slot = slot.named(name)
                 if is_saved:
                     self.saved[name] = Member(output.member.family, group)
             results.append(value)
