@@ -122,8 +122,8 @@ def take_off_last_sums(phase: Phase, params: ParamTable, mesh: Mesh) -> ParamTab
         if row is None or row.split is None:
             continue
         sums: list[Sum] = []
-        even = row.split.is_even({axis.name: axis.size for axis in row.on(mesh).tensors})
-        while _is_last_sum(value := results[index], _SUMS if even else _SUMS[:1]):
+        kinds = _SUMS if row.has_even_pieces(mesh) else _SUMS[:1]
+        while _is_last_sum(value := results[index], kinds):
             results[index], operation, *pieces, axis = value.args
             sums.insert(0, Sum(str(axis), str(operation), *(size for size in pieces if isinstance(size, int))))
         rows[slot.name] = replace(row, split=replace(row.split, sums=tuple(sums)))

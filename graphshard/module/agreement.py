@@ -43,18 +43,29 @@ class Agreement:
         """While a program of `label` is made: an error is one for all ranks that make it, too."""
         doing = f"{MAKES} of {label} ({reason})"
         with contextlib.ExitStack() as stack:
-            if (everyone := self._planning) is not None:
+            if (everyone := self._others) is not None:
                 stack.enter_context(everyone.together(doing))
             if self.peers is not None:
                 stack.enter_context(self.peers.together(doing))
             yield
 
+    def anew(self) -> Agreement:
+        """Of the same ranks, which have not agreed on anything yet."""
+        return Agreement(self.peers, self.everyone)
+
     @property
-    def _planning(self) -> Peers | None:
-        """The ranks that plan together."""
+    def _others(self) -> Peers | None:
+        """`everyone`, who meet as often as the peers do."""
         if self.everyone is not None and self.peers is not None:
             self.everyone.follow(self.peers)
         return self.everyone
+
+    @property
+    def _planning(self) -> Peers:
+        """The ranks that plan together."""
+        peers = self._others or self.peers
+        assert peers is not None
+        return peers
 
     def check(self, program: Program) -> bool:
         """Raise `DivergenceError` if another rank communicates otherwise.
@@ -62,7 +73,7 @@ class Agreement:
         Returns:
             False if that was seen before, and nobody was asked.
         """
-        text, everyone = agreed_text(program), self._planning
+        text, everyone = agreed_text(program), self._others
         if (self.peers is None and everyone is None) or text in self._known:
             return False
         if self.peers is not None:
@@ -105,14 +116,10 @@ class Agreement:
         return self._pipeline
 
     def _share(self, program: Program, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        peers = self._planning or self.peers
-        assert peers is not None
-        return cast("dict[str, Any]", json.loads(peers.share(lambda: json.dumps(make()))))
+        return cast("dict[str, Any]", json.loads(self._planning.share(lambda: json.dumps(make()))))
 
     def _most(self, number: int) -> int:
-        peers = self._planning or self.peers
-        assert peers is not None
-        return peers.most(number)
+        return self._planning.most(number)
 
 
 def agreed_text(program: Program) -> str:

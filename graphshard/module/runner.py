@@ -19,7 +19,6 @@ from graphshard.capture.signature import Signature
 from graphshard.ir.program import Program
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.torch_internals import forget_sources
-from graphshard.module.agreement import Agreement
 from graphshard.module.callchecks import check_materialized, check_not_transformed
 from graphshard.module.executables import Executables, Installed
 from graphshard.module.guard import Guard
@@ -176,7 +175,7 @@ class Runner(Maker):
             executables=Executables(),
             entries={},
             materialized=False,
-            agreement=Agreement(self.agreement.peers, self.agreement.everyone),
+            agreement=self.agreement.anew(),
             _partitioned={},
             _changed=Counter(),
             **changes,
@@ -195,11 +194,7 @@ class Runner(Maker):
     def begin_again(self, pipeline: Pipeline) -> None:
         """Let other passes make the programs from the next call on; forget those that were made or loaded."""
         self.tracer.pipeline = pipeline
-        self.agreement, self.executables, self.library = (
-            Agreement(self.agreement.peers, self.agreement.everyone),
-            Executables(),
-            None,
-        )
+        self.agreement, self.executables, self.library = self.agreement.anew(), Executables(), None
         self.entries.clear()
 
     def unshard(self, names: Collection[str]) -> UnshardHandle:
