@@ -78,7 +78,8 @@ _MAXTEXT = "MaxText"
 _KEMPNER = "KempnerForge"
 # llm-foundry scripts/train/benchmarking/README.md at 061f2c7: FSDP1, amp_bf16; tokens over tokens/s. What ran it
 # is inferred: attention was Triton's or FlashAttention 1 (`attn_impl` of submit_benchmarks.py and sweep.py there)
-# but for 7B on 128, and torch was older than 2.1, which ends recomputation where nobody reads it, but for 128.
+# but for 7B on 128 (`attn_impl flash` of sweep.py, with flash-attn 2), and torch was older than 2.1, which ends
+# recomputation where nobody reads it, but for 128.
 _MPT_A100, _MPT_H100 = "llm-foundry A100", "llm-foundry H100"
 
 ROWS = (
@@ -131,29 +132,41 @@ class ComplexAttention(llama.Attention):
 
 
 class MptBlock(nn.Module):
-    """A block of MPT: layer norms, one product for query, key and value, a GELU of four widths; biases everywhere."""
+    """A block of MPT: layer norms, one product for query, key and value, a GELU of four widths; biases everywhere.
 
-    def __init__(self, dim: int, heads: int) -> None:
+    Args:
+        unpads: it hands the attention a list of the tokens that are no padding, as for FlashAttention's kernels of
+            sequences of different lengths (`flash_attn_fn` in llmfoundry/models/layers/attention.py at 5e85bd6), though
+            there is no padding: query, key and value are copied row by row, and what is returned is put into zeros.
+    """
+
+    def __init__(self, dim: int, heads: int, *, unpads: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.unpads = heads, unpads
         self.norm_1, self.norm_2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.qkv(self.norm_1(x)).chunk(3, dim=-1)
+        if self.unpads:
+            rows = torch.arange(x.shape[0] * x.shape[1], device=x.device)
+            parts = [part.flatten(0, 1).index_select(0, rows).view_as(x) for part in parts]
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        if self.unpads:
+            attended = torch.zeros_like(x).flatten(0, 1).index_copy(0, rows, attended.flatten(0, 1)).view_as(x)
+        x = x + self.out(attended)
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 class Mpt(nn.Module):
     """MPT with learned positions; the table of tokens is the head, too."""
 
-    def __init__(self, layers: int, dim: int, heads: int, seq: int, vocab: int = 50368) -> None:
+    def __init__(self, layers: int, dim: int, heads: int, seq: int, *, unpads: bool, vocab: int = 50368) -> None:
         super().__init__()
         self.embed, self.positions = nn.Embedding(vocab, dim), nn.Embedding(seq, dim)
-        self.layers = nn.ModuleList(MptBlock(dim, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(MptBlock(dim, heads, unpads=unpads) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -188,7 +201,7 @@ def model_of(row: Row) -> nn.Module:
     """The model on the meta device."""
     with torch.device("meta"):
         if row.model in MPTS:
-            return Mpt(*MPTS[row.model], row.seq)
+            return Mpt(*MPTS[row.model], row.seq, unpads=row.attention == "flash")
         model = llama.Llama(llama.LlamaConfig(seq=row.seq, **LLAMAS[row.model]))
     if row.source in (_TITAN_A100, _TITAN_H100):
         for module in model.modules():

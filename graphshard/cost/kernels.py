@@ -138,7 +138,7 @@ def _fused(group: list[Node]) -> Work:
     members = set(group)
     reads = {}
     for node in group:
-        for position, source in enumerate(node.all_input_nodes):
+        for position, source in enumerate(() if node.target in _LIKE else node.all_input_nodes):
             kernel = _kernel(source)
             if kernel not in members:
                 picks = node.target in _PICK and position == 0
@@ -185,6 +185,15 @@ def _numel(node: Node) -> Scalar:
 
 # Read only as many elements of their first input as they return.
 _PICK = frozenset({aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default})
+
+# Read nothing of their input, only what it is.
+_LIKE = frozenset(
+    {
+        *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),
+        *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default),
+        *(aten.new_empty_strided.default, aten.rand_like.default, aten.randn_like.default),
+    }
+)
 
 # Besides multiplications, what Inductor does not fuse with its neighbours.
 _UNFUSED = frozenset(

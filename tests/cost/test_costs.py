@@ -154,6 +154,18 @@ def test_views_and_picks_cost_what_they_touch():
     assert work.num_bytes == 2 * 10 * 16 * 4
 
 
+def test_what_is_made_like_a_tensor_reads_nothing_of_it():
+    """Zeros in the shape of a tensor are written, whatever that has in it."""
+    x, y = torch.randn(64, 32), torch.randn(8)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(
+        lambda x, y: (torch.zeros_like(x), x.new_zeros(16), torch.full_like(y, 2.0), x.new_ones(4))
+    )(x, y).graph
+    one_by_one = work_of(list(graph.nodes), fused=False)
+    assert [work.num_bytes for work in one_by_one] == [64 * 32 * 4, 16 * 4, 8 * 4, 4 * 4]
+    (work,) = work_in(lambda x: torch.zeros_like(x) + 1, x)
+    assert work.num_bytes == 64 * 32 * 4
+
+
 # What it takes
 
 
