@@ -26,6 +26,7 @@ from graphshard.ir.make_table import named_parameters
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import Repeats, Uneven, captured_rows
 from graphshard.ir.torch_internals import replaced
+from graphshard.ir.tracing_internals import is_recorded, is_written
 
 
 class Unequal(CaptureError):
@@ -95,7 +96,7 @@ class _Calls:
     """The calls of the blocks of one forward, in order."""
 
     def __init__(self, repeats: Repeats, blocks: Sequence[nn.Module]) -> None:
-        self.period, self.count = repeats.period, len(blocks)
+        self.period, self.blocks, self.count = repeats.period, blocks, len(blocks)
         self.captured = [repeats.is_captured(number // repeats.period) for number in range(self.count)]
         self.ended = False
         self._forget()
@@ -111,17 +112,33 @@ class _Calls:
         self.relations.append(self._relation(number))
         if number >= 2 * self.period and self.relations[number] != self.relations[number - self.period]:
             raise Unequal("blocks are not given alike")
-        result = run() if self.captured[number] else self._left_out(number)
+        runs = self._runs(number)
+        result = run() if runs else self._left_out(number)
+        self.writes = self.writes or (runs and any(map(is_written, self.blocks[number].buffers())))
         self.made.append(pytree.tree_flatten(result))
         if number == self.count - 1:  # capture looks for tensors that somebody keeps
             self._forget()
             self.ended = True
         return result
 
+    def _runs(self, number: int) -> bool:
+        """Whether a block is called.
+
+        AOTAutograd first runs a forward without making a graph of it, to see what it takes, returns and writes. Blocks
+        between the first group and the last one add nothing to that, if they are called like the first, which writes
+        nothing. That tracing then sees the same writes is checked where it ends (`FlatForward`).
+        """
+        if not self.captured[number]:
+            return False
+        if is_recorded() or not self.period <= number < self.count - self.period:
+            return True
+        return self.writes or any(type(what) is object for what in self.relations[number])
+
     def _forget(self) -> None:
         self.given: list[tuple[list[Any], pytree.TreeSpec]] = []
         self.made: list[tuple[list[Any], pytree.TreeSpec]] = []
         self.relations: list[tuple[Any, ...]] = []
+        self.writes: bool = False
 
     def _relation(self, number: int) -> tuple[Any, ...]:
         """What each leaf of the arguments is: a result of the block before, or what an earlier group was given."""

@@ -39,8 +39,10 @@ from graphshard.capture.objects import take_apart
 from graphshard.capture.outside import no_outside_values
 from graphshard.capture.substitute import Substitute
 from graphshard.capture.tensor_axis import OneCast, distributed
+from graphshard.capture.untraceable import Located
 from graphshard.capture.watch import Made, Watch, WatchHooks
 from graphshard.ir.checks import Check, Condition
+from graphshard.ir.classes import users_class
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
@@ -51,6 +53,7 @@ from graphshard.ir.tracing_internals import (
     conditionals_are_operators,
     contents_now,
     is_traced,
+    is_written,
     memory_of,
     run_compiled_functions_eagerly,
 )
@@ -107,6 +110,7 @@ class FlatForward(nn.Module):
         self.made: list[Made] = []
         self.out_spec: pytree.TreeSpec | None = None
         self.regions = CheckpointRegions()
+        self._written: tuple[bool, ...] | None = None
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         module: nn.Module = self.__dict__["_module"]
@@ -146,6 +150,7 @@ class FlatForward(nn.Module):
             result = self._path.around(module, watch.assume)(*args, **kwargs)
             leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed, self._data))
             self.leaves = [*leaves, *recorder.finish(leaves, passed)]
+            self._check_written(tuple(map(is_written, tensors)))
         self.state = recorder.state
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)
@@ -154,6 +159,18 @@ class FlatForward(nn.Module):
         self.checks = tuple(check for check, _ in watch.checks)
         self.places += range(len(self.leaves), len(self.leaves) + len(self.checks))
         return [*results, *(status.clone() for _, status in watch.checks)]
+
+    def _check_written(self, written: tuple[bool, ...]) -> None:
+        """Raise Located if it wrote other tensors than before, as AOTAutograd keeps those that the first run wrote."""
+        before, self._written = self._written, written
+        for slot, first, now in zip(self.slots, before or written, written, strict=True):
+            if first != now:
+                label = users_class(self.__dict__["_module"]).__name__
+                raise Located(
+                    f"graphshard cannot capture {label}.forward, which writes {slot.kind} {slot.name} when it runs "
+                    f"{'first, and not again' if first else 'again, and not at first'}. Let each call write the same "
+                    "tensors, or write outside of forward."
+                )
 
     def _hold(self, used: dict[Slot, torch.Tensor]) -> None:
         """Put tensors in the place of the module's own."""

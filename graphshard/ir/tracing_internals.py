@@ -21,7 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.distributed.utils import _apply_to_tensors
 from torch.fx import _symbolic_trace
 from torch.fx.experimental import symbolic_shapes
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import (
     _constrain_range_for_size,
     free_unbacked_symbols,
@@ -47,8 +47,10 @@ __all__ = [
     "contents_now",
     "fake_kernels",
     "interceptable_reads",
+    "is_recorded",
     "is_traced",
     "is_unknown",
+    "is_written",
     "leaves_stay_leaves",
     "makes_size",
     "memory_of",
@@ -208,6 +210,19 @@ def _call_second(tensor: torch.Tensor, read: Callable[..., Any], function: Calla
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor belongs to a function that AOTAutograd traces, perhaps within one of torch.func's."""
     return isinstance(tensor, FunctionalTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_recorded() -> bool:
+    """Whether a graph is made of what runs, and not only looked at what it does with its inputs."""
+    return get_proxy_mode() is not None
+
+
+def is_written(tensor: torch.Tensor) -> bool:
+    """Whether a function that AOTAutograd traces has written this input."""
+    if not isinstance(tensor, FunctionalTensor):
+        return False
+    looks = torch._functionalize_has_data_mutation, torch._functionalize_has_metadata_mutation  # type: ignore[attr-defined]
+    return any(look(tensor.elem) for look in looks)
 
 
 def contents_now(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
 from typing import Any
 
@@ -266,6 +267,25 @@ def _error(cls: type[nn.Module], line: str, advice: str) -> str:
     lines, start = inspect.getsourcelines(cls)
     number = next(i for i, text in enumerate(lines, start) if text.strip() == line)
     return re.escape(f"graphshard cannot capture {cls.__name__}.forward at {__file__}:{number}\n    {line}\n{advice}")
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "first, and not again"), (1, "again, and not at first")])
+def test_a_buffer_that_one_of_two_runs_writes(number: int, text: str) -> None:
+    """A forward is run twice while it is captured; what an iterator that nobody can look into lets it write."""
+    calls = itertools.count()
+
+    class Writes(Scale):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if next(calls) == number:
+                self.total.add_(x)
+            return x * self.w
+
+    with pytest.raises(CaptureError, match=f"which writes buffer total when it runs {text}"):
+        captured(Writes(), (X,))
 
 
 def test_the_line_may_be_in_a_submodule() -> None:

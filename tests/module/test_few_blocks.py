@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import graphshard
 from graphshard.ir.plan import Event, Plan
 from graphshard.ir.printer import print_phase
-from graphshard.ir.program import Program
+from graphshard.ir.program import Program, Slot
 from graphshard.module.few_blocks import VARIABLE
 from graphshard.schedule.by_cost import PlanByCost
 from tests.conftest import FakeWorld
@@ -73,6 +73,21 @@ class IsTold(Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (2 if self.now["layer"] == 4 else 1)
+
+
+class WritesIfTold(Block):
+    """The second one alone writes its buffer."""
+
+    now: dict[str, int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.now["layer"] == 1:
+            self.calls.add_(1)
+        return super().forward(x)
 
 
 class Frozen(Stack):
@@ -170,7 +185,16 @@ def test_blocks_that_are_more_than_arithmetic(
 
 def test_buffers_that_blocks_write(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_world(4)
-    compare(Stack([Normalizes() for _ in range(7)]), monkeypatch)
+    assert compare(Stack([Normalizes() for _ in range(7)]), monkeypatch)
+
+
+def test_a_buffer_that_one_block_writes(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second block does not run where AOTAutograd looks at what a forward writes."""
+    fake_world(4)
+    model = Counts([WritesIfTold() for _ in range(7)])
+    assert not compare(model, monkeypatch)
+    (program,) = graphshard.programs(model)
+    assert Slot("mutation", "blocks.1.calls", "buffer") in program.phases["forward"].outputs
 
 
 @pytest.mark.parametrize(
