@@ -98,7 +98,7 @@ class _Calls:
     def __init__(self, repeats: Repeats, blocks: Sequence[nn.Module]) -> None:
         self.period, self.blocks, self.count = repeats.period, blocks, len(blocks)
         self.captured = [repeats.is_captured(number // repeats.period) for number in range(self.count)]
-        self.ended = False
+        self.ended = self.writes = False
         self._forget()
 
     def next(self, number: int, given: Any, run: Callable[[], Any]) -> Any:
@@ -138,7 +138,7 @@ class _Calls:
         self.given: list[tuple[list[Any], pytree.TreeSpec]] = []
         self.made: list[tuple[list[Any], pytree.TreeSpec]] = []
         self.relations: list[tuple[Any, ...]] = []
-        self.writes: bool = False
+        self.writes = False
 
     def _relation(self, number: int) -> tuple[Any, ...]:
         """What each leaf of the arguments is: a result of the block before, or what an earlier group was given."""
