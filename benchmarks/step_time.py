@@ -6,7 +6,8 @@
 All variants live in the same processes and take turns, step by step, so that the load of a shared machine meets all
 alike. Prints medians of the slowest rank, quartiles, and ratios to eager FSDP2. What is "kept" has
 `reshard_after_forward=False`: full parameters stay from forward to backward, which saves a gather of each. Without
-communication each rank trains the model by itself, by torch.compile: what no variant can be faster than by much.
+communication each rank trains the model by itself, by torch.compile or in eager mode: what no variant of that backend
+can be faster than by much.
 "FSDP2 compiled whole" is the same FSDP2 with torch.compile around the model, which breaks the graph at FSDP2's hooks.
 torchtitan's SimpleFSDP, under torch.compile as a whole, takes part where `--simple-fsdp` says in which file it is, as
 it comes with torchtitan, in whose environment this must run then.
@@ -40,8 +41,8 @@ import llama
 
 VARIANTS = (
     *("graphshard inductor", "graphshard inductor compile_step", "graphshard inductor compile_step kept"),
-    *("graphshard eager", "graphshard eager compile_step"),
-    *("FSDP2", "FSDP2 compiled blocks", "FSDP2 compiled whole", "DDP", "no communication"),
+    *("graphshard eager", "graphshard eager compile_step", "graphshard eager compile_step kept"),
+    *("FSDP2", "FSDP2 compiled blocks", "FSDP2 compiled whole", "DDP", "no communication", "no communication eager"),
 )
 BASE, SIMPLE = "FSDP2", "SimpleFSDP"
 
@@ -57,8 +58,9 @@ def variant(name: str, model: nn.Module, simple_fsdp: Path | None = None) -> nn.
         return graphshard.compile(model, mesh, backend=name.split()[1], reshard_after_forward="kept" not in name)
     if name == "DDP":
         return DistributedDataParallel(model)
-    if name == "no communication":
-        model.compile()
+    if name.startswith("no communication"):
+        if not name.endswith("eager"):
+            model.compile()
         return model
     if name == SIMPLE:
         assert simple_fsdp is not None
