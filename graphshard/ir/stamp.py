@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from graphshard.ir.alike import STACKS, TEXTS, Alike, Output
 from graphshard.ir.params import ParamTable
-from graphshard.ir.program import Program, Slot
+from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.repeats import TEMPLATE, Repeats, Uneven
 from graphshard.ir.unfold import Frame
 from graphshard.ir.windows import Member, Of, Ref, Segment, Shared, groups_of
@@ -58,6 +58,16 @@ def all_blocks(program: Program) -> Program:
     return stamp(copy, program.few.repeats, program.few.params)
 
 
+def backward_of_all(program: Program) -> Phase:
+    """The backward of all blocks, made of a partitioned program of few, which stays as it is."""
+    assert program.few is not None
+    few, saved = program.few, dict[str, Member]()
+    _Stamp(program.phases["forward"], few.repeats, saved, descending=False).name_saved()
+    backward = program.phases["backward"].clone()
+    _Stamp(backward, few.repeats, saved, descending=True).run()
+    return backward
+
+
 @dataclass
 class _Stamp(Alike):
     """Copies the groups of one phase that are left out."""
@@ -79,6 +89,11 @@ class _Stamp(Alike):
         for segment in self.segments:
             self._connect(segment)
         self._add_outputs(outputs)
+
+    def name_saved(self) -> None:
+        """Say only what forward saves of all groups, as `run` does."""
+        for _ in self._with_names(self.find()):
+            pass
 
     @cached_property
     def _all(self) -> Frame:
@@ -200,21 +215,27 @@ class _Stamp(Alike):
 
     def _add_outputs(self, outputs: list[Output]) -> None:
         results, slots = [], []
-        for output, group in _with_copies([(output, output.member) for output in outputs], self.repeats):
-            value, slot = output.value, output.slot
+        for output, group, slot in self._with_names(outputs):
+            value = output.value
             at = output.member.group if output.member and group is None else group
             if output.ref is not None and at is not None and at > TEMPLATE:
                 value = self._resolved(output.ref, at)
+            results.append(value)
+            slots.append(slot)
+        self.phase.set_results(results)
+        self.phase.outputs = tuple(slots)
+
+    def _with_names(self, outputs: list[Output]) -> Iterator[tuple[Output, int | None, Slot]]:
+        """Outputs in order, those of the template again for each group left out, and what each is called."""
+        for output, group in _with_copies([(output, output.member) for output in outputs], self.repeats):
+            slot = output.slot
             if group is not None and output.member is not None:
                 is_saved = slot.kind == "saved" and slot.of is None
                 name = self._free(f"{slot.name}_of_{group}") if is_saved else self.repeats.name_at(group, slot.name)
                 slot = slot.named(name)
                 if is_saved:
                     self.saved[name] = Member(output.member.family, group)
-            results.append(value)
-            slots.append(slot)
-        self.phase.set_results(results)
-        self.phase.outputs = tuple(slots)
+            yield output, group, slot
 
 
 def _with_copies(entries: list[tuple[T, Member | None]], repeats: Repeats) -> Iterator[tuple[T, int | None]]:

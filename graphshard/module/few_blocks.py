@@ -30,7 +30,7 @@ from graphshard.ir.alike import few_of
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import TEMPLATE, Few, Repeats, Uneven
-from graphshard.ir.stamp import all_blocks, stamp
+from graphshard.ir.stamp import backward_of_all, stamp
 from graphshard.ir.state import MISSING, ModuleState, Place, Read
 from graphshard.lower.regions import outline
 from graphshard.module.places import look_up
@@ -86,7 +86,7 @@ class Short:
                 return folded_plan(plans[-1], program)
 
         def partitioned() -> Partitioned:
-            return Partitioned(all_blocks(begin).phases["backward"], self.passes, frozenset(begin.established))
+            return Partitioned(backward_of_all(begin), self.passes, frozenset(begin.established))
 
         steps = [replace(s, planner=partial(plan, s)) if isinstance(s, MakePlan) else s for s in self.passes]
         alone = replace(observer)

@@ -6,6 +6,7 @@ import copy
 import os
 from contextvars import ContextVar
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import graphshard
 from graphshard.ir.plan import Event, Plan
 from graphshard.ir.printer import print_phase
-from graphshard.ir.program import Program, Slot
+from graphshard.ir.program import Phase, Program, Slot
+from graphshard.ir.stamp import all_blocks, backward_of_all
+from graphshard.module import few_blocks
 from graphshard.module.few_blocks import VARIABLE
 from graphshard.schedule.by_cost import PlanByCost
 from tests.conftest import FakeWorld
@@ -199,6 +202,28 @@ def test_blocks_that_are_more_than_arithmetic(
 def test_buffers_that_blocks_write(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_world(4)
     assert compare(Stack([Normalizes() for _ in range(7)]), monkeypatch)
+
+
+@pytest.mark.parametrize("block", [Block, Drops, Normalizes])
+def test_another_backward_begins_with_that_of_all_blocks(
+    fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, block: type[Block]
+) -> None:
+    """The backward that the cache keeps is that of the program of all blocks, whose forward is not made for it."""
+    fake_world(4)
+    texts: list[tuple[str, str]] = []
+
+    def both(program: Program) -> Phase:
+        phases = all_blocks(program).phases["backward"], backward_of_all(program)
+        for node in (node for phase in phases for node in phase.module.graph.nodes):
+            node.meta.pop("number", None)
+        texts.append((print_phase(phases[0]), print_phase(phases[1])))
+        return phases[1]
+
+    monkeypatch.setattr(few_blocks, "backward_of_all", both)
+    program_of(Stack([block() for _ in range(8)]), cache=tmp_path)
+    ((expected, found),) = texts
+    assert found == expected
+    assert "blocks.3" in found
 
 
 def test_a_buffer_that_one_block_writes(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
