@@ -13,7 +13,8 @@
     exact       every schedule of a small phase, except those that another is no worse than
     deep        buckets and the order on the link for a deep phase; exact without a limit, window and copies
     coarse      fewer transfers: joined where latencies are long, or cut at given places only
-    place       launch positions of given buckets under a memory limit
+    place       launch positions of given buckets under a memory limit, as early as their order allows
+    delay       gathers moved behind, as late as costs nothing
     phase       the best schedule of one phase that a budget finds, and what is proven of it
     solve       which parameters stay gathered, and all phases
     ways        which axes a phase's collectives run over, and what its link is
@@ -28,7 +29,7 @@
     memory      what memory its values hold meanwhile
     dag         the timeline as a graph: critical path, slack, what delays a wait
 
-The first sixteen know neither graphs nor tensors.
+The first seventeen know neither graphs nor tensors.
 
 Which plan is taken:
 
