@@ -35,10 +35,11 @@ try:
 except ImportError:
     collect_grad_tensors = None  # type: ignore[assignment]
 
-# Size, for estimates, of what depends on values.
-_GUESS = 64
+# The modes that see an operator while a forward is traced.
+TRACING_MODES = (FunctionalTensorMode, ProxyTorchDispatchMode, FakeTensorMode)
 
 __all__ = [
+    "TRACING_MODES",
     "answer_tracing_checks",
     "arguments_of",
     "cast_tensors",
@@ -55,7 +56,6 @@ __all__ = [
     "new_unknown_float",
     "new_unknown_size",
     "number_of_next_node",
-    "pausing_in_operators",
     "quiet_tracing",
     "replace_differentiable",
     "run_compiled_functions_eagerly",
@@ -362,49 +362,4 @@ def conditionals_are_operators() -> Iterator[None]:
         return sys._getframe(1).f_code is torch.cond.__code__ or ask()
 
     with replaced(torch.compiler, "is_dynamo_compiling", asked):
-        yield
-
-
-# Of which namespaces operators have no code of the user's.
-_TORCHS = frozenset({"aten", "prims", "prim"})
-
-
-@contextlib.contextmanager
-def pausing_in_operators(pause: Callable[[], Callable[[], None] | None], *modes: Any) -> Iterator[None]:
-    """In the block `pause` is called where an operator of torch's is traced, and what it returns at the end of that.
-
-    So it is where torch writes the code of a graph. No code of the user's runs meanwhile. For operators and tensors of
-    others some may, and there is no pause.
-
-    Args:
-        modes: which see operators besides torch's own.
-    """
-
-    def around(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(dispatch)
-        def paused(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            torchs = isinstance(func, OpOverload) and func.namespace in _TORCHS
-            go_on = pause() if torchs and all(kind.__module__.startswith("torch.") for kind in types) else None
-            if go_on is None:
-                return dispatch(self, func, types, args, kwargs)
-            try:
-                return dispatch(self, func, types, args, kwargs)
-            finally:
-                go_on()
-
-        return paused
-
-    def recompiled(self: torch.fx.GraphModule) -> Any:
-        go_on = pause()
-        try:
-            return recompile(self)
-        finally:
-            if go_on is not None:
-                go_on()
-
-    recompile = torch.fx.GraphModule.recompile
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(torch.fx.GraphModule, "recompile", recompiled))
-        for mode in (FunctionalTensorMode, ProxyTorchDispatchMode, FakeTensorMode, *modes):
-            stack.enter_context(replaced(mode, "__torch_dispatch__", around(mode.__torch_dispatch__)))
         yield
