@@ -60,7 +60,8 @@ from graphshard.ir.state import Place, number_as_tensor
 from graphshard.ir.strides import strides_without_gaps
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
 from graphshard.ir.torch_internals import draws_stay, fake_tensor
-from graphshard.ir.tracing_internals import fake_kernels, leaves_stay_leaves, makes_size, quiet_tracing
+from graphshard.ir.tracing_internals import fake_kernels, leaves_stay_leaves, quiet_tracing
+from graphshard.ir.unbacked_internals import makes_size
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,7 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed.utils import _apply_to_tensors
 from torch.fx import _symbolic_trace
-from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-from torch.fx.experimental.symbolic_shapes import (
-    _constrain_range_for_size,
-    free_unbacked_symbols,
-)
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.torch_internals import replaced
@@ -44,17 +39,12 @@ __all__ = [
     "arguments_of",
     "cast_tensors",
     "conditionals_are_operators",
-    "conditions_on_sizes",
     "contents_now",
     "fake_kernels",
     "interceptable_reads",
     "is_traced",
-    "is_unknown",
     "leaves_stay_leaves",
-    "makes_size",
     "memory_of",
-    "new_unknown_float",
-    "new_unknown_size",
     "number_of_next_node",
     "quiet_tracing",
     "replace_differentiable",
@@ -143,48 +133,6 @@ def fake_kernels(kernels: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[N
         for op in kernels:
             op_implementations_dict.pop(op)
         op_implementations_dict.update(known)
-
-
-def new_unknown_size(mode: FakeTensorMode, low: int | None = None, high: int | None = None) -> torch.SymInt:
-    """A size that depends on values, with its least and largest."""
-    assert mode.shape_env is not None
-    with mode.shape_env.ignore_fresh_unbacked_symbols():  # no operator makes it
-        size: torch.SymInt = mode.shape_env.create_unbacked_symint()
-    _constrain_range_for_size(size, low, high)
-    return size
-
-
-def new_unknown_float(mode: FakeTensorMode) -> torch.SymFloat:
-    """A number that depends on values, and is no size."""
-    assert mode.shape_env is not None
-    with mode.shape_env.ignore_fresh_unbacked_symbols():
-        number: torch.SymFloat = mode.shape_env.create_unbacked_symfloat()
-    return number
-
-
-@contextlib.contextmanager
-def conditions_on_sizes(
-    decide: Callable[[torch.SymBool], bool | None], check: Callable[[torch.SymBool], None]
-) -> Iterator[None]:
-    """Within the block, conditions on sizes that depend on values are not torch's alone.
-
-    Args:
-        decide: asked where code decides by one; None leaves it to torch.
-        check: told what `torch._check` takes for granted.
-    """
-    ask, expect = torch.SymBool.__bool__, symbolic_shapes.expect_true
-
-    def truth(self: torch.SymBool) -> bool:
-        decided = decide(self) if free_unbacked_symbols(self) else None
-        return bool(ask(self)) if decided is None else decided
-
-    def expected(value: Any, skip: int = 0) -> bool:
-        if isinstance(value, torch.SymBool) and free_unbacked_symbols(value):
-            check(value)
-        return bool(expect(value, skip))
-
-    with replaced(torch.SymBool, "__bool__", truth), replaced(symbolic_shapes, "expect_true", expected):
-        yield
 
 
 @contextlib.contextmanager
@@ -285,23 +233,6 @@ def written_by(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     given = arguments_of(func, args, kwargs)
     writes = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
     return [leaf for leaf in pytree.tree_leaves(writes) if isinstance(leaf, torch.Tensor)]
-
-
-def makes_size(node: torch.fx.Node) -> bool:
-    """Whether an operator makes a number, or a tensor of a size, that depends on the values of a tensor."""
-    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-    return (
-        isinstance(node.target, OpOverload)
-        and any(tag in node.target.tags for tag in tags)
-        and any(map(is_unknown, pytree.tree_leaves(node.meta.get("val"))))
-    )
-
-
-def is_unknown(value: Any) -> bool:
-    """Whether a value is a number, or a tensor of a size, that depends on the values of a tensor."""
-    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(
-        free_unbacked_symbols(value)
-    )
 
 
 @contextlib.contextmanager
