@@ -13,13 +13,16 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
+from torch._export.non_strict_utils import make_fake_inputs, produce_guards_and_solve_constraints
+from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed.utils import _apply_to_tensors
-from torch.fx import _symbolic_trace
+from torch.fx import GraphModule, _symbolic_trace
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils import _pytree as pytree
 
@@ -41,6 +44,7 @@ __all__ = [
     "conditionals_are_operators",
     "contents_now",
     "fake_kernels",
+    "fakes_of_call",
     "interceptable_reads",
     "is_traced",
     "leaves_stay_leaves",
@@ -112,6 +116,26 @@ class _Traced(type):
 
 class _AnyTracedTensor(metaclass=_Traced):
     """What all tensors of a trace are instances of."""
+
+
+def fakes_of_call(
+    mode: FakeTensorMode, module: nn.Module, args: Any, kwargs: Any, dynamic: Any
+) -> tuple[Any, Any, Callable[[GraphModule], None]]:
+    """Inputs of a call in another fake mode, and a check, after tracing, that their dynamic sizes stayed so.
+
+    Args:
+        args, kwargs: with fake tensors.
+        dynamic: which sizes are, as `torch.export` is told; None if none are.
+    """
+    with tracing(TracingContext(mode)):
+        made = make_fake_inputs(module, args, kwargs, dynamic)
+    _, fake_args, fake_kwargs, equalities, signature, _ = made
+
+    def check_sizes(joint: GraphModule) -> None:
+        if dynamic is not None:
+            produce_guards_and_solve_constraints(mode, joint, dynamic, equalities, signature)
+
+    return fake_args, fake_kwargs, check_sizes
 
 
 @contextlib.contextmanager
