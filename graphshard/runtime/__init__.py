@@ -5,7 +5,8 @@
 microbatches leave, `unsharded.py` what was gathered by hand. `gloo.py` is how collectives run on CPUs.
 `arrivals.py` hands gradients over where they arrive, to an optimizer on shards
 (`updates.py`), by way of their norm (`clipping.py`); `graphs.py` asks autograd whether that is all of a gradient.
-`replays.py` launches runs of regions by one launch each, with what `device_graphs.py` captures.
+`replays.py` launches runs of regions by one launch each: it decides which are captured and when, `captured_run.py` is
+one of them, and `device_graphs.py` asks the device.
 
 `peers.py` is what ranks agree on and know of each other: they meet in the rendezvous store (`meeting.py`), wait with
 patience (`waiting.py`), and say how they are doing (`status.py`). A thread looks at one other rank (`watch.py`), so
