@@ -40,10 +40,10 @@ def on_a_rank(rank: int, world_size: int, looks: int) -> float:
     assert isinstance(model, ShardedModule)
     peers = model._graphshard.agreement.peers
     assert peers is not None
-    watch = Watch(peers, peers._own_store)
+    watch = Watch(peers.standing, peers.standing.store)
     start = time.thread_time()
     for _ in range(looks):
-        watch.look(peers)
+        watch.look(peers.standing)
     return (time.thread_time() - start) / looks
 
 

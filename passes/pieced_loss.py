@@ -38,16 +38,13 @@ from torch.fx import Graph, Node
 from graphshard.ir.errors import PassError
 from graphshard.ir.graph import GATHERS, aten, calls_of, emit, erase_dead, fake, is_backward
 from graphshard.ir.layout import Collective, collectives
-from graphshard.ir.operators import BEGUN, JOINING, SETTLED
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
 from graphshard.ir.recomputed import IN_FORWARD
+from graphshard.ir.row_pieces import RowPieces
 from graphshard.ir.transport import landing
 from graphshard.ir.vocabulary_loss import VocabularyLoss, added_product, computed_again, same_numbers, vocabulary_loss
 from graphshard.passes.base import Pass
-
-# Mark of what joins the pieces of a gradient: one behind another for each rank.
-OF_PIECES = "of_pieces"
 
 
 @dataclass(frozen=True)
@@ -146,19 +143,19 @@ class _Pieces:
         self._graph: Graph = found.product.graph
         self._like = found.product
         self._rows = found.operands[0]
+        assert isinstance(found.loss.args[1], Node)
         self._targets = found.loss.args[1]
-        size = math.ceil(row.shard_len / pieces)
-        self._ranges = [(at, min(at + size, row.shard_len)) for at in range(0, row.shard_len, size)]
+        self._pieces = RowPieces(row, gather.axis, pieces, self._targets, self._emit)
 
     def rewrite(self) -> None:
-        last = len(self._ranges) - 1
+        last = len(self._pieces.ranges) - 1
         begun: Node | None = self._begin_first()
         with self._graph.inserting_before(self._found.loss):
             targets = self._place_targets()
             most = total = logit = whole = None
             for number in range(last + 1):
-                following = self._begin(number + 1) if number < last else None
-                whole, begun = self._settle(begun, number), following
+                following = self._pieces.begin(self._shard, number + 1) if number < last else None
+                whole, begun = self._pieces.settle(begun, number), following
                 logits = self._logits(whole, number)[1]
                 most, total = self._summed(logits, most, total)
                 column, inside = self._columns(number, *targets)
@@ -183,9 +180,9 @@ class _Pieces:
         of_rows: Node | None = None
         of_weight: dict[int, Node] = {}
         of_bias: dict[int, Node] = {}
-        for number in reversed(range(len(self._ranges))):
-            following = self._begin(number - 1) if number else None
-            whole, begun = (whole if begun is None else self._settle(begun, number)), following
+        for number in reversed(range(len(self._pieces.ranges))):
+            following = self._pieces.begin(self._shard, number - 1) if number else None
+            whole, begun = (whole if begun is None else self._pieces.settle(begun, number)), following
             made, logits = self._logits(whole, number)
             share = self._emit(aten.exp.default, self._emit(aten.sub.Tensor, logits, shifted))
             column, inside = self._columns(number, *targets)
@@ -203,30 +200,15 @@ class _Pieces:
                 of_weight[number] = self._emit(aten.mm.default, self._emit(aten.t.default, gradient), self._rows)
             if found.of_bias:
                 of_bias[number] = self._emit(aten.sum.dim_IntList, gradient, [0], True)
-        joined = self._joined(of_weight, 0), self._joined(of_bias, 1)
+        joined = self._pieces.joined(of_weight, 0), self._pieces.joined(of_bias, 1)
         for nodes, value in ((found.of_rows, of_rows), (found.of_weight, joined[0]), (found.of_bias, joined[1])):
             for node in nodes:
                 assert value is not None
                 node.replace_all_uses_with(self._in_dtype(value, fake(node).dtype))
 
-    def _joined(self, parts: dict[int, Node], dim: int) -> Node | None:
-        """The gradient of the head or its bias, of those of its pieces, in which words lie along a dim."""
-        if not parts:
-            return None
-        ranks, width = self._row.num_shards, (self._row.shape[1],) if dim == 0 else ()
-        by_rank = [
-            self._emit(aten.view.default, parts[number], [ranks, end - at, *width])
-            for number, (at, end) in enumerate(self._ranges)
-        ]
-        joined = self._emit(aten.cat.default, by_rank, 1)
-        if width:
-            joined.meta[OF_PIECES] = True
-        joined = self._emit(aten.view.default, joined, [*([1] * dim), ranks * self._row.shard_len, *width])
-        return joined if self._row.is_even else self._emit(aten.slice.Tensor, joined, dim, 0, self._row.shape[0])
-
     def _begin_first(self) -> Node:
         """Start to gather the first piece beside as many multiplications as a piece takes."""
-        length, (at, end) = len(fake(self._rows)), self._ranges[0]
+        length, (at, end) = len(fake(self._rows)), self._pieces.ranges[0]
         wanted = length * (end - at) * self._row.num_shards * self._row.shape[1]
         sources = [self._gather.node.all_input_nodes[0]]
         while sources[-1].op != "placeholder":
@@ -245,61 +227,24 @@ class _Pieces:
                     self._shard = self._graph.node_copy(node, {node.all_input_nodes[0]: self._shard}.__getitem__)
                 elif place < node:
                     place.prepend(node)
-            return self._begin(0)
-
-    def _begin(self, number: int) -> Node:
-        piece = self._emit(aten.slice.Tensor, self._shard, 0, *self._ranges[number])
-        begun = self._emit(JOINING, piece, self._row.num_shards, self._gather.axis)
-        begun.meta[BEGUN] = True
-        return begun
-
-    def _settle(self, begun: Node | None, number: int) -> Node:
-        """A piece that has arrived; what lies in the padding is zero."""
-        assert begun is not None
-        piece, dtype = self._emit(SETTLED, begun), self._row.compute_dtype
-        piece = piece if fake(piece).dtype == dtype else self._emit(aten.view.dtype, piece, dtype)
-        none = self._none_of(number)
-        return piece if none is None else self._emit(aten.masked_fill.Scalar, piece, none, 0)
+            return self._pieces.begin(self._shard, 0)
 
     def _logits(self, whole: Node, number: int) -> tuple[dict[Node, Node], Node]:
         """Logits of a piece, those of words that are none very small, and what they are computed by."""
         found = self._found
         operands = self._rows, self._emit(aten.t.default, whole)
-        bias = self._bias(number)
-        with_bias = () if bias is None else (bias,)
+        bias = found.operands[2]
+        with_bias = () if bias is None else (self._pieces.of_vector(bias, number),)
         product = self._emit(found.product.target, *with_bias, *operands)
         made = {found.product: product}
         for node in found.forward[:-1]:
             made[node] = computed_again(node, made, self._emit)
         softmax = found.forward[-1].all_input_nodes[0]
         logits = self._in_dtype(made[same_numbers(softmax)], torch.float32)
-        none = self._none_of(number)
+        none = self._pieces.padding(number)
         if none is not None:
             logits = self._emit(aten.masked_fill.Scalar, logits, self._emit(aten.t.default, none), -math.inf)
         return made, logits
-
-    def _bias(self, number: int) -> Node | None:
-        """What a bias has for the words of a piece."""
-        bias = self._found.operands[2]
-        if bias is None:
-            return None
-        (at, end), ranks, length = self._ranges[number], self._row.num_shards, self._row.shard_len
-        if not self._row.is_even:
-            bias = self._emit(aten.constant_pad_nd.default, bias, [0, ranks * length - self._row.shape[0]])
-        piece = self._emit(aten.slice.Tensor, self._emit(aten.view.default, bias, [ranks, length]), 1, at, end)
-        whole = self._emit(aten.clone.default, piece, memory_format=torch.contiguous_format)
-        return self._emit(aten.view.default, whole, [ranks * (end - at)])
-
-    def _none_of(self, number: int) -> Node | None:
-        """Which rows of a piece, in one column, lie behind the last word; None if none do."""
-        (at, end), ranks, length = self._ranges[number], self._row.num_shards, self._row.shard_len
-        if (ranks - 1) * length + end <= self._row.shape[0]:
-            return None
-        ones = self._emit(aten.new_ones.default, self._targets, [ranks, end - at])
-        before = self._emit(aten.mul.Tensor, self._emit(aten.cumsum.default, ones, 0), length)
-        words = self._emit(aten.add.Tensor, self._emit(aten.cumsum.default, ones, 1), before)
-        none = self._emit(aten.gt.Scalar, words, self._row.shape[0] + length - at)  # a word, one, and a shard
-        return self._emit(aten.view.default, none, [ranks * (end - at), 1])
 
     def _summed(self, logits: Node, most: Node | None, total: Node | None) -> tuple[Node, Node]:
         """The largest logit of each row so far, and the sum of the exponentials of what is less than it."""
@@ -326,7 +271,7 @@ class _Pieces:
 
     def _columns(self, number: int, owner: Node, place: Node, counts: Node) -> tuple[Node, Node]:
         """In which column of a piece targets are, and which are in one."""
-        at, end = self._ranges[number]
+        at, end = self._pieces.ranges[number]
         bounds = self._emit(aten.ge.Scalar, place, at), self._emit(aten.lt.Scalar, place, end)
         inside = self._emit(aten.logical_and.default, self._emit(aten.logical_and.default, *bounds), counts)
         column = self._emit(aten.add.Tensor, self._emit(aten.mul.Tensor, owner, end - at), place)

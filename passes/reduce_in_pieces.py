@@ -26,11 +26,11 @@ from graphshard.ir.errors import PassError
 from graphshard.ir.graph import aten, emit, erase_dead
 from graphshard.ir.operators import SCATTERED
 from graphshard.ir.program import Phase, Program
+from graphshard.ir.row_pieces import OF_PIECES
 from graphshard.ir.transport import OF_A_REDUCTION, ROWS_REDUCED, reduced_over
 from graphshard.passes.accumulate_gradients import full_gradient
 from graphshard.passes.base import Pass
 from graphshard.passes.exchange_rows import ARITHMETIC, until_reduced
-from graphshard.passes.pieced_loss import OF_PIECES
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ TORCH_INTERNALS = (
     "graphshard.ir.driver_internals",
     "graphshard.ir.torch_internals",
     "graphshard.ir.tracing_internals",
+    "graphshard.ir.unbacked_internals",
 )
 
 

@@ -1,8 +1,9 @@
 """What `compile` made, kept for the next launch of a job: under which fingerprint, and when it is not.
 
-`watching.py` says which code runs while a program is captured, `walk.py` makes a digest of that code and of all that
-it can read, `surroundings.py` of the rest: versions, machine, settings of torch, options. `entries.py` is the directory
-of files, and needs no torch. `kept.py` writes a program there and finds one.
+`watching.py` says which code runs while a program is captured, as `calls.py` is told by Python and `origins.py` knows
+whose it is. `walk.py` makes a digest of that code and of all that it can read, `surroundings.py` of the rest: versions,
+machine, settings of torch, options. `entries.py` is the directory of files, and needs no torch. `kept.py` writes a
+program there and finds one.
 
 * **A stale hit would be a wrong result that nobody sees.** So an entry is used if everything that the capture read is
   as it was, and not written if that cannot be told. What is not understood is a reason to keep nothing.

@@ -6,7 +6,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from graphshard.cache.watching import origin_of_module
+from graphshard.cache.origins import origin_of_module
 
 # Modules of Python whose functions return the same for the same arguments, or draw what capture refuses.
 _PURE = frozenset(

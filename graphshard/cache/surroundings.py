@@ -16,7 +16,7 @@ from torch import nn
 
 from graphshard.artifact.fingerprint import environment
 from graphshard.artifact.stored_options import describe_options
-from graphshard.cache.watching import origin, origin_of_code, origin_of_module
+from graphshard.cache.origins import origin, origin_of_code, origin_of_module
 from graphshard.capture.signature import Signature
 from graphshard.codec.converter import PASSES, class_name, write
 from graphshard.ir.classes import users_class

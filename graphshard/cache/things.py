@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphshard.cache.watching import origin_of_module
+from graphshard.cache.origins import origin_of_module
 from graphshard.capture.changes import OF_PARAMETERS
 from graphshard.capture.entry import without_entries
 from graphshard.capture.hooks import HOOKS, is_ours

@@ -31,9 +31,10 @@ import torch
 from torch import nn
 
 from graphshard.cache.codes import codes_that_ran, digest_of, named_function, names_in
+from graphshard.cache.origins import origin_of_code, origin_of_module
 from graphshard.cache.purity import UNCOMPARED, impure_function, impure_names
 from graphshard.cache.things import Things
-from graphshard.cache.watching import CACHED, Ran, origin_of_code, origin_of_module
+from graphshard.cache.watching import CACHED, Ran
 from graphshard.capture.outer import following, imported, named_in
 from graphshard.capture.witness import PLAIN, is_container
 from graphshard.ir.classes import MADE_OF

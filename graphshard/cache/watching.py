@@ -10,8 +10,6 @@ import inspect
 import io
 import os
 import sys
-import sysconfig
-import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,37 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphshard.capture.watch import Watch
+from graphshard.cache.calls import free_tool, told_of_calls
+from graphshard.cache.origins import origin, origin_of_code
 from graphshard.capture.witness import FUNCTIONS, same, witness_of
 from graphshard.ir.state import MISSING
-from graphshard.ir.tracing_internals import pausing_in_operators
 from graphshard.ir.wanted import still_wanted
 
-# What torch and graphshard run besides: compared by version, and not followed.
-NEEDED = frozenset(
-    {
-        *(
-            "torchgen",
-            "functorch",
-            "numpy",
-            "sympy",
-            "isympy",
-            "mpmath",
-            "networkx",
-            "jinja2",
-            "markupsafe",
-            "filelock",
-        ),
-        *("fsspec", "typing_extensions", "triton", "setuptools", "pkg_resources", "_distutils_hack", "exceptiongroup"),
-        *("cattrs", "attr", "attrs", "msgspec", "rich", "packaging", "yaml", "psutil", "pytest", "_pytest", "pluggy"),
-    }
-)
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_PACKAGES = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-# The package `passes` is linked into this one.
-_PASSES = os.path.realpath(os.path.join(_HERE, "passes")) + os.sep
-_STDLIB = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 # How many functions a finder of modules calls within each other.
 _FINDERS_CALLS = 8
 # What differs between ranks or launches, and what code may ask of torch.
@@ -69,40 +42,6 @@ _ASKS = {
     "torch.cuda.memory_allocated": torch.cuda.memory_allocated,
     "torch.cuda.current_device": torch.cuda.current_device,
 }
-
-
-@functools.cache
-def origin(file: str) -> str:
-    """Whose a source file is: "torch", "python", "graphshard", "needed", "generated" or "users"."""
-    if file.startswith("<"):
-        return "python" if file.startswith("<frozen ") else "generated"
-    if file.startswith(_TORCH):
-        return "torch"
-    if file.startswith((_HERE, _PASSES)):
-        return "graphshard"
-    if file.startswith(_PACKAGES):
-        root = file[len(_PACKAGES) :].partition(os.sep)[0].removesuffix(".py")
-        return "needed" if root in NEEDED else "users"
-    return "python" if file.startswith(_STDLIB) and f"{os.sep}site-packages{os.sep}" not in file else "users"
-
-
-def origin_of_module(name: str) -> str:
-    """Whose a module of Python's is, by its name."""
-    root = name.partition(".")[0]
-    if root in ("torch", "graphshard"):
-        return root
-    if root in NEEDED:
-        return "needed"
-    return "python" if root in sys.stdlib_module_names and root != "__main__" else "users"
-
-
-def origin_of_code(code: types.CodeType, module: str) -> str:
-    """Whose code is; what was generated is whose module it was generated for."""
-    found = origin(code.co_filename)
-    if found != "generated":
-        return found
-    # collections.namedtuple and torch.fx name modules that there are not.
-    return "python" if module.startswith("namedtuple_") else origin_of_module(module or "torch")
 
 
 @dataclass
@@ -168,7 +107,7 @@ def watching() -> Iterator[Ran]:
         ran.problems.append("a debugger, or a tool that measures coverage, follows the code")
         yield ran
         return
-    if _free_tool() is None:
+    if free_tool() is None:
         ran.problems.append("other tools have all numbers of sys.monitoring, as several debuggers or profilers do")
         yield ran
         return
@@ -195,76 +134,13 @@ def watching() -> Iterator[Ran]:
             ran.problems.append(f"forward {what}")
 
     filled = _filled_caches()
-    with _told_of_files(asked), _calls(note, known):
+    with _told_of_files(asked), told_of_calls(note, known):
         yield ran
     for cache, hits in filled:
         if cache.cache_info().hits != hits:
             name = getattr(cache, "__qualname__", repr(cache))
             ran.problems.append(f"forward is given what {name} had computed before, and nothing says of what")
     ran.finish()
-
-
-def _calls(note: Callable[[types.FrameType], bool], known: set[int]) -> contextlib.AbstractContextManager[None]:
-    """In the block `note` is told of functions that are called; of those in `known` it need not be."""
-    return _monitored(note) if sys.version_info >= (3, 12) else _traced(note, known)
-
-
-@contextlib.contextmanager
-def _traced(note: Callable[[types.FrameType], bool], known: set[int]) -> Iterator[None]:
-    """Each call is told of, which takes as long as many calls do: not while torch works on an operator."""
-
-    def call(frame: types.FrameType, _: str, __: Any) -> None:
-        if id(frame.f_code) not in known:
-            note(frame)
-
-    def pause() -> Callable[[], None] | None:
-        if sys.gettrace() is not call:
-            return None
-        sys.settrace(None)
-        return go_on
-
-    def go_on() -> None:
-        sys.settrace(call)
-
-    with pausing_in_operators(pause, Watch):
-        sys.settrace(call)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
-
-
-def _free_tool() -> int | None:
-    """A number for a tool of `sys.monitoring`; None if all are taken. Before Python 3.12 any will do."""
-    if sys.version_info < (3, 12):
-        return 0
-    monitoring: Any = sys.monitoring
-    return next((number for number in (4, 3, 5, 2) if monitoring.get_tool(number) is None), None)
-
-
-@contextlib.contextmanager
-def _monitored(note: Callable[[types.FrameType], bool]) -> Iterator[None]:
-    """Python says once of each function that it is called."""
-    monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
-    tool = _free_tool()
-    thread = threading.get_ident()
-
-    def started(code: types.CodeType, _: int) -> Any:
-        if threading.get_ident() != thread:
-            return None
-        frame = sys._getframe(1)
-        return monitoring.DISABLE if frame.f_code is code and note(frame) else None
-
-    monitoring.use_tool_id(tool, "graphshard")
-    try:
-        monitoring.register_callback(tool, monitoring.events.PY_START, started)
-        monitoring.restart_events()
-        monitoring.set_events(tool, monitoring.events.PY_START)
-        yield
-    finally:
-        monitoring.set_events(tool, 0)
-        monitoring.register_callback(tool, monitoring.events.PY_START, None)
-        monitoring.free_tool_id(tool)
 
 
 CACHED: Any = type(functools.lru_cache(len))

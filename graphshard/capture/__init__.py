@@ -1,7 +1,8 @@
 """From a module and one call to a joint ATen graph; and which captured program serves a call.
 
-`capture.py` gives AOTAutograd the module as a function of flat tensors, which is `flat.py`. `signature.py` and `fit.py`
-say which calls a captured program serves. `diagnose.py` turns a failure into a message about the user's code.
+`capture.py` gives AOTAutograd the module as a function of flat tensors, which is `flat.py`, and fake ones to call it
+with, which `fakes.py` makes. `signature.py` and `fit.py` say which calls a captured program serves. `diagnose.py` turns
+a failure into a message about the user's code.
 
 * **The module itself is traced.** `torch.export` with the joint capture of its result, which was here before, records
   what forward computes: the backward of a custom function, a hook of a tensor, a gradient taken in forward were lost.

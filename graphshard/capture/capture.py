@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._export.non_strict_utils import make_fake_inputs, produce_guards_and_solve_constraints
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
@@ -31,10 +28,10 @@ from graphshard.capture.collectives import settle_collectives
 from graphshard.capture.cuda_constants import settle_constants
 from graphshard.capture.cuda_operators import check_for_cuda
 from graphshard.capture.diagnose import explain_failure
-from graphshard.capture.dynamic_shapes import dynamic_dims
 from graphshard.capture.eager_kernels import eager_kernels
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extended, Extensions
+from graphshard.capture.fakes import fake_attribute, fake_inputs, fake_state
 from graphshard.capture.flat import FlatForward
 from graphshard.capture.hooks import hooks_of, refuse_hooks_of_all_modules, without_hooks_of_all_modules
 from graphshard.capture.late_gathers import settle_gathers
@@ -54,13 +51,13 @@ from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
-from graphshard.ir.program import Program, Slot
+from graphshard.ir.program import Program
 from graphshard.ir.sizes import Size, find_sizes, lift_sizes
 from graphshard.ir.state import Place, number_as_tensor
-from graphshard.ir.strides import strides_without_gaps
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
-from graphshard.ir.torch_internals import draws_stay, fake_tensor
-from graphshard.ir.tracing_internals import fake_kernels, leaves_stay_leaves, makes_size, quiet_tracing
+from graphshard.ir.torch_internals import draws_stay
+from graphshard.ir.tracing_internals import fake_kernels, leaves_stay_leaves, quiet_tracing
+from graphshard.ir.unbacked_internals import makes_size
 
 
 @dataclass(frozen=True)
@@ -237,14 +234,16 @@ def _trace(
         allow=spec.allow,
     )
     with as_written():
-        inputs, check_sizes = _fake_inputs(module, args, kwargs, spec, fake_mode)
+        inputs, check_sizes = fake_inputs(module, args, kwargs, spec.dynamic_shapes, spec.device, fake_mode)
     state = [
-        extensions.tensors[slot] if slot.kind == "part" else _fake_state(slot, flat.originals, spec, fake_mode)
+        extensions.tensors[slot]
+        if slot.kind == "part"
+        else fake_state(slot, flat.originals, spec.params, spec.device, fake_mode)
         for slot in flat.slots
         if slot.kind != "input"
     ]
     held = [*(tensor for tensor, _ in learned.tensors.values()), *map(number_as_tensor, learned.numbers.values())]
-    attributes = [_fake_attribute(tensor, spec, fake_mode) for tensor in held]
+    attributes = [fake_attribute(tensor, spec.device, fake_mode) for tensor in held]
     try:
         with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)), quiet_tracing():
             stack.enter_context(without_hooks_of_all_modules())
@@ -268,78 +267,6 @@ def _trace(
     except Exception as error:
         raise explain_failure(error, spec.forward_class) from error
     return _Traced(joint, flat, inputs)
-
-
-def _fake_inputs(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    spec: CaptureSpec,
-    fake_mode: FakeTensorMode,
-) -> tuple[list[torch.Tensor], Callable[[GraphModule], None]]:
-    """Fake tensors for those of a call, and a check, after tracing, that the dynamic sizes among theirs stayed so."""
-    dynamic = dynamic_dims(module, args, kwargs, spec.dynamic_shapes)
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    # Each leaf gets a fake of its own: a tensor passed twice must not tie two inputs of the graph.
-    examples = FakeTensorMode()
-    fakes = [
-        _relabelled(_alike(leaf, examples, gaps=dynamic is None), spec, examples)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        for leaf in leaves
-    ]
-    with tracing(TracingContext(fake_mode)):
-        fake_args, fake_kwargs = pytree.tree_unflatten(fakes, structure)
-        made = make_fake_inputs(module, fake_args, fake_kwargs, dynamic)
-    _, fake_args, fake_kwargs, equalities, signature, _ = made
-    given = zip(pytree.tree_leaves((fake_args, fake_kwargs)), leaves, strict=True)
-    inputs = [
-        fake.detach().requires_grad_(leaf.requires_grad) for fake, leaf in given if isinstance(leaf, torch.Tensor)
-    ]
-
-    def check_sizes(joint: GraphModule) -> None:
-        if dynamic is not None:
-            produce_guards_and_solve_constraints(fake_mode, joint, dynamic, equalities, signature)
-
-    return inputs, check_sizes
-
-
-def _alike(tensor: torch.Tensor, fake_mode: FakeTensorMode, *, gaps: bool) -> torch.Tensor:
-    """A fake tensor with memory of its own, in the strides of a tensor, or in those without the gaps of a slice."""
-    strides = tensor.stride() if gaps else strides_without_gaps(tensor)
-    return fake_tensor(fake_mode, list(tensor.shape), list(strides), tensor.dtype, tensor.device)
-
-
-def _relabelled(fake: torch.Tensor, spec: CaptureSpec, fake_mode: FakeTensorMode) -> torch.Tensor:
-    """A fake tensor where the program will run, if that is a GPU that is not here."""
-    if not stands_in():
-        return fake
-    return fake_tensor(fake_mode, list(fake.shape), list(fake.stride()), fake.dtype, spec.device)
-
-
-def _fake_state(
-    slot: Slot, originals: dict[str, torch.Tensor], spec: CaptureSpec, fake_mode: FakeTensorMode
-) -> torch.Tensor:
-    """A full parameter in the compute dtype, or a buffer."""
-    with fake_mode:
-        if slot.kind == "param":
-            row = spec.params[slot.name]
-            stride = row.stride_of(row.shape)
-            full = torch.empty_strided(row.shape, stride, dtype=row.compute_dtype, device=spec.device)
-            full.requires_grad_(row.trainable)
-            if row.trainable and row.grad_dtype != row.compute_dtype:
-                full.grad_dtype = row.grad_dtype
-            return full
-        tensor = originals[slot.name]
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=spec.device)
-
-
-def _fake_attribute(tensor: torch.Tensor, spec: CaptureSpec, fake_mode: FakeTensorMode) -> torch.Tensor:
-    """A tensor that a module holds as a plain attribute."""
-    device = spec.device if tensor.is_meta or stands_in() else tensor.device
-    with fake_mode:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return made.requires_grad_(tensor.requires_grad)
 
 
 def _sizes(tensors: list[torch.Tensor], cls: type[nn.Module]) -> tuple[Size, ...]:

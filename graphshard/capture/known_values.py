@@ -29,14 +29,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from graphshard.capture.guards import expected_truth, line_of
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.torch_internals import without_dispatch_modes
-from graphshard.ir.tracing_internals import (
-    conditions_on_sizes,
-    interceptable_reads,
-    is_traced,
-    is_unknown,
-    memory_of,
-    written_by,
-)
+from graphshard.ir.tracing_internals import interceptable_reads, is_traced, memory_of, written_by
+from graphshard.ir.unbacked_internals import conditions_on_sizes, is_unknown
 
 # Code decides by them; numbers that are only computed with can be traced.
 _DECIDERS = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from graphshard.ir.tracing_internals import new_unknown_size
+from graphshard.ir.unbacked_internals import new_unknown_size
 
 aten = torch.ops.aten
 

@@ -1,7 +1,8 @@
 """Torch internals that more than one module needs, in one place to adapt when torch moves them.
 
-What tracing needs is in `tracing_internals.py`, meshes and DTensors are in `distributed_internals.py`, and what stands
-in for a GPU is in `driver_internals.py`. Who else may import torch internals is a lint rule, and in CONTRIBUTING.md.
+What tracing needs is in `tracing_internals.py`, sizes that depend on values are in `unbacked_internals.py`, meshes and
+DTensors in `distributed_internals.py`, and what stands in for a GPU is in `driver_internals.py`. Who else may import
+torch internals is a lint rule, and in CONTRIBUTING.md.
 """
 
 from __future__ import annotations

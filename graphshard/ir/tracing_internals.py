@@ -13,19 +13,17 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
+from torch._export.non_strict_utils import make_fake_inputs, produce_guards_and_solve_constraints
+from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed.utils import _apply_to_tensors
-from torch.fx import _symbolic_trace
-from torch.fx.experimental import symbolic_shapes
+from torch.fx import GraphModule, _symbolic_trace
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode
-from torch.fx.experimental.symbolic_shapes import (
-    _constrain_range_for_size,
-    free_unbacked_symbols,
-)
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.torch_internals import replaced
@@ -35,29 +33,25 @@ try:
 except ImportError:
     collect_grad_tensors = None  # type: ignore[assignment]
 
-# Size, for estimates, of what depends on values.
-_GUESS = 64
+# The modes that see an operator while a forward is traced.
+TRACING_MODES = (FunctionalTensorMode, ProxyTorchDispatchMode, FakeTensorMode)
 
 __all__ = [
+    "TRACING_MODES",
     "answer_tracing_checks",
     "arguments_of",
     "cast_tensors",
     "conditionals_are_operators",
-    "conditions_on_sizes",
     "contents_now",
     "fake_kernels",
+    "fakes_of_call",
     "interceptable_reads",
     "is_recorded",
     "is_traced",
-    "is_unknown",
     "is_written",
     "leaves_stay_leaves",
-    "makes_size",
     "memory_of",
-    "new_unknown_float",
-    "new_unknown_size",
     "number_of_next_node",
-    "pausing_in_operators",
     "quiet_tracing",
     "replace_differentiable",
     "run_compiled_functions_eagerly",
@@ -126,6 +120,26 @@ class _AnyTracedTensor(metaclass=_Traced):
     """What all tensors of a trace are instances of."""
 
 
+def fakes_of_call(
+    mode: FakeTensorMode, module: nn.Module, args: Any, kwargs: Any, dynamic: Any
+) -> tuple[Any, Any, Callable[[GraphModule], None]]:
+    """Inputs of a call in another fake mode, and a check, after tracing, that their dynamic sizes stayed so.
+
+    Args:
+        args, kwargs: with fake tensors.
+        dynamic: which sizes are, as `torch.export` is told; None if none are.
+    """
+    with tracing(TracingContext(mode)):
+        made = make_fake_inputs(module, args, kwargs, dynamic)
+    _, fake_args, fake_kwargs, equalities, signature, _ = made
+
+    def check_sizes(joint: GraphModule) -> None:
+        if dynamic is not None:
+            produce_guards_and_solve_constraints(mode, joint, dynamic, equalities, signature)
+
+    return fake_args, fake_kwargs, check_sizes
+
+
 @contextlib.contextmanager
 def quiet_tracing() -> Iterator[None]:
     """Keep what torch logs of a failure while it traces from the user, who gets an error."""
@@ -145,48 +159,6 @@ def fake_kernels(kernels: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[N
         for op in kernels:
             op_implementations_dict.pop(op)
         op_implementations_dict.update(known)
-
-
-def new_unknown_size(mode: FakeTensorMode, low: int | None = None, high: int | None = None) -> torch.SymInt:
-    """A size that depends on values, with its least and largest."""
-    assert mode.shape_env is not None
-    with mode.shape_env.ignore_fresh_unbacked_symbols():  # no operator makes it
-        size: torch.SymInt = mode.shape_env.create_unbacked_symint()
-    _constrain_range_for_size(size, low, high)
-    return size
-
-
-def new_unknown_float(mode: FakeTensorMode) -> torch.SymFloat:
-    """A number that depends on values, and is no size."""
-    assert mode.shape_env is not None
-    with mode.shape_env.ignore_fresh_unbacked_symbols():
-        number: torch.SymFloat = mode.shape_env.create_unbacked_symfloat()
-    return number
-
-
-@contextlib.contextmanager
-def conditions_on_sizes(
-    decide: Callable[[torch.SymBool], bool | None], check: Callable[[torch.SymBool], None]
-) -> Iterator[None]:
-    """Within the block, conditions on sizes that depend on values are not torch's alone.
-
-    Args:
-        decide: asked where code decides by one; None leaves it to torch.
-        check: told what `torch._check` takes for granted.
-    """
-    ask, expect = torch.SymBool.__bool__, symbolic_shapes.expect_true
-
-    def truth(self: torch.SymBool) -> bool:
-        decided = decide(self) if free_unbacked_symbols(self) else None
-        return bool(ask(self)) if decided is None else decided
-
-    def expected(value: Any, skip: int = 0) -> bool:
-        if isinstance(value, torch.SymBool) and free_unbacked_symbols(value):
-            check(value)
-        return bool(expect(value, skip))
-
-    with replaced(torch.SymBool, "__bool__", truth), replaced(symbolic_shapes, "expect_true", expected):
-        yield
 
 
 @contextlib.contextmanager
@@ -302,23 +274,6 @@ def written_by(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return [leaf for leaf in pytree.tree_leaves(writes) if isinstance(leaf, torch.Tensor)]
 
 
-def makes_size(node: torch.fx.Node) -> bool:
-    """Whether an operator makes a number, or a tensor of a size, that depends on the values of a tensor."""
-    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-    return (
-        isinstance(node.target, OpOverload)
-        and any(tag in node.target.tags for tag in tags)
-        and any(map(is_unknown, pytree.tree_leaves(node.meta.get("val"))))
-    )
-
-
-def is_unknown(value: Any) -> bool:
-    """Whether a value is a number, or a tensor of a size, that depends on the values of a tensor."""
-    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(
-        free_unbacked_symbols(value)
-    )
-
-
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
     """Operators take kernels of torch's own while this is open."""
@@ -377,49 +332,4 @@ def conditionals_are_operators() -> Iterator[None]:
         return sys._getframe(1).f_code is torch.cond.__code__ or ask()
 
     with replaced(torch.compiler, "is_dynamo_compiling", asked):
-        yield
-
-
-# Of which namespaces operators have no code of the user's.
-_TORCHS = frozenset({"aten", "prims", "prim"})
-
-
-@contextlib.contextmanager
-def pausing_in_operators(pause: Callable[[], Callable[[], None] | None], *modes: Any) -> Iterator[None]:
-    """In the block `pause` is called where an operator of torch's is traced, and what it returns at the end of that.
-
-    So it is where torch writes the code of a graph. No code of the user's runs meanwhile. For operators and tensors of
-    others some may, and there is no pause.
-
-    Args:
-        modes: which see operators besides torch's own.
-    """
-
-    def around(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(dispatch)
-        def paused(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            torchs = isinstance(func, OpOverload) and func.namespace in _TORCHS
-            go_on = pause() if torchs and all(kind.__module__.startswith("torch.") for kind in types) else None
-            if go_on is None:
-                return dispatch(self, func, types, args, kwargs)
-            try:
-                return dispatch(self, func, types, args, kwargs)
-            finally:
-                go_on()
-
-        return paused
-
-    def recompiled(self: torch.fx.GraphModule) -> Any:
-        go_on = pause()
-        try:
-            return recompile(self)
-        finally:
-            if go_on is not None:
-                go_on()
-
-    recompile = torch.fx.GraphModule.recompile
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(torch.fx.GraphModule, "recompile", recompiled))
-        for mode in (FunctionalTensorMode, ProxyTorchDispatchMode, FakeTensorMode, *modes):
-            stack.enter_context(replaced(mode, "__torch_dispatch__", around(mode.__torch_dispatch__)))
         yield

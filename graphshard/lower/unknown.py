@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from graphshard.ir.sizes import evaluate, expression, numbers_in, symbols_of
 from graphshard.ir.torch_internals import fake_mode_of
-from graphshard.ir.tracing_internals import is_unknown, new_unknown_size
+from graphshard.ir.unbacked_internals import is_unknown, new_unknown_size
 
 
 def sums_as_sizes(module: GraphModule) -> GraphModule:

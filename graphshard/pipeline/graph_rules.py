@@ -16,7 +16,7 @@ from graphshard.ir.printer import describe
 from graphshard.ir.program import Program
 from graphshard.ir.sizes import numbers_in, symbols_of
 from graphshard.ir.torch_internals import fake_mode_of
-from graphshard.ir.tracing_internals import is_unknown
+from graphshard.ir.unbacked_internals import is_unknown
 from graphshard.pipeline.violations import Violation
 
 # What may be written into a call.

@@ -1,18 +1,20 @@
 """What must be true of a program between passes, one function for each rule.
 
-A rule is named after its function, and its docstring says it. `ALWAYS` holds from capture on, a rule of `ESTABLISHED`
-from the pass that names it in `establishes`, and `LOWERED` holds of the executors.
+A rule is named after its function, and its docstring says it. `ALWAYS` and `REMEMBERING` hold from capture on, the
+latter told what was right at earlier stages. A rule of `ESTABLISHED` holds from the pass on that names it in
+`establishes`, and `LOWERED` holds of the executors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from graphshard.ir.program import Program
 from graphshard.lower.executor import Executor
 from graphshard.lower.lines import print_line
 from graphshard.pipeline.frees import faults
 from graphshard.pipeline.graph_rules import (
+    Checked,
     computed_before_use,
     consistent_values,
     no_rank,
@@ -42,6 +44,8 @@ def freed_at_last_use(program: Program, phase_name: str) -> Iterator[Violation]:
         yield Violation(message, excerpt="".join(f"\n{'-->' if i == index else '   '} {row}" for i, row in rows))
 
 
+RememberingRule = Callable[[Program, str, Checked | None], Iterator[Violation]]
+
 ALWAYS: tuple[Rule, ...] = (
     computed_before_use,
     slots_match,
@@ -49,8 +53,8 @@ ALWAYS: tuple[Rule, ...] = (
     waited_once,
     read_after_wait,
     no_rank,
-    consistent_values,
 )
+REMEMBERING: tuple[RememberingRule, ...] = (consistent_values,)
 _LATER: tuple[Rule, ...] = (sharded_inputs, stored_dtypes, reduced_once, planned_buckets, planned_order, live_memory)
 ESTABLISHED: dict[str, Rule] = {rule.__name__: rule for rule in _LATER}
 # What must hold before a program is lowered, whichever passes made it.

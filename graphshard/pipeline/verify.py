@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
 
 from graphshard.ir.errors import PassError
 from graphshard.ir.printer import print_nodes_around
 from graphshard.ir.program import Program
-from graphshard.pipeline.graph_rules import Checked, consistent_values
-from graphshard.pipeline.rules import ALWAYS, ESTABLISHED, LOWERED, REQUIRED
-from graphshard.pipeline.violations import Rule
+from graphshard.pipeline.graph_rules import Checked
+from graphshard.pipeline.rules import ALWAYS, ESTABLISHED, LOWERED, REMEMBERING, REQUIRED, RememberingRule
+from graphshard.pipeline.violations import Rule, Violation
 
 
 def verify(program: Program, author: str, *, complete: bool = False, checked: Checked | None = None) -> None:
@@ -24,7 +25,8 @@ def verify(program: Program, author: str, *, complete: bool = False, checked: Ch
         PassError: names the first rule that is broken, the pass, and the nodes around the fault.
     """
     later = program.established | set(REQUIRED if complete else ())
-    _check(program, author, [*ALWAYS, *(rule for name, rule in ESTABLISHED.items() if name in later)], checked)
+    told = (_told(rule, checked) for rule in REMEMBERING)
+    _check(program, author, [*ALWAYS, *told, *(rule for name, rule in ESTABLISHED.items() if name in later)])
     for name, phase in program.phases.items():
         try:
             phase.module.graph.lint()
@@ -37,11 +39,20 @@ def verify_lowered(program: Program) -> None:
     _check(program, "lower", LOWERED)
 
 
-def _check(program: Program, author: str, rules: Iterable[Rule], checked: Checked | None = None) -> None:
+def _told(rule: RememberingRule, checked: Checked | None) -> Rule:
+    """A rule that knows what was right at earlier stages."""
+
+    @functools.wraps(rule)
+    def knowing(program: Program, phase_name: str) -> Iterator[Violation]:
+        return rule(program, phase_name, checked)
+
+    return knowing
+
+
+def _check(program: Program, author: str, rules: Iterable[Rule]) -> None:
     for rule in rules:
         for phase_name, phase in program.phases.items():
-            known = (checked,) if rule is consistent_values else ()
-            for violation in rule(program, phase_name, *known):
+            for violation in rule(program, phase_name):
                 around = f"\n{print_nodes_around(phase, violation.node)}" if violation.node is not None else ""
                 raise PassError(
                     f"{author} broke the rule {rule.__name__} in {phase_name}: {violation.message}\n"

@@ -5,11 +5,12 @@
 microbatches leave, `unsharded.py` what was gathered by hand. `gloo.py` is how collectives run on CPUs.
 `arrivals.py` hands gradients over where they arrive, to an optimizer on shards
 (`updates.py`), by way of their norm (`clipping.py`); `graphs.py` asks autograd whether that is all of a gradient.
-`replays.py` launches runs of regions by one launch each, with what `device_graphs.py` captures.
+`replays.py` launches runs of regions by one launch each: it decides which are captured and when, `captured_run.py` is
+one of them, and `device_graphs.py` asks the device.
 
-`peers.py` is what ranks agree on and know of each other: they meet in the rendezvous store (`meeting.py`), wait with
-patience (`waiting.py`), and say how they are doing (`status.py`). A thread looks at one other rank (`watch.py`), so
-that nobody waits for one that is not going to come (`hang_up.py`).
+`peers.py` is what ranks agree on and do together: they meet in the rendezvous store (`meeting.py`), wait with patience
+(`waiting.py`), and say how they are doing (`status.py`). A thread looks at one other rank (`watch.py`) and tells what
+it finds where this one stands (`standing.py`), so that nobody waits for one that is not going to come (`hang_up.py`).
 
 * **Our own runtime instead of AOTAutograd's.** The compiled step is one `autograd.Function` whose inputs are the
   DTensor parameters. AOTAutograd's wrappers would have to be traced again, or pickled, to be loaded from a file.

@@ -1,55 +1,35 @@
-"""The ranks that run a model together, as one of them knows them: what they agree on, and what has become of them.
+"""The ranks that run a model together: what they agree on in meetings, and the steps that they make.
 
 A rank that waits for others, in a meeting or in a collective, asks again and again if there is still something to wait
-for. `watch.py` finds that out in a thread.
+for. `watch.py` finds that out in a thread, and leaves it where this rank stands (`standing.py`).
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
-import logging
-import os
 import re
-import sys
 import time
 import weakref
-import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphshard.ir.distributed_internals import process_group, rendezvous_store
+from graphshard.ir.distributed_internals import rendezvous_store
 from graphshard.ir.errors import DivergenceError, PeerError
 from graphshard.ir.torch_internals import without_dispatch_modes
 from graphshard.ir.wanted import wanted_while
 from graphshard.runtime.groups import is_fake, ranks_of
-from graphshard.runtime.hang_up import hang_up
 from graphshard.runtime.meeting import End, Look, Meeting, Tell
-from graphshard.runtime.status import (
-    SAME_CALLS,
-    Finding,
-    Process,
-    Status,
-    Step,
-    difference_of_lines,
-    told,
-    users_line,
-)
-from graphshard.runtime.waiting import SAYS_SO_AFTER, Settings, Waiting, check_not_gone
-from graphshard.runtime.watch import Watch
-
-log = logging.getLogger(__name__)
+from graphshard.runtime.standing import Standing
+from graphshard.runtime.status import SAME_CALLS, Status, difference_of_lines, told
+from graphshard.runtime.waiting import Settings, Waiting, check_not_gone
 
 # How long it takes the others to find out why a connection was closed.
 _UNTIL_FOUND = 3.0
-_REMEMBERED_STEPS = 8
 # How often a rank that makes a program asks if another has failed to, and how often all ranks together.
 _ASKS_EVERY, _ASK_A_SECOND = 0.5, 500
 # How long it may go on, as it may be about to fail in the same way: its own error says more.
@@ -90,34 +70,30 @@ class Peers:
         ranks: in the order of the mesh.
         store: of their process group.
         settings: of the environment.
+
+    Attributes:
+        standing: how this rank stands among them.
+        groups: names of the process groups that they communicate in.
     """
 
     def __init__(self, ranks: tuple[int, ...], store: dist.Store, settings: Settings) -> None:
         self.ranks, self.rank, self._settings = ranks, dist.get_rank(), settings
-        self.groups: set[str] = set()
         name = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         # A store may outlive a process group.
         prefix = f"graphshard/{name}-{store.add(f'graphshard/{name}/{self.rank}', 1)}"
-        self._of, self._store = weakref.ref(store), dist.PrefixStore(prefix, store)
-        self._status = Status(self.rank, Process.this())
-        self._steps: deque[Step] = deque(maxlen=_REMEMBERED_STEPS)
-        self._number = self._attempt = self._met = self._said = 0
-        self._since = self._asked = 0.0
+        self._store = dist.PrefixStore(prefix, store)
+        self._attempt = self._met = 0
+        self._asked = 0.0
         self._failure_seen = ("", 0.0)
-        self._doing = self._meeting = ""
-        self._finding: Finding | None = None
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]
-        own.set_timeout(timedelta(seconds=10))
-        self._own_store = dist.PrefixStore(prefix, own)
-        self._watch = Watch(self, self._own_store).start()
-        atexit.register(_leave_at_exit, weakref.ref(self))
+        self.standing = Standing(ranks, store, prefix)
+        self.groups = self.standing.groups
 
     # --- meetings ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
         """In the block all ranks make the same program, say; if one fails, those that wait for it do, too."""
-        before, self._doing = self._doing, doing
+        before, self.standing.doing = self.standing.doing, doing
         try:
             with wanted_while(self._still_wanted):
                 yield
@@ -128,7 +104,7 @@ class Peers:
             self._attempt, self._met = self._attempt + 1, 0
             raise
         finally:
-            self._doing = before
+            self.standing.doing = before
 
     def _still_wanted(self) -> None:
         """While this rank makes a program, which takes its time: raise PeerError if another has failed to, or ended."""
@@ -145,10 +121,10 @@ class Peers:
                 if now < self._failure_seen[1] + _FAILS_ALIKE:
                     return
                 raise PeerError(end.message, rank=end.rank)
-            self._check_finding(self._number + 1)
+            self.standing.check_meeting(self.standing.number + 1)
             following = self.ranks[(self.ranks.index(self.rank) + 1) % len(self.ranks)]
             if not self._store.check([str(following)]):
-                check_not_gone(following, meeting, self._doing)
+                check_not_gone(following, meeting, self.standing.doing)
 
     def agree(self, text: str, tell: Tell) -> None:
         """Wait until all ranks have come with the same text.
@@ -190,10 +166,10 @@ class Peers:
 
     def follow(self, others: Peers) -> None:
         """Meet as those do that run the steps: these ranks run none of their own."""
-        now = others._number, others._attempt
-        if now != (self._number, self._attempt):
-            (self._number, self._attempt), self._met = now, 0
-            self._said = self._number  # those that run the step say who is behind
+        now = others.standing.number, others._attempt
+        if now != (self.standing.number, self._attempt):
+            self.standing.follow(now[0])
+            self._attempt, self._met = now[1], 0
 
     def most(self, number: int) -> int:
         """The largest number that a rank has come with, on all ranks.
@@ -222,69 +198,63 @@ class Peers:
 
     def _meet(self) -> Meeting:
         """The next meeting: ranks that have made as many steps have met as often."""
-        return Meeting(self._store, f"{self._number + 1}.{self._attempt}", self._met, self.rank, len(self.ranks))
+        return Meeting(
+            self._store, f"{self.standing.number + 1}.{self._attempt}", self._met, self.rank, len(self.ranks)
+        )
 
     @contextlib.contextmanager
     def _at(self, meeting: Meeting, is_here: IsHere | None = None) -> Iterator[Look]:
         """While a rank is at a meeting; yields what ends its wait."""
-        name, step = ("", self._number) if is_here else (meeting.name, self._number + 1)
+        name, step = ("", self.standing.number) if is_here else (meeting.name, self.standing.number + 1)
         is_here = is_here or (lambda status: status.meeting == name)
-        waiting = Waiting(meeting, self._doing, self.ranks, self._settings.patience, is_here)
+        waiting = Waiting(meeting, self.standing.doing, self.ranks, self._settings.patience, is_here)
 
         def look(waited: float) -> None:
-            self._check_finding(step)
+            self.standing.check_meeting(step)
             waiting.look(waited)
 
-        self._meeting = name
+        self.standing.meeting = name
         try:
             yield look
         except dist.DistError as error:
             raise PeerError(
-                f"rank {self.rank} {self._doing} and cannot reach the rendezvous store any more: the process that "
-                "serves it has ended, which is torchrun's, or that of rank 0.",
+                f"rank {self.rank} {self.standing.doing} and cannot reach the rendezvous store any more: the process "
+                "that serves it has ended, which is torchrun's, or that of rank 0.",
                 rank=0,
             ) from error
         finally:
-            self._meeting = ""
-
-    def _check_finding(self, step: int) -> None:
-        """Raise what was found of the other ranks, if that keeps them from doing a step."""
-        finding = self._finding
-        if finding is not None and (finding.how == "died" or finding.step <= step):
-            raise self._error(finding)
+            self.standing.meeting = ""
 
     # --- steps ------------------------------------------------------------------------------------------------
 
     def begin(self, label: str, text: str) -> None:
         """A step with collectives begins; what it sends is `text`."""
-        digest = zlib.crc32(text.encode(), self._steps[-1].digest if self._steps else 0)
-        self._number, self._attempt, self._met = self._number + 1, 0, 0
-        self._steps.append(Step(self._number, digest, label))
-        self._doing, self._since = f"runs {label}", time.monotonic()
+        self._attempt = self._met = 0
+        self.standing.begin(label, text)
         try:
-            if self._finding is not None and self._ends(self._finding):
-                raise self._error(self._finding)
+            self.standing.check_step()
             if self._settings.checks_steps:
                 self._check(label, text)
         except BaseException:
-            self._doing = ""
+            self.standing.doing = ""
             raise
 
     def _check(self, label: str, text: str) -> None:
         """Wait until all ranks are at the same step."""
 
+        number = self.standing.number
+
         def tell(first: int, theirs: str, mine: str) -> str:
             their_label, *their_lines = theirs.split("\n")
             return (
-                f"ranks do not run the same in step {self._number}: rank {first} runs {their_label}, rank {self.rank} "
+                f"ranks do not run the same in step {number}: rank {first} runs {their_label}, rank {self.rank} "
                 f"runs {label}. {SAME_CALLS}{difference_of_lines(first, their_lines, self.rank, text.splitlines())}"
             )
 
-        meeting = Meeting(self._store, f"step {self._number}", 0, self.rank, len(self.ranks))
-        number = self._number
+        meeting = Meeting(self._store, f"step {number}", 0, self.rank, len(self.ranks))
         self._compare(meeting, f"{label}\n{text}", tell, lambda status: status.number >= number)
-        if self.rank == self.ranks[0] and self._number > 1:
-            replace(meeting, occasion=f"step {self._number - 1}").forget()
+        if self.rank == self.ranks[0] and number > 1:
+            replace(meeting, occasion=f"step {number - 1}").forget()
 
     def step(self, label: str, text: str) -> _Running:
         """A block in which a step runs."""
@@ -292,81 +262,15 @@ class Peers:
 
     def finish(self, error: BaseException | None) -> None:
         """A step has ended, with an error or without."""
-        doing, self._doing = self._doing, ""
+        doing, self.standing.doing = self.standing.doing, ""
         if not isinstance(error, RuntimeError) or not _OF_A_COLLECTIVE.search(str(error)):
             return
         deadline = time.monotonic() + _UNTIL_FOUND
-        while self._finding is None and time.monotonic() < deadline:
+        while self.standing.finding is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        if self._finding is not None:
-            self._doing = doing
-            raise self._error(self._finding) from error
-
-    # --- what becomes of the others ---------------------------------------------------------------------------
-
-    def _ends(self, finding: Finding) -> bool:
-        """Whether a finding ends the step that this rank is in.
-
-        Where a rank has died without a word, gloo knows if anything of it is still to come.
-        """
-        return finding.how != "died" and finding.step <= self._number
-
-    def _error(self, finding: Finding) -> Exception:
-        if finding.how == "differs":
-            return DivergenceError(finding.message)
-        doing = self._doing or "goes on"
-        message = f"{finding.message} Rank {self.rank} {doing}, in step {max(self._number, finding.step)}."
-        return PeerError(message, rank=finding.rank)
-
-    # --- for the thread ---------------------------------------------------------------------------------------
-
-    def status(self, beat: int) -> Status:
-        """How this rank is doing."""
-        return replace(
-            self._status,
-            steps=tuple(self._steps),
-            doing=self._doing,
-            meeting=self._meeting,
-            where=users_line(),
-            beat=beat,
-        )
-
-    def is_current(self) -> bool:
-        """Whether the process group is the one that this is about."""
-        store = self._of()
-        return store is not None and dist.is_initialized() and rendezvous_store() is store
-
-    def behind(self, other: Status) -> None:
-        """Another rank has not come as far: say so if this one has waited for a while."""
-        waited = time.monotonic() - self._since
-        if self._doing and not self._meeting and other.number < self._number != self._said and waited > SAYS_SO_AFTER:
-            self._said = self._number
-            doing = f"rank {self.rank} {self._doing} in step {self._number}"
-            log.warning("%s and has waited %.0f s; %s.", doing, waited, other)
-
-    def found(self, finding: Finding) -> None:
-        """A rank has found out why others cannot go on; if this one waits in a collective, it need not any more."""
-        if self._finding is None:
-            self._finding = finding
-            if finding.how == "differs":
-                log.error("%s", finding.message)
-        if self._doing and not self._meeting and self._ends(finding):
-            for name in self.groups:
-                hang_up(process_group(name))
-            self.groups.clear()
-
-    def leave(self, why: str) -> None:
-        """Say that this rank makes no more steps."""
-        self._watch.stop()
-        status = replace(self.status(-1), ended=why)
-        finding = Finding("ended", self.rank, self._number + 1, f"{status}.")
-        with contextlib.suppress(RuntimeError):  # the store has ended before
-            self._own_store.set(str(self.rank), status.to_json())
-            self._own_store.compare_set("finding", "", finding.to_json())
-
-    def forget(self) -> None:
-        """End the thread: C++ that it is in cannot be left while the interpreter is taken down."""
-        self._watch.stop()
+        if self.standing.finding is not None:
+            self.standing.doing = doing
+            raise self.standing.error(self.standing.finding) from error
 
 
 class _Running:
@@ -382,14 +286,3 @@ class _Running:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._peers.finish(error)
-
-
-def _leave_at_exit(known: weakref.ref[Peers]) -> None:
-    peers = known()
-    if peers is None or peers.status(0).process.pid != os.getpid():  # a forked child
-        return
-    if not peers.is_current():  # the thread may just be saying so
-        peers.forget()
-    else:
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        peers.leave(f"has ended with {told(error)}" if error is not None else "has ended")

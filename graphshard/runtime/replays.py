@@ -23,11 +23,9 @@ Only parameters and buffers are read where they lie; a graph is forgotten when t
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +38,7 @@ from graphshard.ir.program import Program, Region
 from graphshard.lower.executor import Executor
 from graphshard.lower.lines import Call, Line, Variable
 from graphshard.lower.replays import Boxed, Run, can_be_replayed
+from graphshard.runtime.captured_run import CapturedRun, bytes_of, capture_run
 from graphshard.runtime.device_graphs import DeviceGraphs
 
 log = logging.getLogger(__name__)
@@ -50,8 +49,6 @@ WARM_UP = 2
 MOST_GRAPHS = 8
 # An input that has moved so often moves in every step, and is copied: memory may be the same for a few steps by chance.
 MOST_MOVES = 2
-# Bytes that memory for tensors begins at multiples of, as in torch's allocator.
-_ALIGNMENT = 512
 
 # What a graph is for: shapes, strides and dtypes of tensors, and numbers.
 Key = tuple[Any, ...]
@@ -158,7 +155,7 @@ class _Seen:
     calls: int = 0
     places: tuple[int, ...] = ()
     made: int = 0
-    graph: _Graph | None = None
+    graph: CapturedRun | None = None
 
 
 class Replayed:
@@ -209,9 +206,9 @@ class Replayed:
         )
 
     def _warm_up(self, seen: _Seen, inputs: list[Any], copied: Sequence[int]) -> Any:
-        given = _bytes_of(inputs[index] for index in copied)
+        given = bytes_of(inputs[index] for index in copied)
         results = self._code(inputs)
-        seen.made = _bytes_of(results)
+        seen.made = bytes_of(results)
         self._arena.largest = max(self._arena.largest, given + seen.made)
         unfit = next(filter(None, map(_unfit, results)), "")
         if unfit:
@@ -224,7 +221,7 @@ class Replayed:
             self._give_up(f"it is given {unfit}")
             return self._code(inputs)
         try:
-            seen.graph = _captured(self._arena, self._code, inputs, copied, seen.made)
+            seen.graph = capture_run(self._arena.graphs, self._arena.reserve, self._code, inputs, copied, seen.made)
         except RuntimeError as error:
             self._give_up(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
             return self._code(inputs)
@@ -234,84 +231,6 @@ class Replayed:
         self._problem = why
         self._seen.clear()
         log.warning("cuda_graphs: %s runs without one: %s", self._run.where or "a run of regions", why)
-
-
-@dataclass
-class _Graph:
-    """What was captured of a run.
-
-    Attributes:
-        launch: launches all of it.
-        fixed: of inputs that are read where they lie, their place and address.
-        given: of those that are copied, their places and the memory they are copied to, by dtype.
-        made: what the run returns: memory that results are in, by place.
-        constants: what it returns besides tensors, by place.
-    """
-
-    launch: Callable[[], None]
-    fixed: tuple[tuple[int, int], ...]
-    given: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
-    made: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
-    constants: dict[int, Any] = field(default_factory=dict)
-
-    def moved(self, inputs: Sequence[Any]) -> list[int]:
-        """Which of the inputs that it reads in place are not where they were."""
-        return [index for index, place in self.fixed if inputs[index].data_ptr() != place]
-
-    def __call__(self, inputs: list[Any]) -> list[Any]:
-        for places, memory in self.given:
-            torch._foreach_copy_(memory, [inputs[place] for place in places])
-        inputs.clear()
-        self.launch()
-        results = dict(self.constants)
-        for places, memory in self.made:
-            fresh = [
-                torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-                for value in memory
-            ]
-            torch._foreach_copy_(fresh, memory)
-            results.update(zip(places, fresh))
-        return [results[place] for place in range(len(results))]
-
-
-@torch.inference_mode(False)  # what is captured here is launched outside of inference, too
-@torch.no_grad()
-def _captured(arena: Arena, code: Boxed, inputs: Sequence[Any], copied: Sequence[int], num_made: int) -> _Graph:
-    """Capture the code of a run for inputs such as these, some of which are copied, and so many bytes of results."""
-    begin = _bytes_of(inputs[index] for index in copied)
-    memory = arena.reserve(begin + num_made)
-    offsets = itertools.accumulate((_num_bytes(inputs[index]) for index in copied), initial=0)
-    static = {index: _placed(memory, offset, inputs[index]) for index, offset in zip(copied, offsets)}
-    fixed = tuple((i, v.data_ptr()) for i, v in enumerate(inputs) if isinstance(v, Tensor) and i not in static)
-
-    def launch() -> list[Any]:
-        results = code([static.get(index, value) for index, value in enumerate(inputs)])
-        offset, made = begin, []
-        for value in results:
-            made.append(_placed(memory, offset, value) if isinstance(value, Tensor) else value)
-            offset += _num_bytes(value)
-        for places in _by_dtype(dict(enumerate(results))):
-            torch._foreach_copy_([made[place] for place in places], [results[place] for place in places])
-        return made
-
-    replay, made = arena.graphs.capture(launch)
-    results = dict(enumerate(made))
-    return _Graph(
-        replay,
-        fixed,
-        [(places, [static[place] for place in places]) for places in _by_dtype(static)],
-        [(places, [results[place] for place in places]) for places in _by_dtype(results)],
-        {place: value for place, value in results.items() if not isinstance(value, Tensor)},
-    )
-
-
-def _by_dtype(values: dict[int, Any]) -> list[list[int]]:
-    """Places of tensors, those of a dtype together: they are copied by one launch."""
-    found: dict[torch.dtype, list[int]] = {}
-    for place, value in values.items():
-        if isinstance(value, Tensor):
-            found.setdefault(value.dtype, []).append(place)
-    return list(found.values())
 
 
 def _layout(value: Any) -> Any:
@@ -327,29 +246,3 @@ def _unfit(value: Any) -> str:
     if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride())):
         return "a tensor that is expanded"
     return ""
-
-
-def _extent(value: Tensor) -> int:
-    """Elements from the first one to the last one in memory."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride())) if value.numel() else 0
-
-
-def _num_bytes(value: Any) -> int:
-    """Bytes in the arena."""
-    if not isinstance(value, Tensor):
-        return 0
-    return math.ceil(_extent(value) * value.dtype.itemsize / _ALIGNMENT) * _ALIGNMENT
-
-
-def _bytes_of(values: Iterable[Any]) -> int:
-    return sum(map(_num_bytes, values))
-
-
-def _placed(memory: Tensor, offset: int, like: Tensor) -> Tensor:
-    """A tensor like another in the arena."""
-    size = _extent(like) * like.dtype.itemsize
-    return (
-        memory[offset : offset + size]
-        .view(like.dtype)
-        .as_strided(like.shape, like.stride(), offset // like.dtype.itemsize)
-    )

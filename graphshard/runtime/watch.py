@@ -34,7 +34,7 @@ def pause_of(num_ranks: int) -> float:
 
 
 class Watched(Protocol):
-    """What the thread is for: the ranks as one of them knows them."""
+    """What the thread is for: how one rank stands among those of a mesh."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -62,11 +62,11 @@ class Watch:
         store: a connection of its own, as a wait blocks the one it is made on.
     """
 
-    def __init__(self, peers: Watched, store: dist.Store) -> None:
-        self._peers = weakref.ref(peers)
+    def __init__(self, standing: Watched, store: dist.Store) -> None:
+        self._standing = weakref.ref(standing)
         self._store = store
-        self._next = peers.ranks[(peers.ranks.index(peers.rank) + 1) % len(peers.ranks)]
-        self._pause = pause_of(len(peers.ranks))
+        self._next = standing.ranks[(standing.ranks.index(standing.rank) + 1) % len(standing.ranks)]
+        self._pause = pause_of(len(standing.ranks))
         self._stop = threading.Event()
         self._heard = (-1, time.monotonic())
         self._beat = 0
@@ -86,32 +86,32 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause):
-            peers = self._peers()
-            if peers is None:
+            standing = self._standing()
+            if standing is None:
                 return
             try:
-                if not peers.is_current():
-                    peers.leave("has destroyed its process group")
+                if not standing.is_current():
+                    standing.leave("has destroyed its process group")
                     return
-                self.look(peers)
+                self.look(standing)
             except Exception:  # the store is gone, and with it what could be said or seen
                 log.debug("the rendezvous store cannot be reached any more", exc_info=True)
                 return
-            del peers  # while it sleeps, others may let go of it
+            del standing  # while it sleeps, others may let go of it
 
-    def look(self, peers: Watched) -> None:
+    def look(self, standing: Watched) -> None:
         """Say how this rank is doing, and look how the next one is."""
         self._beat += 1
-        mine = peers.status(self._beat)
+        mine = standing.status(self._beat)
         self._store.set(str(mine.rank), mine.to_json())
         if not self._store.check(["finding"]):
-            found = self._about_next(peers, mine)
+            found = self._about_next(standing, mine)
             if found is None:
                 return
             self._store.compare_set("finding", "", found.to_json())
-        peers.found(Finding.from_json(self._store.get("finding")))
+        standing.found(Finding.from_json(self._store.get("finding")))
 
-    def _about_next(self, peers: Watched, mine: Status) -> Finding | None:
+    def _about_next(self, standing: Watched, mine: Status) -> Finding | None:
         self._knows_next = self._knows_next or self._store.check([str(self._next)])
         if not self._knows_next:
             return None
@@ -122,7 +122,7 @@ class Watch:
         if died:
             message = f"rank {theirs.rank} {died}; the last that it said is that it has made {theirs.number} steps."
             return Finding("died", theirs.rank, theirs.number + 1, message)
-        peers.behind(theirs)
+        standing.behind(theirs)
         return first_difference(mine, theirs) or self._one_waits(mine, theirs) or self._one_waits(theirs, mine)
 
     def _died(self, theirs: Status) -> str:

@@ -10,10 +10,12 @@
     bounds      what no schedule can beat
     budget      what a search may do, in steps that are the same on all machines
     simple      schedules that need no search
+    states      where a schedule of a small phase may stand, and what may happen next
     exact       every schedule of a small phase, except those that another is no worse than
     deep        buckets and the order on the link for a deep phase; exact without a limit, window and copies
     coarse      fewer transfers: joined where latencies are long, or cut at given places only
-    place       launch positions of given buckets under a memory limit
+    place       launch positions of given buckets under a memory limit, as early as their order allows
+    delay       gathers moved behind, as late as costs nothing
     phase       the best schedule of one phase that a budget finds, and what is proven of it
     solve       which parameters stay gathered, and all phases
     ways        which axes a phase's collectives run over, and what its link is
@@ -28,7 +30,7 @@
     memory      what memory its values hold meanwhile
     dag         the timeline as a graph: critical path, slack, what delays a wait
 
-The first sixteen know neither graphs nor tensors.
+The first eighteen know neither graphs nor tensors.
 
 Which plan is taken:
 

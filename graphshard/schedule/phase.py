@@ -25,8 +25,9 @@ from graphshard.schedule.budget import Budget
 from graphshard.schedule.coarse import Coarse, at_cuts, cuts_around, even_cuts
 from graphshard.schedule.deadlines import jobs
 from graphshard.schedule.deep import Effort, channel_order, shortest_order
+from graphshard.schedule.delay import delay
 from graphshard.schedule.exact import best_placement
-from graphshard.schedule.place import delay, place
+from graphshard.schedule.place import place
 from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link, Placement, Problem, Schedule, Transfer
 from graphshard.schedule.rates import rate_below
 from graphshard.schedule.simple import laziest, one_ahead, singles

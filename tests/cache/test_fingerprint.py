@@ -281,7 +281,7 @@ def test_no_number_is_left_for_a_tool(
         for number in taken:
             monitoring.use_tool_id(number, "another")
     else:
-        monkeypatch.setattr(watching, "_free_tool", lambda: None)
+        monkeypatch.setattr(watching, "free_tool", lambda: None)
     try:
         with caplog.at_level(logging.INFO, "graphshard.cache"):
             empty.run()

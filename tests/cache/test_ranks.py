@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import sys
@@ -23,18 +22,15 @@ import graphshard
 from graphshard.cache import kept
 from graphshard.module import tracer
 from graphshard.runtime import peers
+from tests.distributed.twins import load_example
 from tests.ranks import RankPool, Ranks
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def _train(
     rank: int, world_size: int, cache: str, backend: str, *, without: int = -1, steps: int = 3
 ) -> tuple[list[Tensor], int, list[str]]:
     """Losses of the example, how often it was captured, and what the cache said."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    llama = importlib.import_module("llama")
+    llama = load_example("llama")
     torch.manual_seed(0)
     model = llama.Llama(llama.LlamaConfig(layers=2, dim=32, heads=2, seq=16))
     said: list[str] = []

@@ -30,7 +30,7 @@ from graphshard.pipeline.frees import faults
 from graphshard.pipeline.graph_rules import Checked
 from graphshard.pipeline.observe import Level, Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pipeline
-from graphshard.pipeline.rules import ALWAYS, ESTABLISHED, LOWERED
+from graphshard.pipeline.rules import ALWAYS, ESTABLISHED, LOWERED, REMEMBERING
 from graphshard.pipeline.verify import verify, verify_lowered
 from tests.helpers import COALESCED, PACKED, Blocks, calls, captured, copied, through
 
@@ -288,11 +288,11 @@ def test_what_was_right_is_not_computed_again() -> None:
 
 def test_every_rule_is_tested() -> None:
     tested = {rule for rule, _, _ in CORRUPTIONS} | {"freed_at_last_use"}
-    assert tested == {rule.__name__ for rule in (*ALWAYS, *LOWERED)} | set(ESTABLISHED)
+    assert tested == {rule.__name__ for rule in (*ALWAYS, *REMEMBERING, *LOWERED)} | set(ESTABLISHED)
 
 
 def test_every_rule_says_what_it_wants() -> None:
-    for rule in (*ALWAYS, *LOWERED, *ESTABLISHED.values()):
+    for rule in (*ALWAYS, *REMEMBERING, *LOWERED, *ESTABLISHED.values()):
         assert re.fullmatch(r"[A-Z].*\.", rule.__doc__ or ""), rule
 
 

@@ -1,0 +1,83 @@
+"""Torch internals of sizes and numbers that depend on the values of tensors: its unbacked symbols."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size, free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+from graphshard.ir.torch_internals import replaced
+
+__all__ = [
+    "conditions_on_sizes",
+    "is_unknown",
+    "makes_size",
+    "new_unknown_float",
+    "new_unknown_size",
+]
+
+
+def new_unknown_size(mode: FakeTensorMode, low: int | None = None, high: int | None = None) -> torch.SymInt:
+    """A size that depends on values, with its least and largest."""
+    assert mode.shape_env is not None
+    with mode.shape_env.ignore_fresh_unbacked_symbols():  # no operator makes it
+        size: torch.SymInt = mode.shape_env.create_unbacked_symint()
+    _constrain_range_for_size(size, low, high)
+    return size
+
+
+def new_unknown_float(mode: FakeTensorMode) -> torch.SymFloat:
+    """A number that depends on values, and is no size."""
+    assert mode.shape_env is not None
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        number: torch.SymFloat = mode.shape_env.create_unbacked_symfloat()
+    return number
+
+
+@contextlib.contextmanager
+def conditions_on_sizes(
+    decide: Callable[[torch.SymBool], bool | None], check: Callable[[torch.SymBool], None]
+) -> Iterator[None]:
+    """Within the block, conditions on sizes that depend on values are not torch's alone.
+
+    Args:
+        decide: asked where code decides by one; None leaves it to torch.
+        check: told what `torch._check` takes for granted.
+    """
+    ask, expect = torch.SymBool.__bool__, symbolic_shapes.expect_true
+
+    def truth(self: torch.SymBool) -> bool:
+        decided = decide(self) if free_unbacked_symbols(self) else None
+        return bool(ask(self)) if decided is None else decided
+
+    def expected(value: Any, skip: int = 0) -> bool:
+        if isinstance(value, torch.SymBool) and free_unbacked_symbols(value):
+            check(value)
+        return bool(expect(value, skip))
+
+    with replaced(torch.SymBool, "__bool__", truth), replaced(symbolic_shapes, "expect_true", expected):
+        yield
+
+
+def makes_size(node: torch.fx.Node) -> bool:
+    """Whether an operator makes a number, or a tensor of a size, that depends on the values of a tensor."""
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return (
+        isinstance(node.target, OpOverload)
+        and any(tag in node.target.tags for tag in tags)
+        and any(map(is_unknown, pytree.tree_leaves(node.meta.get("val"))))
+    )
+
+
+def is_unknown(value: Any) -> bool:
+    """Whether a value is a number, or a tensor of a size, that depends on the values of a tensor."""
+    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(
+        free_unbacked_symbols(value)
+    )
