@@ -94,7 +94,7 @@ class Exporter:
         observer = _Watch(tracer.options.level, recorder, tracer.pipeline.passes, self.show, costs=self.costs)
         passes = tracer.pipeline
         if self.share is not None and not even_pieces(tracer.spec.mesh, tracer.spec.params):
-            passes = Pipeline(tuple(agreed(step, self.share) for step in passes))
+            passes = Pipeline(agreed(passes, self.share))
         program, partitioned = tracer.trace(
             module, call_args, call_kwargs, observer, "exported", grad=grad, passes=passes
         )

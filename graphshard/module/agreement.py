@@ -112,7 +112,7 @@ class Agreement:
         if self.peers is None and self.everyone is None:
             return passes
         if self._pipeline is None:
-            self._pipeline = Pipeline(tuple(agreed(step, self._share, self._most) for step in passes))
+            self._pipeline = Pipeline(agreed(passes, self._share, self._most))
         return self._pipeline
 
     def _share(self, program: Program, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import itertools
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -162,11 +162,14 @@ class AgreedPlanner:
         return Plan.from_json(made["plan"]), made["outline"]
 
 
-def agreed(step: Pass, share: Share, most: Most = int) -> Pass:
-    """A pass; one that asks a planner by cost takes the first rank's plan."""
-    if isinstance(step, MakePlan) and isinstance(step.planner, PlanByCost):
-        return replace(step, planner=AgreedPlanner(step.planner, share, most))
-    return step
+def agreed(passes: Iterable[Pass], share: Share, most: Most = int) -> tuple[Pass, ...]:
+    """The passes; one that asks a planner by cost takes the first rank's plan."""
+    return tuple(
+        replace(step, planner=AgreedPlanner(step.planner, share, most))
+        if isinstance(step, MakePlan) and isinstance(step.planner, PlanByCost)
+        else step
+        for step in passes
+    )
 
 
 def within(limit: int, find: Callable[[int], T], peak: Callable[[T], int]) -> T:
