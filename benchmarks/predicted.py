@@ -5,8 +5,8 @@
                                    [--auto 0.7]
 
 Predicted is what `explain` says, which counts what regions allocate inside. Measured is the median step of the slowest
-rank, with fused AdamW, and the peak of what a rank has allocated for tensors: parameters and optimizer state, and on
-top of them what the profiler sees a step allocate and free.
+rank, with fused AdamW, and the peak of what a rank has allocated for tensors: parameters, buffers and optimizer state,
+and on top of them what the profiler sees a step allocate and free.
 
 A machine that others use runs at a part of its speed at times. So a product is timed on all ranks before and after each
 step, and steps count that ran while its speed was within 10 % of the profile's ("steps": how many of all; if none did
@@ -62,10 +62,10 @@ def probe() -> float:
     return 2 * PROBE**3 / taken.item()
 
 
-def peak_of(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> int:
+def peak_of(step: Callable[[], None], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Most bytes of tensors that are alive at once in a step."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    held = [*params, *(t for state in optimizer.state.values() for t in state.values())]
+    states = (t for state in optimizer.state.values() for t in state.values())
+    held = [*model.parameters(), *model.buffers(), *states]
     total = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in held)
     with torch.profiler.profile(profile_memory=True) as profile:
         step()
@@ -119,7 +119,7 @@ def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -
         speeds.append(probe())
         if all(abs(found / speed - 1) < NEAR for found in speeds[-2:]):
             near.append(times[-1])
-    peak = peak_of(step, optimizer)
+    peak = peak_of(step, model, optimizer)
     if rank == 0:
         predicted = explained(size, (args.ranks,), tokens, given)
         what = f"{', '.join(f'{name} {value}' for name, value in size.items()):40}"

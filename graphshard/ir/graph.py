@@ -235,6 +235,11 @@ def is_view(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and _may_alias(node.target)
 
 
+def is_alias(node: Node) -> bool:
+    """A view, or what has the memory of its input though its schema does not say so."""
+    return node.target is aten._unsafe_view.default or is_view(node)
+
+
 # By id; an operator is kept, so that no other one has its id.
 _ALIASING: dict[int, tuple[OpOverload, bool]] = {}
 

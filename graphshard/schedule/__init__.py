@@ -20,6 +20,7 @@
     solve       which parameters stay gathered, and all phases
     ways        which axes a phase's collectives run over, and what its link is
     build       from a program to its problem, and from a schedule to buckets and events
+    shared      which values have the memory of others
     footprint   what is alive in a program whatever the schedule
     by_unit     PlanByUnit: FSDP2's order, which needs no costs
     by_cost     PlanByCost: a program in, the plan that costs say is best out

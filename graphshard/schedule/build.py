@@ -28,6 +28,7 @@ from graphshard.schedule.footprint import base_bytes, item_at, lasting_beside
 from graphshard.schedule.known import collectives_of, layout_of, remembered
 from graphshard.schedule.own import Own
 from graphshard.schedule.problem import KINDS, Chain, Link, Problem, Transfer
+from graphshard.schedule.shared import saved_memory
 from graphshard.schedule.ways import Sent, Ways, link_of, own_collectives, ways_of
 
 
@@ -219,7 +220,7 @@ class _Maker:
         alive = remembered(
             graph,
             ("bytes", cuts, *ends.values(), *sent.values(), *until.values()),
-            lambda: base_bytes(phase, layout, cuts, launches, ends, sent, until),
+            lambda: base_bytes(phase, layout, cuts, launches, ends, sent, until, saved_memory(self.program)),
         )
         base = [beside + n + left for n, left in zip(alive, copies.beside)]
         self.maps[phase_name] = PhaseMap(

@@ -10,10 +10,11 @@ from types import MappingProxyType
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.graph import base_of, is_on_host, is_part, is_view
+from graphshard.ir.graph import base_of, is_alias, is_on_host, is_part
 from graphshard.ir.layout import Collective, Layout
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, OWN_CHUNK, SETTLED
-from graphshard.ir.program import LASTING, Phase, Program
+from graphshard.ir.program import LASTING, Phase, Program, Slot
+from graphshard.schedule.shared import Saved, first_of
 
 
 def base_bytes(
@@ -24,6 +25,7 @@ def base_bytes(
     ready: Mapping[Node, int],
     sent: Mapping[Node, int],
     until: Mapping[Node, int] = MappingProxyType({}),
+    saved: Mapping[Slot, Saved] = MappingProxyType({}),
 ) -> list[int]:
     """Most bytes alive during each item, less those of the gradients that the schedule holds from its begin.
 
@@ -37,6 +39,7 @@ def base_bytes(
         ready: per launch of a reduction, the index of the item after which its bucket can start.
         sent: per launch of a reduction, the bytes of its gradient for the schedule.
         until: by node the last position at which it has what it is given, where that is behind its own.
+        saved: by slot the memory of what forward has saved, which several of them may have.
     """
     end = len(layout.compute)
     index = {**layout.index, phase.module.graph.output_node(): end}
@@ -53,18 +56,20 @@ def base_bytes(
             first = min((index[user] for user in users if user in layout.index), default=end)
             alive(first, end, num_bytes(piece))
     ours = {node for nodes in (*layout.before.values(), *layout.after.values()) for node in nodes}
+    slots = phase.slot_of()
+    same = first_of(slots, saved)
     spans: dict[Node, list[int]] = {}
     for node in layout.compute:
         if node.target is not DOWNLOAD:
-            spans.setdefault(_owner(node), [index[node], index[node]])
-    for node, slot in phase.slot_of().items():
+            spans.setdefault(_owner(node, same), [index[node], index[node]])
+    for node, slot in slots.items():
         if slot.kind != "saved" or not is_on_host(node):
-            spans[node] = [0, end if slot.kind in LASTING else 0]
+            spans[same.get(node, node)] = [0, end if slot.kind in LASTING else 0]
     for node in phase.module.graph.nodes:
         for source in () if node in ours or node not in index else node.all_input_nodes:
             # What a collective of the model is given is held until it is settled.
             for held in (source, *source.all_input_nodes) if node.target is SETTLED else (source,):
-                owner = _owner(held)
+                owner = _owner(held, same)
                 if owner in spans:
                     spans[owner][1] = max(spans[owner][1], index[node], until.get(node, 0))
     made, held = [0] * (end + 2), [0] * len(cuts)
@@ -72,7 +77,7 @@ def base_bytes(
         item = ready[reduction.node] - 1
         first = begin = cuts[item]
         for node in (*layout.before[reduction.node], reduction.node):
-            for owner in map(_owner, node.all_input_nodes):
+            for owner in (_owner(source, same) for source in node.all_input_nodes):
                 if owner in spans:
                     spans[owner][1] = max(spans[owner][1], begin - 1)
                     first = max(first, spans[owner][0])
@@ -82,7 +87,7 @@ def base_bytes(
         made[first] += sent[reduction.node]
         made[cuts[item + 1]] -= sent[reduction.node]
     for owner, (start, last) in spans.items():
-        alive(start, last, num_bytes(owner))
+        alive(start, last, saved[slots[owner]].num_bytes if owner in same else num_bytes(owner))
     total = list(accumulate(change))
     peaks = [a + b for a, b in zip(total, accumulate(made))]
     # Between two items the smaller one counts, so that it must not be less than what is alive at its begin.
@@ -101,6 +106,7 @@ def item_at(cuts: Sequence[int], position: int) -> int:
     return min(bisect_right(cuts, position) - 1, len(cuts) - 2)
 
 
-def _owner(node: Node) -> Node:
+def _owner(node: Node, same: Mapping[Node, Node]) -> Node:
     """The value whose memory a value has."""
-    return base_of(node, lambda each: is_view(each) or is_part(each) or each.target in (SETTLED, ARRIVED))
+    owner = base_of(node, lambda each: is_alias(each) or is_part(each) or each.target in (SETTLED, ARRIVED))
+    return same.get(owner, owner)

@@ -8,13 +8,14 @@ saved, makes room for what follows inside. Calls of equal regions may differ in 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch.fx import Node
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.workspace import BLOCK, workspace
-from graphshard.ir.graph import WAIT, is_view
-from graphshard.ir.operators import ARRIVED, SETTLED
-from graphshard.ir.program import LASTING, Phase, Program
+from graphshard.ir.program import LASTING, Phase, Program, Slot
+from graphshard.schedule.shared import Saved, owners, saved_memory
 
 
 def workspaces(program: Program, costs: Costs) -> dict[Node, int]:
@@ -22,8 +23,9 @@ def workspaces(program: Program, costs: Costs) -> dict[Node, int]:
     block = BLOCK if costs.profile.device == "cuda" else 1
     known: dict[tuple[str, frozenset[int]], int] = {}
     found = {}
+    saved = saved_memory(program)
     for phase in program.phases.values():
-        for call, dying in _dying(phase).items():
+        for call, dying in _dying(program, phase, saved).items():
             key = program.region_names[str(call.target)]
             if (key, dying) not in known:
                 nodes = list(program.regions[key].module.graph.nodes)
@@ -34,31 +36,26 @@ def workspaces(program: Program, costs: Costs) -> dict[Node, int]:
     return found
 
 
-def _dying(phase: Phase) -> dict[Node, frozenset[int]]:
+def _dying(program: Program, phase: Phase, saved: Mapping[Slot, Saved]) -> dict[Node, frozenset[int]]:
     """By the call of a region, which of its inputs nothing reads from there on; others may have their memory."""
     nodes = list(phase.module.graph.nodes)
-    owner: dict[Node, Node] = {}
+    owner = owners(program, phase, saved)
     last: dict[Node, Node] = {}
     for node in nodes:
-        owner[node] = owner[node.all_input_nodes[0]] if shares(node) else node
         last.update((owner[source], node) for source in node.all_input_nodes)
-    stay = {node for node, slot in phase.slot_of().items() if slot.kind in LASTING}
+    slots = phase.slot_of()
+    stay = {
+        node for node, slot in slots.items() if slot.kind in LASTING or (slot in saved and not saved[slot].num_bytes)
+    }
     found = {}
     for call in nodes:
         if call.op == "call_module":
             given = call.args[0]
             assert isinstance(given, (list, tuple))
-            owners = [owner[value] if isinstance(value, Node) else None for value in given]
+            read = [owner[value] if isinstance(value, Node) else None for value in given]
             found[call] = frozenset(
                 index
-                for index, held in enumerate(owners)
-                if held is not None and owners.count(held) == 1 and last[held] is call and held not in stay
+                for index, held in enumerate(read)
+                if held is not None and read.count(held) == 1 and last[held] is call and held not in stay
             )
     return found
-
-
-def shares(node: Node) -> bool:
-    """Whether a value has the memory of its first input: a view, or a wait. Parts of collectives have their own."""
-    if node.op != "call_function" or not node.all_input_nodes:
-        return False
-    return node.target in (WAIT, ARRIVED, SETTLED) or is_view(node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -13,7 +13,7 @@ from graphshard.ir.graph import GATHERS, WAIT, is_collective, is_on_host, launch
 from graphshard.ir.operators import RELOAD
 from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.ir.program import LASTING, Phase, Program, Slot
-from graphshard.schedule.inside import shares
+from graphshard.schedule.shared import Saved, owners, saved_memory
 from graphshard.schedule.timeline import Estimate
 
 # What the tensors of a bucket are, by its kind.
@@ -90,8 +90,9 @@ def memory_of(program: Program, found: Estimate) -> Memory:
 def tensors(program: Program, found: Estimate) -> list[Tensor]:
     """What is alive between regions and inside them, and when."""
     held: dict[tuple[str, ...], Tensor] = {}
+    saved = saved_memory(program)
     for phase_name, phase in program.phases.items():
-        for tensor in _of_phase(program, phase, phase_name, found):
+        for tensor in _of_phase(program, phase, phase_name, found, saved):
             # A shard, and the parameter that is gathered of it, go by one name.
             key = (tensor.what, tensor.name)
             if tensor.what in _FROM_PHASE_TO_PHASE and key in held:
@@ -102,24 +103,26 @@ def tensors(program: Program, found: Estimate) -> list[Tensor]:
     return list(held.values())
 
 
-def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) -> Iterator[Tensor]:
+def _of_phase(
+    program: Program, phase: Phase, phase_name: str, found: Estimate, memory: Mapping[Slot, Saved]
+) -> Iterator[Tensor]:
     plan = program.plan
     nodes = list(phase.module.graph.nodes)
     began, ended = found.phases[phase_name]
-    owner: dict[Node, Node] = {}
+    owner = owners(program, phase, memory)
     last: dict[Node, float] = {}
     copied = found.copied
     for node in nodes:
-        owner[node] = owner[node.all_input_nodes[0]] if shares(node) else node
         time = ended if node.op == "output" else found.node_times[node]
-        # What a collective is given is held until it is waited for.
+        # What a collective is given is held until it is waited for; gloo's reduce-scatters hold a copy in its place.
         given = launch_of(node).all_input_nodes if node.target is WAIT else ()
         for source in (*node.all_input_nodes, *given):
             last[owner[source]] = max(time, copied.get(node, 0.0), last.get(owner[source], 0.0))
         last[owner[node]] = max(time, last.get(owner[node], 0.0))
     slots = phase.slot_of()
+    # By the node whose memory it is.
     saved = {
-        n: slot
+        owner[n] if slot in memory else n: memory[slot].slot if slot in memory else slot
         for n, slot in zip(phase.results, phase.outputs)
         if isinstance(n, Node) and slot.kind in ("saved", "shown")
     }
@@ -139,15 +142,17 @@ def _of_phase(program: Program, phase: Phase, phase_name: str, found: Estimate) 
             sent = (node, *parts)
             end = max(found.node_times[wait] for part in sent for wait in part.users if wait.target is WAIT)
             yield Tensor(node.meta["bucket"], "communication buffers", num_bytes(node), start, end)  # gloo's own
-        if owner[node] is not node or in_parts or node.op == "output" or not (size := num_bytes(node)):
+        if owner[node] is not node or in_parts or node.op == "output" or is_on_host(node):
             continue
-        if is_on_host(node):
+        held = memory.get(slots[node]) if node in slots else None  # by an input of backward
+        if not (size := num_bytes(node) if held is None else held.num_bytes):
             continue
         end = ended if node in results else last[node]
         if node in slots:
             slot = slots[node]
             kept = slot.kind in LASTING
             what = _OF_SLOT.get(slot.kind) or _saved(slot)
+            slot = slot if held is None else held.slot
             name = f"{slot.name}[{slot.index}]" if slot.kind == "part" else slot.name
             yield Tensor(name, what, size, *((0.0, found.seconds) if kept else (began, end)))
         elif node in saved:

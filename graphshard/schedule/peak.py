@@ -22,6 +22,7 @@ from graphshard.schedule.by_unit import first_use, is_scalar
 from graphshard.schedule.copies import copied
 from graphshard.schedule.footprint import base_bytes, lasting_beside
 from graphshard.schedule.known import collectives_of, layout_of
+from graphshard.schedule.shared import saved_memory
 
 Left = tuple[tuple[int, float], ...]
 
@@ -69,7 +70,8 @@ class _Counted:
         seconds = [seconds_between(phase.module.graph, self.layout, *item, costs) for item in pairwise(cuts)]
         copies = copied(self.layout, cuts, seconds, costs, left)
         self.left = copies.left
-        alive = base_bytes(phase, self.layout, cuts, launches, self.started, self.sent, copies.until)
+        saved = saved_memory(program)
+        alive = base_bytes(phase, self.layout, cuts, launches, self.started, self.sent, copies.until, saved)
         beside = lasting_beside(program, phase)
         self.base = [beside + a + b for a, b in zip(alive, copies.beside)]
         self.held = 0

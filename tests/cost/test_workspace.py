@@ -58,3 +58,21 @@ def test_logits_in_float32():
     wide = 64 * 1000 * 4
     assert 1.99 * wide < of(loss, logits, targets, fused=False) < 2.1 * wide
     assert of(loss, logits, targets, fused=True) < 0.1 * wide
+
+
+def test_what_shows_a_product_takes_nothing():
+    """Its schema does not say that it has the product's memory. Read by two kernels, and returned, it is there once."""
+    x, w = torch.zeros(8, 16), torch.zeros(16, 16)
+
+    def seen(x, w):
+        product = torch.ops.aten._unsafe_view(x @ w, [2, 4, 16])
+        return product, product.view(8, 16) @ w, product.sin()
+
+    def gated(x, w):
+        product = torch.ops.aten._unsafe_view(x @ w, [2, 4, 16])
+        return product.view(8, 16) @ w, product.sin()
+
+    for fused in (True, False):
+        assert of(seen, x, w, fused=fused) == 0
+    assert of(gated, x, w, fused=True) == 0, "the sine is written in place of it"
+    assert of(gated, x, w, fused=False) == 8 * 16 * 4

@@ -1,0 +1,126 @@
+"""Which values have the memory of others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Node
+
+import graphshard
+from graphshard.cost.kernels import num_bytes
+from graphshard.ir.layout import Layout
+from graphshard.ir.program import Program
+from graphshard.schedule.footprint import base_bytes
+from graphshard.schedule.memory import tensors
+from graphshard.schedule.shared import owners, saved_memory
+from tests.helpers import captured, through
+
+
+class Attend(nn.Module):
+    """Backward reads the result of attention twice: for attention itself, and for the product behind it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    """Backward reads both products for their own gradients and for that of what is made of them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def explained(model: nn.Module, **options: object) -> graphshard.Explanation:
+    batch = torch.zeros(4, 8, 16, device="meta")
+    return graphshard.explain(model.to("meta"), (2,), example_inputs=(batch,), hardware="cpu-gloo", **options)
+
+
+def saved_names(program: Program) -> dict[str, list[str]]:
+    """What is saved, by the first that has the same memory."""
+    found: dict[str, list[str]] = {}
+    for slot, saved in saved_memory(program).items():
+        found.setdefault(saved.slot.name, []).append(slot.name)
+    return found
+
+
+def test_values_that_forward_saves() -> None:
+    """Two views of one value, the parts of one product, a view of the input, which is there anyway."""
+    program = through(captured(nn.Sequential(Attend(16), Attend(16)), (torch.ones(4, 8, 16),)), "partition")
+    forward = program.phases["forward"]
+    made = dict(zip((slot.name for slot in forward.outputs), forward.results))
+    groups = saved_names(program)
+    sizes = {saved.slot.name: saved.num_bytes for saved in saved_memory(program).values()}
+    twice = [name for name, same in groups.items() if any("detach" in other for other in same)]
+    assert len(twice) == 2, "of each layer attention's result"
+    assert [sizes[name] for name in twice] == [4 * 8 * 16 * 4] * 2
+    products = [name for name, same in groups.items() if len(same) == 3]
+    assert [sizes[name] for name in products] == [4 * 8 * 3 * 16 * 4] * 2, "queries, keys and values"
+    views = [name for name, size in sizes.items() if not size]
+    assert [made[name].all_input_nodes[0].op for name in views] == ["placeholder"]
+    assert saved_memory(replace(program, phases={"forward": forward})) == {}
+
+
+def test_backward_counts_memory_once() -> None:
+    """From operator to operator, as the planner does, and on the timeline: nothing is added between the phases."""
+    program = through(captured(nn.Sequential(Attend(16), Attend(16)), (torch.ones(4, 8, 16),)), "partition")
+    backward = program.phases["backward"]
+    layout, saved = Layout.of(backward), saved_memory(program)
+    cuts = (0, len(layout.compute))
+    slots = backward.slot_of()
+    held = {memory.slot: memory.num_bytes for memory in saved.values()}
+    each = sum(num_bytes(node) for node, slot in slots.items() if slot in saved)
+    more = each - sum(held.values())
+    assert more >= 2 * 4 * 8 * 16 * 4
+    first = [base_bytes(backward, layout, (0, 1, *cuts[1:]), [], {}, {}, saved=known)[0] for known in ({}, saved)]
+    assert first[0] - first[1] == more
+
+    found = explained(nn.Sequential(Attend(16), Attend(16)))
+    began = found._timeline.phases["backward"][0]
+    names = {memory.slot.name: memory.num_bytes for memory in saved_memory(found._program).values() if memory.num_bytes}
+    kept = [t for t in tensors(found._program, found._timeline) if t.what == "saved for backward" and t.name in names]
+    assert {t.name: t.num_bytes for t in kept} == names
+    assert len(kept) == len(names)
+    assert all(t.start < began < t.end for t in kept), "forward has made it"
+
+
+def test_what_a_region_returns_of_what_it_was_given() -> None:
+    """A product that is saved, and read by two regions of backward, is there once, and not let go of by the first."""
+    found = explained(nn.Sequential(Gated(16), Gated(16)), activation=[torch.ops.aten.mm.default])
+    program = found._program
+    backward = program.phases["backward"]
+    owner = owners(program, backward, saved_memory(program))
+    seen = [node for node in backward.module.graph.nodes if node.name.startswith("_unsafe_view")]
+    assert seen
+    assert all(node.all_input_nodes[0].op == "call_module" for node in seen)
+    assert {owner[node].op for node in seen} == {"placeholder"}
+    names = {f"%{node.meta['number']}" for node in seen}
+    held = tensors(program, found._timeline)
+    assert not [tensor for tensor in held if tensor.name.split()[0] in names]
+    ends = {tensor.name: tensor.end for tensor in held if tensor.what == "saved for backward"}
+    for node in seen:
+        last = max(found._timeline.node_times[user] for user in node.users)
+        assert ends[backward.slot_of()[owner[node]].name] >= last
+
+
+def test_nodes_of_a_phase() -> None:
+    """A view has the memory of what it shows; a part of a region has its own."""
+    program = explained(nn.Sequential(Attend(16), Attend(16)))._program
+    owner = owners(program, program.phases["forward"])
+    results = [node for node in program.phases["forward"].results if isinstance(node, Node)]
+    views = [node for node in results if node.name.startswith(("transpose", "detach"))]
+    assert views
+    assert all(owner[node] is not node and owner[owner[node]] is owner[node] for node in views)
