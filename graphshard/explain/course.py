@@ -14,7 +14,7 @@ from graphshard.cost.multiplications import Scalar
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.training import Training
 from graphshard.ir.errors import ArgumentError, InfeasibleError, StageError
-from graphshard.ir.graph import base_of
+from graphshard.ir.graph import base_of, is_alias
 from graphshard.ir.mesh import Axis
 from graphshard.ir.program import Program
 from graphshard.options.options import Options
@@ -165,7 +165,8 @@ def saved_bytes(program: Program) -> int:
     """Bytes of what a microbatch leaves to its backward, but for full parameters."""
     phase = program.phases["forward"]
     results = zip(phase.results, phase.outputs, strict=True)
-    return sum(map(num_bytes, {base_of(value) for value, slot in results if slot.kind == "saved" and not slot.is_full}))
+    saved = {base_of(value, is_alias) for value, slot in results if slot.kind == "saved" and not slot.is_full}
+    return sum(map(num_bytes, saved))
 
 
 def _phases(events: Sequence[Event], contention: Scalar) -> tuple[Scalar, Scalar]:

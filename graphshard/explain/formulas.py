@@ -26,6 +26,7 @@ from graphshard.cost.model_collectives import model_collective
 from graphshard.explain.symbols import RANKS, mesh_of_ranks, num_shards_of, symbolic
 from graphshard.explain.training import Training
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.graph import base_of, is_alias
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Phase, Program, Region
@@ -300,5 +301,6 @@ def _state(program: Program, states: int) -> tuple[Any, Any]:
 def _saved(phase: Phase) -> Any:
     """Bytes that forward leaves for backward, without parameters, inputs, and numbers of tokens."""
     pairs = zip(phase.results, phase.outputs)
-    saved = [node for node, slot in pairs if slot.kind == "saved" and isinstance(node, Node) and symbolic(node)]
-    return sympy.Add(*(math.prod(symbolic(node)) * node.meta["val"].dtype.itemsize for node in saved))
+    saved = (base_of(node, is_alias) for node, slot in pairs if slot.kind == "saved" and isinstance(node, Node))
+    distinct = filter(symbolic, dict.fromkeys(saved))
+    return sympy.Add(*(math.prod(symbolic(node)) * node.meta["val"].dtype.itemsize for node in distinct))

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.graph import base_of, is_part, module_of
+from graphshard.ir.graph import base_of, is_alias, is_part, module_of
 from graphshard.ir.layout import saved_values
 from graphshard.ir.program import Program, UnitMemory
 from graphshard.ir.torch_internals import run_and_save_rng_state
@@ -29,7 +29,8 @@ def saved_by_unit(program: Program) -> tuple[UnitMemory, ...]:
     saved: dict[str, Counter[str]] = {}
     recomputed: dict[str, Counter[str]] = {}
     total: Counter[str] = Counter()
-    for node in saved_values(program.phases["forward"]):
+    # Two values that are saved may have one memory: what attention returns goes to two that read it.
+    for node in dict.fromkeys(base_of(value, is_alias) for value in saved_values(program.phases["forward"])):
         unit = unit_of(module_of(node), units)
         saved.setdefault(unit, Counter())[_operator(node)] += 1
         total[unit] += num_bytes(node)

@@ -13,6 +13,7 @@ import graphshard
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.layout import Layout
 from graphshard.ir.program import Program
+from graphshard.pipeline.saved import saved_by_unit
 from graphshard.schedule.footprint import base_bytes
 from graphshard.schedule.memory import tensors
 from graphshard.schedule.shared import owners, saved_memory
@@ -72,6 +73,14 @@ def test_values_that_forward_saves() -> None:
     views = [name for name, size in sizes.items() if not size]
     assert [made[name].all_input_nodes[0].op for name in views] == ["placeholder"]
     assert saved_memory(replace(program, phases={"forward": forward})) == {}
+
+
+def test_what_units_save_is_counted_once() -> None:
+    """In the table by unit: the result of attention is one value, and the product that q, k and v are of."""
+    program = through(captured(nn.Sequential(Attend(16), Attend(16)), (torch.ones(4, 8, 16),)), "plan")
+    held = {memory.slot: memory.num_bytes for memory in saved_memory(program).values()}
+    assert sum(row.saved_bytes for row in saved_by_unit(program)) == sum(held.values())
+    assert [row.saved["mm"] for row in saved_by_unit(program)] == [2, 1], "the last product of the first is read again"
 
 
 def test_backward_counts_memory_once() -> None:
