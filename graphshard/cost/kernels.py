@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from graphshard.cost.multiplications import Attention, Gemm, Scalar, dtype_of, is_multiplication, multiplies, sizes
-from graphshard.ir.graph import aten, base_of, is_part, is_view
+from graphshard.ir.graph import aten, base_of, is_alias, is_part
 from graphshard.ir.sizes import is_size
 
 
@@ -63,7 +63,7 @@ def work_of(nodes: Sequence[Node], *, fused: bool = True) -> list[Work]:
 
 def kernels_of(nodes: Sequence[Node], *, fused: bool = True) -> list[tuple[list[Node], Work]]:
     """The kernels of a run of compute nodes as `work_of` has them, each with its operators."""
-    kernels = [node for node in nodes if node.op == "call_function" and not (is_view(node) or is_part(node))]
+    kernels = [node for node in nodes if node.op == "call_function" and not (is_alias(node) or is_part(node))]
     kernels = [node for node in kernels if not is_size(node)]  # a number of the host
     return [
         (group, _alone(group[0]) if _stands_alone(group[0]) else _fused(group))
@@ -119,7 +119,7 @@ def _levels(kernels: list[Node]) -> dict[Node, int]:
 
 def _kernel(node: Node) -> Node:
     """The operator that computes a value, behind views and selections of parts."""
-    while node.op == "call_function" and (is_view(node) or is_part(node)):
+    while node.op == "call_function" and (is_alias(node) or is_part(node)):
         node = node.all_input_nodes[0]
     return node
 
@@ -142,7 +142,7 @@ def _fused(group: list[Node]) -> Work:
             kernel = _kernel(source)
             if kernel not in members:
                 picks = node.target in _PICK and position == 0
-                reads[base_of(source)] = num_bytes(node) if picks else _read(source)
+                reads[base_of(source, is_alias)] = num_bytes(node) if picks else _read(source)
     written = [num_bytes(node) for node in group if leaves(node, members)]
     return Work("pointwise", 0, operations_of(group), sum(reads.values()) + sum(written), dtype_of(group[-1]))
 
@@ -155,7 +155,7 @@ def operations_of(nodes: Iterable[Node]) -> Scalar:
 def leaves(node: Node, members: set[Node]) -> bool:
     """Whether a value is used outside its kernel, directly or through views."""
     for user in node.users:
-        if is_view(user) or is_part(user):
+        if is_alias(user) or is_part(user):
             if leaves(user, members):
                 return True
         elif user not in members:
@@ -165,7 +165,7 @@ def leaves(node: Node, members: set[Node]) -> bool:
 
 def _read(source: Node) -> Scalar:
     """Bytes read of an input: no more than there are behind an expanded view, no more than a slice shows."""
-    base = base_of(source)
+    base = base_of(source, is_alias)
     return min((num_bytes(source), num_bytes(base)), key=_order)
 
 

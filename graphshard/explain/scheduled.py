@@ -9,7 +9,7 @@ from graphshard.cost.kernels import Work, operations_of, work_of
 from graphshard.cost.multiplications import is_multiplication
 from graphshard.cost.profile import Profile
 from graphshard.ir.gpus import USUAL, Capability, capability_of
-from graphshard.ir.graph import is_part, is_view
+from graphshard.ir.graph import is_alias, is_part
 from graphshard.ir.program import Region
 
 if TYPE_CHECKING:
@@ -55,5 +55,5 @@ def _work(kernel: FusedKernel) -> Work:
     products = [node for node in kernel.operators if is_multiplication(node)] if kernel.extern else []
     if products:
         return work_of(products[:1], fused=False)[0]
-    computing = [node for node in kernel.operators if not (is_view(node) or is_part(node))]
+    computing = [node for node in kernel.operators if not (is_alias(node) or is_part(node))]
     return Work("pointwise", 0, operations_of(computing), kernel.num_bytes, "float32")

@@ -36,8 +36,8 @@ class Saved:
 
 
 def saved_memory(program: Program) -> dict[Slot, Saved]:
-    """By the slot of what is saved, unless it is a full parameter; empty without a backward."""
-    if "backward" not in program.phases:
+    """By the slot of what is saved, unless it is a full parameter; empty without a backward, or of a backward alone."""
+    if not {"forward", "backward"} <= program.phases.keys():
         return {}
     forward = program.phases["forward"]
     owner, slots = owners(program, forward), forward.slot_of()

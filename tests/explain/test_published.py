@@ -96,9 +96,9 @@ def test_arrays_of_factors():
 @pytest.mark.parametrize(
     ("source", "model", "ranks", "error"),
     [
-        ("KempnerForge", "llama3-8b", 1, 0.044),
-        pytest.param("torchtitan A100", "llama3-8b", 64, 0.026, marks=pytest.mark.slow),
-        pytest.param("llm-foundry H100", "mpt-7b", 128, -0.087, marks=pytest.mark.slow),
+        ("KempnerForge", "llama3-8b", 1, 0.039),
+        pytest.param("torchtitan A100", "llama3-8b", 64, 0.006, marks=pytest.mark.slow),
+        pytest.param("llm-foundry H100", "mpt-7b", 128, -0.088, marks=pytest.mark.slow),
     ],
 )
 def test_published_steps(source, model, ranks, error):
