@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch.fx import Node
 
-from graphshard.cost.kernels import kernels_of, num_bytes
+from graphshard.cost.kernels import kernels_of, leaves, num_bytes
 from graphshard.cost.multiplications import is_multiplication
 from graphshard.ir.graph import base_of, is_alias, is_part
 
@@ -38,8 +38,7 @@ def workspace(nodes: Sequence[Node], *, fused: bool, block: int = 1, freed: Coll
     kernel: dict[Node, int] = {}
     for number, group in enumerate(groups):
         members = set(group)
-        written = (node for node in group if not is_alias(node))
-        made.append([node for node in written if not fused or _leaves(node, members)])
+        made.append([node for node in group if not fused or leaves(node, members)])
         kernel.update(dict.fromkeys(group, number))
     last: dict[Node, int] = {}
     for node, number in kernel.items():
@@ -117,12 +116,6 @@ def _in_order(groups: list[list[Node]], nodes: Sequence[Node], *, lazy: bool) ->
                 heapq.heappush(ready, (last[reader], reader))
     assert len(found) == len(groups), "kernels read each other"
     return found
-
-
-def _leaves(node: Node, members: Collection[Node]) -> bool:
-    """Whether a value is used outside its kernel, directly or through what is_alias it."""
-    users = ((user, is_alias(user) or is_part(user)) for user in node.users)
-    return not node.users or any(_leaves(user, members) if shown else user not in members for user, shown in users)
 
 
 def _owner(node: Node) -> Node:

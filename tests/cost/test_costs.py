@@ -166,6 +166,18 @@ def test_what_is_made_like_a_tensor_reads_nothing_of_it():
     assert work.num_bytes == 64 * 32 * 4
 
 
+def test_a_view_whose_schema_does_not_say_so_is_no_kernel():
+    """Products of three dimensions end in one."""
+    x, w = torch.randn(2, 32, 16), torch.randn(16, 16)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(
+        lambda x, w: torch.ops.aten._unsafe_view(x.view(64, 16) @ w, (2, 32, 16)).transpose(0, 1)
+    )(x, w).graph
+    for fused in (True, False):
+        (work,) = work_of(list(graph.nodes), fused=fused)
+        assert work.kind == "matmul"
+        assert work.num_bytes == (2 * 64 * 16 + 16 * 16) * 4
+
+
 # What it takes
 
 
