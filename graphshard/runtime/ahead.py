@@ -11,12 +11,15 @@ So what was sent is kept, a shard of the parameters, and compared with what woul
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from graphshard.ir.errors import ParameterError
@@ -89,6 +92,7 @@ class Ahead:
             self._gathers.append(_Gather(slots, refs, start, sent, gather.num_results))
             self._begun.append(functools.partial(self._begin, number))
         self._under_way: dict[int, _UnderWay] = {}
+        weakref.finalize(self, _end, self._under_way)
         # Of each gather the parameters that updates may change, and those of them that are not updated yet.
         self._own: list[set[nn.Parameter]] = []
         self._left: list[set[nn.Parameter]] = []
@@ -180,6 +184,19 @@ class Ahead:
 
     def _written(self, number: int) -> tuple[Written, ...]:
         return tuple(written(ref.param) for ref in self._gathers[number].refs)
+
+
+def _end(under_way: Mapping[int, _UnderWay]) -> None:
+    """At the end of the process: what the last step has started is no collective that somebody forgot to wait for.
+
+    Torch would say so of each. While there are process groups nobody knows whether the other ranks have started theirs.
+    """
+    if dist.is_initialized():
+        return
+    for one in under_way.values():
+        for result in one.results:
+            with contextlib.suppress(RuntimeError):  # of a group that was torn down by an error
+                c10d.wait_tensor(result)
 
 
 def _same(then: torch.Tensor, now: torch.Tensor, text: str) -> bool:

@@ -87,7 +87,7 @@ def swap_halves(gradient: torch.Tensor, group: str) -> torch.Tensor:
 def add_own_half(received: torch.Tensor, gradient: torch.Tensor, op: str, group: str) -> torch.Tensor:
     """The sum, or with "avg" the mean, of what was received and this rank's half, in the place of the former."""
     total = received.add_(gradient.chunk(EXCHANGE_RANKS)[rank_in_group(group)])
-    return total.div_(EXCHANGE_RANKS) if op == "avg" else total
+    return total.mul_(1 / EXCHANGE_RANKS) if op == "avg" else total  # exact, and faster than a division
 
 
 def as_planned(program: Program) -> Program:
