@@ -4,10 +4,12 @@
                                    [--simple-fsdp .../torchtitan/experiments/graph_trainer/simple_fsdp.py]
 
 All variants live in the same processes and take turns, step by step, so that the load of a shared machine meets all
-alike. Prints medians of the slowest rank, quartiles, and ratios to eager FSDP2. What is "kept" has
+alike. Prints medians of the slowest rank, quartiles, ratios to eager FSDP2, and the processor time of all threads of a
+rank, which is what a step takes where each rank has one core and waits for nobody. What is "kept" has
 `reshard_after_forward=False`: full parameters stay from forward to backward, which saves a gather of each. Without
 communication each rank trains the model by itself, by torch.compile or in eager mode: what no variant of that backend
-can be faster than by much.
+can be faster than by much. Communication alone is one gather and one reduction of each block, and of the rest, as
+graphshard sends them, one after the other and without any compute.
 "FSDP2 compiled whole" is the same FSDP2 with torch.compile around the model, which breaks the graph at FSDP2's hooks.
 torchtitan's SimpleFSDP, under torch.compile as a whole, takes part where `--simple-fsdp` says in which file it is, as
 it comes with torchtitan, in whose environment this must run then.
@@ -35,6 +37,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
+from graphshard.ir.graph import c10d
+from graphshard.ir.plan import EXCHANGE_RANKS
+from graphshard.runtime.gloo import add_own_half, all_gather, swap_halves
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import llama
@@ -43,8 +48,9 @@ VARIANTS = (
     *("graphshard inductor", "graphshard inductor compile_step", "graphshard inductor compile_step kept"),
     *("graphshard eager", "graphshard eager compile_step", "graphshard eager compile_step kept"),
     *("FSDP2", "FSDP2 compiled blocks", "FSDP2 compiled whole", "DDP", "no communication", "no communication eager"),
+    "communication alone",
 )
-BASE, SIMPLE = "FSDP2", "SimpleFSDP"
+BASE, SIMPLE, ALONE = "FSDP2", "SimpleFSDP", "communication alone"
 
 
 def variant(name: str, model: nn.Module, simple_fsdp: Path | None = None) -> nn.Module:
@@ -98,21 +104,26 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
     batches = [torch.randint(256, (2, args.batch, args.seq)) for _ in range(4)]
     steps: dict[str, Callable[[torch.Tensor], float]] = {}
     for name in (*args.variants, *([SIMPLE] if args.simple_fsdp else [])):
+        if name == ALONE:
+            steps[name] = communicator(model)
+            continue
         ready = variant(name, copy.deepcopy(model), args.simple_fsdp)
         optimizer = torch.optim.AdamW(ready.parameters(), lr=1e-3)
         steps[name] = (whole_stepper if "compile_step" in name else stepper)(ready, optimizer)
     found: dict[str, list[float]] = {name: [] for name in steps}
+    used: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(args.warmup + args.steps):
         for name, step in steps.items():
             dist.barrier()
-            began = time.perf_counter()
+            began, used_before = time.perf_counter(), time.process_time()
             step(batches[number % len(batches)])
-            taken = torch.tensor(time.perf_counter() - began)
+            taken = torch.tensor([time.perf_counter() - began, time.process_time() - used_before])
             dist.all_reduce(taken, dist.ReduceOp.MAX)
             if number >= args.warmup:
-                found[name].append(taken.item())
+                found[name].append(taken[0].item())
+                used[name].append(taken[1].item())
     if rank == 0:
-        show(found)
+        show(found, used)
     dist.destroy_process_group()
 
 
@@ -135,13 +146,34 @@ def whole_stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
     return lambda batch: step(batch[0], batch[1]).item()
 
 
-def show(found: dict[str, list[float]]) -> None:
-    """The table."""
+def communicator(model: llama.Llama) -> Callable[[torch.Tensor], float]:
+    """A function that sends what a step sends that keeps parameters, as graphshard does."""
+    group, size = dist.group.WORLD.group_name, dist.get_world_size()
+    blocks = [sum(param.numel() for param in block.parameters()) for block in model.layers]
+    numbers = [sum(param.numel() for param in model.parameters()) - sum(blocks), *blocks]
+    full = [torch.zeros(size, number // size) for number in numbers]
+
+    def step(batch: torch.Tensor) -> float:
+        for gathered in full:
+            c10d.wait_tensor(all_gather(gathered[:1], size, group))
+        for gradient in full:
+            if size == EXCHANGE_RANKS:
+                add_own_half(c10d.wait_tensor(swap_halves(gradient, group)), gradient, "avg", group)
+            else:
+                c10d.wait_tensor(c10d.reduce_scatter_tensor(gradient, "avg", size, group))
+        return 0.0
+
+    return step
+
+
+def show(found: dict[str, list[float]], used: dict[str, list[float]]) -> None:
+    """The table, of seconds and of processor time."""
     base = statistics.median(found.get(BASE) or next(iter(found.values())))
-    print(f"{'':39}{'median ms':>10}{'quartiles':>18}{'to ' + BASE:>10}")
+    print(f"{'':39}{'median ms':>10}{'quartiles':>18}{'to ' + BASE:>10}{'processor ms':>14}")
     for name, seconds in found.items():
         low, middle, high = statistics.quantiles(seconds, n=4)
-        print(f"{name:39}{middle * 1e3:10.1f}{low * 1e3:9.1f}{high * 1e3:9.1f}{middle / base:10.2f}")
+        processor = statistics.median(used[name]) * 1e3
+        print(f"{name:39}{middle * 1e3:10.1f}{low * 1e3:9.1f}{high * 1e3:9.1f}{middle / base:10.2f}{processor:14.1f}")
 
 
 def main() -> None:
