@@ -23,11 +23,13 @@ import torch
 from torch import nn
 
 from graphshard.capture.changes import OF_PARAMETERS, Changes, Node, attributes_of
+from graphshard.capture.class_settings import ClassSettings
 from graphshard.capture.environment import watched_environment
 from graphshard.capture.hooks import users_hooks
 from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.left_hooks import LeftHooks
 from graphshard.capture.lines import user_line
+from graphshard.capture.outer import is_namespace
 from graphshard.capture.reach import Reach
 from graphshard.capture.region_effects import RegionEffects
 from graphshard.capture.untraceable import Located, is_users
@@ -70,6 +72,8 @@ class Recorder:
         self._region: RegionEffects | None = None
         with contextlib.ExitStack() as stack:
             self._stack = stack
+            self._classes = ClassSettings(self.root)
+            stack.callback(self._classes.restore)
             stack.callback(self.reach.restore)
             for name, module in self.root.named_modules():
                 self.reach.add(module, Place(name), attributes_of(module))
@@ -104,6 +108,7 @@ class Recorder:
         for generator in self.reach.generators:
             generator.check(self._allow)
         own, label = list(self.own.values()), type(self.root).__name__
+        self._classes.check(label, self.reach.nodes)
         changes = Changes(label, self.reach.nodes, self.reach.reads, self.lines, self.reach.grown, own, results, given)
         writes = (*changes, *self._hooks.writes(self.reach.nodes.keys()))
         if changes.followable - self.learned.refused:
@@ -195,7 +200,7 @@ class Recorder:
         if self._region is not None:
             self._region.reads(node.owner, name)
         if name not in attributes:
-            self._read_of_class(node, name)
+            value = self._read_of_class(node, name, value)
             place = node.place.then("class", name)
             return self.reach.tensor(value, place) if isinstance(value, torch.Tensor) else value
         if key in self.lines or attributes[name] is not node.before.get(name, MISSING):
@@ -207,22 +212,26 @@ class Recorder:
             node.set(name, self.reach.prepared(value, place))
         return node.before[name]
 
-    def _read_of_class(self, node: Node, name: str) -> None:
-        """An attribute that objects of a class share, unless one has its own."""
+    def _read_of_class(self, node: Node, name: str, value: Any) -> Any:
+        """An attribute that objects of a class share, unless one has its own; returns what forward is given of it."""
         cls = type(node.owner)
         if node.is_module and name in _TORCHS_METHODS:
-            return
+            return value
         found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), MISSING)
         plain = isinstance(found, (*PLAIN, torch.Tensor)) or is_container(found)
         is_code = isinstance(found, _CODE)
         if plain or is_code:
             self._not_there(node, name)
+            if node.is_module and is_container(found) and is_namespace(users_class(node.owner)):
+                self.reach.reach_class(users_class(node.owner), node.place, (name,))
+                return getattr(users_class(node.owner), name)
             if (id(cls), name) not in self.reach.reads:
                 place, held = node.place.then("class", name), getattr(cls, name) if is_code else found
                 self.reach.reads[id(cls), name] = self.reach.witnessed(place, held)
                 if isinstance(held, property):
                     held, place = held.fget, place.then("attribute", "fget")
                 self.reach.prepared(held, place)
+        return value
 
     def _read_of_environment(self, name: str, value: Any) -> None:
         """An environment variable is read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ class Node:
         before: the same with the tensors of this run; what is compared at the end.
         kinds: of variables, by their names.
         line: where forward read it.
+        own: names that a class has itself, and not from its bases.
     """
 
     owner: Any
@@ -37,6 +39,7 @@ class Node:
     is_module: bool
     kinds: Mapping[str, StepKind] = field(default_factory=dict)
     line: str = ""
+    own: Collection[str] = ()
 
     @staticmethod
     def of(owner: Any, place: Place, content: Any) -> Node:
@@ -51,12 +54,13 @@ class Node:
         """What code reaches of a function, a module or class, or an object with slots."""
         found = list(reached(owner) if found is None else found)
         content, kinds = {name: value for _, name, value in found}, {name: kind for kind, name, _ in found}
-        return Node(owner, place, content, dict(content), False, kinds)
+        own = frozenset(vars(owner)) if isinstance(owner, type) else ()
+        return Node(owner, place, content, dict(content), False, kinds, own=own)
 
     @property
     def has_variables(self) -> bool:
-        """Whether only some of its contents are followed, of a function, a module or a class."""
-        return isinstance(self.owner, (types.FunctionType, types.ModuleType, type))
+        """Whether only some of its contents are followed, of a function, a module or a class; or it has one value."""
+        return isinstance(self.owner, (types.FunctionType, types.ModuleType, type, ContextVar))
 
     @property
     def has_slots(self) -> bool:
@@ -102,6 +106,9 @@ class Node:
             for name, value in self.content.items():
                 if content.get(name, MISSING) is not value:
                     put(self.owner, self.kinds.get(name, "attribute"), name, value)
+            if isinstance(self.owner, type):
+                for name in self.content.keys() & vars(self.owner).keys() - self.own:
+                    delattr(self.owner, name)  # what its bases have is to be seen again
             return
         if not _same(contents_of(content), self.content):
             content.clear()
@@ -164,6 +171,8 @@ class Changes:
             if {type(old), type(new)} <= {int, float} and (key in self.reads or node.has_items):
                 self.followable.add(place)
             line = self.lines.get(key, node.line)
+            if old is MISSING and isinstance(node.owner, ContextVar):
+                raise self._refusal(place, line, "could not be taken back. Give the variable a value, or a default")
             if new is MISSING:
                 yield Write(place, "delete")
             else:

@@ -6,6 +6,8 @@ SCALE = 2.0
 def forward(self, x): return x * SCALE                                         global "SCALE"
 def forward(self, x): return x * config.SCALE                                  attribute of a module or class
 def forward(self, x, cache=[]): cache.append(x)                                default of an argument
+def forward(self, x): return x * type(self).SCALE                              attribute of the object's class
+def forward(self, x): return x * CONTEXT.get()                                 value of a ContextVar
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -101,6 +104,8 @@ def getter(owner: Any, kind: StepKind, name: str) -> Callable[[str, Any], Any]:
         return found
     if kind == "default":
         return functools.partial(_default, owner)
+    if kind == "context":
+        return functools.partial(_in_context, owner)
     return functools.partial(getattr, owner) if is_namespace(owner) else functools.partial(_attribute, owner)
 
 
@@ -110,6 +115,9 @@ def put(owner: Any, kind: StepKind, name: str, value: Any) -> None:
         _Cell(owner, name).cell.cell_contents = value
     elif kind == "global":
         owner.__globals__[name] = value
+    elif kind == "context":
+        if value is not MISSING:  # Python cannot take a value back that others have set
+            owner.set(value)
     elif kind == "default":
         by_name = _defaults(owner)
         if isinstance(by_name[name], str):
@@ -158,6 +166,13 @@ def _attribute(owner: Any, name: str, default: Any) -> Any:
     return default
 
 
+def _in_context(variable: ContextVar[Any], _: str, default: Any) -> Any:
+    try:
+        return variable.get()  # which knows a default of its own
+    except LookupError:
+        return default
+
+
 def _defaults(function: types.FunctionType) -> dict[str, int | str]:
     """Arguments that have a default: which one it is, or the name of a keyword."""
     code, values = function.__code__, function.__defaults__ or ()
@@ -190,6 +205,16 @@ def named_in(code: types.CodeType) -> dict[tuple[str, str], tuple[tuple[str, ...
 
 
 @functools.cache
+def named_beside_classes(code: types.CodeType) -> tuple[str, ...]:
+    """What a function could name of an object's class: all names, and text, of code that asks for one."""
+    found: dict[str, None] = {}
+    for part in codes_of(code):
+        if {"type", "__class__"} & {*part.co_names, *part.co_freevars} or part.co_varnames[:1] == ("cls",):
+            found |= dict.fromkeys((*part.co_names, *(text for text in part.co_consts if isinstance(text, str))))
+    return tuple(found)
+
+
+@functools.cache
 def _imports(code: types.CodeType) -> tuple[tuple[int, str, tuple[str, ...]], ...]:
     """The modules that a function imports, as levels up and names, with all names in the code that does."""
     found = []
@@ -207,7 +232,7 @@ def _may_change(value: Any) -> bool:
     """Whether a variable is something that a program may set: modules, classes and loggers are not."""
     if is_container(value):
         return type(value) in (list, tuple, dict, set, frozenset) and len(value) <= _LARGEST
-    if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, types.FunctionType, *_SETTINGS)):
+    if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, types.FunctionType, ContextVar, *_SETTINGS)):
         return True
     has_attributes = hasattr(value, "__dict__") or bool(slots_of(type(value)))
     return has_attributes and not isinstance(value, (type, types.ModuleType)) and _is_users_class(type(value))

@@ -4,6 +4,7 @@ a tensor                    this run's
 a number that changes       what follows it, in a second run
 a list that grows           what takes the items, in a second run
 an object, a dict, a list   itself, with such things in it; put back at the end
+a ContextVar                itself, with such a thing as its value
 a function                  itself; what it closes over, its globals and defaults likewise
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -21,11 +23,21 @@ from graphshard.capture.growing import Growing
 from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.lines import user_line
 from graphshard.capture.numbers import FollowedNumber, Numbers
-from graphshard.capture.outer import chains_of, following, imported, is_namespace, reached_in, slots_of
+from graphshard.capture.outer import (
+    chains_of,
+    following,
+    getter,
+    imported,
+    is_namespace,
+    named_beside_classes,
+    reached_in,
+    slots_of,
+)
 from graphshard.capture.outside import Generator
 from graphshard.capture.untraceable import is_users
 from graphshard.capture.witness import FUNCTIONS, PLAIN, SETS, is_container, text_at, witness_of
-from graphshard.ir.state import Number, Place, Read
+from graphshard.ir.classes import users_class
+from graphshard.ir.state import MISSING, Number, Place, Read
 from graphshard.ir.tracing_internals import is_traced
 
 # How many functions that are globals of each other are looked into for their globals.
@@ -98,6 +110,11 @@ class Reach:
         if isinstance(value, type) and is_namespace(value) and id(value) not in self.nodes:
             self._reach_namespace(value, place, [(n,) for n, v in vars(value).items() if not callable(v)])
         if isinstance(value, (*PLAIN, *FUNCTIONS, type, types.ModuleType)) or id(value) in self.nodes:
+            return value
+        if isinstance(value, ContextVar):
+            now = getter(value, "context", "")("", MISSING)
+            node = self.nodes[id(value)] = Node.of_variables(value, place, [("context", "", now)])
+            self._reach_variables(node, node.content)
             return value
         if isinstance(value, tuple):
             items = [self.prepared(item, place.then("item", i)) for i, item in enumerate(value)]
@@ -172,6 +189,16 @@ class Reach:
                         self._reach_namespace(item, node.step(name), chains_of(value, node.kinds[name], name))
                 for module, chains in imported(value):
                     self._reach_namespace(module, Place("", (("imported", module.__name__),)), chains)
+                if names := named_beside_classes(value.__code__):
+                    modules = {users_class(n.owner): n.place for n in self.nodes.values() if n.is_module}
+                    for cls, of in modules.items():
+                        if is_namespace(cls):
+                            self.reach_class(cls, of, names)
+
+    def reach_class(self, cls: type, place: Place, names: Iterable[str]) -> None:
+        """What the class of the module at a place has of these names: `type(self).SCALE`."""
+        chains = [(name,) for name in names if any(name in vars(base) for base in cls.__mro__)]
+        self._reach_namespace(cls, place.then("type", "__class__"), chains)
 
     def _reach_namespace(self, value: Any, place: Place, chains: Collection[tuple[str, ...]]) -> None:
         """What code names of a module or a class."""

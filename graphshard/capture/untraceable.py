@@ -98,6 +98,10 @@ _ADVICE = {
         "It is not torch's, so each call would see the value of the capture. Draw with torch's generator (torch.rand, "
         "torch.randint), or pass the value into the call as a tensor."
     ),
+    "generator": (
+        "A program draws from torch's default generator only. Leave generator= out, or draw outside of the call and "
+        "pass the numbers in as a tensor."
+    ),
     "gpu": (
         "There is no GPU here. Without one torch.cuda says that there is one, and of which kind, if capability= names "
         "one alone. Ask for the rest outside of forward, or make the program where there is a GPU."

@@ -80,6 +80,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             raise Untraceable("operator", f"operator {func}")
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise Untraceable("generator", f"operator {func}")
         if func in _NESTED:
             raise Untraceable("nested", f"operator {func}")
         if func in _EMBEDDINGS and arguments_of(func, args, kwargs).get("sparse"):

@@ -22,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 StepKind: TypeAlias = Literal[
-    "attribute", "class", "item", "value", "cell", "global", "default", "environment", "imported"
+    "attribute", "class", "type", "item", "value", "cell", "global", "default", "context", "environment", "imported"
 ]
 Path: TypeAlias = tuple[tuple[StepKind, Any], ...]
 
@@ -43,10 +43,10 @@ class Place:
 
     Attributes:
         module: name in the module that is captured; "" is that module.
-        path: steps by an "attribute", by a "class" attribute, by the key of an "item", by the number of a "value" of a
-            dict, and by the name of a variable that a function closes over ("cell"), of a "global", or of an argument
-            with a "default"; or the name of a variable of the "environment", or of an "imported" module of Python's,
-            which no module of the model has.
+        path: steps by an "attribute", by a "class" attribute, to the class itself ("type"), by the key of an "item", by
+            the number of a "value" of a dict, by the name of a variable that a function closes over ("cell"), of a
+            "global", or of an argument with a "default", and to what a ContextVar has in this "context"; or the name of
+            a variable of the "environment", or of an "imported" module of Python's, which no module of the model has.
     """
 
     module: str
@@ -69,7 +69,10 @@ class Place:
         for kind, key in self.path:
             if kind == "environment":
                 return f"os.environ[{key!r}]" if key else "os.environ"
-            text += f"[{key!r}]" if kind == "item" else f".{key}" if text else str(key)
+            if kind == "context":
+                text += ".get()"
+            else:
+                text += f"[{key!r}]" if kind == "item" else f".{key}" if text else str(key)
         return text
 
 

@@ -58,7 +58,7 @@ def _write(write: Write, owner: Any, values: list[Any]) -> None:
         (owner.update if isinstance(owner, set) else owner.extend)(values)
     else:
         kind, key = write.place.path[-1]
-        if kind in ("cell", "global", "default"):
+        if kind in ("cell", "global", "default", "context"):
             put(owner, kind, key, values[0])
         elif write.kind == "set":
             owner.__setitem__(key, values[0]) if kind == "item" else setattr(owner, key, values[0])

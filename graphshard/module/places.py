@@ -60,6 +60,10 @@ def _attributes(owner: Any, kind: StepKind, key: Any) -> Callable[[Any, Any], An
         return variable
     if kind == "imported":
         return sys.modules.get
+    if kind == "context":
+        return getter(owner, kind, key)
+    if kind == "type":
+        return lambda _, __: users_class(owner)
     if isinstance(owner, types.FunctionType) and kind in ("cell", "global", "default"):
         return getter(owner, kind, key)
     if isinstance(owner, (type, types.ModuleType)) or key in slots_of(type(owner)):

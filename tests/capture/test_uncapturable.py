@@ -178,6 +178,11 @@ class _ListOfSizes(Scale):
         return x * self.w * rows.sum()
 
 
+class _Generator(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.w * torch.rand(4, generator=torch.Generator())
+
+
 UNCAPTURABLE = [
     (_Branch, "if y.sum() > 0:", "The condition depends on the values of a tensor. Use torch.where"),
     (_Item, "scale = max(x.sum().item(), 1.0)", "A tensor's value becomes a Python number. Keep it a tensor"),
@@ -188,6 +193,11 @@ UNCAPTURABLE = [
         _While,
         "return while_loop(lambda v: v.sum() < 3, lambda v: (v + 1,), (x * self.w,))[0]",
         "This operator takes functions, which graphshard cannot schedule yet.",
+    ),
+    (
+        _Generator,
+        "return x * self.w * torch.rand(4, generator=torch.Generator())",
+        "A program draws from torch's default generator only.",
     ),
     (_ListOfSizes, "rows[tuple(x.long()), tuple(x.long())] = True", "A tensor's value becomes a Python number."),
     (_Shapes, "return (x * self.w) @ torch.ones(5, 5)", "This line cannot be traced, or it fails for these inputs."),

@@ -1,0 +1,203 @@
+"""What forward reads and leaves on the classes of modules, and in variables of the context."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import graphshard
+from graphshard.ir.errors import CaptureError
+from tests.ranks import FakeWorld
+
+X = torch.ones(2, 4)
+CONTEXT: ContextVar[float] = ContextVar("CONTEXT", default=2.0)
+EMPTY: ContextVar[float] = ContextVar("EMPTY")
+
+
+@pytest.fixture
+def mesh(fake_world: FakeWorld) -> DeviceMesh:
+    fake_world(1)
+    return init_device_mesh("cpu", (1,))
+
+
+class _Base(nn.Module):
+    scale: ClassVar[float] = 2.0
+    seen: ClassVar[list[int]] = []
+    sizes: ClassVar[dict[str, int]] = {"rows": 0}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        nn.init.ones_(self.linear.weight)
+
+
+class _Of(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum() * type(self).scale
+
+
+class _OfClass(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum() * self.__class__.scale
+
+
+class _OfMethod(_Base):
+    @classmethod
+    def factor(cls) -> float:
+        return cls.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum() * self.factor()
+
+
+class _ByName(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        scale: float = getattr(type(self), "scale")  # noqa: B009 - that is the test
+        return self.linear(x).sum() * scale
+
+
+class _OfContext(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum() * CONTEXT.get()
+
+
+class _WithDefault(_Base):
+    def forward(self, x: Tensor, variable: ContextVar[float] = CONTEXT) -> Tensor:
+        return self.linear(x).sum() * variable.get()
+
+
+def _set_class(value: float) -> None:
+    _Base.scale = value
+
+
+def _set_context(value: float) -> None:
+    CONTEXT.set(value)
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    _set_class(2.0)
+    _set_context(2.0)
+    _Base.seen.clear()
+    _Base.sizes["rows"] = 0
+
+
+@pytest.mark.parametrize(
+    ("cls", "change"),
+    [
+        (_Of, _set_class),
+        (_OfClass, _set_class),
+        (_OfMethod, _set_class),
+        (_ByName, _set_class),
+        (_OfContext, _set_context),
+        (_WithDefault, _set_context),
+    ],
+)
+def test_a_change_takes_effect(mesh: DeviceMesh, cls: type[_Base], change: Callable[[float], None]) -> None:
+    plain = cls()
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    for value in (2.0, 3.0, 2.0):
+        change(value)
+        assert torch.equal(ours(X), plain(X))
+    _, second = graphshard.programs(ours)
+    assert second.reason.endswith("was 2.0 and is 3.0")
+    assert (".get() was" in second.reason) == (change is _set_context)
+
+
+class _Doubles(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).scale *= 2
+        return self.linear(x).sum() * self.scale
+
+
+class _Collects(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        return self.linear(x).sum() * len(self.seen)
+
+
+class _Counts(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes["rows"] += len(x)
+        return self.linear(x).sum() * self.sizes["rows"]
+
+
+class _Advances(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        CONTEXT.set(CONTEXT.get() + 1)
+        return self.linear(x).sum() * CONTEXT.get()
+
+
+@pytest.mark.parametrize(
+    ("cls", "now"),
+    [
+        (_Doubles, lambda: _Doubles.scale),
+        (_Collects, lambda: list(_Base.seen)),
+        (_Counts, lambda: dict(_Base.sizes)),
+        (_Advances, CONTEXT.get),
+    ],
+)
+def test_what_forward_leaves_is_there_after_every_call(
+    mesh: DeviceMesh, cls: type[_Base], now: Callable[[], Any]
+) -> None:
+    """The capture runs forward more than once, and leaves what one call would."""
+    found = []
+    for model in (cls(), graphshard.compile(cls(), mesh, backend="eager")):
+        nn.init.ones_(model.linear.bias)
+        _set_context(2.0)
+        _Base.seen.clear()
+        _Base.sizes["rows"] = 0
+        if "scale" in vars(cls):
+            del cls.scale
+        found.append([(model(X).item(), now()) for _ in range(3)])
+    assert found[0] == found[1]
+
+
+def test_what_a_class_inherits_is_seen_again(mesh: DeviceMesh) -> None:
+    """A capture that follows an attribute does not give the class one of its own."""
+    model = graphshard.compile(_Of(), mesh, backend="eager")
+    model(X)
+    assert "scale" not in vars(_Of)
+
+
+class _Hides(_Base):
+    calls: ClassVar[int] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        _count(type(self))
+        return self.linear(x).sum()
+
+
+def _count(kind: type[_Hides]) -> None:
+    kind.calls += 1
+
+
+class _Fills(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        EMPTY.set(EMPTY.get(0.0) + 1)
+        return self.linear(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("cls", "text"),
+    [
+        (_Hides, r"it sets _Hides\.calls, of a class, .* Set it as type\(self\)\.calls, or keep it on the module"),
+        (
+            _Fills,
+            r"it sets forward\.EMPTY\.get\(\) to could not be taken back\. Give the variable a value, or a default",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_an_error(mesh: DeviceMesh, cls: type[_Base], text: str) -> None:
+    model = graphshard.compile(cls(), mesh, backend="eager")
+    with pytest.raises(CaptureError, match=text):
+        model(X)
+    assert _Hides.calls == 0
