@@ -33,7 +33,7 @@ from graphshard.capture.outer import is_namespace
 from graphshard.capture.reach import Reach
 from graphshard.capture.region_effects import RegionEffects
 from graphshard.capture.untraceable import Located, is_users
-from graphshard.capture.witness import PLAIN, is_container
+from graphshard.capture.witness import PLAIN, is_container, same
 from graphshard.ir.classes import users_class
 from graphshard.ir.state import MISSING, ModuleState, Place, Read
 from graphshard.ir.torch_internals import replaced
@@ -109,6 +109,12 @@ class Recorder:
             generator.check(self._allow)
         own, label = list(self.own.values()), type(self.root).__name__
         self._classes.check(label, self.reach.nodes)
+        for place, array, before in self.reach.arrays:
+            if not same(before, array):
+                raise Located(
+                    f"graphshard cannot capture {label}.forward: it writes to {place.of(label)}, of "
+                    f"{type(array).__name__}, which no program does. Keep a tensor there, or a list of numbers."
+                )
         changes = Changes(label, self.reach.nodes, self.reach.reads, self.lines, self.reach.grown, own, results, given)
         writes = (*changes, *self._hooks.writes(self.reach.nodes.keys()))
         if changes.followable - self.learned.refused:
@@ -166,6 +172,7 @@ class Recorder:
 
     def _watch_objects(self, cls: type) -> bool:
         """Whether attributes of this class's objects are looked up through the recorder from now on."""
+        self._classes.add(cls)
         if not issubclass(cls, tuple(self._watched)):
             try:
                 self._watch(cls)
@@ -222,8 +229,8 @@ class Recorder:
         is_code = isinstance(found, _CODE)
         if plain or is_code:
             self._not_there(node, name)
-            if node.is_module and is_container(found) and is_namespace(users_class(node.owner)):
-                self.reach.reach_class(users_class(node.owner), node.place, (name,))
+            if is_container(found) and is_namespace(users_class(node.owner)):
+                self.reach.reach_class(node, (name,))
                 return getattr(users_class(node.owner), name)
             if (id(cls), name) not in self.reach.reads:
                 place, held = node.place.then("class", name), getattr(cls, name) if is_code else found

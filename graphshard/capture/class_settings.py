@@ -1,4 +1,4 @@
-"""Attributes of the model's classes, which forward may change in ways that its code does not show.
+"""Attributes of classes that forward changes in ways that its code does not show.
 
     def count(cls): cls.calls += 1
     def forward(self, x): count(type(self)); ...         an error that names the attribute
@@ -23,15 +23,22 @@ from graphshard.ir.state import MISSING
 
 
 class ClassSettings:
-    """What the classes of a model's modules have now, but for code.
+    """What the classes of a model's modules have now, but for code; and those of objects, when they are found.
 
     Args:
         root: the model.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        bases = {base: None for module in root.modules() for base in users_class(module).__mro__ if is_namespace(base)}
-        self._before = {cls: _settings(cls) for cls in bases}
+        self._before: dict[type, dict[str, Any]] = {}
+        for module in root.modules():
+            self.add(users_class(module))
+
+    def add(self, cls: type) -> None:
+        """Another class whose objects forward has."""
+        for base in cls.__mro__:
+            if base not in self._before and is_namespace(base):
+                self._before[base] = _settings(base)
 
     def check(self, label: str, nodes: Mapping[int, Node]) -> None:
         """Raise if one has changed that is not followed.

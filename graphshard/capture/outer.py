@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from graphshard.capture.untraceable import is_users
-from graphshard.capture.witness import PLAIN, is_container
+from graphshard.capture.witness import ARRAYS, PLAIN, is_container
 from graphshard.ir.codes import codes_of
 from graphshard.ir.state import MISSING, StepKind
 
@@ -44,7 +44,7 @@ Found = Iterator[tuple[StepKind, str, Any]]
 
 
 def reached(owner: Any) -> Found:
-    """Variables, globals and defaults that a function has; attributes of an object with slots."""
+    """Variables, globals, attributes and defaults that a function has; attributes of an object with slots."""
     if not isinstance(owner, types.FunctionType):
         for name in (*slots_of(type(owner)), *getattr(owner, "__dict__", ())):
             value = getter(owner, "attribute", name)(name, MISSING)
@@ -59,6 +59,9 @@ def reached(owner: Any) -> Found:
         value = owner.__globals__.get(name, MISSING) if kind == "global" and not name.startswith("__") else MISSING
         if value is not MISSING and (_may_change(value) or (is_namespace(value) and any(reached_in(value, chains)))):
             yield "global", name, value
+    for name, value in vars(owner).items():
+        if not name.startswith("__") and _may_change(value):
+            yield "attribute", name, value
     for name in _defaults(owner):
         value = getter(owner, "default", name)(name, MISSING)
         if not isinstance(value, PLAIN) and _may_change(value):
@@ -68,10 +71,17 @@ def reached(owner: Any) -> Found:
 def reached_in(namespace: Any, chains: Collection[tuple[str, ...]]) -> Found:
     """What the code that names these attributes of a module or class reaches there."""
     for name in dict.fromkeys(chain[0] for chain in chains if chain):
-        value = getattr(namespace, name, MISSING)
+        value = MISSING if _is_computed(namespace, name) else getattr(namespace, name, MISSING)
         further = is_namespace(value) and any(reached_in(value, following(chains, name)))
         if value is not MISSING and not name.startswith("__") and (further or _may_change(value)):
             yield "attribute", name, value
+
+
+def _is_computed(namespace: Any, name: str) -> bool:
+    """Whether a descriptor stands for an attribute of a class: it is not to be replaced."""
+    bases = namespace.__mro__ if isinstance(namespace, type) else ()
+    found = next((vars(base)[name] for base in bases if name in vars(base)), None)
+    return hasattr(type(found), "__get__") and not isinstance(found, (types.FunctionType, staticmethod, classmethod))
 
 
 def chains_of(function: types.FunctionType, kind: StepKind, name: str) -> Collection[tuple[str, ...]]:
@@ -232,7 +242,7 @@ def _may_change(value: Any) -> bool:
     """Whether a variable is something that a program may set: modules, classes and loggers are not."""
     if is_container(value):
         return type(value) in (list, tuple, dict, set, frozenset) and len(value) <= _LARGEST
-    if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, types.FunctionType, ContextVar, *_SETTINGS)):
+    if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, types.FunctionType, ContextVar, *ARRAYS, *_SETTINGS)):
         return True
     has_attributes = hasattr(value, "__dict__") or bool(slots_of(type(value)))
     return has_attributes and not isinstance(value, (type, types.ModuleType)) and _is_users_class(type(value))

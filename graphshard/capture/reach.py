@@ -5,6 +5,8 @@ a number that changes       what follows it, in a second run
 a list that grows           what takes the items, in a second run
 an object, a dict, a list   itself, with such things in it; put back at the end
 a ContextVar                itself, with such a thing as its value
+an array of other numbers   itself, if nobody changes it
+an iterator                 what is an error where it is to give its next item
 a function                  itself; what it closes over, its globals and defaults likewise
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -20,6 +22,7 @@ import torch
 
 from graphshard.capture.changes import Node
 from graphshard.capture.growing import Growing
+from graphshard.capture.iterators import NoNext
 from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.lines import user_line
 from graphshard.capture.numbers import FollowedNumber, Numbers
@@ -35,7 +38,7 @@ from graphshard.capture.outer import (
 )
 from graphshard.capture.outside import Generator
 from graphshard.capture.untraceable import is_users
-from graphshard.capture.witness import FUNCTIONS, PLAIN, SETS, is_container, text_at, witness_of
+from graphshard.capture.witness import ARRAYS, FUNCTIONS, PLAIN, SETS, is_container, text_at, witness_of
 from graphshard.ir.classes import users_class
 from graphshard.ir.state import MISSING, Number, Place, Read
 from graphshard.ir.tracing_internals import is_traced
@@ -60,6 +63,7 @@ class Reach:
         grown: lists that are followed.
         numbers: that are followed.
         generators: of random numbers.
+        arrays: that are not torch's, with what they were.
     """
 
     def __init__(
@@ -79,6 +83,8 @@ class Reach:
         inputs = zip(learned.numbers, tensors[len(learned.tensors) :], strict=True)
         self.numbers = Numbers({number: t.item() for number, t in inputs}, may_be_inputs=learned.may_be_inputs)
         self.generators: list[Generator] = []
+        self.arrays: list[tuple[Place, Any, Any]] = []
+        self._beside_classes: dict[str, None] = {}  # names in code that asks for the class of an object
 
     def add(self, owner: Any, place: Place, content: Any) -> Node:
         """Something with contents is reached."""
@@ -111,6 +117,11 @@ class Reach:
             self._reach_namespace(value, place, [(n,) for n, v in vars(value).items() if not callable(v)])
         if isinstance(value, (*PLAIN, *FUNCTIONS, type, types.ModuleType)) or id(value) in self.nodes:
             return value
+        if isinstance(value, ARRAYS):
+            self.arrays.append((place, value, witness_of(value)))
+            return value
+        if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+            return NoNext(place)
         if isinstance(value, ContextVar):
             now = getter(value, "context", "")("", MISSING)
             node = self.nodes[id(value)] = Node.of_variables(value, place, [("context", "", now)])
@@ -168,6 +179,7 @@ class Reach:
             node = self.add(value, place, attributes)
         else:
             return
+        self.reach_class(node, self._beside_classes)
         if not self._watch(type(value)):
             self._reach_variables(node, node.content)
 
@@ -178,6 +190,12 @@ class Reach:
             self._reach_function(value.__func__, place.then("attribute", "__func__"))
         elif isinstance(value, functools.partial):
             self._reach_function(value.func, place.then("attribute", "func"))
+            for number, item in enumerate(value.args):
+                at = place.then("attribute", "args").then("item", number)
+                if is_container(item):
+                    self.reads[id(value), f"args[{number}]"] = self.witnessed(at, item)
+                    if self.prepared(item, at) is not item:
+                        self._refuse(at)
             self._reach_items(value.keywords, place.then("attribute", "keywords"))
         elif isinstance(value, types.FunctionType) and id(value) not in self.nodes:
             deep = sum(kind == "global" for kind, _ in place.path)
@@ -189,16 +207,17 @@ class Reach:
                         self._reach_namespace(item, node.step(name), chains_of(value, node.kinds[name], name))
                 for module, chains in imported(value):
                     self._reach_namespace(module, Place("", (("imported", module.__name__),)), chains)
-                if names := named_beside_classes(value.__code__):
-                    modules = {users_class(n.owner): n.place for n in self.nodes.values() if n.is_module}
-                    for cls, of in modules.items():
-                        if is_namespace(cls):
-                            self.reach_class(cls, of, names)
+                names = dict.fromkeys(named_beside_classes(value.__code__))
+                self._beside_classes |= names
+                for object_node in list(self.nodes.values()) if names else ():
+                    self.reach_class(object_node, names)
 
-    def reach_class(self, cls: type, place: Place, names: Iterable[str]) -> None:
-        """What the class of the module at a place has of these names: `type(self).SCALE`."""
+    def reach_class(self, node: Node, names: Iterable[str]) -> None:
+        """What the class of a module or object has of these names: `type(self).SCALE`."""
+        cls = users_class(node.owner)
         chains = [(name,) for name in names if any(name in vars(base) for base in cls.__mro__)]
-        self._reach_namespace(cls, place.then("type", "__class__"), chains)
+        if chains and is_namespace(cls):
+            self._reach_namespace(cls, node.place.then("type", "__class__"), chains)
 
     def _reach_namespace(self, value: Any, place: Place, chains: Collection[tuple[str, ...]]) -> None:
         """What code names of a module or a class."""

@@ -98,6 +98,10 @@ _ADVICE = {
         "It is not torch's, so each call would see the value of the capture. Draw with torch's generator (torch.rand, "
         "torch.randint), or pass the value into the call as a tensor."
     ),
+    "iterator": (
+        "Each call takes the next item of an iterator, and a program would have that of the capture. Keep a list and a "
+        "number on the module, or take the item outside of the call and pass it in."
+    ),
     "generator": (
         "A program draws from torch's default generator only. Leave generator= out, or draw outside of the call and "
         "pass the numbers in as a tensor."

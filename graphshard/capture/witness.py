@@ -3,6 +3,7 @@
     numbers, strings, dtypes, ...    equal, and of the same type
     lists, tuples, dicts, sets       the same items, item by item
     tensors                          the same shape, strides, dtype, device and requires_grad: values are inputs
+    arrays of numpy's and Python's   the same bytes, up to 64 KiB; larger ones are compared as objects
     modules, functions, objects      the very same one; what forward reads of an object is compared for itself
 
 A program from a file has no witnesses, only their text: it is equal in every process where these things are. Functions
@@ -11,13 +12,16 @@ are told apart by their source there, and objects by their class.
 
 from __future__ import annotations
 
+import array
 import enum
 import functools
+import hashlib
 import types
 from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -32,8 +36,11 @@ PLAIN = (
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 SEQUENCES = (list, tuple, deque)
 SETS = (set, frozenset)
+# They hold numbers that others than torch may change.
+ARRAYS = (bytearray, array.array, np.ndarray)
 # Containers in containers are followed so far.
 _DEPTH = 8
+_LARGEST_ARRAY = 64 * 1024  # bytes
 
 
 class OfType(NamedTuple):
@@ -60,6 +67,14 @@ class Items(NamedTuple):
     items: tuple[Any, ...]
 
 
+class Bytes(NamedTuple):
+    """Witness of an array: its type, what its items are, and its bytes."""
+
+    kind: type
+    items: str
+    data: bytes
+
+
 def is_container(value: Any) -> bool:
     """Whether a value is compared item by item."""
     return isinstance(value, (*SEQUENCES, *SETS, dict)) and not isinstance(value, torch.Size)
@@ -75,6 +90,8 @@ def witness_of(value: Any, depth: int = _DEPTH, *, free: Collection[Path] = ()) 
         return OfType(type(value))
     if isinstance(value, torch.Tensor):
         return tensor_like(value)
+    if isinstance(value, ARRAYS):
+        return bytes_of(value) or value
     if isinstance(value, PLAIN) or not is_container(value) or depth == 0:
         return value
     if isinstance(value, dict):
@@ -96,6 +113,14 @@ def tensor_like(tensor: torch.Tensor) -> TensorLike:
     return TensorLike(tensor.shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
+def bytes_of(array: Any) -> Bytes | None:
+    """What an array has; None of a large one, or one of objects."""
+    view = memoryview(array) if not (isinstance(array, np.ndarray) and array.dtype.hasobject) else None
+    if view is None or view.nbytes > _LARGEST_ARRAY:
+        return None
+    return Bytes(type(array), f"{view.format}{list(view.shape or ())}", view.tobytes())
+
+
 def same(witness: Any, value: Any) -> bool:
     """Whether a value is what it was."""
     if witness is value:
@@ -104,6 +129,8 @@ def same(witness: Any, value: Any) -> bool:
         return type(value) is witness.kind
     if isinstance(witness, TensorLike):
         return isinstance(value, torch.Tensor) and tensor_like(value) == witness
+    if isinstance(witness, Bytes):
+        return type(value) is witness.kind and bytes_of(value) == witness
     if isinstance(witness, Items):
         return type(value) is witness.kind and _same_items(witness, value)
     if type(value) is not type(witness):
@@ -140,6 +167,10 @@ def describe(value: Any, names: Mapping[int, str], depth: int = _DEPTH, *, free:
         return "missing"
     if isinstance(value, torch.Tensor):
         value = tensor_like(value)
+    if isinstance(value, ARRAYS):
+        value = bytes_of(value) or value
+    if isinstance(value, Bytes):
+        return f"{value.kind.__name__} of {value.items} ({hashlib.sha256(value.data).hexdigest()[:12]})"
     if isinstance(value, TensorLike):
         grad = ", requires_grad" if value.requires_grad else ""
         dtype = str(value.dtype).removeprefix("torch.")

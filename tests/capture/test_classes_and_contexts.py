@@ -1,12 +1,16 @@
-"""What forward reads and leaves on the classes of modules, and in variables of the context."""
+"""What forward reads and leaves outside of modules: on classes, in contexts, functions, iterators, arrays."""
 
 from __future__ import annotations
 
+import array
 import copy
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -201,3 +205,103 @@ def test_what_cannot_be_followed_is_an_error(mesh: DeviceMesh, cls: type[_Base],
     with pytest.raises(CaptureError, match=text):
         model(X)
     assert _Hides.calls == 0
+
+
+class _Counter:
+    """An object that counts for all of its class."""
+
+    number: ClassVar[int] = 1
+
+    def next(self) -> int:
+        type(self).number += 1
+        return self.number
+
+
+class _Computed:
+    def __get__(self, owner: object, kind: type) -> float:
+        return 2.0
+
+
+class _Described:
+    """A class that computes an attribute."""
+
+    factor = _Computed()
+
+    def of(self) -> float:
+        return type(self).factor
+
+
+def _attribute() -> int:
+    _attribute.number += 1  # type: ignore[attr-defined]
+    return _attribute.number  # type: ignore[attr-defined,no-any-return]
+
+
+def _appended(numbers: list[int]) -> int:
+    numbers.append(1)
+    return len(numbers)
+
+
+class _Uses(_Base):
+    def __init__(self, held: Any, use: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.held, self.use = held, use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum() * self.use(self.held)
+
+
+@pytest.mark.parametrize(
+    ("made", "use"),
+    [
+        (_Counter, lambda held: held.next()),
+        (_Described, lambda held: held.of()),
+        (int, lambda held: _attribute()),
+        (lambda: functools.partial(_appended, [1]), lambda held: held()),
+    ],
+    ids=["a class of an object", "a descriptor", "a function", "an argument of a partial"],
+)
+def test_what_others_keep(mesh: DeviceMesh, made: Callable[[], Any], use: Callable[[Any], float]) -> None:
+    found = []
+    for compiled in (False, True):
+        _Counter.number = _attribute.number = 1  # type: ignore[attr-defined]
+        model = _Uses(made(), use)
+        nn.init.ones_(model.linear.bias)
+        model = graphshard.compile(model, mesh, backend="eager") if compiled else model
+        found.append([model(X).item() for _ in range(3)])
+    assert found[0] == found[1]
+    assert isinstance(vars(_Described)["factor"], _Computed)
+
+
+def _first_raised(values: Any) -> float:
+    values[0] += 1
+    return float(values[0])
+
+
+@pytest.mark.parametrize(
+    ("held", "use", "text"),
+    [
+        (itertools.count(1), next, "iterator held"),
+        (iter([1, 2, 3, 4, 5]), next, "iterator held"),
+        ((number for number in range(1, 9)), next, "iterator held"),
+        (np.ones(1), _first_raised, r"it writes to _Uses\.held, of ndarray, which no program does"),
+        (bytearray([1]), _first_raised, r"it writes to _Uses\.held, of bytearray"),
+        (array.array("i", [1]), _first_raised, r"it writes to _Uses\.held, of array"),
+    ],
+    ids=["count", "list", "generator", "numpy", "bytearray", "array"],
+)
+def test_what_no_program_does_is_an_error(mesh: DeviceMesh, held: Any, use: Callable[[Any], float], text: str) -> None:
+    model = graphshard.compile(_Uses(held, use), mesh, backend="eager")
+    with pytest.raises(CaptureError, match=text):
+        model(X)
+
+
+@pytest.mark.parametrize("held", [np.ones(2), bytearray([1, 1]), array.array("i", [1, 1])])
+def test_an_array_that_somebody_changes(mesh: DeviceMesh, held: Any) -> None:
+    """It was taken for the one of the capture, as it is the same object."""
+    model = graphshard.compile(_Uses(held, lambda values: float(values[0])), mesh, backend="eager")
+    once = model(X).item()
+    held[0] = 3
+    assert model(X).item() == pytest.approx(3 * once)
+    held[0] = 1
+    assert model(X).item() == once
+    assert len(graphshard.programs(model)) == 2
