@@ -229,15 +229,19 @@ class Recorder:
         is_code = isinstance(found, _CODE)
         if plain or is_code:
             self._not_there(node, name)
-            if is_container(found) and is_namespace(users_class(node.owner)):
+            of_users = users_class(node.owner)
+            if is_container(found) and is_namespace(of_users):
                 self.reach.reach_class(node, (name,))
-                return getattr(users_class(node.owner), name)
+                if (id(of_users), name) in self.reach.reads:
+                    return getattr(of_users, name)
             if (id(cls), name) not in self.reach.reads:
                 place, held = node.place.then("class", name), getattr(cls, name) if is_code else found
                 self.reach.reads[id(cls), name] = self.reach.witnessed(place, held)
                 if isinstance(held, property):
                     held, place = held.fget, place.then("attribute", "fget")
                 self.reach.prepared(held, place)
+                if place in self.learned.followed:  # nobody would give forward what follows it
+                    self.reach.refuse(place)
         return value
 
     def _read_of_environment(self, name: str, value: Any) -> None:

@@ -195,7 +195,7 @@ class Reach:
                 if is_container(item):
                     self.reads[id(value), f"args[{number}]"] = self.witnessed(at, item)
                     if self.prepared(item, at) is not item:
-                        self._refuse(at)
+                        self.refuse(at)
             self._reach_items(value.keywords, place.then("attribute", "keywords"))
         elif isinstance(value, types.FunctionType) and id(value) not in self.nodes:
             deep = sum(kind == "global" for kind, _ in place.path)
@@ -209,8 +209,9 @@ class Reach:
                     self._reach_namespace(module, Place("", (("imported", module.__name__),)), chains)
                 names = dict.fromkeys(named_beside_classes(value.__code__))
                 self._beside_classes |= names
-                for object_node in list(self.nodes.values()) if names else ():
-                    self.reach_class(object_node, names)
+                one_of_each = {type(each.owner): each for each in self.nodes.values()} if names else {}
+                for each in one_of_each.values():
+                    self.reach_class(each, names)
 
     def reach_class(self, node: Node, names: Iterable[str]) -> None:
         """What the class of a module or object has of these names: `type(self).SCALE`."""
@@ -243,9 +244,10 @@ class Reach:
     def _followed(self, value: Any, place: Place) -> Any:
         """What follows a number or a list."""
         if isinstance(value, list):
-            return self.grown.setdefault(place, Growing(type(value), lambda: self._refuse(place)))
+            return self.grown.setdefault(place, Growing(type(value), lambda: self.refuse(place)))
         return FollowedNumber(Number(place), value, self.numbers)
 
-    def _refuse(self, place: Place) -> NoReturn:
+    def refuse(self, place: Place) -> NoReturn:
+        """Raise Rerun, in which what is at a place is not followed."""
         self._learned.refuse({place})
         raise Rerun

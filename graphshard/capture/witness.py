@@ -115,10 +115,10 @@ def tensor_like(tensor: torch.Tensor) -> TensorLike:
 
 def bytes_of(array: Any) -> Bytes | None:
     """What an array has; None of a large one, or one of objects."""
-    view = memoryview(array) if not (isinstance(array, np.ndarray) and array.dtype.hasobject) else None
-    if view is None or view.nbytes > _LARGEST_ARRAY:
+    values = array if isinstance(array, np.ndarray) else np.frombuffer(array, getattr(array, "typecode", "B"))
+    if values.dtype.hasobject or values.nbytes > _LARGEST_ARRAY:
         return None
-    return Bytes(type(array), f"{view.format}{list(view.shape or ())}", view.tobytes())
+    return Bytes(type(array), f"{values.dtype}{list(values.shape)}", values.tobytes())
 
 
 def same(witness: Any, value: Any) -> bool:

@@ -6,6 +6,7 @@ import array
 import copy
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, ClassVar
@@ -128,6 +129,14 @@ class _Collects(_Base):
         return self.linear(x).sum() * len(self.seen)
 
 
+class _Queues(_Base):
+    recent: ClassVar[deque[int]] = deque([1], maxlen=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.recent.append(self.recent[-1] + 1)
+        return self.linear(x).sum() * self.recent[-1]
+
+
 class _Counts(_Base):
     def forward(self, x: Tensor) -> Tensor:
         self.sizes["rows"] += len(x)
@@ -146,6 +155,7 @@ class _Advances(_Base):
         (_Doubles, lambda: _Doubles.scale),
         (_Collects, lambda: list(_Base.seen)),
         (_Counts, lambda: dict(_Base.sizes)),
+        (_Queues, lambda: list(_Queues.recent)),
         (_Advances, CONTEXT.get),
     ],
 )
@@ -159,6 +169,8 @@ def test_what_forward_leaves_is_there_after_every_call(
         _set_context(2.0)
         _Base.seen.clear()
         _Base.sizes["rows"] = 0
+        _Queues.recent.clear()
+        _Queues.recent.append(1)
         if "scale" in vars(cls):
             del cls.scale
         found.append([(model(X).item(), now()) for _ in range(3)])
@@ -295,7 +307,9 @@ def test_what_no_program_does_is_an_error(mesh: DeviceMesh, held: Any, use: Call
         model(X)
 
 
-@pytest.mark.parametrize("held", [np.ones(2), bytearray([1, 1]), array.array("i", [1, 1])])
+@pytest.mark.parametrize(
+    "held", [np.ones(2), np.ones((2, 3, 2))[:, 1, 0], bytearray([1, 1]), array.array("i", [1, 1])], ids=type
+)
 def test_an_array_that_somebody_changes(mesh: DeviceMesh, held: Any) -> None:
     """It was taken for the one of the capture, as it is the same object."""
     model = graphshard.compile(_Uses(held, lambda values: float(values[0])), mesh, backend="eager")
@@ -305,3 +319,12 @@ def test_an_array_that_somebody_changes(mesh: DeviceMesh, held: Any) -> None:
     held[0] = 1
     assert model(X).item() == once
     assert len(graphshard.programs(model)) == 2
+
+
+def test_an_array_that_is_no_buffer(mesh: DeviceMesh) -> None:
+    """Times have no format of Python's, objects no bytes, and large arrays are told by what they are."""
+    times, objects, large = np.array(["2026-11-27"], "datetime64[D]"), np.array([{}]), np.zeros(20_000)
+    model = graphshard.compile(_Uses((times, objects, large), len), mesh, backend="eager")
+    model(X)
+    model(X)
+    assert len(graphshard.programs(model)) == 1
