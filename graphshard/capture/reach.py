@@ -213,10 +213,11 @@ class Reach:
                 for each in one_of_each.values():
                     self.reach_class(each, names)
 
-    def reach_class(self, node: Node, names: Iterable[str]) -> None:
-        """What the class of a module or object has of these names: `type(self).SCALE`."""
+    def reach_class(self, node: Node, names: Collection[str]) -> None:
+        """What the class of a module or object has of these names, but for code: `type(self).SCALE`."""
         cls = users_class(node.owner)
-        chains = [(name,) for name in names if any(name in vars(base) for base in cls.__mro__)]
+        found = {name: vars(base)[name] for base in reversed(cls.__mro__) for name in names if name in vars(base)}
+        chains = [(name,) for name, value in found.items() if not hasattr(type(value), "__get__")]
         if chains and is_namespace(cls):
             self._reach_namespace(cls, node.place.then("type", "__class__"), chains)
 
