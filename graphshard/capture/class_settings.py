@@ -53,8 +53,8 @@ class ClassSettings:
         for cls, name, _ in self._changed():
             if id(cls) not in nodes or name not in nodes[id(cls)].content:
                 raise Located(
-                    f"graphshard cannot capture {label}.forward: it sets {cls.__name__}.{name}, of a class, "
-                    f"and cannot be followed. Set it as type(self).{name}, or keep it on the module."
+                    f"graphshard cannot capture {label}.forward: it sets {cls.__name__}.{name}, an attribute of a "
+                    f"class, where that cannot be followed. Set it as type(self).{name}, or keep it on the module."
                 )
 
     def restore(self) -> None:

@@ -205,7 +205,7 @@ class _Fills(_Base):
 @pytest.mark.parametrize(
     ("cls", "text"),
     [
-        (_Hides, r"it sets _Hides\.calls, of a class, .* Set it as type\(self\)\.calls, or keep it on the module"),
+        (_Hides, r"it sets _Hides\.calls, an attribute of a class, .* Set it as type\(self\)\.calls, or keep"),
         (
             _Fills,
             r"it sets forward\.EMPTY\.get\(\) to could not be taken back\. Give the variable a value, or a default",
