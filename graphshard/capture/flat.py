@@ -58,6 +58,9 @@ from graphshard.ir.tracing_internals import (
     run_compiled_functions_eagerly,
 )
 
+# The leaves of something, and its structure.
+_Flat = tuple[list[Any], pytree.TreeSpec]
+
 
 class FlatForward(nn.Module):
     """A module's forward as a function of flat tensors; itself it has neither parameters nor submodules.
@@ -117,8 +120,13 @@ class FlatForward(nn.Module):
         given = dict(zip(self.slots, tensors, strict=True))
         passed = tensors[len(self._owned) + len(self._extensions.tensors) :]
         inputs = iter(passed)
-        leaves = [next(inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._call[0]]
+        once: dict[int, torch.Tensor] = {}  # a tensor that is given twice is one
+        leaves = [
+            once.setdefault(id(leaf), next(inputs)) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in self._call[0]
+        ]
         args, kwargs = as_given(pytree.tree_unflatten(leaves, self._call[1]))
+        before = pytree.tree_flatten((args, kwargs))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._bare())
             used = self._distributed(self._extensions.used(given))
@@ -151,6 +159,7 @@ class FlatForward(nn.Module):
             leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed, self._data))
             self.leaves = [*leaves, *recorder.finish(leaves, passed)]
             self._check_written(tuple(map(is_written, tensors)))
+            self._check_given(before, pytree.tree_flatten((args, kwargs)))
         self.state = recorder.state
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)
@@ -171,6 +180,15 @@ class FlatForward(nn.Module):
                     f"{'first, and not again' if first else 'again, and not at first'}. Let each call write the same "
                     "tensors, or write outside of forward."
                 )
+
+    def _check_given(self, before: _Flat, now: _Flat) -> None:
+        """Raise Located if it changed what holds its inputs."""
+        if before[1] != now[1] or any(then is not leaf for then, leaf in zip(before[0], now[0])):
+            label = users_class(self.__dict__["_module"]).__name__
+            raise Located(
+                f"graphshard cannot capture {label}.forward: it changes a list or dict that it is given, which a "
+                "program leaves as it was. Return what it adds, or set an attribute of a module."
+            )
 
     def _hold(self, used: dict[Slot, torch.Tensor]) -> None:
         """Put tensors in the place of the module's own."""

@@ -23,6 +23,7 @@ from graphshard.lower.executor import Boxed
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
 from graphshard.runtime.ahead import Ahead
+from graphshard.runtime.apart import check_apart
 from graphshard.runtime.call import Call
 from graphshard.runtime.code import Codes, profiling
 from graphshard.runtime.custom import Custom
@@ -86,6 +87,8 @@ class Executable:
         self._groups = groups
         self._custom = custom
         self._forward = program.phases["forward"]
+        outputs_of_inputs = (slot for slot in self._forward.outputs if slot.kind == "mutation" and slot.of == "input")
+        self._written = [int(slot.name) for slot in outputs_of_inputs]
         outputs = zip(self._forward.results, self._forward.outputs)
         self._results = [(value, slot.name) for value, slot in outputs if slot.kind == "output"]
         self._shown = {
@@ -137,6 +140,8 @@ class Executable:
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[Slot, Any]]:
         """Run the forward executor; return the module's tensors and the values saved for backward."""
         self.hide()
+        if self._written:
+            check_apart(tensors, self._written)
         run, taken = self._forward_code()
         with disable_autocast(), self._codes.step(self._forward, taken):
             values = run(self._values.inputs(tensors))
