@@ -120,11 +120,7 @@ class FlatForward(nn.Module):
         given = dict(zip(self.slots, tensors, strict=True))
         passed = tensors[len(self._owned) + len(self._extensions.tensors) :]
         inputs = iter(passed)
-        once: dict[int, torch.Tensor] = {}  # a tensor that is given twice is one
-        leaves = [
-            once.setdefault(id(leaf), next(inputs)) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in self._call[0]
-        ]
+        leaves = [next(inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._call[0]]
         args, kwargs = as_given(pytree.tree_unflatten(leaves, self._call[1]))
         before = pytree.tree_flatten((args, kwargs))
         with contextlib.ExitStack() as stack:

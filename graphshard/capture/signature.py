@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ class Signature:
     """What a program was captured for. Programs differ where signatures do.
 
     Of parameters that decide themselves what is gathered of them, `extended` has what programs rely on. `replaced` says
-    which functions of torch's were others, and `same` which inputs are one tensor.
+    which functions of torch's were others.
     """
 
     structure: pytree.TreeSpec
@@ -30,7 +30,6 @@ class Signature:
     settings: tuple[Settings, ...] = ()
     extended: tuple[Any, ...] = ()
     replaced: tuple[str, ...] = ()
-    same: tuple[int, ...] = ()
 
     def loose(self) -> Signature:
         """The signature without shapes and strides."""
@@ -52,7 +51,6 @@ class Signature:
             "params": "dtype or requires_grad of a parameter changed",
             "extended": "attributes or methods of a parameter that is a tensor subclass, or what they read, changed",
             "replaced": "functions of torch.nn.functional were replaced or put back",
-            "same": "other inputs are one tensor",
             "settings": "resharding, the divisor of gradients, or what is gathered by hand was changed",
         }
         changed = [why for name, why in reasons.items() if getattr(self, name) != getattr(other, name)]
@@ -72,12 +70,6 @@ def leaf_key(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
     return (type(leaf), leaf)
-
-
-def same_tensors(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Of each tensor among the inputs the first that it is; () if each is another."""
-    given = [id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return () if len(set(given)) == len(given) else tuple(map(given.index, given))
 
 
 def _shown(key: tuple[Any, ...]) -> str:

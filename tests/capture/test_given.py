@@ -55,20 +55,6 @@ def test_a_list_or_dict_that_forward_changes(
         model(*given)
 
 
-def test_a_tensor_that_is_given_twice(mesh: DeviceMesh) -> None:
-    """Forward can tell; not of one that requires a gradient, which FSDP2 gives forward twice, too."""
-
-    def body(linear: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return (linear(x) * y).sum() * (2 if x is y else 1)
-
-    plain = _Net(body)
-    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
-    x = torch.arange(8.0).view(2, 4)
-    for other in (x, x.clone(), x):
-        assert torch.equal(ours(x, other), plain(x, other))
-    assert [program.reason for program in graphshard.programs(ours)] == ["first call", "other inputs are one tensor"]
-
-
 def test_a_gradient_of_a_tensor_that_is_given_twice(mesh: DeviceMesh) -> None:
     plain = _Net(lambda linear, x, y: (linear(x) * y).sum())
     ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
