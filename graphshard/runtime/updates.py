@@ -8,6 +8,11 @@ itself, so that state dicts and checkpoints are what they are without this.
 For optimizers only that compute each element of a parameter by itself: `ELEMENTWISE`. Rprop does, but has no step on
 DTensors to be equal to (torch 2.13), and neither has Adafactor.
 
+Adam and AdamW have a kernel for all of it (`fused=True`), which reads and writes a third of what torch's operators do
+one after the other, and rounds otherwise. Beside a program of Inductor's, which rounds otherwise, too, it is taken on the
+CPU where the optimizer leaves the choice to torch. On other devices it wants the number of the step there, which would
+change what a checkpoint holds.
+
 Others are known that need nothing but gradients, but more of a parameter than a shard's elements, or DTensors:
 `is_whole`. Muon multiplies whole matrices, and torchao keeps states of few bits in DTensors.
 """
@@ -16,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -74,10 +79,12 @@ class Updates:
 
     Args:
         optimizer: one that `is_elementwise`.
+        fuses: take torch's fused kernel where the optimizer leaves that to torch.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, fuses: bool = False) -> None:
         self._optimizer = optimizer
+        self._fuses = fuses and _plain(type(optimizer), "step") is _plain(Adam, "step")
         self._step = _plain(type(optimizer), "step")
         self._group_of: dict[int, int] = {}  # by the parameter's id: tensors are hashed in Python
 
@@ -100,27 +107,57 @@ class Updates:
             self._update(self._optimizer.param_groups[number], members)
 
     def _update(self, group: Mapping[str, Any], members: list[Arrival]) -> None:
-        shards = [shard_in(param).detach() for param, _ in members]
-        state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        for shard, (param, grad) in zip(shards, members):
+        shards, state = [], defaultdict[torch.Tensor, dict[str, Any]](dict)
+        before: list[dict[str, Any]] = []
+        for param, grad in members:
+            shard = shard_in(param).detach()
             shard.grad = grad
-            if known := self._optimizer.state.get(param):
-                state[shard] = {name: _held(value) for name, value in known.items()}
-        before = {shard: dict(values) for shard, values in state.items()}
+            shards.append(shard)
+            known = self._optimizer.state.get(param)
+            before.append({name: _held(value) for name, value in known.items()} if known else {})
+            if known:
+                state[shard] = dict(before[-1])
+        group = {**group, "params": shards}
+        if self._fuses and _can_fuse(group, before):
+            group["fused"] = True
         stand_in = object.__new__(type(self._optimizer))
-        stand_in.__dict__.update(self._optimizer.__dict__, param_groups=[{**group, "params": shards}], state=state)
+        stand_in.__dict__.update(self._optimizer.__dict__, param_groups=[group], state=state)
         self._step(stand_in)
-        for shard, (param, _) in zip(shards, members):
-            for name, value in _changed(before.get(shard, {}), state.get(shard, {})):
+        for shard, known, (param, _) in zip(shards, before, members):
+            for name, value in state.get(shard, {}).items():
+                if name in known and known[name] is value:
+                    continue  # changed in place
                 if isinstance(value, torch.Tensor) and isinstance(param, DTensor) and name not in _NUMBERS:
                     value = sharded_like(value, param)
                 self._optimizer.state[param][name] = value
 
 
+def _can_fuse(group: Mapping[str, Any], state: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether torch's fused kernel does what the operators do, for Adam and AdamW.
+
+    It goes through memory from end to end, so all that belongs to a parameter must lie there alike, and it reads the
+    number of a step as float32.
+
+    Args:
+        group: of the stand-in; gradients are those of its shards.
+        state: of each of them.
+    """
+    if any(group[name] is not None for name in ("fused", "foreach")) or group["capturable"] or group["differentiable"]:
+        return False
+    if torch.get_default_dtype() is not torch.float32:
+        return False  # steps that begin now are counted in that
+    for shard, known in zip(group["params"], state):
+        dtype = shard.dtype
+        if not (dtype.is_floating_point and shard.is_cpu and shard.is_contiguous() and shard.grad.is_contiguous()):
+            return False
+        for name, value in known.items():
+            if name in _NUMBERS:
+                if value.dtype is not torch.float32:
+                    return False
+            elif value.dtype is not dtype or not value.is_contiguous():
+                return False
+    return True
+
+
 def _held(value: Any) -> Any:
     return shard_in(value) if isinstance(value, torch.Tensor) else value
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What was put into the state, but for what was changed in place."""
-    return ((name, value) for name, value in after.items() if name not in before or before[name] is not value)

@@ -377,10 +377,10 @@ def test_scaler(ranks: Ranks, clip_norm: float | None) -> None:
     assert ranks(2).run(_scaler, clip_norm) == [[1024.0, 2048.0, 1024.0, 1024.0]] * 2
 
 
-def _inductor(rank: int, world_size: int) -> None:
+def _inductor(rank: int, world_size: int, given: dict[str, bool], separate: dict[str, bool]) -> None:
     model = Net()
     pair = [graphshard.compile(one, world_mesh(), backend="inductor") for one in (model, copy.deepcopy(model))]
-    optims = [ADAMW(model.parameters(), lr=0.02) for model in pair]
+    optims = [ADAMW(model.parameters(), lr=0.02, **own) for model, own in zip(pair, (given, separate))]
     step = graphshard.compile_step(pair[0], optims[0], _loss, clip_norm=1e-4, accumulate=2)
     for number in range(2):
         calls = [(_input(rank, 2 * number + index),) for index in range(2)]
@@ -396,9 +396,12 @@ def _inductor(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_inductor(ranks: Ranks) -> None:
-    """The same as the separate step of the same program."""
-    ranks(2).run(_inductor)
+@pytest.mark.parametrize(
+    ("given", "separate"), [({}, {"fused": True}), ({"foreach": False}, {"foreach": False})], ids=str
+)
+def test_inductor(ranks: Ranks, given: dict[str, bool], separate: dict[str, bool]) -> None:
+    """The same as the separate step of the same program, which is told to take the kernel that is taken here."""
+    ranks(2).run(_inductor, given, separate)
 
 
 def _replicated(rank: int, world_size: int) -> None:
