@@ -9,9 +9,9 @@ For optimizers only that compute each element of a parameter by itself: `ELEMENT
 DTensors to be equal to (torch 2.13), and neither has Adafactor.
 
 Adam and AdamW have a kernel for all of it (`fused=True`), which reads and writes a third of what torch's operators do
-one after the other, and rounds otherwise. Beside a program of Inductor's, which rounds otherwise, too, it is taken on the
-CPU where the optimizer leaves the choice to torch. On other devices it wants the number of the step there, which would
-change what a checkpoint holds.
+one after the other, and rounds otherwise. Beside a program of Inductor's, which rounds otherwise, too, it is taken on
+the CPU where the optimizer leaves the choice to torch. On other devices it wants the number of the step there, which
+would change what a checkpoint holds.
 
 Others are known that need nothing but gradients, but more of a parameter than a shard's elements, or DTensors:
 `is_whole`. Muon multiplies whole matrices, and torchao keeps states of few bits in DTensors.
