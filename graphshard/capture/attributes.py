@@ -14,6 +14,7 @@ at the end of a run: that an attribute holds a tensor, that a number is written,
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,10 +33,11 @@ from graphshard.capture.lines import user_line
 from graphshard.capture.outer import is_namespace
 from graphshard.capture.reach import Reach
 from graphshard.capture.region_effects import RegionEffects
+from graphshard.capture.torch_settings import watched_settings
 from graphshard.capture.untraceable import Located, is_users
 from graphshard.capture.witness import PLAIN, is_container, same
 from graphshard.ir.classes import users_class
-from graphshard.ir.state import MISSING, ModuleState, Place, Read
+from graphshard.ir.state import MISSING, ModuleState, Place, Read, StepKind
 from graphshard.ir.torch_internals import replaced
 
 # What torch's modules themselves keep in their instances, and their own methods.
@@ -80,7 +82,9 @@ class Recorder:
             self._hooks = LeftHooks(self.root)
             self._watch_hooks()
             self._watch(nn.Module)
-            stack.enter_context(watched_environment(self._read_of_environment))
+            stack.enter_context(watched_environment(functools.partial(self._read_of_process, "environment")))
+            settings = functools.partial(self._read_of_process, "setting")
+            stack.enter_context(watched_settings(self.root, settings))
             stack.enter_context(replaced(nn.Module, "__setattr__", self._noting_lines(nn.Module.__setattr__)))
             try:
                 yield
@@ -244,10 +248,10 @@ class Recorder:
                     self.reach.refuse(place)
         return value
 
-    def _read_of_environment(self, name: str, value: Any) -> None:
-        """An environment variable is read."""
-        place = Place("", (("environment", name),))
-        self.reach.reads.setdefault((id(os.environ), name), self.reach.witnessed(place, value))
+    def _read_of_process(self, kind: StepKind, name: str, value: Any) -> None:
+        """An environment variable is read, or a setting of torch."""
+        place = Place("", ((kind, name),))
+        self.reach.reads.setdefault((id(os.environ), f"{kind} {name}"), self.reach.witnessed(place, value))
 
     def _not_there(self, node: Node, name: str) -> None:
         """An object has no attribute of its own of a name. That a module has no forward of its own is the rule."""

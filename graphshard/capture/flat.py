@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree
 
+from graphshard.capture.asked import asked
 from graphshard.capture.attributes import Recorder
 from graphshard.capture.boundaries import unit_boundaries
 from graphshard.capture.checkpoints import CheckpointRegions, trace_checkpoints
@@ -37,8 +38,10 @@ from graphshard.capture.inputs import as_given
 from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
 from graphshard.capture.outside import no_outside_values
+from graphshard.capture.seeds import no_seeds
 from graphshard.capture.substitute import Substitute
 from graphshard.capture.tensor_axis import OneCast, distributed
+from graphshard.capture.type_of import types_as_in_eager_mode
 from graphshard.capture.untraceable import Located
 from graphshard.capture.watch import Made, Watch, WatchHooks
 from graphshard.ir.checks import Check, Condition
@@ -52,6 +55,7 @@ from graphshard.ir.torch_internals import cached_casts, replaced
 from graphshard.ir.tracing_internals import (
     conditionals_are_operators,
     contents_now,
+    is_reshaped,
     is_traced,
     is_written,
     memory_of,
@@ -139,12 +143,16 @@ class FlatForward(nn.Module):
             stack.enter_context(watch)
             stack.enter_context(WatchHooks(watch.made))
             stack.enter_context(idle_conversions())
+            pairs = [(new, old) for new, old in zip(leaves, self._call[0]) if isinstance(old, torch.Tensor)]
+            stack.enter_context(asked(pairs, [(used[o.slot], o.tensor) for o in self._owned]))
             own = {id(o.tensor): used[o.slot] for o in self._owned}
             stack.enter_context(Substitute(own))
             if self._one_cast is not None:
                 stack.enter_context(self._one_cast(used))
             self.regions = stack.enter_context(trace_checkpoints(module))
             stack.enter_context(no_outside_values(module, self._allow))
+            stack.enter_context(no_seeds(module))
+            stack.enter_context(types_as_in_eager_mode(module))
             stack.enter_context(functional_collectives_only(module))
             recorder = Recorder(module, self._learned, own, self._allow)
             self.regions.enter_region, self.regions.buffers = recorder.enter_region, self._held_buffers
@@ -156,6 +164,7 @@ class FlatForward(nn.Module):
             self.leaves = [*leaves, *recorder.finish(leaves, passed)]
             self._check_written(tuple(map(is_written, tensors)))
             self._check_given(before, pytree.tree_flatten((args, kwargs)))
+            self._check_shapes(tensors)
         self.state = recorder.state
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)
@@ -185,6 +194,16 @@ class FlatForward(nn.Module):
                 f"graphshard cannot capture {label}.forward: it changes a list or dict that it is given, which a "
                 "program leaves as it was. Return what it adds, or set an attribute of a module."
             )
+
+    def _check_shapes(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise Located if it changed what one of them looks like: a program writes values alone."""
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            if is_reshaped(tensor):
+                label = users_class(self.__dict__["_module"]).__name__
+                raise Located(
+                    f"graphshard cannot capture {label}.forward: it changes the shape or strides of {slot.kind} "
+                    f"{slot.name} in place. Make another tensor: unsqueeze, t, reshape without the underscore."
+                )
 
     def _hold(self, used: dict[Slot, torch.Tensor]) -> None:
         """Put tensors in the place of the module's own."""

@@ -1,7 +1,8 @@
-"""Random numbers and clocks that are not torch's: a trace would keep one value of them, for ever.
+"""Random numbers and clocks that are not torch's, and files: a trace would keep one value of them, for ever.
 
     random.random()                 an error that names the line
-    allow=("random",)               the value of the trace is kept, as the user wants it
+    open(path), path.exists()       an error that names the line
+    allow=("random", "io")          the value of the trace is kept, as the user wants it
 
 Functions of these modules are exchanged while a forward is traced, where they are kept and in modules of the user's
 that imported them by name. Draws that are made otherwise are seen by the state of a generator, which has moved on.
@@ -9,9 +10,11 @@ that imported them by name. Draws that are made otherwise are seen by the state 
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import datetime
 import functools
+import io
 import os
 import random
 import secrets
@@ -28,13 +31,18 @@ from torch import nn
 
 from graphshard.capture.untraceable import Untraceable, is_users
 
+# Ask the file system; with what calls them for the user.
+_OF_FILES = ("stat", "lstat", "access", "listdir", "scandir", "open")
+_FILES = frozenset(f"os.{name}" for name in _OF_FILES)
+_THROUGH = ("pathlib", "genericpath", "posixpath", "ntpath")
 _CLOCKS = ("monotonic", "perf_counter", "process_time", "thread_time", "time")
 # What `allow` may name: modules of Python, with what in them gives another value at every call; () is all.
 SOURCES: dict[str, tuple[types.ModuleType, tuple[str, ...]]] = {
     "random": (random, ()),
     "numpy.random": (np.random, ()),
     "time": (time, (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS), "ctime", "gmtime", "localtime")),
-    "os": (os, ("urandom", "getrandom")),
+    "os": (os, ("urandom", "getrandom", *_OF_FILES)),
+    "io": (io, ("open", "open_code")),
     "datetime": (datetime, ()),
     "uuid": (uuid, ("uuid1", "uuid4", "uuid6", "uuid7")),
     "secrets": (secrets, ()),
@@ -57,13 +65,17 @@ def no_outside_values(module: nn.Module, allow: Collection[str]) -> Iterator[Non
         Untraceable: names the function.
     """
     refused = [source for source in SOURCES if source not in allow]
-    refuse = functools.partial(_refusing, [vars(SOURCES[source][0]) for source in refused])
+    within = [vars(SOURCES[source][0]) for source in refused]
+
+    def refuse(source: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return refusing(within, function, lambda name: _refusal(source, f"{source}.{name}"))
+
     asked = {id(function): refuse(source, function) for source in refused for function in _functions(source)}
     if "datetime" in refused:
         asked |= {id(cls): _without_today(cls, refuse) for cls in (datetime.datetime, datetime.date)}
     python, numpy = random._inst, np.random.mtrand._rand
     states = [Generator(generator) for generator in (python, numpy)]
-    with exchanged(asked, [*(vars(SOURCES[source][0]) for source in refused), *namespaces_of(module)]):
+    with exchanged(asked, [*within, vars(builtins), *namespaces_of(module)]):
         yield
     for state in states:
         state.check(allow)
@@ -116,28 +128,36 @@ def namespaces_of(module: nn.Module) -> list[dict[str, Any]]:
     return [vars(m) for m in found if m is not None and is_users(getattr(m, "__file__", None) or "<>")]
 
 
-def _refusing(through: Collection[dict[str, Any]], source: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, but not for code of the user's, which may ask through functions of these modules.
+def refusing(
+    through: Collection[dict[str, Any]], function: Callable[..., Any], refusal: Callable[[str], Untraceable]
+) -> Callable[..., Any]:
+    """The function, but not for code of the user's, which may ask through functions of modules with these globals.
 
     Other threads than the one that captures, such as those that load data, are answered.
+
+    Args:
+        refusal: what is raised, given the function's name.
     """
     capturing = threading.get_ident()
 
     @functools.wraps(function)
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == capturing and is_users(_asking(through).f_code.co_filename):
-            raise _refusal(source, f"{source}.{function.__name__}")
+        if threading.get_ident() == capturing and asks(through):
+            raise refusal(function.__name__)
         return function(*args, **kwargs)
 
     return refuse
 
 
-def _asking(through: Collection[dict[str, Any]]) -> types.FrameType:
-    """The code that asks, directly or through functions of modules with these globals."""
+def asks(through: Collection[dict[str, Any]]) -> bool:
+    """Whether code of the user's calls the function that asks this, perhaps through modules with these globals."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and any(frame.f_globals is names for names in through):
+    while frame.f_back is not None and (
+        any(frame.f_globals is names for names in through)
+        or str(frame.f_globals.get("__name__")).partition(".")[0] in _THROUGH
+    ):
         frame = frame.f_back
-    return frame
+    return is_users(frame.f_code.co_filename)
 
 
 def _without_today(cls: type, refuse: Callable[[str, Any], Any]) -> type:
@@ -159,4 +179,5 @@ def _without_today(cls: type, refuse: Callable[[str, Any], Any]) -> type:
 
 
 def _refusal(source: str, what: str) -> Untraceable:
-    return Untraceable("outside", f"{what}; compile with allow=({source!r},) to keep the value of the capture")
+    kind = "file" if source == "io" or what in _FILES else "outside"
+    return Untraceable(kind, f"{what}; compile with allow=({source!r},) to keep the value of the capture")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphshard.capture.asked import attributes_of
 from graphshard.ir.params import Settings
 
 
@@ -18,7 +20,7 @@ class Signature:
     """What a program was captured for. Programs differ where signatures do.
 
     Of parameters that decide themselves what is gathered of them, `extended` has what programs rely on. `replaced` says
-    which functions of torch's were others.
+    which functions of torch's were others. `attributes` are what somebody has set on inputs, see `facts_of`.
     """
 
     structure: pytree.TreeSpec
@@ -30,6 +32,7 @@ class Signature:
     settings: tuple[Settings, ...] = ()
     extended: tuple[Any, ...] = ()
     replaced: tuple[str, ...] = ()
+    attributes: tuple[tuple[int, str], ...] = ()
 
     def loose(self) -> Signature:
         """The signature without shapes and strides."""
@@ -50,6 +53,7 @@ class Signature:
             "autocast": "autocast changed",
             "params": "dtype or requires_grad of a parameter changed",
             "extended": "attributes or methods of a parameter that is a tensor subclass, or what they read, changed",
+            "attributes": "attributes were set on inputs, or an input is an nn.Parameter and was none",
             "replaced": "functions of torch.nn.functional were replaced or put back",
             "settings": "resharding, the divisor of gradients, or what is gathered by hand was changed",
         }
@@ -70,6 +74,16 @@ def leaf_key(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
     return (type(leaf), leaf)
+
+
+def facts_of(leaves: Sequence[Any]) -> tuple[tuple[int, str], ...]:
+    """What programs distinguish of inputs besides: names of attributes that somebody has set, and which are parameters."""
+    return tuple(
+        (index, fact)
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and (type(leaf) is not torch.Tensor or vars(leaf))
+        for fact in (*attributes_of(leaf), *(["nn.Parameter"] if isinstance(leaf, nn.Parameter) else ()))
+    )
 
 
 def _shown(key: tuple[Any, ...]) -> str:

@@ -11,7 +11,7 @@ from graphshard.ir.errors import CaptureError
 
 _PACKAGES = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 _ADVICE = {
@@ -98,6 +98,18 @@ _ADVICE = {
         "It is not torch's, so each call would see the value of the capture. Draw with torch's generator (torch.rand, "
         "torch.randint), or pass the value into the call as a tensor."
     ),
+    "file": (
+        "A program neither reads nor writes files, and does not ask for them: each call would see what the capture "
+        "saw. Do that outside of the call, and pass what it finds into it."
+    ),
+    "seed": (
+        "A program draws from torch's generators one number after the other, and neither reads nor sets their state. "
+        "Seed outside of the call, or draw there and pass the numbers in as a tensor."
+    ),
+    "of tensors": (
+        "Of an input, parameter or buffer a program knows shape, strides, dtype and values, and leaves nothing else on "
+        "it. Ask outside of the call, and pass the answer into it as an argument; keep what is set on a module."
+    ),
     "iterator": (
         "Each call takes the next item of an iterator, and a program would have that of the capture. Keep a list and a "
         "number on the module, or take the item outside of the call and pass it in."
@@ -148,4 +160,4 @@ def is_users(file: str) -> bool:
     """Whether a source file is neither torch's, nor graphshard's, nor the standard library's."""
     # Packages, such as the one the model comes from, may lie below the standard library's directory.
     in_stdlib = file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
-    return not (in_stdlib or file.startswith((_TORCH, _HERE, "<")))
+    return not (in_stdlib or file.startswith((_TORCH, HERE, "<")))

@@ -22,7 +22,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 StepKind: TypeAlias = Literal[
-    "attribute", "class", "type", "item", "value", "cell", "global", "default", "context", "environment", "imported"
+    "attribute",
+    "class",
+    "type",
+    "item",
+    "value",
+    "cell",
+    "global",
+    "default",
+    "context",
+    "environment",
+    "setting",
+    "imported",
 ]
 Path: TypeAlias = tuple[tuple[StepKind, Any], ...]
 
@@ -46,7 +57,8 @@ class Place:
         path: steps by an "attribute", by a "class" attribute, to the class itself ("type"), by the key of an "item", by
             the number of a "value" of a dict, by the name of a variable that a function closes over ("cell"), of a
             "global", or of an argument with a "default", and to what a ContextVar has in this "context"; or the name of
-            a variable of the "environment", or of an "imported" module of Python's, which no module of the model has.
+            a variable of the "environment", of a "setting" of torch, or of an "imported" module of Python's, which no
+            module of the model has.
     """
 
     module: str
@@ -62,7 +74,8 @@ class Place:
 
     def of(self, label: str) -> str:
         """As text that begins with the name of the module that is captured."""
-        return str(self) if self.path[:1] and self.path[0][0] in ("environment", "imported") else f"{label}.{self}"
+        of_process = self.path[:1] and self.path[0][0] in ("environment", "setting", "imported")
+        return str(self) if of_process else f"{label}.{self}"
 
     def __str__(self) -> str:
         text = self.module

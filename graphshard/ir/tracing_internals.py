@@ -47,6 +47,7 @@ __all__ = [
     "fakes_of_call",
     "interceptable_reads",
     "is_recorded",
+    "is_reshaped",
     "is_traced",
     "is_written",
     "leaves_stay_leaves",
@@ -195,6 +196,13 @@ def is_written(tensor: torch.Tensor) -> bool:
         return False
     looks = torch._functionalize_has_data_mutation, torch._functionalize_has_metadata_mutation  # type: ignore[attr-defined]
     return any(look(tensor.elem) for look in looks)
+
+
+def is_reshaped(tensor: torch.Tensor) -> bool:
+    """Whether a function that AOTAutograd traces has changed the shape or strides of this input in place."""
+    if not isinstance(tensor, FunctionalTensor):
+        return False
+    return bool(torch._functionalize_has_metadata_mutation(tensor.elem))  # type: ignore[attr-defined]
 
 
 def contents_now(value: Any) -> Any:

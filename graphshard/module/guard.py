@@ -110,7 +110,8 @@ class Guard:
             if watch.witness is UNSEEN:
                 value = watch.found.now()
                 watch.witness = witness_of(value, free=watch.read.free)
-                if text_at(watch.read.place, value, self._names, watch.read.free) != watch.read.text:
+                text = text_at(watch.read.place, value, self._names, watch.read.free)
+                if text != watch.read.text and watch.read.place.path[:1][0][0] != "setting":
                     yield self._difference(watch)
         self._contents = [*self._hooked, *(watch for watch in watches if watch.has_contents)]
         self._fixed = [watch for watch in watches if not watch.has_contents]

@@ -14,6 +14,7 @@ from torch import nn
 from graphshard.capture.entry import Entry
 from graphshard.capture.environment import variable
 from graphshard.capture.outer import getter, slots_of
+from graphshard.capture.torch_settings import setting
 from graphshard.ir.classes import users_class
 from graphshard.ir.state import MISSING, Path, Place, StepKind
 
@@ -58,6 +59,8 @@ def _attributes(owner: Any, kind: StepKind, key: Any) -> Callable[[Any, Any], An
     """What looks an attribute up."""
     if kind == "environment":
         return variable
+    if kind == "setting":
+        return setting
     if kind == "imported":
         return sys.modules.get
     if kind == "context":

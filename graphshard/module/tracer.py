@@ -22,7 +22,7 @@ from graphshard.capture.extensions import Extended
 from graphshard.capture.inputs import moved_to
 from graphshard.capture.modes import Modes
 from graphshard.capture.replaced import Replaced
-from graphshard.capture.signature import Signature, leaf_key
+from graphshard.capture.signature import Signature, facts_of, leaf_key
 from graphshard.capture.variables import relied_on
 from graphshard.ir.classes import users_class
 from graphshard.ir.collector import collector_paused
@@ -247,6 +247,7 @@ class Tracer:
             extended=relied_on((param, ref.owner) for param, ref in zip(params, self.params)),
             settings=self._settings[1],
             replaced=self._replaced.now(),
+            attributes=facts_of(leaves),
         )
 
     def on_device(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:

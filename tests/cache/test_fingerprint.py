@@ -221,10 +221,10 @@ def test_inputs(launches: Launches) -> None:
 # --- what is not kept --------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "a file": ("x = clipped(", "open(__file__).close(); x = clipped(", "reads the file|may reach anything"),
+    "a file": ("x = clipped(", "zipfile.is_zipfile(__file__); x = clipped(", "reads the file"),
     "anything": ("x = clipped(", "x = x * eval('SCALE'); x = clipped(", "code that it makes|may reach anything"),
     "a rank": ("x = clipped(", "x = x + torch.distributed.get_rank(); x = clipped(", "get_rank"),
-    "the file system": ("x = clipped(", "x = x + os.path.exists('/x'); x = clipped(", "os.path.exists|os.stat"),
+    "the file system": ("x = clipped(", "x = x + bool(shutil.which('x')); x = clipped(", "shutil.which"),
     "an import": ("x = clipped(", "import cached_other; x = clipped(", "imports cached_other"),
     "an iterator": ("self.meter = Meter()", "self.meter = Meter(); self.each = iter([1.0])", "each"),
 }
@@ -234,6 +234,7 @@ REFUSED = {
 def test_what_cannot_be_compared_is_not_kept(empty: Launches, name: str, caplog: pytest.LogCaptureFixture) -> None:
     old, new, why = REFUSED[name]
     empty.edit("cached_model", old, new)
+    empty.edit("cached_model", "import os", "import os\nimport shutil\nimport zipfile")
     empty.write("cached_other", "X = 1")
     if name == "an iterator":
         empty.edit("cached_model", "x = clipped(", "x = x + float(self.each is None); x = clipped(")

@@ -1,0 +1,111 @@
+"""What forward asks of tensors that a program does not know, and sets on them: each call is given others.
+
+    x.grad, x._version              of an input: an error that names the line
+    x.is_leaf, x.grad_fn            the same, of one that requires a gradient; others are leaves
+    x.storage_offset()              the same, also of views of inputs
+    x.mask                          the same, where x has such an attribute; so with parameters and buffers
+    x.mask = ..., x.data = ...      the same
+    isinstance(x, nn.Parameter)     yes of an input that is one
+
+Shapes, strides, dtypes, and whether they require a gradient are in the signature of a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from graphshard.capture.untraceable import HERE, Untraceable, is_users
+from graphshard.ir.torch_internals import replaced
+from graphshard.ir.tracing_internals import FunctionalTensor, memory_of
+
+
+def _getters(*names: str) -> frozenset[Any]:
+    return frozenset(vars(torch._C.TensorBase)[name].__get__ for name in names)
+
+
+_ASKING: frozenset[Any] = _getters("grad", "_version", "output_nr", "retains_grad", "_base") | {
+    *(Tensor.storage_offset, Tensor.storage, Tensor.untyped_storage, Tensor._typed_storage),
+    *(Tensor.is_shared, Tensor.is_pinned, Tensor._is_view, Tensor.retain_grad),
+}
+# The same where a gradient is required.
+_OF_GRAPHS = _getters("is_leaf", "grad_fn")
+# What stands between code that asks and a mode: methods that torch has written in Python, and other modes.
+_BETWEEN = (torch._tensor.__file__, torch.overrides.__file__, HERE)
+
+
+@contextlib.contextmanager
+def asked(inputs: Iterable[tuple[Tensor, Tensor]], owned: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """In the block, questions of the user's code that have another answer at another call are errors.
+
+    Args:
+        inputs: of a call, as they are traced and as they are.
+        owned: parameters and buffers, in the same way.
+
+    Raises, in the block:
+        Untraceable: names what is asked.
+    """
+    attributes: dict[int, tuple[str, ...]] = {}
+    memory = set()
+    for traced, given in inputs:
+        attributes[memory_of(traced)] = attributes_of(given)
+        memory.add(memory_of(traced))
+        if isinstance(given, nn.Parameter):
+            traced._is_param = True  # for isinstance
+    attributes |= {memory_of(traced): attributes_of(given) for traced, given in owned}
+
+    def held(tensor: Tensor) -> tuple[str, ...] | None:
+        with torch._C.DisableTorchFunction():
+            return attributes.get(memory_of(tensor))
+
+    def not_there(tensor: Tensor, name: str) -> Any:
+        if name in (held(tensor) or ()):
+            raise Untraceable("of tensors", f"the attribute {name}")
+        raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+
+    def set_attribute(tensor: Tensor, name: str, value: Any) -> None:
+        asks = is_users(sys._getframe(1).f_code.co_filename)
+        if asks and name != "requires_grad" and held(tensor) is not None:
+            raise Untraceable("of tensors", f"{name} is set")
+        object.__setattr__(tensor, name, value)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(FunctionalTensor, "__getattr__", not_there))
+        stack.enter_context(replaced(FunctionalTensor, "__setattr__", set_attribute))
+        stack.enter_context(_Asked(memory))
+        yield
+
+
+def attributes_of(tensor: Tensor) -> tuple[str, ...]:
+    """What somebody has set on a tensor, by name; marks of dynamic sizes are torch's."""
+    held = vars(tensor)
+    return tuple(sorted(name for name in held if not name.startswith("_dynamo_"))) if held else ()
+
+
+class _Asked(TorchFunctionMode):
+    def __init__(self, memory: Collection[int]) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if self._is_refused(func, args) and is_users(_asking()):
+            raise Untraceable("of tensors", resolve_name(func) or func.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def _is_refused(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        asks = func in _ASKING or (func in _OF_GRAPHS and args[0].requires_grad)
+        return asks and memory_of(args[0]) in self._memory
+
+
+def _asking() -> str:
+    """The source file of the code that asks, perhaps by one of torch's methods that are written in Python."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame.f_code.co_filename

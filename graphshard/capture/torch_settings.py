@@ -1,0 +1,86 @@
+"""Settings of torch that forward asks for, or that its attention goes by: a program holds while they are what they were.
+
+    torch.are_deterministic_algorithms_enabled()        asked by code of the user's
+    F.scaled_dot_product_attention(q, k, v)             chooses a kernel by `torch.nn.attention.sdpa_kernel`
+
+What is in the signature of a call is not among them: gradients and autocast. Torch's own code may ask for others, and
+what it makes of them is equal up to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from graphshard.capture.outside import asks, exchanged, namespaces_of
+from graphshard.ir.state import MISSING
+
+_ATTENTION = "the kernels of attention"
+_CUDA = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
+_TORCH = (
+    *("get_num_threads", "get_num_interop_threads", "get_default_dtype", "get_default_device"),
+    *("are_deterministic_algorithms_enabled", "is_deterministic_algorithms_warn_only_enabled"),
+    *("get_deterministic_debug_mode", "get_float32_matmul_precision", "is_autocast_cache_enabled"),
+    "is_warn_always_enabled",
+)
+
+
+def _attention() -> str:
+    """The kernels that may be chosen, the first choice first."""
+    allowed = [name.removesuffix("_sdp_enabled") for name in _CUDA if getattr(torch.backends.cuda, name)()]
+    return f"{', '.join(allowed)} in the order {torch._C._get_sdp_priority_order()}"
+
+
+# What tells a setting, by its name.
+SETTINGS: Mapping[str, Callable[[], Any]] = MappingProxyType(
+    {
+        **{f"torch.{name}": getattr(torch, name) for name in _TORCH},
+        **{f"torch.backends.cuda.{name}": getattr(torch.backends.cuda, name) for name in _CUDA},
+        "torch.backends.mha.get_fastpath_enabled": torch.backends.mha.get_fastpath_enabled,
+        _ATTENTION: _attention,
+    }
+)
+
+
+def setting(name: str, _: Any = MISSING) -> Any:
+    """What a setting is now."""
+    return SETTINGS[name]()
+
+
+@contextlib.contextmanager
+def watched_settings(module: nn.Module, note: Callable[[str, Any], None]) -> Iterator[None]:
+    """In the block `note` is told the names of settings that forward depends on, and their values."""
+
+    def noting(name: str) -> Callable[[], Any]:
+        def ask() -> Any:
+            value = setting(name)
+            if asks(namespaces):
+                note(name, value)
+            return value
+
+        return ask
+
+    namespaces = [vars(torch), vars(torch.backends.cuda), vars(torch.backends.mha)]
+    others = {id(function): noting(name) for name, function in SETTINGS.items()}
+    with exchanged(others, [*namespaces, *namespaces_of(module)]), _Attention(note):
+        yield
+
+
+class _Attention(TorchFunctionMode):
+    """Sees where attention chooses its kernel, in torch's layers, too."""
+
+    def __init__(self, note: Callable[[str, Any], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self._note(_ATTENTION, _attention())
+        return func(*args, **(kwargs or {}))
