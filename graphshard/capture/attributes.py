@@ -74,6 +74,7 @@ class Recorder:
         self._region: RegionEffects | None = None
         with contextlib.ExitStack() as stack:
             self._stack = stack
+            stack.enter_context(watched_settings(self.root, functools.partial(self._read_of_process, "setting")))
             self._classes = ClassSettings(self.root)
             stack.callback(self._classes.restore)
             stack.callback(self.reach.restore)
@@ -83,8 +84,6 @@ class Recorder:
             self._watch_hooks()
             self._watch(nn.Module)
             stack.enter_context(watched_environment(functools.partial(self._read_of_process, "environment")))
-            settings = functools.partial(self._read_of_process, "setting")
-            stack.enter_context(watched_settings(self.root, settings))
             stack.enter_context(replaced(nn.Module, "__setattr__", self._noting_lines(nn.Module.__setattr__)))
             try:
                 yield

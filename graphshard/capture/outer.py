@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.capture.untraceable import is_users
+from graphshard.capture.untraceable import HERE, is_users
 from graphshard.capture.witness import ARRAYS, PLAIN, is_container
 from graphshard.ir.codes import codes_of
 from graphshard.ir.state import MISSING, StepKind
@@ -242,6 +242,8 @@ def _may_change(value: Any) -> bool:
     """Whether a variable is something that a program may set: modules, classes and loggers are not."""
     if is_container(value):
         return type(value) in (list, tuple, dict, set, frozenset) and len(value) <= _LARGEST
+    if isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(HERE):
+        return False  # it stands in for another while a forward is traced, see `outside.exchanged`
     if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, types.FunctionType, ContextVar, *ARRAYS, *_SETTINGS)):
         return True
     has_attributes = hasattr(value, "__dict__") or bool(slots_of(type(value)))

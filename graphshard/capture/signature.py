@@ -77,7 +77,7 @@ def leaf_key(leaf: Any) -> tuple[Any, ...]:
 
 
 def facts_of(leaves: Sequence[Any]) -> tuple[tuple[int, str], ...]:
-    """What programs distinguish of inputs besides: names of attributes that somebody has set, and which are parameters."""
+    """What programs distinguish of inputs besides: which are parameters, and attributes that somebody has set."""
     return tuple(
         (index, fact)
         for index, leaf in enumerate(leaves)

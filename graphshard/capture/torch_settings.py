@@ -1,4 +1,4 @@
-"""Settings of torch that forward asks for, or that its attention goes by: a program holds while they are what they were.
+"""Settings of torch that forward asks for, or that attention goes by: a program holds while they are what they were.
 
     torch.are_deterministic_algorithms_enabled()        asked by code of the user's
     F.scaled_dot_product_attention(q, k, v)             chooses a kernel by `torch.nn.attention.sdpa_kernel`
@@ -10,6 +10,7 @@ what it makes of them is equal up to rounding.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -59,6 +60,7 @@ def watched_settings(module: nn.Module, note: Callable[[str, Any], None]) -> Ite
     """In the block `note` is told the names of settings that forward depends on, and their values."""
 
     def noting(name: str) -> Callable[[], Any]:
+        @functools.wraps(SETTINGS[name])
         def ask() -> Any:
             value = setting(name)
             if asks(namespaces):

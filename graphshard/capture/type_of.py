@@ -25,7 +25,7 @@ class _SaysWhat(type):
         found = type(*args, **kwargs)
         if len(args) == 1 and found in (FunctionalTensor, FakeTensor):
             return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
-        return found
+        return cls if found in (type, _SaysWhat) else found
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, type)

@@ -72,6 +72,11 @@ class Place:
         """Whether it is reached through another place, or is that place."""
         return self.module == other.module and self.path[: len(other.path)] == other.path
 
+    @property
+    def is_setting(self) -> bool:
+        """Whether it is a setting of torch, which a file keeps as it was at its export."""
+        return self.path[:1] != () and self.path[0][0] == "setting"
+
     def of(self, label: str) -> str:
         """As text that begins with the name of the module that is captured."""
         of_process = self.path[:1] and self.path[0][0] in ("environment", "setting", "imported")

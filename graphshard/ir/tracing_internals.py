@@ -202,7 +202,7 @@ def is_reshaped(tensor: torch.Tensor) -> bool:
     """Whether a function that AOTAutograd traces has changed the shape or strides of this input in place."""
     if not isinstance(tensor, FunctionalTensor):
         return False
-    return bool(torch._functionalize_has_metadata_mutation(tensor.elem))  # type: ignore[attr-defined]
+    return bool(torch._functionalize_has_metadata_mutation(tensor.elem))
 
 
 def contents_now(value: Any) -> Any:

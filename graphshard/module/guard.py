@@ -111,7 +111,7 @@ class Guard:
                 value = watch.found.now()
                 watch.witness = witness_of(value, free=watch.read.free)
                 text = text_at(watch.read.place, value, self._names, watch.read.free)
-                if text != watch.read.text and watch.read.place.path[:1][0][0] != "setting":
+                if text != watch.read.text and not watch.read.place.is_setting:
                     yield self._difference(watch)
         self._contents = [*self._hooked, *(watch for watch in watches if watch.has_contents)]
         self._fixed = [watch for watch in watches if not watch.has_contents]
@@ -178,7 +178,7 @@ def differences(state: ModuleState, root: nn.Module) -> Iterator[tuple[Place, st
     written = [write.place for write in state.writes]
     expected = {read.place for read in (*state.hooks, *state.reads)}
     for read in (*state.hooks, *state.reads):
-        if not any(_concerns(place, read.place) for place in written):
+        if not read.place.is_setting and not any(_concerns(place, read.place) for place in written):
             now = "missing"
             with contextlib.suppress(AttributeError, TypeError, IndexError):
                 now = text_at(read.place, _found(root, read.place), names, read.free)

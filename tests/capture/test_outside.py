@@ -12,18 +12,22 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
 from random import uniform
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import initial_seed, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import graphshard
 from graphshard.ir.errors import ArgumentError, CaptureError
 from graphshard.ir.printer import print_program
 from graphshard.options.options import Options
 from tests.helpers import captured
+from tests.ranks import FakeWorld
 
 X = torch.ones(4)
 
@@ -65,6 +69,74 @@ def test_asking_is_an_error_that_names_the_line(case: str) -> None:
         captured(_Net(ASKING[case]), (X,))
     assert "each call would see the value of the capture. Draw with torch's generator" in str(caught.value)
     assert "compile with allow=(" in str(caught.value)
+
+
+def _length(net: Any) -> float:
+    with open(__file__) as file:
+        return float(len(file.read()))
+
+
+OF_FILES = {
+    "a file": (_length, "io"),
+    "a path": (lambda net: float(len(Path(__file__).read_text())), "io"),
+    "whether there is a file": (lambda net: 2.0 if os.path.exists(__file__) else 1.0, "os"),
+    "whether there is a path": (lambda net: 2.0 if Path(__file__).is_file() else 1.0, "os"),
+    "what is in a folder": (lambda net: float(len(os.listdir("."))), "os"),
+}
+
+
+@pytest.mark.parametrize("case", OF_FILES)
+def test_files_are_an_error_that_names_the_line(case: str) -> None:
+    """Each call would see what the capture saw, silently."""
+    draw, source = OF_FILES[case]
+    with pytest.raises(CaptureError, match=re.escape(f"_Net.forward at {__file__}:")) as caught:
+        captured(_Net(draw), (X,))
+    assert f"{source}." in str(caught.value)
+    assert "A program neither reads nor writes files" in str(caught.value)
+
+
+@pytest.mark.parametrize("case", OF_FILES)
+def test_files_that_are_allowed(case: str) -> None:
+    captured(_Net(OF_FILES[case][0]), (X,), allow=("io", "os"))
+
+
+def _forked(net: Any) -> torch.Tensor:
+    with torch.random.fork_rng():
+        return torch.rand(())
+
+
+SEEDS: dict[str, Callable[[Any], Any]] = {
+    "manual_seed": lambda net: torch.manual_seed(3).initial_seed(),
+    "initial_seed": lambda net: initial_seed(),
+    "get_rng_state": lambda net: torch.get_rng_state().numel(),
+    "set_rng_state": lambda net: torch.set_rng_state(net.state) or 1.0,
+    "fork_rng": _forked,
+    "manual_seed_all": lambda net: torch.cuda.manual_seed_all(3) or 1.0,
+    "default_generator": lambda net: torch.default_generator.manual_seed(3).initial_seed(),
+}
+
+
+@pytest.mark.parametrize("case", SEEDS)
+def test_seeds_are_an_error(case: str) -> None:
+    """They were set at the capture, and at no call."""
+    net = _Net(SEEDS[case])
+    torch.manual_seed(5)
+    net.state = torch.get_rng_state()
+    with pytest.raises(CaptureError, match=r"A program draws from torch's generators") as caught:
+        captured(net, (X,))
+    assert case in str(caught.value)
+    if case not in ("fork_rng", "default_generator"):
+        assert f"{__file__}:{SEEDS[case].__code__.co_firstlineno}\n" in str(caught.value)
+
+
+def test_what_is_imported_by_name_and_not_called(fake_world: FakeWorld) -> None:
+    """Such a model was captured at each call: the name was another function while it was."""
+    fake_world(1)
+    net = _Net(lambda net: uniform(0, 1) if net.training is None else 2.0)
+    model = graphshard.compile(net, init_device_mesh("cpu", (1,)), backend="eager")
+    for _ in range(3):
+        model(X)
+    assert len(graphshard.programs(model)) == 1
 
 
 @pytest.mark.parametrize(

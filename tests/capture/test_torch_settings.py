@@ -1,0 +1,128 @@
+"""Settings of torch that forward asks for, or that attention goes by, are part of what a program was captured for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.backends.cuda import flash_sdp_enabled
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import graphshard
+from tests.ranks import FakeWorld
+
+
+class _Net(nn.Module):
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * len(str(self.ask()))
+        return y
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.linear(x).view(2, 64, 4, 4).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.fixture
+def mesh(fake_world: FakeWorld) -> DeviceMesh:
+    fake_world(1)
+    return init_device_mesh("cpu", (1,))
+
+
+# What asks, what changes the answer, and what changes it back.
+Change = Callable[[], Any]
+ASKED: dict[str, tuple[Callable[[], Any], Change, Change]] = {
+    "deterministic": (
+        lambda: torch.are_deterministic_algorithms_enabled(),
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.use_deterministic_algorithms(False),
+    ),
+    "precision": (
+        lambda: torch.get_float32_matmul_precision(),
+        lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: torch.set_float32_matmul_precision("highest"),
+    ),
+    "attention, by name": (
+        lambda: flash_sdp_enabled(),
+        lambda: torch.backends.cuda.enable_flash_sdp(False),
+        lambda: torch.backends.cuda.enable_flash_sdp(True),
+    ),
+    "fast path": (
+        lambda: torch.backends.mha.get_fastpath_enabled(),
+        lambda: torch.backends.mha.set_fastpath_enabled(False),
+        lambda: torch.backends.mha.set_fastpath_enabled(True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_change_takes_effect_and_going_back_finds_the_program(mesh: DeviceMesh, name: str) -> None:
+    ask, change, back = ASKED[name]
+    plain = _Net(ask)
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    x, numbers = torch.randn(2, 4), []
+    try:
+        for step in (back, change, back):
+            step()
+            numbers.append(plain(x).sum().item())
+            assert torch.equal(ours(x), plain(x))
+    finally:
+        back()
+    assert len(set(numbers)) == 2
+    assert len(graphshard.programs(ours)) == 2
+    assert "torch." in graphshard.programs(ours)[1].reason
+
+
+def _bits(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    model.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    grad = next(model.parameters()).grad
+    return y, grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+
+
+def test_attention_of_another_kernel(mesh: DeviceMesh) -> None:
+    """The kernel of the first call was every call's, with other bits."""
+    torch.manual_seed(0)
+    plain = _Attention()
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    x = torch.randn(2, 64, 16)
+    first = _bits(plain, x)
+    assert all(map(torch.equal, _bits(ours, x), first))  # type: ignore[arg-type]
+    with sdpa_kernel([SDPBackend.MATH]):
+        expected = _bits(plain, x)
+        assert not torch.equal(expected[0], first[0])
+        assert all(map(torch.equal, _bits(ours, x), expected))  # type: ignore[arg-type]
+    assert all(map(torch.equal, _bits(ours, x), first))  # type: ignore[arg-type]
+    programs = graphshard.programs(ours)
+    assert len(programs) == 2
+    assert "the kernels of attention was" in programs[1].reason
+
+
+def test_a_file_has_the_kernel_of_its_export(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """It runs where others may be chosen, and a call that chooses others is told."""
+    torch.manual_seed(0)
+    model, x = _Attention(), torch.randn(2, 64, 16)
+    path = tmp_path / "model.gshard"
+    with sdpa_kernel([SDPBackend.MATH]):
+        expected = model(x)
+        graphshard.export(copy.deepcopy(model), (1,), path, example_inputs=(x,), backend="eager")
+    loaded = graphshard.load(path, copy.deepcopy(model), mesh)
+    assert torch.equal(loaded(x), expected)
