@@ -35,6 +35,11 @@ a failure into a message about the user's code.
   What code leaves that runs in backward would happen once: `backward_effects.py` makes it an error.
 * **Random numbers that are not torch's are seen twice** (`outside.py`): functions are exchanged, which knows the line,
   and states of generators are compared, which misses nothing.
+  Seeds of torch's generators are refused in the same way (`seeds.py`): a program draws, and sets no states.
+* **Of tensors forward is told what the signature of a call has** (`asked.py`). What is otherwise known of an input is
+  another thing at each call, and what is set on it would be set on a stand-in. Settings of torch are noted where they
+  are asked (`torch_settings.py`). `type(x)` cannot be intercepted, so the name `type` is another function in the
+  modules of the model's classes (`type_of.py`).
 * **Submodules have entries** (`entry.py`). The `forward` of a submodule is an `Entry` in its `__dict__`, which is taken
   away while a module is captured. The class and `repr` of submodules stay the user's, and `model.encoder(x)` runs a
   program of its own.
