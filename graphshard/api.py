@@ -100,8 +100,9 @@ def compile(
             first call. Only shapes, dtypes and non-tensor values matter.
         max_captures: how many input signatures may be captured before a call with a new one is an error.
         allow: sources of values that are not torch's and that forward may ask while it is captured, such as
-            `("random",)`: every call sees the value of the capture. Any of "random", "numpy.random", "time", "os",
-            "datetime", "uuid", "secrets"; what is not named is an error that names the line.
+            `("random",)`: every call sees the value of the capture. Any of "random", "numpy.random", "time", "os"
+            (also its questions about files), "io" (files), "datetime", "uuid", "secrets"; what is not named is an error
+            that names the line.
         passes: the passes between capture and lowering; see `Pipeline` for how to insert, replace and disable some.
         verify: when the rules of `graphshard.pipeline.rules` are checked: "off", "ends" (after capture and before
             lowering) or "each" (after every pass, too). None takes GRAPHSHARD_VERIFY, or "ends".
