@@ -127,7 +127,7 @@ def _faults_of_state(state: ModuleState, given: int) -> Iterator[str]:
             yield f"it leaves input {brief(term.index)} on the module, and has {given}"
         if isinstance(term, Made) and len(term.leaves) != term.structure.num_leaves:
             yield f"it leaves {len(term.leaves)} values in {brief(str(term.structure))}"
-    wanted = {"set": 1, "delete": 0}
+    wanted = {"set": 1, "delete": 0, "register": 2}
     for write in state.writes:
         if write.kind in wanted and (not write.place.path or len(write.terms) != wanted[write.kind]):
             yield f"it cannot {write.kind} {brief(str(write.place))} with {len(write.terms)} values"

@@ -189,7 +189,12 @@ class Changes:
                     line = self.lines.get((id(node.owner), name), "")
                     if kind != "_buffers" or name not in now[kind]:
                         raise self._refusal(place, line, _OF_MODULES)
-                    yield Write(place, "set", (self._term(now[kind][name], place, line),))
+                    term = self._term(now[kind][name], place, line)
+                    if name in before:
+                        yield Write(place, "set", (term,))
+                    else:
+                        persistent = name not in now["_non_persistent_buffers_set"]
+                        yield Write(place, "register", (term, Constant(persistent)))
 
     def _of_list(self, node: Node) -> Iterator[Write]:
         old, now = list(node.before), list(node.owner)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from graphshard.capture.untraceable import is_users
+from graphshard.capture.untraceable import Untraceable, is_users
 from graphshard.ir.state import MISSING
 
 # What stands between code that asks and the variables: os.getenv, and methods of Mapping.
@@ -29,6 +29,9 @@ def watched_environment(note: Callable[[str, Any], None]) -> Iterator[None]:
     """In the block `note` is told the names of variables that code of the user's reads, and their values.
 
     The value is MISSING if a variable is not set; the name is empty where the names are read.
+
+    Raises, in the block:
+        Untraceable: code of the user's sets a variable, or takes it away.
     """
     before = os.environ.__class__
     _notes.append(note)
@@ -59,6 +62,19 @@ class _Watched(type(os.environ)):  # type: ignore[misc]
         names = tuple(super().__iter__())
         self._note("", names)
         return iter(names)
+
+    def __setitem__(self, name: str, value: str) -> None:
+        self._refuse(name)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._refuse(name)
+        super().__delitem__(name)
+
+    def _refuse(self, name: str) -> None:
+        """Raise Untraceable if code of the user's changes a variable."""
+        if is_users(_asking()):
+            raise Untraceable("setting", f"os.environ[{name!r}]")
 
     def _note(self, name: str, value: Any) -> None:
         if is_users(_asking()):

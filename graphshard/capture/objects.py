@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from graphshard.capture.outer import slots_of
 from graphshard.capture.results import in_parts
 from graphshard.capture.untraceable import Untraceable
 
@@ -93,6 +94,8 @@ class _Taker:
             if self._within:
                 return Shared(value)
             raise Untraceable("result", f"a {type(value).__name__}")
+        if not _is_its_attributes(type(value)):
+            raise Untraceable("result", f"a {type(value).__name__}, which is more than its attributes")
         if any(value is outer for outer in self._within):
             raise Untraceable("result", f"a {type(value).__name__} that refers to itself")
         self._within.append(value)
@@ -100,6 +103,15 @@ class _Taker:
         self._within.pop()
         held = {name: item for name, item in taken.items() if any(map(self._holds, pytree.tree_leaves(item)))}
         return Parts(type(value), held, {name: item for name, item in attributes.items() if name not in held})
+
+
+def _is_its_attributes(cls: type) -> bool:
+    """Whether objects of a class hold nothing but attributes in a `__dict__`: not what a list holds, say."""
+    try:
+        object.__new__(cls)
+    except TypeError:
+        return False
+    return not slots_of(cls)
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:

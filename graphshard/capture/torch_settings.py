@@ -3,6 +3,8 @@
     torch.are_deterministic_algorithms_enabled()        asked by code of the user's
     F.scaled_dot_product_attention(q, k, v)             chooses a kernel by `torch.nn.attention.sdpa_kernel`
 
+    torch.use_deterministic_algorithms(True)            an error that names the line
+
 What is in the signature of a call is not among them: gradients and autocast. Torch's own code may ask for others, and
 what it makes of them is equal up to rounding.
 """
@@ -20,7 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from graphshard.capture.outside import asks, exchanged, namespaces_of
+from graphshard.capture.outside import asks, exchanged, namespaces_of, refusing
+from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.state import MISSING
 
 _ATTENTION = "the kernels of attention"
@@ -30,6 +33,11 @@ _TORCH = (
     *("are_deterministic_algorithms_enabled", "is_deterministic_algorithms_warn_only_enabled"),
     *("get_deterministic_debug_mode", "get_float32_matmul_precision", "is_autocast_cache_enabled"),
     "is_warn_always_enabled",
+)
+_SETTERS = (
+    *("set_num_threads", "set_num_interop_threads", "set_default_dtype", "set_default_device"),
+    *("use_deterministic_algorithms", "set_deterministic_debug_mode", "set_float32_matmul_precision"),
+    "set_warn_always",
 )
 
 
@@ -57,7 +65,11 @@ def setting(name: str, _: Any = MISSING) -> Any:
 
 @contextlib.contextmanager
 def watched_settings(module: nn.Module, note: Callable[[str, Any], None]) -> Iterator[None]:
-    """In the block `note` is told the names of settings that forward depends on, and their values."""
+    """In the block `note` is told the names of settings that forward depends on, and their values.
+
+    Raises, in the block:
+        Untraceable: code of the user's sets one.
+    """
 
     def noting(name: str) -> Callable[[], Any]:
         @functools.wraps(SETTINGS[name])
@@ -70,7 +82,10 @@ def watched_settings(module: nn.Module, note: Callable[[str, Any], None]) -> Ite
         return ask
 
     namespaces = [vars(torch), vars(torch.backends.cuda), vars(torch.backends.mha)]
-    others = {id(function): noting(name) for name, function in SETTINGS.items()}
+    others: dict[int, Callable[..., Any]] = {id(function): noting(name) for name, function in SETTINGS.items()}
+    for name in _SETTERS:
+        function = getattr(torch, name)
+        others[id(function)] = refusing(namespaces, function, lambda name: Untraceable("setting", f"torch.{name}"))
     with exchanged(others, [*namespaces, *namespaces_of(module)]), _Attention(note):
         yield
 

@@ -106,6 +106,10 @@ _ADVICE = {
         "A program draws from torch's generators one number after the other, and neither reads nor sets their state. "
         "Seed outside of the call, or draw there and pass the numbers in as a tensor."
     ),
+    "setting": (
+        "A program sets neither settings of torch nor environment variables: only the capture would. Set them outside "
+        "of the call."
+    ),
     "of tensors": (
         "Of an input, parameter or buffer a program knows shape, strides, dtype and values, and leaves nothing else on "
         "it. Ask outside of the call, and pass the answer into it as an argument; keep what is set on a module."

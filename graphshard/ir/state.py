@@ -245,7 +245,7 @@ class Made:
 
 
 Term: TypeAlias = Constant | Result | Given | Old | Counted | Made
-WriteKind: TypeAlias = Literal["set", "delete", "extend", "replace"]
+WriteKind: TypeAlias = Literal["set", "delete", "register", "extend", "replace"]
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,9 @@ class Write:
     """What a call leaves at a place.
 
     Attributes:
-        kind: "set" an attribute or item, "delete" it, "extend" the list there, or "replace" what is in it.
-        terms: the one value of "set", or the items.
+        kind: "set" an attribute or item, "delete" it, "register" a buffer that is not there, "extend" the list there,
+            or "replace" what is in it.
+        terms: the one value of "set"; a buffer, and whether it is persistent; or the items.
     """
 
     place: Place

@@ -44,7 +44,8 @@ def leave(state: ModuleState, root: nn.Module, results: Sequence[Any], given: Se
     # All values first: they are computed of what was there before.
     values = [[value_of(term) for term in write.terms] for write in state.writes]
     owners = [
-        owner_of(root, write.place) if write.kind in ("set", "delete") else now(write.place) for write in state.writes
+        now(write.place) if write.kind in ("extend", "replace") else owner_of(root, write.place)
+        for write in state.writes
     ]
     for write, owner, found in zip(state.writes, owners, values):
         _write(write, owner, found)
@@ -56,6 +57,9 @@ def _write(write: Write, owner: Any, values: list[Any]) -> None:
     elif write.kind == "replace":
         owner.clear()
         (owner.update if isinstance(owner, set) else owner.extend)(values)
+    elif write.kind == "register":
+        name, (buffer, persistent) = write.place.path[-1][1], values
+        owner.register_buffer(name, buffer, persistent=persistent)
     else:
         kind, key = write.place.path[-1]
         if kind in ("cell", "global", "default", "context"):

@@ -78,8 +78,12 @@ def _attributes(owner: Any, kind: StepKind, key: Any) -> Callable[[Any, Any], An
     if kind == "class":
         return functools.partial(getattr, users_class(owner))
     attributes: dict[str, Any] = getattr(owner, "__dict__", {})  # an object with nothing but slots has no others
-    own = ("_parameters", "_buffers", "_modules") if isinstance(owner, nn.Module) else ()
-    return next((attributes[name].get for name in own if key in attributes[name]), attributes.get)
+    if isinstance(owner, nn.Module) and key != "forward":
+        holders = [attributes[name] for name in ("_parameters", "_buffers", "_modules")]
+        if not any(key in held for held in (*holders, attributes)):
+            return lambda name, default: next((h[name] for h in (attributes, *holders) if name in h), default)
+        return next((held.get for held in holders if key in held), attributes.get)
+    return attributes.get
 
 
 def _item(value: Any, key: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.capture.environment import watched_environment
+from graphshard.ir.errors import CaptureError
 from graphshard.ir.state import MISSING
 from tests.helpers import captured
 from tests.ranks import FakeWorld
@@ -83,3 +84,23 @@ def test_the_class_of_the_environment_is_left_alone() -> None:
             assert "A_VARIABLE_THAT_NOBODY_SETS" not in os.environ
     assert type(os.environ) is kind
     assert seen == [("A_VARIABLE_THAT_NOBODY_SETS", MISSING)] * 2
+
+
+SETS: dict[str, Callable[[], object]] = {
+    "set": lambda: os.environ.update({NAME: "1"}),
+    "by name": lambda: environ.__setitem__(NAME, "1"),
+    "a default": lambda: os.environ.setdefault(NAME, "1"),
+    "taken away": lambda: os.environ.pop(NAME),
+}
+
+
+@pytest.mark.parametrize("case", SETS)
+def test_setting_a_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """It was set by each run of the capture, and by no call."""
+    monkeypatch.delenv(NAME, raising=False)
+    if case == "taken away":
+        monkeypatch.setenv(NAME, "3")
+    net = _Net(lambda: len(str(SETS[case]())))
+    with pytest.raises(CaptureError, match=rf"sets neither settings of torch nor environment variables(.*\n)+.*{NAME}"):
+        captured(net, (torch.ones(2, 4),))
+    assert os.environ.get(NAME) == ("3" if case == "taken away" else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -49,6 +50,24 @@ def test_an_object_is_made_anew_with_other_tensors() -> None:
 def test_objects_without_tensors() -> None:
     made = _remade({"cache": Cache()}, [])["cache"]
     assert (type(made), made.layers, made.length) == (Cache, [], 3)
+
+
+class Slotted:
+    __slots__ = ("__dict__", "hidden")
+
+    def __init__(self) -> None:
+        self.hidden = 3
+
+
+class Names(list[str]):
+    pass
+
+
+@pytest.mark.parametrize("result", [Counter("ab"), Slotted(), Names(["a"])], ids=lambda result: type(result).__name__)
+def test_what_holds_more_than_attributes_is_refused(result: Any) -> None:
+    """It was a TypeError of Python's, or an object without what it held."""
+    with pytest.raises(Untraceable, match=f"a {type(result).__name__}, which is more than its attributes"):
+        take_apart([result], lambda leaf: isinstance(leaf, Tensor))
 
 
 def test_what_cannot_be_seen_is_refused() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphshard
+from graphshard.ir.errors import CaptureError
 from tests.ranks import FakeWorld
 
 
@@ -126,3 +127,20 @@ def test_a_file_has_the_kernel_of_its_export(mesh: DeviceMesh, tmp_path: Path) -
         graphshard.export(copy.deepcopy(model), (1,), path, example_inputs=(x,), backend="eager")
     loaded = graphshard.load(path, copy.deepcopy(model), mesh)
     assert torch.equal(loaded(x), expected)
+
+
+SETS: dict[str, Callable[[], Any]] = {
+    "set_num_threads": lambda: torch.set_num_threads(torch.get_num_threads()),
+    "use_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(False),
+    "set_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("highest"),
+    "set_default_dtype": lambda: torch.set_default_dtype(torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_setting_one_is_an_error_that_names_the_line(mesh: DeviceMesh, name: str) -> None:
+    """The capture set it, and no call."""
+    model = graphshard.compile(_Net(SETS[name]), mesh, backend="eager")
+    line = SETS[name].__code__.co_firstlineno
+    with pytest.raises(CaptureError, match=rf"test_torch_settings.py:{line}\n(.*\n)+.*torch.{name}"):
+        model(torch.ones(2, 4))
