@@ -1,7 +1,7 @@
 """Seconds of a training step of the example's model on gloo ranks: graphshard, FSDP2 and DDP, interleaved.
 
     python benchmarks/step_time.py [--steps 30] [--layers 4] [--dim 256] [--batch 4] [--seq 128] [--ranks 2]
-                                   [--simple-fsdp .../torchtitan/experiments/graph_trainer/simple_fsdp.py]
+                                   [--fused] [--simple-fsdp .../torchtitan/experiments/graph_trainer/simple_fsdp.py]
 
 All variants live in the same processes and take turns, step by step, so that the load of a shared machine meets all
 alike. Prints medians of the slowest rank, quartiles, ratios to eager FSDP2, and the processor time of all threads of a
@@ -108,7 +108,7 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
             steps[name] = communicator(model)
             continue
         ready = variant(name, copy.deepcopy(model), args.simple_fsdp)
-        optimizer = torch.optim.AdamW(ready.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(ready.parameters(), lr=1e-3, fused=True if args.fused else None)
         steps[name] = (whole_stepper if "compile_step" in name else stepper)(ready, optimizer)
     found: dict[str, list[float]] = {name: [] for name in steps}
     used: dict[str, list[float]] = {name: [] for name in steps}
@@ -182,6 +182,7 @@ def main() -> None:
     for name, default in (("ranks", 2), ("steps", 30), ("warmup", 3), ("layers", 4), ("dim", 256), ("batch", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True) for all variants")
     parser.add_argument("--simple-fsdp", type=Path, help="torchtitan's file of that name")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     args = parser.parse_args()

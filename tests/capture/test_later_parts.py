@@ -95,7 +95,7 @@ ADDED: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("what", ADDED)
 def test_what_somebody_adds(mesh: DeviceMesh, what: str) -> None:
-    """A buffer or child of a module without children was not noticed."""
+    """A buffer was not noticed."""
     plain = _Asks()
     ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
     x = _batch(2)
