@@ -36,6 +36,8 @@ _ASKING: frozenset[Any] = _getters("grad", "_version", "output_nr", "retains_gra
 }
 # The same where a gradient is required.
 _OF_GRAPHS = _getters("is_leaf", "grad_fn")
+# What `torch._dynamo.mark_dynamic` and its like set.
+_MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on")
 # What stands between code that asks and a mode: methods that torch has written in Python, and other modes.
 _BETWEEN = (torch._tensor.__file__, torch.overrides.__file__, HERE)
 
@@ -85,7 +87,7 @@ def asked(inputs: Iterable[tuple[Tensor, Tensor]], owned: Iterable[tuple[Tensor,
 def attributes_of(tensor: Tensor) -> tuple[str, ...]:
     """What somebody has set on a tensor, by name; marks of dynamic sizes are torch's."""
     held = vars(tensor)
-    return tuple(sorted(name for name in held if not name.startswith("_dynamo_"))) if held else ()
+    return tuple(sorted(name for name in held if not name.startswith(_MARKS))) if held else ()
 
 
 class _Asked(TorchFunctionMode):

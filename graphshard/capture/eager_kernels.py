@@ -19,8 +19,9 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from graphshard.ir.graph import interpolations
+from graphshard.ir.graph import WRONG_IN_PYTHON, interpolations
 
+_OTHERS = (torch.ops.aten.multi_margin_loss.default, *WRONG_IN_PYTHON)
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _IN_PYTHON = (DispatchKey.Autograd, _COMPOSITE)
 
@@ -29,7 +30,7 @@ _IN_PYTHON = (DispatchKey.Autograd, _COMPOSITE)
 def eager_kernels() -> Iterator[None]:
     """In the block these operators are not taken apart while they are traced."""
     replaced = []
-    for op in interpolations():
+    for op in (*interpolations(), *_OTHERS):
         for key in _IN_PYTHON:
             if key in op.py_kernels:
                 replaced.append((op, key, op.py_kernels[key]))

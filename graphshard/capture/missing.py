@@ -28,9 +28,16 @@ def _ctc_loss_backward(mode: Any, _: Any, grad: torch.Tensor, log_probs: torch.T
         return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
+def _margin_loss_backward(mode: Any, _: Any, grad: torch.Tensor, scores: torch.Tensor, *rest: Any) -> torch.Tensor:
+    with mode:
+        return torch.empty_like(scores, memory_format=torch.contiguous_format)
+
+
 MISSING: dict[OpOverload, Callable[..., Any]] = {
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    aten.multi_margin_loss_backward.default: _margin_loss_backward,
+    aten.multilabel_margin_loss_backward.default: _margin_loss_backward,
 }
 
 

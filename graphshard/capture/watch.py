@@ -106,7 +106,7 @@ class Watch(TorchDispatchMode):
                     raise Untraceable("write", f"parameter {slot.name}, operator {func}")
         result = func(*args, **kwargs)
         for tensor, stride in written:
-            if len(stride) == tensor.dim():
+            if len(stride) == tensor.dim() and torch.Tag.inplace_view not in func.tags:
                 keep_strides(tensor, stride)
         place = user_place()
         self.made += [Made(weakref.ref(t), place) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]

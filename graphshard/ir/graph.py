@@ -112,6 +112,10 @@ def start_together(
     return [_insert(graph, operator.getitem, (group, i), {}, carried[i], like) for i in range(len(tensors))]
 
 
+# Torch's function in Python takes for labels what stands behind their end, and has another result (torch 2.13).
+WRONG_IN_PYTHON = frozenset({aten.multilabel_margin_loss_forward.default})
+
+
 def interpolations() -> list[OpOverload]:
     """The operators behind `F.interpolate` that torch has looked up, as those that it has written in Python, too."""
     names = (name for name in dir(aten) if name.startswith(("upsample_", "_upsample_")))

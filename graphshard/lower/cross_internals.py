@@ -28,7 +28,7 @@ from graphshard.ir.program import Region
 from graphshard.ir.torch_internals import replaced
 from graphshard.lower.cache import writable_cache
 from graphshard.lower.elf import read_cubin
-from graphshard.lower.inductor import decompose, known_options
+from graphshard.lower.inductor import decompose, known_options, whole_operators
 from graphshard.lower.kernels import GpuCode, Kernel
 from graphshard.lower.operators import num_kernels, runs_as_it_is
 from graphshard.lower.packages import Package
@@ -91,7 +91,7 @@ def compile_for(region: Region, capability: Capability) -> GpuCode:
         NotImplementedError: there is something that a file cannot hold.
         Exception: whatever Inductor and Triton say of what they cannot compile.
     """
-    with _collected(capability) as found, options_for_gpus():
+    with _collected(capability) as found, options_for_gpus(), whole_operators():
         module, inputs = decompose(region.module)
         compile_fx_inner(module, inputs, fx_wrapper=True)
     ((made, tuners),) = found

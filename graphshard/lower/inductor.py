@@ -21,7 +21,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
-from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.decomposition import decompositions, select_decomp_table
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.package import package_aoti
 from torch._inductor.select_algorithm import extern_kernels
@@ -30,7 +30,7 @@ from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphshard.ir.graph import interpolations
+from graphshard.ir.graph import WRONG_IN_PYTHON, interpolations
 from graphshard.ir.params import memory_order
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
@@ -112,7 +112,7 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
         collecting = batch.collecting() if on_cpu else batch.triton.not_waiting()
         with config.patch(fallback_random=True, **options), collecting as scopes:
             module, inputs = decompose(sums_as_sizes(region.module))
-            with _kept_by_inductor(region):
+            with _kept_by_inductor(region), whole_operators():
                 compiled: Boxed = compile_fx_inner(module, inputs)
     except Exception as error:
         return functools.partial(_operators_instead, region, name, error)
@@ -206,6 +206,7 @@ def package(region: Region, name: str) -> Package:
                 config.patch(known_options(options)),
                 V.set_aot_compilation(True),
                 config.patch(get_cpp_wrapper_config()),
+                whole_operators(),
             ):
                 module, inputs = decompose(_without_sizes(sums_as_sizes(region.module)))
                 compiled: Any = compile_fx_inner(module, inputs, cpp_wrapper=True)
@@ -242,7 +243,18 @@ def _without_sizes(module: GraphModule) -> GraphModule:
 
 def _decompositions() -> dict[Any, Any]:
     """Inductor's, and those of interpolation, which torch applies before Inductor where it traces a module itself."""
-    return {**get_decompositions(interpolations()), **select_decomp_table()}
+    table = {**get_decompositions(interpolations()), **select_decomp_table()}
+    return {op: function for op, function in table.items() if op not in WRONG_IN_PYTHON}
+
+
+@contextlib.contextmanager
+def whole_operators() -> Iterator[None]:
+    """In the block Inductor calls these operators as they are: it refuses to where it could take them apart."""
+    taken = {op: decompositions.pop(op) for op in WRONG_IN_PYTHON if op in decompositions}
+    try:
+        yield
+    finally:
+        decompositions.update(taken)
 
 
 def decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:

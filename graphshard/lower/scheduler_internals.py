@@ -30,7 +30,7 @@ from graphshard.ir.torch_internals import replaced
 from graphshard.lower.cache import writable_cache
 from graphshard.lower.copies import copies_of
 from graphshard.lower.cross_internals import options_for_gpus
-from graphshard.lower.inductor import decompose
+from graphshard.lower.inductor import decompose, whole_operators
 from graphshard.lower.operators import num_kernels, outputs_of
 from graphshard.lower.unknown import sums_as_sizes
 
@@ -73,7 +73,7 @@ def fused_kernels(region: Region, capability: Capability) -> tuple[FusedKernel, 
         values = [node.meta["val"] for node in nodes if node.op == "placeholder"] + outputs_of(region.module)
         return (FusedKernel(False, sum(value.nbytes for value in values), tuple(nodes)),)
     try:
-        with writable_cache(), _stopping(capability), options_for_gpus():
+        with writable_cache(), _stopping(capability), options_for_gpus(), whole_operators():
             module, inputs = decompose(sums_as_sizes(region.module))
             try:
                 compile_fx_inner(module, inputs)

@@ -64,3 +64,47 @@ def test_bits_after_a_write(mesh: DeviceMesh, name: str) -> None:
         grad: Any = param.grad
         assert other.grad is not None
         assert torch.equal(grad.full_tensor(), other.grad), key
+
+
+# What changes the shape or the order of what forward has made, in place.
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "t_": lambda x: x.t_(),
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "swapaxes_": lambda x: x.swapaxes_(0, 1),
+    "squeeze_": lambda x: x.view(1, 20, 5).squeeze_(0),
+    "unsqueeze_": lambda x: x.unsqueeze_(1),
+    "as_strided_": lambda x: x.as_strided_((5, 20), (1, 5)),
+    "resize_": lambda x: x * x.detach().clone().resize_(20, 1),
+    "torch.stft, which does": lambda x: torch.view_as_real(
+        torch.stft(x.reshape(-1), 10, window=torch.ones(10), return_complex=True)
+    ),
+    "torch.istft": lambda x: torch.istft(
+        torch.stft(x.reshape(-1), 10, window=torch.ones(10), return_complex=True), 10, window=torch.ones(10)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_change_of_shape_in_place(mesh: DeviceMesh, name: str) -> None:
+    """The result got the strides of before for its new shape: other numbers, silently."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(20, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return IN_PLACE[name](x * self.w) * 3
+
+    torch.manual_seed(0)
+    plain, x = Net(), torch.randn(20, 5)
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    found = []
+    for model in (plain, ours):
+        y = model(x)
+        y.square().sum().backward()
+        grad: Any = model.w.grad
+        found.append((y.detach(), y.stride(), grad.full_tensor() if model is ours else grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert torch.equal(found[0][2], found[1][2])
