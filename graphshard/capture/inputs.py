@@ -83,6 +83,11 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
                 f"input {_path(structure, index)} is a {type(leaf).__name__}, a tensor subclass with operators of its "
                 "own. Pass the plain tensors that it is made of."
             )
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            raise InputError(
+                f"input {_path(structure, index)} has the layout {leaf.layout}, which no program takes. Pass its parts "
+                "(indices and values) and make it in forward, or pass to_dense()."
+            )
         if isinstance(leaf, torch.Tensor) and leaf.device != device and not stands_in():
             if leaf.device.type != "cpu":
                 raise InputError(

@@ -91,3 +91,12 @@ def test_parts_of_one_tensor_that_do_not_overlap(mesh: DeviceMesh) -> None:
     assert torch.equal(*batches)
     assert torch.equal(plain(torch.ones(2, 4), torch.ones(2, 4)), ours(torch.ones(2, 4), torch.ones(2, 4)))
     assert len(graphshard.programs(ours)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_input(mesh: DeviceMesh, layout: torch.layout) -> None:
+    """It was an error of torch's about strides."""
+    model = graphshard.compile(_Net(lambda linear, x: linear(x.to_dense())), mesh, backend="eager")
+    with pytest.raises(InputError, match=rf"input args\[0\] has the layout {layout}, .*Pass its parts"):
+        model(torch.ones(2, 4).to_sparse(layout=layout))
