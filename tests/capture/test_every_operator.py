@@ -26,6 +26,8 @@ from tests.ranks import FakeWorld
 PARTS = 8
 # Results that nobody has written to.
 UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+# Of gradients, the last bits, as docs/supported.md says.
+ROUNDED = {"prod", "ormqr"}
 
 
 class _Net(nn.Module):
@@ -60,16 +62,16 @@ def _run(model: nn.Module, sample: Any) -> tuple[list[Any], list[Tensor], list[T
     return [leaf for leaf in leaves if not isinstance(leaf, Tensor)], tensors, list(grads), torch.rand(3)
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether both have the same bits; a gradient that is None counts as zeros."""
+def _same(one: Tensor | None, other: Tensor | None, error: float = 0.0) -> bool:
+    """Whether both have the same bits, or are as close; a gradient that is None counts as zeros."""
     if one is None or other is None:
         return all(not each.count_nonzero() for each in (one, other) if each is not None)
     if one.shape != other.shape or one.dtype != other.dtype or one.requires_grad != other.requires_grad:
         return False
     if one.layout is not torch.strided:
-        return one.layout is other.layout and _same(one.to_dense(), other.to_dense())
+        return one.layout is other.layout and _same(one.to_dense(), other.to_dense(), error)
     one, other = (torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in (one, other))
-    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=error, atol=error, equal_nan=True)
 
 
 def _differences(op: Any, samples: Iterator[Any], mesh: DeviceMesh) -> Iterator[str]:
@@ -83,10 +85,11 @@ def _differences(op: Any, samples: Iterator[Any], mesh: DeviceMesh) -> Iterator[
             found = _run(model, sample)
         except GraphshardError:
             continue
+        error = 1e-5 if op.name in ROUNDED else 0.0
         what = {
             "numbers": str(found[0]) == str(others),
             "tensors": len(found[1]) == len(tensors) and all(map(_same, found[1], tensors)),
-            "gradients": len(found[2]) == len(grads) and all(map(_same, found[2], grads)),
+            "gradients": len(found[2]) == len(grads) and all(_same(*pair, error) for pair in zip(found[2], grads)),
             "what is drawn next": _same(found[3], after),
         }
         yield from (f"{op.formatted_name}, sample {number}: {name}" for name, equal in what.items() if not equal)
