@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from graphshard.capture.untraceable import HERE, Untraceable, is_users
+from graphshard.capture.lines import asking
+from graphshard.capture.untraceable import Untraceable, is_users
 from graphshard.ir.torch_internals import replaced
 from graphshard.ir.tracing_internals import FunctionalTensor, memory_of
 
@@ -38,8 +39,6 @@ _ASKING: frozenset[Any] = _getters("grad", "_version", "output_nr", "retains_gra
 _OF_GRAPHS = _getters("is_leaf", "grad_fn")
 # What `torch._dynamo.mark_dynamic` and its like set.
 _MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on")
-# What stands between code that asks and a mode: methods that torch has written in Python, and other modes.
-_BETWEEN = (torch._tensor.__file__, torch.overrides.__file__, HERE)
 
 
 @contextlib.contextmanager
@@ -96,18 +95,11 @@ class _Asked(TorchFunctionMode):
         self._memory = memory
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if self._is_refused(func, args) and is_users(_asking()):
+        # Some methods torch has written in Python.
+        if self._is_refused(func, args) and is_users(asking("torch._tensor", "torch.overrides").f_code.co_filename):
             raise Untraceable("of tensors", resolve_name(func) or func.__name__)
         return func(*args, **(kwargs or {}))
 
     def _is_refused(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         asks = func in _ASKING or (func in _OF_GRAPHS and args[0].requires_grad)
         return asks and memory_of(args[0]) in self._memory
-
-
-def _asking() -> str:
-    """The source file of the code that asks, perhaps by one of torch's methods that are written in Python."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
-        frame = frame.f_back
-    return frame.f_code.co_filename

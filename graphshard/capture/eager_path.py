@@ -22,6 +22,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from graphshard.capture.known_values import Assume, known_values
+from graphshard.capture.lines import package_of
 from graphshard.ir.tracing_internals import answer_tracing_checks
 
 log = logging.getLogger(__name__)
@@ -84,9 +85,9 @@ class EagerPath:
             return True
         # torch's older names for a check ask on behalf of their callers.
         asking = next(caller for caller in _callers(frame) if caller.f_code.co_name != "is_compiling")
-        if _package(asking) == "torch" and _module(asking) not in _LIKE_USERS:
+        if package_of(asking) == "torch" and _module(asking) not in _LIKE_USERS:
             return True
-        codes = {caller.f_code for caller in _callers(asking) if _package(caller) not in ("torch", "graphshard")}
+        codes = {caller.f_code for caller in _callers(asking) if package_of(caller) not in ("torch", "graphshard")}
         if codes & self.told:
             return True
         self.asked |= codes
@@ -97,10 +98,6 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _package(frame: FrameType) -> str:
-    return _module(frame).partition(".")[0]
 
 
 def _module(frame: FrameType) -> str:

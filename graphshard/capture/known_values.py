@@ -12,7 +12,6 @@ exact on any device.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -27,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphshard.capture.guards import expected_truth, line_of
+from graphshard.capture.lines import asking, package_of
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.torch_internals import without_dispatch_modes
 from graphshard.ir.tracing_internals import interceptable_reads, is_traced, memory_of, written_by
@@ -159,16 +159,16 @@ class _Readers(TorchFunctionMode):
 
     def decide(self, condition: torch.SymBool) -> bool | None:
         """The truth of a condition on numbers that depend on values, if it only guards an exception."""
-        frame = _asking()
-        expected = None if _package(frame) == "torch" else expected_truth(frame)
+        frame = asking()
+        expected = None if package_of(frame) == "torch" else expected_truth(frame)
         if expected is not None:
             self._assume(as_tensor(condition), expected, line_of(frame))
         return expected
 
     def check(self, condition: torch.SymBool) -> None:
         """What `torch._check` takes for granted is checked after the call; operators check for themselves."""
-        frame = _asking("torch")
-        if _package(frame) != "torch":
+        frame = asking("torch")
+        if package_of(frame) != "torch":
             self._assume(as_tensor(condition), True, line_of(frame))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -185,7 +185,7 @@ class _Readers(TorchFunctionMode):
                     values = [self._makers.value(arg) if isinstance(arg, Tensor) else arg for arg in args]
                     return func(*values, **kwargs)
             if any(map(is_traced, tensors)):
-                frame = _asking()
+                frame = asking()
                 expected = _guarded(func, frame)
                 if expected is not None:
                     self._assume(tensors[0], expected, line_of(_outside_torch(frame)))
@@ -218,22 +218,10 @@ def as_tensor(condition: torch.SymBool) -> Tensor:
     return torch.full((), value, dtype=torch.bool)
 
 
-def _asking(*modules: str) -> FrameType:
-    """The frame of the code that reads a value: not of graphshard's, nor of these modules."""
-    frame = sys._getframe(1)
-    while frame.f_back and (_package(frame) == "graphshard" or frame.f_globals.get("__name__") in modules):
-        frame = frame.f_back
-    return frame
-
-
 def _outside_torch(frame: FrameType) -> FrameType:
-    while frame.f_back and _package(frame) in ("torch", "graphshard"):
+    while frame.f_back and package_of(frame) in ("torch", "graphshard"):
         frame = frame.f_back
     return frame
-
-
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _is_tensor(made: Any) -> bool:

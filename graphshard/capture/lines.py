@@ -20,3 +20,16 @@ def user_line() -> str:
     """The innermost line of the user's code that runs now, as "file:line"; "" if there is none."""
     place = user_place()
     return f"{place[0]}:{place[1]}" if place is not None else ""
+
+
+def asking(*modules: str) -> FrameType:
+    """The frame of the code that asks for something: not of graphshard's, nor of these modules."""
+    frame = sys._getframe(1)
+    while frame.f_back and (package_of(frame) == "graphshard" or frame.f_globals.get("__name__") in modules):
+        frame = frame.f_back
+    return frame
+
+
+def package_of(frame: FrameType) -> str:
+    """The package whose code runs in a frame, by its first name."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -78,12 +78,13 @@ def _attributes(owner: Any, kind: StepKind, key: Any) -> Callable[[Any, Any], An
     if kind == "class":
         return functools.partial(getattr, users_class(owner))
     attributes: dict[str, Any] = getattr(owner, "__dict__", {})  # an object with nothing but slots has no others
-    if isinstance(owner, nn.Module) and key != "forward":
-        holders = [attributes[name] for name in ("_parameters", "_buffers", "_modules")]
-        if not any(key in held for held in (*holders, attributes)):
-            return lambda name, default: next((h[name] for h in (attributes, *holders) if name in h), default)
-        return next((held.get for held in holders if key in held), attributes.get)
-    return attributes.get
+    if not isinstance(owner, nn.Module) or key == "forward":
+        return attributes.get
+    holders = [*(attributes[name] for name in ("_parameters", "_buffers", "_modules")), attributes]
+    found = next((held for held in holders if key in held), None)
+    if found is None:  # it may come to any of them later
+        return lambda name, default: next((held[name] for held in holders if name in held), default)
+    return found.get
 
 
 def _item(value: Any, key: Any) -> Any:
