@@ -49,6 +49,7 @@ from graphshard.lower.packages import Package
 from graphshard.lower.regions import Boxed, Compiled
 from graphshard.lower.shares import claims, cores_here, place_here, shares_of
 from graphshard.lower.store import Store, store_here
+from graphshard.lower.triton_internals import Scopes
 from graphshard.lower.unknown import sums_as_sizes
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
         for kernel in pending_in(scopes):
             kernel.wait()
         try:
-            (load if on_cpu else batch.triton.load)(scopes)
+            batch.triton.load(scopes) if isinstance(scopes, Scopes) else load(scopes)
         except Exception as error:
             return _operators_instead(region, name, error)
         return kept_dims.with_dims(compiled, outputs) if loses and not options else compiled

@@ -5,24 +5,39 @@
 
 By itself Inductor waits for the kernels of a region before it goes on to the next. And its processes take seconds to be
 there; what is wanted before is compiled in this one. So they are started when `compile` is called, and kernels that are
-wanted before they are there wait for them.
+wanted before they are there wait for them. What Inductor keeps for other processes has the kernels in it, so it is kept
+when they are there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch._guards import TracingContext, tracing
 from torch._inductor import async_compile
+from torch._inductor.codecache import FxGraphCache
+from torch._inductor.triton_bundler import TritonBundler
 
 from graphshard.ir.torch_internals import replaced
 
 # What a generated module is called with: its names.
 Scope = dict[str, Any]
+
+
+class Scopes(list[Scope]):
+    """Names of the generated modules of a region.
+
+    Attributes:
+        keep: puts the region's code and a bundle of its kernels into Inductor's cache; None if it came from there.
+    """
+
+    keep: Callable[[Any], None] | None = None
 
 
 @dataclass
@@ -36,19 +51,22 @@ class Kernels:
     early: list[Scope] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def not_waiting(self) -> Iterator[list[Scope]]:
+    def not_waiting(self) -> Iterator[Scopes]:
         """In the block generated modules do not wait for their kernels; yields the names of each of them."""
-        scopes: list[Scope] = []
+        scopes = Scopes()
         before = _WAITING.set(scopes)
         try:
-            with replaced(async_compile, "AsyncCompile", _NotWaiting):
+            with (
+                replaced(async_compile, "AsyncCompile", _NotWaiting),
+                replaced(FxGraphCache, "_save_graph", staticmethod(_kept_later(FxGraphCache._save_graph))),
+            ):
                 yield scopes
         finally:
             _WAITING.reset(before)
         self.early += scopes
 
-    def load(self, scopes: Iterable[Scope]) -> None:
-        """Wait for the kernels of generated modules.
+    def load(self, scopes: Scopes) -> None:
+        """Wait for the kernels of generated modules, and let Inductor keep them.
 
         Raises:
             Exception: whatever Inductor says if it cannot compile one.
@@ -60,8 +78,15 @@ class Kernels:
                 if isinstance(value, _Early):
                     inductors.wait_pool_ready()
                     scope[name] = _begun(inductors, value)
-        for scope in scopes:
-            inductors.wait(scope)
+        TritonBundler.begin_compile()
+        try:
+            for scope in scopes:
+                inductors.wait(scope)
+            bundle, _ = TritonBundler.collect()
+        finally:
+            TritonBundler.end_compile()
+        if scopes.keep is not None:
+            scopes.keep(bundle)
 
 
 @dataclass
@@ -82,7 +107,27 @@ def _begun(inductors: async_compile.AsyncCompile, kernel: _Early) -> Any:
         return failed
 
 
-_WAITING: contextvars.ContextVar[list[Scope] | None] = contextvars.ContextVar("graphshard_waiting", default=None)
+def _kept_later(save: Callable[..., None]) -> Callable[..., None]:
+    """Inductor's function that keeps a graph's code, called when the kernels are there, with what it needs to know."""
+
+    def keep(key: str, graph: Any, *args: Any, **kwargs: Any) -> None:
+        scopes = _WAITING.get()
+        if scopes is None:
+            return save(key, graph, *args, **kwargs)
+        as_it_is, context = copy.copy(graph), TracingContext.try_get()
+
+        def with_kernels(bundle: Any) -> None:
+            as_it_is.set_triton_bundle(bundle)
+            with tracing(context):
+                save(key, as_it_is, *args, **kwargs)
+
+        scopes.keep = with_kernels
+        return None
+
+    return keep
+
+
+_WAITING: contextvars.ContextVar[Scopes | None] = contextvars.ContextVar("graphshard_waiting", default=None)
 
 
 def begin() -> None:

@@ -129,3 +129,45 @@ def test_kernels_that_a_cache_has_need_no_process(monkeypatch: pytest.MonkeyPatc
     with config.patch(compile_threads=2), Kernels().not_waiting():
         exec(_WITH_A_KERNEL, module)
     assert module["kernel"] is kernel
+
+
+def test_code_is_kept_when_its_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor would keep it without any: the next process would compile them again."""
+    cache = pkgutil.resolve_name("torch._inductor.codecache:FxGraphCache")
+    bundler = pkgutil.resolve_name("torch._inductor.triton_bundler:TritonBundler")
+    guards = pkgutil.resolve_name("torch._guards")
+    kept: list[tuple[str, str, object, object]] = []
+
+    class Graph:
+        name, bundle = "as generated", None
+
+        def set_triton_bundle(self, bundle: object) -> None:
+            self.bundle = bundle
+
+    class Kernel(Future[str]):
+        def result(self, timeout: float | None = None) -> str:
+            bundler.put("a kernel", 0)
+            return super().result(timeout)
+
+    def save(key: str, graph: Graph, local: bool) -> None:
+        kept.append((key, graph.name, graph.bundle, guards.TracingContext.try_get()))
+
+    monkeypatch.setattr(cache, "_save_graph", staticmethod(save))
+    monkeypatch.setattr(
+        bundler, "collect", classmethod(lambda cls: ({entry.kernel_hash for entry in cls._entries}, None))
+    )
+    monkeypatch.setattr(bundler, "is_enabled", staticmethod(lambda: True))
+    made, kernel, graph, context = Kernels(), Kernel(), Graph(), guards.TracingContext(None)
+    kernel.set_result("kernel")
+    with config.patch(compile_threads=2):
+        with made.not_waiting() as scopes:
+            _module(kernel)
+            with guards.tracing(context):
+                cache._save_graph("key", graph, local=True)
+        graph.name = "changed since"
+        assert not kept
+        made.load(scopes)
+    assert kept == [("key", "as generated", {"a kernel"}, context)]
+    assert bundler._entries is None
+    cache._save_graph("other", graph, local=True)  # as ever
+    assert kept[1:] == [("other", "changed since", None, None)]
