@@ -50,6 +50,7 @@ def measure(setup: Setup, emit: Emit, folder: Path, seconds: float) -> None:
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(caches),
             "TRITON_CACHE_DIR": str(caches / "triton"),
+            "GRAPHSHARD_CACHE": str(caches / "graphshard"),
         }
         command = [sys.executable, "-m", "benchmarks.gpu.first", variant, str(_RANKS)]
         try:

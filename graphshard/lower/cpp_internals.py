@@ -29,7 +29,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler, is_gcc
 
 from graphshard.ir.torch_internals import replaced
 from graphshard.ir.wanted import still_wanted
-from graphshard.lower.cpu_internals import ASKS_EVERY
+from graphshard.lower.beginnings import ASKS_EVERY
 from graphshard.lower.damage import RemovedError, check_whole
 from graphshard.lower.together import Compilers, Job, compile_together
 from graphshard.lower.triton_internals import Kernels

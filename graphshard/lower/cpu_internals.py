@@ -10,7 +10,6 @@ it is told that all of it works, and what it has asked is compiled as one file. 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import copy
 import functools
 import logging
@@ -24,42 +23,23 @@ from torch._inductor import config, cpu_vec_isa
 from torch._inductor.cpu_vec_isa import VecISA
 
 from graphshard.ir.torch_internals import replaced
-from graphshard.ir.wanted import still_wanted
+from graphshard.lower.beginnings import Beginning
 from graphshard.lower.cache import VARIABLE
 
 log = logging.getLogger(__name__)
 
-ASKS_EVERY = 0.5
-"""Seconds between questions whether what is waited for is still wanted."""
-
 _FUNCTION = re.compile(r'extern "C" [^(]*?(\w+)\(')
-
-# Set when it is known what the CPU can do. By process, as a fork has none of the threads of the process that it comes
-# from, and by the directory of Inductor's cache.
-_beginnings: dict[tuple[int, str], threading.Event] = {}
-_LOCK = threading.Lock()
+_BEGINNING = Beginning(lambda known: _begin(known), of=lambda: os.environ.get(VARIABLE, ""))
 
 
 def begin() -> None:
     """Start to find out what the CPU can do, in a thread; returns at once."""
-    _beginning()
+    _BEGINNING.begin()
 
 
 def wait_for_cpu() -> None:
     """Wait until it is known what the CPU can do, which generated code depends on."""
-    while not _beginning().wait(ASKS_EVERY):
-        still_wanted()
-
-
-def _beginning() -> threading.Event:
-    """What has begun; it is begun if it was not."""
-    key = os.getpid(), os.environ.get(VARIABLE, "")
-    with _LOCK:
-        if key not in _beginnings:
-            _beginnings[key] = known = threading.Event()
-            work = functools.partial(contextvars.copy_context().run, _begin, known)
-            threading.Thread(target=work, name="graphshard-begin", daemon=True).start()
-        return _beginnings[key]
+    _BEGINNING.wait()
 
 
 def _begin(known: threading.Event) -> None:

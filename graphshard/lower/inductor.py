@@ -47,12 +47,15 @@ from graphshard.lower.one_hots import OneHots, has_one_hots
 from graphshard.lower.operators import compile_operators, num_kernels, outputs_of, runs_as_it_is
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import Boxed, Compiled
-from graphshard.lower.shares import claims, cores_here, place_here, shares_of
+from graphshard.lower.shares import Claim, Claims, cores_here, place_here, shares_of
 from graphshard.lower.store import Store, store_here
-from graphshard.lower.triton_internals import Scopes
+from graphshard.lower.triton_internals import Scopes, wait_for_triton
 from graphshard.lower.unknown import sums_as_sizes
 
 log = logging.getLogger(__name__)
+
+# Regions that a rank compiles, and functions that wait for their kernels.
+_Begun = tuple[Claim, dict[str, Callable[[], Boxed]]]
 
 
 def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
@@ -63,21 +66,42 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
     first = place % len(shares)
     keys = {name: region.key for name, region in regions.items()}
     numbers = itertools.count(1)
-    with writable_cache() as cache, Batch(max(1, min(cores // ranks, config.compile_threads or 1))) as batch:
-        locks, store = Path(cache, "graphshard-locks"), store_here()
-        for claim in claims([*shares[first:], *shares[:first]], keys, locks, show):
-            with claim:
-                begun = {}
-                for name in claim.names:
-                    show(f"compile {name}, {next(numbers)} of {len(regions)}")
-                    begun[name] = _kept_or_generated(store, regions[name], name, batch)
-                    still_wanted()
-                batch.submit()
-                for name, finish in begun.items():
-                    made = finish()
-                    store.keep(regions[name], kernels_of(made), getattr(made, "source_code", ""))
-                    claim.release(name)
-                    yield name, made
+    with (
+        writable_cache() as cache,
+        Batch(max(1, min(cores // ranks, config.compile_threads or 1))) as batch,
+        contextlib.ExitStack() as stack,
+    ):
+        store = store_here()
+
+        def begun(claim: Claim) -> _Begun:
+            stack.enter_context(claim)
+            functions = {}
+            for name in claim.names:
+                show(f"compile {name}, {next(numbers)} of {len(regions)}")
+                functions[name] = _kept_or_generated(store, regions[name], name, batch)
+                still_wanted()
+            batch.submit()
+            return claim, functions
+
+        def finished(claim: Claim, functions: dict[str, Callable[[], Boxed]]) -> Compiled:
+            for name, finish in functions.items():
+                made = finish()
+                store.keep(regions[name], kernels_of(made), getattr(made, "source_code", ""))
+                claim.release(name)
+                yield name, made
+
+        claims = Claims([*shares[first:], *shares[:first]], keys, Path(cache, "graphshard-locks"), show)
+        # The code of a share is generated while the kernels of the one before are compiled.
+        before: _Begun | None = None
+        for claim in claims.free():
+            now = begun(claim)
+            if before is not None:
+                yield from finished(*before)
+            before = now
+        if before is not None:
+            yield from finished(*before)
+        for claim in claims.others():
+            yield from finished(*begun(claim))
         store.shrink()
 
 
@@ -106,8 +130,7 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
     on_cpu = outputs[0].device.type == "cpu"
     loses = kept_dims.ARE_LOST and not on_cpu
     options = known_options(kept_dims.WITHOUT) if loses and size_inputs(region.module.graph) else {}
-    if on_cpu:
-        wait_for_cpu()
+    (wait_for_cpu if on_cpu else wait_for_triton)()
     try:
         # Random numbers come from torch's generators, in program order, as in eager mode.
         collecting = batch.collecting() if on_cpu else batch.triton.not_waiting()

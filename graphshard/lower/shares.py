@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -52,10 +53,9 @@ class Claim:
             self._locks.pop(name).release()
 
 
-def claims(
-    shares: Sequence[Sequence[str]], keys: Mapping[str, str], directory: Path, show: Callable[[str], None]
-) -> Iterator[Claim]:
-    """Claim all regions, a share at a time and then what others had taken; enter each claim before the next.
+@dataclass
+class Claims:
+    """All regions, a share at a time and then what others had taken.
 
     Args:
         shares: names of regions, this rank's own share first.
@@ -63,22 +63,36 @@ def claims(
         directory: of the locks.
         show: told what is waited for.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    taken = []
-    for share in shares:
-        locks = {}
-        for name in share:
-            lock = FileLock(directory / f"{keys[name]}.lock")
-            try:
-                locks[name] = lock.acquire(timeout=0).lock
-            except Timeout:
-                taken.append(name)
-        if locks:
-            yield Claim(list(locks), locks)
-    for name in taken:
-        show(f"wait for {name}, which another rank compiles")
-        lock = FileLock(directory / f"{keys[name]}.lock")
-        yield Claim([name], {name: lock} if _waited_for(lock, name) else {})
+
+    shares: Sequence[Sequence[str]]
+    keys: Mapping[str, str]
+    directory: Path
+    show: Callable[[str], None]
+    _taken: list[str] = field(default_factory=list, init=False)
+
+    def free(self) -> Iterator[Claim]:
+        """Claim what nobody has; several may be entered at once."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for share in self.shares:
+            locks = {}
+            for name in share:
+                lock = self._lock(name)
+                try:
+                    locks[name] = lock.acquire(timeout=0).lock
+                except Timeout:
+                    self._taken.append(name)
+            if locks:
+                yield Claim(list(locks), locks)
+
+    def others(self) -> Iterator[Claim]:
+        """Wait for what others had, and claim it; leave each claim, and all that was free, before the next."""
+        for name in self._taken:
+            self.show(f"wait for {name}, which another rank compiles")
+            lock = self._lock(name)
+            yield Claim([name], {name: lock} if _waited_for(lock, name) else {})
+
+    def _lock(self, name: str) -> BaseFileLock:
+        return FileLock(self.directory / f"{self.keys[name]}.lock")
 
 
 def _waited_for(lock: BaseFileLock, name: str) -> bool:

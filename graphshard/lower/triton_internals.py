@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import logging
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -22,9 +24,13 @@ from typing import Any
 from torch._guards import TracingContext, tracing
 from torch._inductor import async_compile
 from torch._inductor.codecache import FxGraphCache
+from torch._inductor.runtime import triton_compat
 from torch._inductor.triton_bundler import TritonBundler
 
 from graphshard.ir.torch_internals import replaced
+from graphshard.lower.beginnings import Beginning
+
+log = logging.getLogger(__name__)
 
 # What a generated module is called with: its names.
 Scope = dict[str, Any]
@@ -130,9 +136,27 @@ def _kept_later(save: Callable[..., None]) -> Callable[..., None]:
 _WAITING: contextvars.ContextVar[Scopes | None] = contextvars.ContextVar("graphshard_waiting", default=None)
 
 
+_BEGINNING = Beginning(lambda done: _begin(done))
+
+
 def begin() -> None:
-    """Start Inductor's processes, unless it is set to have none; returns at once."""
-    async_compile.maybe_warm_pool()
+    """Start Inductor's processes, unless it is set to have none, and hash Triton, in a thread; returns at once."""
+    _BEGINNING.begin()
+
+
+def wait_for_triton() -> None:
+    """Wait until that is done."""
+    _BEGINNING.wait()
+
+
+def _begin(done: threading.Event) -> None:
+    try:
+        async_compile.maybe_warm_pool()
+        triton_compat.triton_key()  # reads 500 MB, and is kept
+    except Exception:  # it comes again where a kernel is compiled
+        log.debug("Inductor cannot begin", exc_info=True)
+    finally:
+        done.set()
 
 
 class _NotWaiting(async_compile.AsyncCompile):

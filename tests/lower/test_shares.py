@@ -5,14 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
+from graphshard.ir.program import Region
 from graphshard.ir.wanted import wanted_while
-from graphshard.lower import shares
-from graphshard.lower.shares import claims, place_here, shares_of
+from graphshard.lower import inductor, shares
+from graphshard.lower.operators import compile_operators
+from graphshard.lower.regions import Boxed
+from graphshard.lower.shares import Claim, Claims, place_here, shares_of
+from tests.lower.small_regions import regions_from
 
 KEYS = {"region_0": "aa", "region_1": "bb", "region_2": "cc"}
 HOLDS = """
@@ -22,6 +27,15 @@ lock.acquire()
 print("held", flush=True)
 time.sleep(600)
 """
+
+
+def claims(
+    shares: list[list[str]], directory: Path, show: Callable[[str], None] = lambda told: None
+) -> Iterator[Claim]:
+    """All of them, one after the other."""
+    found = Claims(shares, KEYS, directory, show)
+    yield from found.free()
+    yield from found.others()
 
 
 def _holder(path: Path) -> subprocess.Popen[str]:
@@ -56,7 +70,7 @@ def test_the_place_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_is_claimed_by_a_process_alone(tmp_path: Path) -> None:
     told: list[str] = []
     found = []
-    for claim in claims([["region_1"], ["region_0", "region_2"]], KEYS, tmp_path / "locks", told.append):
+    for claim in claims([["region_1"], ["region_0", "region_2"]], tmp_path / "locks", told.append):
         with claim:
             found.append(claim.names)
     assert found == [("region_1",), ("region_0", "region_2")]
@@ -68,7 +82,7 @@ def test_what_another_has_taken_comes_last_and_is_waited_for(tmp_path: Path) -> 
         told: list[str] = []
         found = []
         try:
-            for claim in claims([["region_1", "region_0"], ["region_2"]], KEYS, tmp_path / "locks", told.append):
+            for claim in claims([["region_1", "region_0"], ["region_2"]], tmp_path / "locks", told.append):
                 with claim:
                     found.append(claim.names)
                 if len(found) == 2:
@@ -92,7 +106,7 @@ def test_no_lock_is_held_while_another_is_waited_for(tmp_path: Path) -> None:
                 other.kill()
 
             with wanted_while(check):
-                for claim in claims([["region_0", "region_1", "region_2"]], KEYS, locks, lambda told: None):
+                for claim in claims([["region_0", "region_1", "region_2"]], locks):
                     with claim:
                         pass
         finally:
@@ -100,7 +114,7 @@ def test_no_lock_is_held_while_another_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_region_is_released_when_it_is_done(tmp_path: Path) -> None:
-    (claim,) = claims([["region_0", "region_1"]], KEYS, tmp_path, lambda told: None)
+    (claim,) = claims([["region_0", "region_1"]], tmp_path)
     with claim:
         claim.release("region_0")
         FileLock(tmp_path / "aa.lock").acquire(timeout=0).lock.release()
@@ -115,7 +129,7 @@ def test_a_process_that_hangs_is_not_waited_for_for_ever(
     monkeypatch.setattr(shares, "PATIENCE", 0.5)
     with _holder(tmp_path / "locks" / "aa.lock") as other:
         try:
-            (claim,) = claims([["region_0"]], KEYS, tmp_path / "locks", lambda told: None)
+            (claim,) = claims([["region_0"]], tmp_path / "locks")
             with claim:
                 assert claim.names == ("region_0",)
         finally:
@@ -131,7 +145,55 @@ def test_the_wait_ends_when_the_work_is_not_wanted_any_more(tmp_path: Path) -> N
         try:
             start = time.monotonic()
             with wanted_while(failed), pytest.raises(RuntimeError, match="rank 1 has ended"):
-                list(claims([["region_0"]], KEYS, tmp_path / "locks", lambda told: None))
+                list(claims([["region_0"]], tmp_path / "locks"))
             assert time.monotonic() - start < 60
         finally:
             other.kill()
+
+
+@pytest.fixture
+def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What `compile_all` does as the first of three ranks on a machine; nothing is compiled."""
+    found: list[str] = []
+
+    def generate(region: Region, name: str, batch: object) -> Callable[[], Boxed]:
+        found.append(f"generate {name}")
+        return lambda: found.append(f"load {name}") or compile_operators(region)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(inductor, "generate", generate)
+    monkeypatch.setattr(inductor, "place_here", lambda: (0, 3))
+    monkeypatch.setattr(inductor, "cores_here", lambda: 3)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return found
+
+
+def test_code_is_generated_while_kernels_of_the_share_before_are_compiled(events: list[str]) -> None:
+    made = dict(inductor.compile_all(regions_from(30100, 3), lambda told: None))
+    assert sorted(made) == ["region_0", "region_1", "region_2"]
+    assert events == [
+        *("generate region_0", "generate region_1", "load region_0"),
+        *("generate region_2", "load region_1", "load region_2"),
+    ]
+
+
+def test_all_is_loaded_and_free_before_another_rank_is_waited_for(events: list[str], tmp_path: Path) -> None:
+    regions = regions_from(30200, 3)
+    locks = {name: tmp_path / "graphshard-locks" / f"{region.key}.lock" for name, region in regions.items()}
+    with _holder(locks["region_1"]) as other:
+        told: list[str] = []
+
+        def show(line: str) -> None:
+            told.append(line)
+            if line.startswith("wait"):
+                assert events[2:] == ["load region_0", "load region_2"]
+                for name in ("region_0", "region_2"):
+                    FileLock(locks[name]).acquire(timeout=0).lock.release()
+                other.kill()
+
+        try:
+            made = dict(inductor.compile_all(regions, show))
+        finally:
+            other.kill()
+    assert "wait for region_1, which another rank compiles" in told
+    assert sorted(made) == ["region_0", "region_1", "region_2"]
+    assert events[-2:] == ["generate region_1", "load region_1"]

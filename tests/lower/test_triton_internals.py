@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
+import threading
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from graphshard.lower import triton_internals
 from graphshard.lower.triton_internals import Kernels
 
 async_compile = pkgutil.resolve_name("torch._inductor.async_compile")
@@ -171,3 +174,20 @@ def test_code_is_kept_when_its_kernels_are_there(monkeypatch: pytest.MonkeyPatch
     assert bundler._entries is None
     cache._save_graph("other", graph, local=True)  # as ever
     assert kept[1:] == [("other", "changed since", None, None)]
+
+
+def test_what_begins_is_begun_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails there fails nobody: it comes again where a kernel is compiled."""
+    started, go = threading.Event(), threading.Event()
+
+    def warm() -> None:
+        started.set()
+        go.wait(60)
+        raise OSError("no processes")
+
+    monkeypatch.setattr(triton_internals.async_compile, "maybe_warm_pool", warm)
+    monkeypatch.setattr(os, "getpid", lambda: -2)  # this process may have begun
+    triton_internals.begin()
+    assert started.wait(60)
+    go.set()
+    triton_internals.wait_for_triton()
