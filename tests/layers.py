@@ -38,6 +38,7 @@ TORCH_INTERNALS = (
     "graphshard.lower.cpp_internals",
     "graphshard.lower.cpu_internals",
     "graphshard.lower.cross_internals",
+    "graphshard.lower.onednn_internals",
     "graphshard.lower.scheduler_internals",
     "graphshard.lower.triton_internals",
     "graphshard.lower.inductor",

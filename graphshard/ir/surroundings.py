@@ -37,10 +37,21 @@ _EXTENSIONS = ("avx", "amx", "sse", "fma", "f16c", "bmi", "vaes", "gfni", "sve",
 def instruction_set() -> dict[str, str]:
     """The processor's architecture, what ATen uses of it, and the vector extensions that compilers may use."""
     found = {"machine": platform.machine(), "vectors": torch.backends.cpu.get_cpu_capability()}
+    flags = _processor("flags", "Features").split()
+    return found | {flag: "yes" for flag in sorted(flags) if flag.startswith(_EXTENSIONS)}
+
+
+@functools.cache
+def vendor() -> str:
+    """Who made this x86 processor, as it says itself: "GenuineIntel", "AuthenticAMD"; "" where that is not known."""
+    return _processor("vendor_id").strip()
+
+
+def _processor(*names: str) -> str:
+    """What Linux says of the first processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(errors="replace").splitlines() if info.exists() else []
-    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
-    return found | {flag: "yes" for flag in sorted(flags.split()) if flag.startswith(_EXTENSIONS)}
+    return next((line.partition(":")[2] for line in lines if line.startswith(names)), "")
 
 
 def variables(given: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -44,6 +44,7 @@ from graphshard.lower.cpu_internals import wait_for_cpu
 from graphshard.lower.libraries import EXTERN_KERNELS, KeptRegion, Kernels, trimmed
 from graphshard.lower.numbers import numbers_as_tensors
 from graphshard.lower.one_hots import OneHots, has_one_hots
+from graphshard.lower.onednn_internals import is_faster, products
 from graphshard.lower.operators import compile_operators, num_kernels, outputs_of, runs_as_it_is
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import Boxed, Compiled
@@ -136,7 +137,7 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
         collecting = batch.collecting() if on_cpu else batch.triton.not_waiting()
         with config.patch(fallback_random=True, **options), collecting as scopes:
             module, inputs = decompose(sums_as_sizes(region.module))
-            with _kept_by_inductor(region), whole_operators():
+            with _kept_by_inductor(region), whole_operators(), products():
                 compiled: Boxed = compile_fx_inner(module, inputs)
     except Exception as error:
         return functools.partial(_operators_instead, region, name, error)
@@ -158,14 +159,14 @@ def _kept_by_inductor(region: Region) -> Iterator[None]:
     """In the block Inductor looks for a graph's code in its cache, and keeps it there, as it does for torch.compile.
 
     Its key has the graph, the inputs and the settings. The number of threads, which is in the code, is in the key of
-    torch 2.13, and is put there for all releases. Not with dynamic sizes: conditions on those that it may find out
-    would be added to the program's.
+    torch 2.13, and is put there for all releases; so is whose products the code calls. Not with dynamic sizes:
+    conditions on those that it may find out would be added to the program's.
     """
     if size_inputs(region.module.graph):
         yield
         return
     settings: Any = compiler_config
-    own = f"{settings.cache_key_tag} graphshard {region.key} {torch.get_num_threads()} threads"
+    own = f"{settings.cache_key_tag} graphshard {region.key} {torch.get_num_threads()} threads{is_faster() * ' onednn'}"
     mode = fake_mode_of(outputs_of(region.module)[0])
     with settings.patch(cache_key_tag=own), tracing(TracingContext(mode)):
         yield
@@ -231,6 +232,7 @@ def package(region: Region, name: str) -> Package:
                 V.set_aot_compilation(True),
                 config.patch(get_cpp_wrapper_config()),
                 whole_operators(),
+                products(),
             ):
                 module, inputs = decompose(_without_sizes(sums_as_sizes(region.module)))
                 compiled: Any = compile_fx_inner(module, inputs, cpp_wrapper=True)

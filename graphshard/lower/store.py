@@ -27,7 +27,7 @@ from torch.fx import Node
 from graphshard.ir.checked_files import read, remove, remove_left_behind, remove_oldest, touch, write
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import symbols_of
-from graphshard.ir.surroundings import instruction_set, own_files, settings, variables
+from graphshard.ir.surroundings import instruction_set, own_files, settings, variables, vendor
 from graphshard.ir.torch_internals import inductor_cache, keeps_code
 from graphshard.lower.libraries import KeptRegion, Kernels
 
@@ -113,7 +113,7 @@ def _facts() -> str:
     found = {
         "graphshard": own_files(),
         "torch": [str(torch.__version__), torch.version.git_version, sys.version],
-        "processor": instruction_set(),
+        "processor": [vendor(), instruction_set()],
         "settings": settings(),
         "variables": variables(),
     }

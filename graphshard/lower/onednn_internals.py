@@ -1,0 +1,77 @@
+"""Matrix products in float32 by oneDNN, on processors for which MKL has slower kernels: those that are not Intel's.
+
+    mm(x, w.t())    mkldnn._linear_pointwise(x, w)          forward
+    mm(g, w)        mkldnn._linear_pointwise(g, w.t())      gradient of the input
+    mm(g.t(), x)    as it is: oneDNN would copy both        gradient of the weight
+
+On an AMD EPYC with AVX-512 these take 0.75 to 1.0 of MKL's time with one and with two threads from 2^24 multiplications
+on, and are slower below (`python -m benchmarks.products`). Inductor itself has them for weights that are constants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._inductor import config
+from torch._inductor.ir import TensorBox
+from torch._inductor.lowering import lowerings
+from torch._inductor.mkldnn_ir import LinearUnary
+from torch._inductor.virtualized import V
+from torch.fx import Node
+
+from graphshard.ir.graph import aten
+from graphshard.ir.surroundings import vendor
+
+LEAST = 1 << 24
+"""Multiplications of a product that is worth it."""
+
+
+def is_faster() -> bool:
+    """Whether large products are oneDNN's here."""
+    onednn: Any = torch.backends.mkldnn
+    both = torch.backends.mkl.is_available() and onednn.is_available() and onednn.enabled
+    return bool(both) and vendor() not in ("", "GenuineIntel")
+
+
+@contextlib.contextmanager
+def products() -> Iterator[None]:
+    """In the block Inductor generates calls of oneDNN for products that it is faster at."""
+    own = lowerings[aten.mm.default]
+    if is_faster():
+        lowerings[aten.mm.default] = functools.partial(_lower, own)
+    try:
+        yield
+    finally:
+        lowerings[aten.mm.default] = own
+
+
+class _Product(LinearUnary):
+    """Inductor's node for a linear layer, which takes a transposed weight as it is: oneDNN needs no copy of it."""
+
+    @classmethod
+    def require_contiguous(cls, x: Any) -> Any:
+        return x
+
+
+def _lower(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not _suits(V.graph.current_node):
+        return own(*args, **kwargs)
+    left, right = args
+    return TensorBox.create(_Product.create(left, lowerings[aten.permute.default](right, [1, 0]), None, "none", [], ""))
+
+
+def _suits(node: Node) -> bool:
+    if node.target is not aten.mm.default or len(node.args) != 2 or node.kwargs:
+        return False
+    if config.max_autotune or config.max_autotune_gemm:  # somebody wants the fastest of Inductor's own
+        return False
+    left, right = (arg.meta["val"] for arg in node.args if isinstance(arg, Node))
+    sizes = (*left.shape, right.shape[1])
+    if left.device.type != "cpu" or left.dtype != torch.float32 or not all(isinstance(size, int) for size in sizes):
+        return False
+    rows, inner, columns = sizes
+    return bool(left.is_contiguous()) and rows * inner * columns >= LEAST

@@ -1,0 +1,136 @@
+"""Large products in float32 are oneDNN's where the processor is not Intel's: generated, kept and packaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphshard.ir.program import Region
+from graphshard.lower import inductor, onednn_internals, store
+from graphshard.lower.backends import compiler_for
+from graphshard.lower.libraries import KeptRegion
+from graphshard.lower.packages import PackagedRegion, check_package
+from graphshard.lower.regions import Boxed, extract
+
+pytestmark = pytest.mark.skipif(
+    not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()), reason="torch without both"
+)
+_LINEAR = "mkldnn._linear_pointwise"
+
+
+@pytest.fixture(autouse=True)
+def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.MagicMock]:
+    """Who made the processor, for tests to change; nothing is in a cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with mock.patch.object(onednn_internals, "vendor", return_value="AuthenticAMD") as found:
+        yield found
+
+
+def _layer(
+    size: int, dtype: torch.dtype = torch.float32
+) -> tuple[Callable[..., list[torch.Tensor]], list[torch.Tensor]]:
+    """A linear layer of this width on as many rows, forward and backward; its input, its weight, a gradient."""
+
+    def function(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.mm(x, w.t()).relu(), torch.mm(g, w), torch.mm(g.t(), x)]
+
+    generator = torch.Generator().manual_seed(0)
+    return function, [torch.randn(size, size, generator=generator, dtype=dtype) for _ in range(3)]
+
+
+def _region(function: Callable[..., list[torch.Tensor]], inputs: list[torch.Tensor], mode: str = "fake") -> Region:
+    graph = make_fx(function, tracing_mode=mode)(*inputs).graph
+    (output,) = graph.find_nodes(op="output")
+    calls = [node for node in graph.nodes if node.op == "call_function" and "sym_size" not in str(node.target)]
+    return extract(calls, graph.find_nodes(op="placeholder"), list(output.args[0])).as_region()
+
+
+def _compiled(region: Region) -> Boxed:
+    ((_, fn),) = compiler_for("inductor")({"region_0": region}, lambda told: None)
+    return fn
+
+
+def test_forward_and_the_gradient_of_the_input_are_its() -> None:
+    """That of the weight, whose operands it would copy, is not."""
+    function, inputs = _layer(256)
+    fn = _compiled(_region(function, inputs))
+    source = fn.source_code  # type: ignore[attr-defined]
+    assert source.count(f"torch.ops.{_LINEAR}.default(") == 2
+    assert source.count("extern_kernels.mm(") == 1
+    exact = function(*(value.double() for value in inputs))
+    for made, expected in zip(fn(list(inputs)), exact, strict=True):
+        assert made.dtype == torch.float32
+        assert (made - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("made_by", ["GenuineIntel", ""])
+def test_where_the_processor_is_intels_they_are_mkls(made_by: str, vendor: mock.MagicMock) -> None:
+    vendor.return_value = made_by
+    assert _LINEAR not in _compiled(_region(*_layer(256))).source_code  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:TF32")  # torch says so whenever flags are set
+def test_what_somebody_has_switched_off_is_not_used() -> None:
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert _LINEAR not in _compiled(_region(*_layer(256))).source_code  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "mode"),
+    [
+        pytest.param(255, torch.float32, "fake", id="small"),
+        pytest.param(256, torch.float64, "fake", id="double"),
+        pytest.param(256, torch.float32, "symbolic", id="dynamic"),
+    ],
+)
+def test_other_products_are_as_they_were(size: int, dtype: torch.dtype, mode: str) -> None:
+    region = _region(*_layer(size, dtype), mode)
+    products = region.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert len(products) == 3
+    assert not any(map(onednn_internals._suits, products))
+    if mode == "fake":
+        assert _LINEAR not in _compiled(region).source_code  # type: ignore[attr-defined]
+
+
+def test_inductors_own_choice_goes_first() -> None:
+    config = onednn_internals.config
+    with config.patch(max_autotune_gemm=True, max_autotune_gemm_backends="ATEN"):
+        assert _LINEAR not in _compiled(_region(*_layer(256))).source_code  # type: ignore[attr-defined]
+
+
+def test_inductors_lowering_is_its_own_again() -> None:
+    lowerings, mm = onednn_internals.lowerings, torch.ops.aten.mm.default
+    before = lowerings[mm]
+    with onednn_internals.products():
+        assert lowerings[mm] is not before
+    assert lowerings[mm] is before
+
+
+def test_code_is_kept_and_is_of_its_processor() -> None:
+    function, inputs = _layer(256)
+    region = _region(function, inputs)
+    first = _compiled(region)
+    with mock.patch.object(inductor, "generate") as generate:
+        second = _compiled(region)
+    assert not generate.called
+    assert isinstance(second, KeptRegion)
+    for one, other in zip(first(list(inputs)), second(list(inputs)), strict=True):
+        assert torch.equal(one, other)
+    with mock.patch.object(store, "vendor", return_value="another"):
+        assert store.store_here().find(region) is None
+
+
+def test_a_package_computes_the_same_bits() -> None:
+    function, inputs = _layer(256)
+    region = _region(function, inputs)
+    package = inductor.package(region, "region_0")
+    assert package.problem == ""
+    check_package("region_0", package.content)
+    packaged = PackagedRegion(region.key, package.content, torch.device("cpu"))
+    for one, other in zip(packaged(list(inputs)), _compiled(region)(list(inputs)), strict=True):
+        assert torch.equal(one, other)
