@@ -7,8 +7,8 @@ All variants live in the same processes and take turns, step by step, so that th
 alike. Prints medians of the slowest rank, quartiles, ratios to eager FSDP2, and the processor time of all threads of a
 rank, which is what a step takes where each rank has one core and waits for nobody. What is "kept" has
 `reshard_after_forward=False`: full parameters stay from forward to backward, which saves a gather of each. Without
-communication each rank trains the model by itself, by torch.compile or in eager mode: what no variant of that backend
-can be faster than by much. Communication alone is one gather and one reduction of each block, and of the rest, as
+communication each rank trains the model by itself, by torch.compile or in eager mode; so it does with graphshard where
+that is "by itself": what no variant of that backend can be faster than by much. Communication alone is one gather and one reduction of each block, and of the rest, as
 graphshard sends them, one after the other and without any compute.
 "FSDP2 compiled whole" is the same FSDP2 with torch.compile around the model, which breaks the graph at FSDP2's hooks.
 torchtitan's SimpleFSDP, under torch.compile as a whole, takes part where `--simple-fsdp` says in which file it is, as
@@ -46,6 +46,7 @@ import llama
 
 VARIANTS = (
     *("graphshard inductor", "graphshard inductor compile_step", "graphshard inductor compile_step kept"),
+    "graphshard inductor compile_step by itself",
     *("graphshard eager", "graphshard eager compile_step", "graphshard eager compile_step kept"),
     *("FSDP2", "FSDP2 compiled blocks", "FSDP2 compiled whole", "DDP", "no communication", "no communication eager"),
     "communication alone",
@@ -61,6 +62,8 @@ def variant(name: str, model: nn.Module, simple_fsdp: Path | None = None) -> nn.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if name.startswith("graphshard"):
+        if name.endswith("by itself"):
+            mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ranks", "itself"))["itself"]
         return graphshard.compile(model, mesh, backend=name.split()[1], reshard_after_forward="kept" not in name)
     if name == "DDP":
         return DistributedDataParallel(model)
