@@ -4,12 +4,13 @@
                                    [--fused] [--simple-fsdp .../torchtitan/experiments/graph_trainer/simple_fsdp.py]
 
 All variants live in the same processes and take turns, step by step, so that the load of a shared machine meets all
-alike. Prints medians of the slowest rank, quartiles, ratios to eager FSDP2, and the processor time of all threads of a
-rank, which is what a step takes where each rank has one core and waits for nobody. What is "kept" has
+alike. Prints medians of the slowest rank, quartiles, ratios to eager FSDP2, and the processor time of all threads of
+a rank, which is what a step takes where each rank has one core and waits for nobody. What is "kept" has
 `reshard_after_forward=False`: full parameters stay from forward to backward, which saves a gather of each. Without
-communication each rank trains the model by itself, by torch.compile or in eager mode; so it does with graphshard where
-that is "by itself": what no variant of that backend can be faster than by much. Communication alone is one gather and one reduction of each block, and of the rest, as
-graphshard sends them, one after the other and without any compute.
+communication each rank trains the model by itself, by torch.compile or in eager mode; so it does with graphshard
+where that is "by itself": what no variant of that backend can be faster than by much. Communication alone is one
+gather and one reduction of each block, and of the rest, as graphshard sends them, one after the other and without any
+compute.
 "FSDP2 compiled whole" is the same FSDP2 with torch.compile around the model, which breaks the graph at FSDP2's hooks.
 torchtitan's SimpleFSDP, under torch.compile as a whole, takes part where `--simple-fsdp` says in which file it is, as
 it comes with torchtitan, in whose environment this must run then.
