@@ -74,4 +74,5 @@ def _suits(node: Node) -> bool:
     if left.device.type != "cpu" or left.dtype != torch.float32 or not all(isinstance(size, int) for size in sizes):
         return False
     rows, inner, columns = sizes
-    return bool(left.is_contiguous()) and rows * inner * columns >= LEAST
+    is_whole = left.is_contiguous() and (right.is_contiguous() or right.t().is_contiguous())
+    return bool(is_whole) and rows * inner * columns >= LEAST

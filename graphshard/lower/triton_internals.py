@@ -121,6 +121,7 @@ def _kept_later(save: Callable[..., None]) -> Callable[..., None]:
         if scopes is None:
             return save(key, graph, *args, **kwargs)
         as_it_is, context = copy.copy(graph), TracingContext.try_get()
+        as_it_is.compiled_fn_runner = None  # a graph that ends takes that apart, and it is the other one's
 
         def with_kernels(bundle: Any) -> None:
             as_it_is.set_triton_bundle(bundle)

@@ -97,6 +97,13 @@ def test_other_products_are_as_they_were(size: int, dtype: torch.dtype, mode: st
         assert _LINEAR not in _compiled(region).source_code  # type: ignore[attr-defined]
 
 
+def test_a_part_of_a_matrix_is_as_it_was() -> None:
+    """OneDNN would copy it."""
+    region = _region(lambda x, w, g: [x[:, :192] @ w[:192], x @ w[:, :192], g @ w.t()], _layer(512)[1])
+    products = region.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert [onednn_internals._suits(node) for node in products] == [False, False, True]
+
+
 def test_inductors_own_choice_goes_first() -> None:
     config = onednn_internals.config
     with config.patch(max_autotune_gemm=True, max_autotune_gemm_backends="ATEN"):

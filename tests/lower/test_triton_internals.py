@@ -140,9 +140,14 @@ def test_code_is_kept_when_its_kernels_are_there(monkeypatch: pytest.MonkeyPatch
     bundler = pkgutil.resolve_name("torch._inductor.triton_bundler:TritonBundler")
     guards = pkgutil.resolve_name("torch._guards")
     kept: list[tuple[str, str, object, object]] = []
+    ended: list[object] = []
 
     class Graph:
         name, bundle = "as generated", None
+        compiled_fn_runner: object = "what runs it"
+
+        def __del__(self) -> None:
+            ended.append(self.compiled_fn_runner)
 
         def set_triton_bundle(self, bundle: object) -> None:
             self.bundle = bundle
@@ -171,6 +176,9 @@ def test_code_is_kept_when_its_kernels_are_there(monkeypatch: pytest.MonkeyPatch
         assert not kept
         made.load(scopes)
     assert kept == [("key", "as generated", {"a kernel"}, context)]
+    scopes.keep = None
+    assert ended == [None]  # Inductor's graph would take apart what runs the other
+    assert graph.compiled_fn_runner == "what runs it"
     assert bundler._entries is None
     cache._save_graph("other", graph, local=True)  # as ever
     assert kept[1:] == [("other", "changed since", None, None)]
