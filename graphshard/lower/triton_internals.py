@@ -84,15 +84,16 @@ class Kernels:
                 if isinstance(value, _Early):
                     inductors.wait_pool_ready()
                     scope[name] = _begun(inductors, value)
-        TritonBundler.begin_compile()
+        if scopes.keep is not None:
+            TritonBundler.begin_compile()
         try:
             for scope in scopes:
                 inductors.wait(scope)
-            bundle, _ = TritonBundler.collect()
+            if scopes.keep is not None:
+                bundle, _ = TritonBundler.collect()
+                scopes.keep(bundle)
         finally:
             TritonBundler.end_compile()
-        if scopes.keep is not None:
-            scopes.keep(bundle)
 
 
 @dataclass

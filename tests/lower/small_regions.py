@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -26,11 +27,15 @@ def compute(number: int, x: torch.Tensor) -> torch.Tensor:
     return (x * (1 + 1 / number)).exp().mean(1).sin()
 
 
-def region_of(function: Callable[..., torch.Tensor], tracing_mode: str = "fake") -> Region:
-    """The region of all that a function does with `INPUT`."""
-    graph = make_fx(function, tracing_mode=tracing_mode)(INPUT).graph
+def region_of(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor] = (INPUT,), tracing_mode: str = "fake"
+) -> Region:
+    """The region of all that a function does with its inputs; it returns a tensor or a list of them."""
+    graph = make_fx(function, tracing_mode=tracing_mode)(*inputs).graph
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    region = extract(calls, graph.find_nodes(op="placeholder"), calls[-1:]).as_region()
+    (output,) = graph.find_nodes(op="output")
+    results = output.args[0] if isinstance(output.args[0], list) else [output.args[0]]
+    region = extract(calls, graph.find_nodes(op="placeholder"), results).as_region()
     assert fake_mode_of(outputs_of(region.module)[0]).shape_env is not None
     return region
 

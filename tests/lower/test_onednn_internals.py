@@ -8,14 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.ir.program import Region
 from graphshard.lower import inductor, onednn_internals, store
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.libraries import KeptRegion
 from graphshard.lower.packages import PackagedRegion, check_package
-from graphshard.lower.regions import Boxed, extract
+from graphshard.lower.regions import Boxed
+from tests.lower.small_regions import region_of
 
 pytestmark = pytest.mark.skipif(
     not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()), reason="torch without both"
@@ -43,13 +43,6 @@ def _layer(
     return function, [torch.randn(size, size, generator=generator, dtype=dtype) for _ in range(3)]
 
 
-def _region(function: Callable[..., list[torch.Tensor]], inputs: list[torch.Tensor], mode: str = "fake") -> Region:
-    graph = make_fx(function, tracing_mode=mode)(*inputs).graph
-    (output,) = graph.find_nodes(op="output")
-    calls = [node for node in graph.nodes if node.op == "call_function" and "sym_size" not in str(node.target)]
-    return extract(calls, graph.find_nodes(op="placeholder"), list(output.args[0])).as_region()
-
-
 def _compiled(region: Region) -> Boxed:
     ((_, fn),) = compiler_for("inductor")({"region_0": region}, lambda told: None)
     return fn
@@ -58,7 +51,7 @@ def _compiled(region: Region) -> Boxed:
 def test_forward_and_the_gradient_of_the_input_are_its() -> None:
     """That of the weight, whose operands it would copy, is not."""
     function, inputs = _layer(256)
-    fn = _compiled(_region(function, inputs))
+    fn = _compiled(region_of(function, inputs))
     source = fn.source_code  # type: ignore[attr-defined]
     assert source.count(f"torch.ops.{_LINEAR}.default(") == 2
     assert source.count("extern_kernels.mm(") == 1
@@ -71,13 +64,13 @@ def test_forward_and_the_gradient_of_the_input_are_its() -> None:
 @pytest.mark.parametrize("made_by", ["GenuineIntel", ""])
 def test_where_the_processor_is_intels_they_are_mkls(made_by: str, vendor: mock.MagicMock) -> None:
     vendor.return_value = made_by
-    assert _LINEAR not in _compiled(_region(*_layer(256))).source_code  # type: ignore[attr-defined]
+    assert _LINEAR not in _compiled(region_of(*_layer(256))).source_code  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore:TF32")  # torch says so whenever flags are set
 def test_what_somebody_has_switched_off_is_not_used() -> None:
     with torch.backends.mkldnn.flags(enabled=False):
-        assert _LINEAR not in _compiled(_region(*_layer(256))).source_code  # type: ignore[attr-defined]
+        assert _LINEAR not in _compiled(region_of(*_layer(256))).source_code  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +82,7 @@ def test_what_somebody_has_switched_off_is_not_used() -> None:
     ],
 )
 def test_other_products_are_as_they_were(size: int, dtype: torch.dtype, mode: str) -> None:
-    region = _region(*_layer(size, dtype), mode)
+    region = region_of(*_layer(size, dtype), mode)
     products = region.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
     assert len(products) == 3
     assert not any(map(onednn_internals._suits, products))
@@ -99,7 +92,7 @@ def test_other_products_are_as_they_were(size: int, dtype: torch.dtype, mode: st
 
 def test_a_part_of_a_matrix_is_as_it_was() -> None:
     """OneDNN would copy it."""
-    region = _region(lambda x, w, g: [x[:, :192] @ w[:192], x @ w[:, :192], g @ w.t()], _layer(512)[1])
+    region = region_of(lambda x, w, g: [x[:, :192] @ w[:192], x @ w[:, :192], g @ w.t()], _layer(512)[1])
     products = region.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
     assert [onednn_internals._suits(node) for node in products] == [False, False, True]
 
@@ -107,7 +100,7 @@ def test_a_part_of_a_matrix_is_as_it_was() -> None:
 def test_inductors_own_choice_goes_first() -> None:
     config = onednn_internals.config
     with config.patch(max_autotune_gemm=True, max_autotune_gemm_backends="ATEN"):
-        assert _LINEAR not in _compiled(_region(*_layer(256))).source_code  # type: ignore[attr-defined]
+        assert _LINEAR not in _compiled(region_of(*_layer(256))).source_code  # type: ignore[attr-defined]
 
 
 def test_inductors_lowering_is_its_own_again() -> None:
@@ -120,7 +113,7 @@ def test_inductors_lowering_is_its_own_again() -> None:
 
 def test_code_is_kept_and_is_of_its_processor() -> None:
     function, inputs = _layer(256)
-    region = _region(function, inputs)
+    region = region_of(function, inputs)
     first = _compiled(region)
     with mock.patch.object(inductor, "generate") as generate:
         second = _compiled(region)
@@ -134,7 +127,7 @@ def test_code_is_kept_and_is_of_its_processor() -> None:
 
 def test_a_package_computes_the_same_bits() -> None:
     function, inputs = _layer(256)
-    region = _region(function, inputs)
+    region = region_of(function, inputs)
     package = inductor.package(region, "region_0")
     assert package.problem == ""
     check_package("region_0", package.content)

@@ -184,6 +184,22 @@ def test_code_is_kept_when_its_kernels_are_there(monkeypatch: pytest.MonkeyPatch
     assert kept[1:] == [("other", "changed since", None, None)]
 
 
+def test_kernels_of_code_from_the_cache_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would keep the bundle, and all binaries are read for one."""
+    bundler = pkgutil.resolve_name("torch._inductor.triton_bundler:TritonBundler")
+    bundled: list[bool] = []
+    monkeypatch.setattr(bundler, "begin_compile", classmethod(lambda cls: bundled.append(True)))
+    made = Kernels()
+    kernel: Future[str] = Future()
+    kernel.set_result("kernel")
+    with config.patch(compile_threads=2):
+        with made.not_waiting() as scopes:
+            module = _module(kernel)
+        made.load(scopes)
+    assert module["kernel"] == "kernel"
+    assert not bundled
+
+
 def test_what_begins_is_begun_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails there fails nobody: it comes again where a kernel is compiled."""
     started, go = threading.Event(), threading.Event()
