@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from graphshard.capture.signature import Signature
+from graphshard.capture.signature import Signature, is_constant
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.printer import describe
 from graphshard.ir.program import Phase, Program, Region, Slot
@@ -70,7 +70,7 @@ def _faults(
     if len(signature.inputs) != signature.structure.num_leaves:
         yield f"{len(signature.inputs)} inputs are described, the call has {signature.structure.num_leaves}"
     constants = [key for key in signature.inputs if len(key) == 2]
-    if not isinstance(signature.autocast, (bool, torch.dtype)) or any(type(value) is not of for of, value in constants):
+    if not isinstance(signature.autocast, (bool, torch.dtype)) or not all(is_constant(*key) for key in constants):
         yield f"its calls have the constants {brief(constants)} and autocast {brief(signature.autocast)}"
     if len(signature.params) != len(program.params) or len(signature.settings) != len(program.params):
         yield f"its calls have {len(signature.params)} parameters, it has {len(program.params)}"

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from graphshard.cache.origins import origin_of_module
-from graphshard.capture.changes import OF_PARAMETERS
 from graphshard.capture.entry import without_entries
 from graphshard.capture.hooks import HOOKS, is_ours
-from graphshard.capture.outer import slots_of
+from graphshard.capture.outer import OF_PARAMETERS, slots_of
 from graphshard.capture.witness import PLAIN
 from graphshard.ir.classes import users_class
 

@@ -16,21 +16,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphshard.capture.changes import OF_PARAMETERS, Changes, Node, attributes_of
+from graphshard.capture.changes import Changes, Node
 from graphshard.capture.class_settings import ClassSettings
 from graphshard.capture.environment import watched_environment
 from graphshard.capture.hooks import users_hooks
 from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.left_hooks import LeftHooks
 from graphshard.capture.lines import user_line
-from graphshard.capture.outer import is_namespace
+from graphshard.capture.outer import OF_TORCH, attributes_of, is_namespace, names_of
 from graphshard.capture.reach import Reach
 from graphshard.capture.region_effects import RegionEffects
 from graphshard.capture.torch_settings import watched_settings
@@ -40,8 +42,7 @@ from graphshard.ir.classes import users_class
 from graphshard.ir.state import MISSING, ModuleState, Place, Read, StepKind
 from graphshard.ir.torch_internals import replaced
 
-# What torch's modules themselves keep in their instances, and their own methods.
-_TORCHS = frozenset(vars(nn.Module())) | {"_graphshard"} | OF_PARAMETERS
+# Methods of torch's modules.
 _TORCHS_METHODS = frozenset(vars(nn.Module)) - {"forward"}
 _OWN = ("_parameters", "_buffers", "_modules")
 # What runs, of what a class has.
@@ -130,6 +131,7 @@ class Recorder:
             numbers=tuple(self.learned.numbers),
             writes=writes,
             modules=classes_of(self.root),
+            required=tuple(sorted(self.learned.required)),
         )
         return changes.made
 
@@ -159,7 +161,11 @@ class Recorder:
 
         def look_up(owner: Any, name: str) -> Any:
             node = self.reach.nodes.get(id(owner))
-            if node is None or name.startswith("__") or node.owner is not owner:
+            if node is None or (name.startswith("__") and name != "__dict__") or node.owner is not owner:
+                return find(owner, name)
+            if name == "__dict__":
+                if _asks_for_all(sys._getframe(1)):
+                    self._read_all(node)
                 return find(owner, name)
             try:
                 value = find(owner, name)
@@ -167,6 +173,10 @@ class Recorder:
                 if node.is_module and node.place.path and name not in attributes_of(owner):
                     return self._of_hidden_module(node, name)
                 self._not_there(node, name)
+                cls = users_class(owner)
+                if getattr(cls, name, MISSING) is MISSING:  # somebody may give one to the class
+                    missing = Read(node.place.then("class", name), "missing", (), MISSING)
+                    self.reach.reads.setdefault((id(cls), name), missing)
                 raise
             return self._read(node, name, value)
 
@@ -204,7 +214,7 @@ class Recorder:
 
     def _read(self, node: Node, name: str, value: Any) -> Any:
         attributes = node.now()
-        if node.is_module and (name in _TORCHS or (name == "forward" and _is_stand_in(value))):
+        if node.is_module and (name in OF_TORCH or (name == "forward" and _is_stand_in(value))):
             return value
         key = id(node.owner), name
         if self._region is not None:
@@ -221,6 +231,13 @@ class Recorder:
             self.reach.reads[key] = self.reach.witnessed(place, value)
             node.set(name, self.reach.prepared(value, place))
         return node.before[name]
+
+    def _read_all(self, node: Node) -> None:
+        """All attributes that an object has itself are read, and which those are."""
+        for name, value in list(node.now().items()):
+            self._read(node, name, value)
+        names = self.reach.witnessed(node.place.then("names", "__dict__"), names_of(node.owner))
+        self.reach.reads.setdefault((id(node.owner), "__dict__"), names)
 
     def _read_of_class(self, node: Node, name: str, value: Any) -> Any:
         """An attribute that objects of a class share, unless one has its own; returns what forward is given of it."""
@@ -275,6 +292,13 @@ class Recorder:
 def classes_of(root: nn.Module) -> tuple[tuple[str, str], ...]:
     """Names of the submodules and of their classes."""
     return tuple((name, users_class(module).__qualname__) for name, module in root.named_modules() if name)
+
+
+def _asks_for_all(frame: FrameType) -> bool:
+    """Whether code of the user's has asked for vars(module) or dir(module), or for its `__dict__`."""
+    if frame.f_code is nn.Module.__dir__.__code__ and frame.f_back is not None:
+        frame = frame.f_back
+    return is_users(frame.f_code.co_filename)
 
 
 def _is_stand_in(forward: Any) -> bool:

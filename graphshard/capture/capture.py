@@ -234,7 +234,9 @@ def _trace(
         allow=spec.allow,
     )
     with as_written():
-        inputs, check_sizes = fake_inputs(module, args, kwargs, spec.dynamic_shapes, spec.device, fake_mode)
+        inputs, check_sizes = fake_inputs(
+            module, args, kwargs, spec.dynamic_shapes, spec.device, fake_mode, learned.required
+        )
     state = [
         extensions.tensors[slot]
         if slot.kind == "part"

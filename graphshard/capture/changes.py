@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.growing import Growing
 from graphshard.capture.numbers import expression_of, is_followed
-from graphshard.capture.outer import getter, put, reached, slots_of
+from graphshard.capture.outer import OF_PARAMETERS, attributes_of, getter, put, reached, slots_of
 from graphshard.capture.untraceable import Located
 from graphshard.capture.witness import FUNCTIONS, PLAIN, is_container
 from graphshard.ir.state import MISSING, Constant, Counted, Given, Made, Old, Place, Result, StepKind, Term, Write
@@ -250,14 +250,6 @@ _OF_MODULES = (
     "call does this"
 )
 _KINDS = ("_parameters", "_buffers", "_modules")
-# What nn.LSTM and its like keep of their parameters besides, and renew when these are others, as traced ones are.
-OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})
-
-
-def attributes_of(owner: Any) -> dict[str, Any]:
-    """Attributes of an object, around whoever watches them."""
-    found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
-    return found
 
 
 def contents_of(content: Any) -> Any:

@@ -5,7 +5,7 @@ Each is where the program will run, and lies in memory as what it stands for doe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from graphshard.ir.strides import strides_without_gaps
 from graphshard.ir.torch_internals import FakeTensorMode, fake_tensor
 from graphshard.ir.tracing_internals import fakes_of_call
 
+# What torch takes for an input where it makes fake ones of a call; of others no tensor depends on.
+_KNOWN = (int, float, bool, str)
+
 
 def fake_inputs(
     module: nn.Module,
@@ -29,8 +32,13 @@ def fake_inputs(
     dynamic_shapes: Any,
     device: torch.device,
     fake_mode: FakeTensorMode,
+    required: Collection[int] = (),
 ) -> tuple[list[torch.Tensor], Callable[[GraphModule], None]]:
-    """Fake tensors for those of a call, and a check, after tracing, that the dynamic sizes among theirs stayed so."""
+    """Fake tensors for those of a call, and a check, after tracing, that the dynamic sizes among theirs stayed so.
+
+    Args:
+        required: those, by number, that require a gradient though they do not yet.
+    """
     dynamic = dynamic_dims(module, args, kwargs, dynamic_shapes)
     leaves, structure = pytree.tree_flatten((args, kwargs))
     # Each leaf gets a fake of its own: a tensor passed twice must not tie two inputs of the graph.
@@ -38,14 +46,16 @@ def fake_inputs(
     fakes = [
         _relabelled(_alike(leaf, examples, gaps=dynamic is None), device, examples)
         if isinstance(leaf, torch.Tensor)
-        else leaf
+        else (leaf if isinstance(leaf, _KNOWN) else None)
         for leaf in leaves
     ]
     fake_args, fake_kwargs = pytree.tree_unflatten(fakes, structure)
     fake_args, fake_kwargs, check_sizes = fakes_of_call(fake_mode, module, fake_args, fake_kwargs, dynamic)
     given = zip(pytree.tree_leaves((fake_args, fake_kwargs)), leaves, strict=True)
+    tensors = [(fake, leaf) for fake, leaf in given if isinstance(leaf, torch.Tensor)]
     inputs = [
-        fake.detach().requires_grad_(leaf.requires_grad) for fake, leaf in given if isinstance(leaf, torch.Tensor)
+        fake.detach().requires_grad_(leaf.requires_grad or number in required)
+        for number, (fake, leaf) in enumerate(tensors)
     ]
     return inputs, check_sizes
 

@@ -38,9 +38,11 @@ from graphshard.capture.inputs import as_given
 from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
 from graphshard.capture.outside import no_outside_values
+from graphshard.capture.required import required
 from graphshard.capture.seeds import no_seeds
 from graphshard.capture.substitute import Substitute
 from graphshard.capture.tensor_axis import OneCast, distributed
+from graphshard.capture.torch_settings import modes_stay
 from graphshard.capture.type_of import types_as_in_eager_mode
 from graphshard.capture.untraceable import Located
 from graphshard.capture.watch import Made, Watch, WatchHooks
@@ -145,6 +147,7 @@ class FlatForward(nn.Module):
             stack.enter_context(idle_conversions())
             pairs = [(new, old) for new, old in zip(leaves, self._call[0]) if isinstance(old, torch.Tensor)]
             stack.enter_context(asked(pairs, [(used[o.slot], o.tensor) for o in self._owned]))
+            stack.enter_context(required([new for new, _ in pairs], [used[o.slot] for o in self._owned], self._learned))
             own = {id(o.tensor): used[o.slot] for o in self._owned}
             stack.enter_context(Substitute(own))
             if self._one_cast is not None:
@@ -152,6 +155,7 @@ class FlatForward(nn.Module):
             self.regions = stack.enter_context(trace_checkpoints(module))
             stack.enter_context(no_outside_values(module, self._allow))
             stack.enter_context(no_seeds(module))
+            stack.enter_context(modes_stay(module))
             stack.enter_context(types_as_in_eager_mode(module))
             stack.enter_context(functional_collectives_only(module))
             recorder = Recorder(module, self._learned, own, self._allow)

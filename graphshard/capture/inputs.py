@@ -12,13 +12,12 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.dynamic_shapes import marks_of
 from graphshard.capture.results import Layout
+from graphshard.capture.witness import PLAIN
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.errors import InputError
 from graphshard.ir.subclasses import overrides_operators
 
 _Tree = TypeVar("_Tree")
-
-_CONSTANTS = (int, float, bool, str, type(None))
 
 
 class LocalInput:
@@ -97,7 +96,7 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
             marks = marks_of(leaf)
             leaf = leaf.to(device)
             leaf.__dict__.update(marks)
-        elif not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
+        elif not isinstance(leaf, (torch.Tensor, *PLAIN)):
             raise InputError(
                 f"input {_path(structure, index)} is a {type(leaf).__name__}, which is neither a tensor nor a "
                 f"number, string or None. {_remedy(leaf)}"

@@ -23,6 +23,7 @@ class Learned:
         numbers: what is computed of those that are followed and an input of the trace, with its value.
         may_be_inputs: whether numbers may be inputs; if operators must know one of them, none is.
         refused: places of such that cannot be followed, because forward looks at them in other ways.
+        required: tensors of the call, by number, that forward makes require a gradient.
     """
 
     tensors: dict[int, tuple[torch.Tensor, list[Place]]] = field(default_factory=dict)
@@ -30,6 +31,7 @@ class Learned:
     numbers: dict[Expression, int | float] = field(default_factory=dict)
     may_be_inputs: bool = True
     refused: set[Place] = field(default_factory=set)
+    required: set[int] = field(default_factory=set)
 
     def fix_numbers(self) -> bool:
         """Let no number be an input; False if there was none."""

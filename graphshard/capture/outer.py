@@ -27,11 +27,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphshard.capture.entry import OF_UNITS
 from graphshard.capture.untraceable import HERE, is_users
 from graphshard.capture.witness import ARRAYS, PLAIN, is_container
 from graphshard.ir.codes import codes_of
 from graphshard.ir.state import MISSING, StepKind
 
+# What nn.LSTM and its like keep of their parameters besides, and renew when these are others, as traced ones are.
+OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})
+# What torch's modules themselves keep in their instances, and what is put there where they are compiled.
+OF_TORCH = frozenset(vars(nn.Module())) | OF_UNITS | OF_PARAMETERS
 # Larger ones are taken for tables, which do not change.
 _LARGEST = 1024
 # Classes of Python whose objects hold what users set.
@@ -146,6 +151,21 @@ def is_namespace(value: Any) -> bool:
     if isinstance(value, types.ModuleType):
         return is_users(getattr(value, "__file__", None) or "<>")
     return isinstance(value, type) and _is_users_class(value)
+
+
+def attributes_of(owner: Any) -> dict[str, Any]:
+    """Attributes of an object, around whoever watches them."""
+    found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
+    return found
+
+
+def names_of(owner: Any) -> tuple[str, ...]:
+    """Names of an object's attributes, of a module those that are not torch's or graphshard's."""
+    names = attributes_of(owner)
+    if not isinstance(owner, nn.Module):
+        return tuple(names)
+    hidden = OF_TORCH | {"forward"}
+    return tuple(name for name in names if name not in hidden and not name.startswith("__"))
 
 
 def slots_of(cls: type) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from graphshard.capture.outer import (
     imported,
     is_namespace,
     named_beside_classes,
+    names_of,
     reached_in,
     slots_of,
 )
@@ -182,6 +183,8 @@ class Reach:
         self.reach_class(node, self._beside_classes)
         if not self._watch(type(value)):
             self._reach_variables(node, node.content)
+            if isinstance(attributes, dict):
+                self.reads[id(value), "__dict__"] = self.witnessed(place.then("names", "__dict__"), names_of(value))
 
     def _reach_function(self, value: Any, place: Place) -> None:
         """What a function of the user's reaches; of globals that are functions, not what globals of theirs reach."""

@@ -70,10 +70,24 @@ class Signature:
 
 
 def leaf_key(leaf: Any) -> tuple[Any, ...]:
-    """What programs distinguish of an input: four things of a tensor, type and value of anything else."""
+    """What programs distinguish of an input: four things of a tensor, type and value of anything else.
+
+    The value is something that can be hashed, and is equal where it is the same: of a slice its parts, and the text of
+    numbers for which == does not say that, such as 0.0 and -0.0.
+    """
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+    if isinstance(leaf, slice):
+        return (slice, (leaf.start, leaf.stop, leaf.step))
+    if isinstance(leaf, complex) or (isinstance(leaf, float) and repr(leaf) in ("-0.0", "nan")):
+        return (type(leaf), repr(leaf))
     return (type(leaf), leaf)
+
+
+def is_constant(kind: type, value: Any) -> bool:
+    """Whether `leaf_key` makes such a key of an input that is no tensor."""
+    written = {slice: tuple, complex: str}.get(kind, kind)
+    return type(value) is written or (kind is float and value in ("-0.0", "nan"))
 
 
 def facts_of(leaves: Sequence[Any]) -> tuple[tuple[int, str], ...]:

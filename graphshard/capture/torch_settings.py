@@ -4,6 +4,7 @@
     F.scaled_dot_product_attention(q, k, v)             chooses a kernel by `torch.nn.attention.sdpa_kernel`
 
     torch.use_deterministic_algorithms(True)            an error that names the line
+    torch.set_grad_enabled(False)                       an error at the end of forward, if nothing takes it back
 
 What is in the signature of a call is not among them: gradients and autocast. Torch's own code may ask for others, and
 what it makes of them is equal up to rounding.
@@ -23,7 +24,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from graphshard.capture.outside import asks, exchanged, namespaces_of, refusing
-from graphshard.capture.untraceable import Untraceable
+from graphshard.capture.untraceable import Located, Untraceable
+from graphshard.ir.classes import users_class
 from graphshard.ir.state import MISSING
 
 _ATTENTION = "the kernels of attention"
@@ -88,6 +90,32 @@ def watched_settings(module: nn.Module, note: Callable[[str, Any], None]) -> Ite
         others[id(function)] = refusing(namespaces, function, lambda name: Untraceable("setting", f"torch.{name}"))
     with exchanged(others, [*namespaces, *namespaces_of(module)]), _Attention(note):
         yield
+
+
+@contextlib.contextmanager
+def modes_stay(module: nn.Module) -> Iterator[None]:
+    """In the block, forward may switch gradients and autocast, and has them at its end as they were.
+
+    Raises, at its end:
+        Located: it has not.
+    """
+    device_types = ("cpu", "cuda")
+
+    def now() -> dict[str, bool]:
+        autocast = {f"autocast of {kind}": torch.is_autocast_enabled(kind) for kind in device_types}
+        return {"gradients": torch.is_grad_enabled(), **autocast}
+
+    before = now()
+    yield
+    changed = [f"{name} {'on' if on else 'off'}" for name, on in now().items() if on != before[name]]
+    if changed:
+        torch.set_grad_enabled(before["gradients"])
+        for kind in device_types:
+            torch.set_autocast_enabled(kind, before[f"autocast of {kind}"])
+        raise Located(
+            f"graphshard cannot capture {users_class(module).__name__}.forward: it leaves {' and '.join(changed)}, "
+            "which only the capture would. Switch in a block, as with torch.no_grad(): ..., or outside of the call."
+        )
 
 
 class _Attention(TorchFunctionMode):

@@ -114,6 +114,10 @@ _ADVICE = {
         "Of an input, parameter or buffer a program knows shape, strides, dtype and values, and leaves nothing else on "
         "it. Ask outside of the call, and pass the answer into it as an argument; keep what is set on a module."
     ),
+    "requires_grad": (
+        "What requires a gradient is known before a call. Set it outside of the call; forward may set it to True of an "
+        "input that it has not used yet, or take x.detach().requires_grad_()."
+    ),
     "iterator": (
         "Each call takes the next item of an iterator, and a program would have that of the capture. Keep a list and a "
         "number on the module, or take the item outside of the call and pass it in."

@@ -135,8 +135,10 @@ def same(witness: Any, value: Any) -> bool:
         return type(value) is witness.kind and _same_items(witness, value)
     if type(value) is not type(witness):
         return False
+    if isinstance(witness, (float, complex)):
+        return repr(witness) == repr(value)  # tells 0.0 from -0.0, and nan is nan
     if isinstance(witness, (*PLAIN, types.MethodType)):
-        return bool(witness == value) or (witness != witness and value != value)
+        return bool(witness == value)
     return False
 
 

@@ -36,9 +36,10 @@ from graphshard.codec.structures import decode_structure, describe_structure, de
 from graphshard.codec.values import Decoder, encode, named, short_name, strings, unsupported
 from graphshard.cost.profile import Profile
 from graphshard.ir import plain
-from graphshard.ir.errors import ArgumentError
+from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.plain import Overrides, class_reader, new_converter, typed
 from graphshard.ir.program import Extent, Phase, Planner, Program, Region, Size, Stage
+from graphshard.ir.text import brief
 from graphshard.passes import Pass
 from graphshard.passes.activation_checkpointing import Activation
 from graphshard.schedule.agreed import AgreedPlanner
@@ -57,7 +58,14 @@ PASSES: dict[str, type[Pass]] = {
     class_name(kind): kind for kind in (getattr(passes, name) for name in passes.__all__) if kind is not Pass
 }
 _PLANNERS: dict[str, type] = {class_name(kind): kind for kind in (PlanByUnit, PlanByCost)}
-_CONSTANTS = {kind.__name__: kind for kind in (int, float, bool, str, type(None))}
+# Inputs of these types can be in a file.
+_CONSTANTS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        *(int, float, complex, bool, str, type(None), slice),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    )
+}
 
 
 # What the file that is written or read now calls its dynamic sizes, by symbol, and what reads the values of its graphs.
@@ -127,6 +135,11 @@ def _encode_inputs(inputs: tuple[tuple[Any, ...], ...]) -> list[dict[str, Any]]:
 
 def _encode_input(first: Any, second: Any, *rest: Any) -> dict[str, Any]:
     if not rest:
+        if first not in _CONSTANTS.values():
+            raise ArtifactError(
+                f"an input of the call is {brief(second)}, of type {first.__name__}, which no file can hold. Pass a "
+                "number or a string in its place."
+            )
         return {"type": first.__name__, "value": encode(second)}
     dtype, requires_grad = rest
     return {"shape": list(first), "stride": list(second), "dtype": short_name(dtype), "requires_grad": requires_grad}

@@ -25,6 +25,7 @@ StepKind: TypeAlias = Literal[
     "attribute",
     "class",
     "type",
+    "names",
     "item",
     "value",
     "cell",
@@ -54,7 +55,8 @@ class Place:
 
     Attributes:
         module: name in the module that is captured; "" is that module.
-        path: steps by an "attribute", by a "class" attribute, to the class itself ("type"), by the key of an "item", by
+        path: steps by an "attribute", by a "class" attribute, to the class itself ("type"), to the "names" of all
+            attributes, by the key of an "item", by
             the number of a "value" of a dict, by the name of a variable that a function closes over ("cell"), of a
             "global", or of an argument with a "default", and to what a ContextVar has in this "context"; or the name of
             a variable of the "environment", of a "setting" of torch, or of an "imported" module of Python's, which no
@@ -275,6 +277,7 @@ class ModuleState:
         writes: after each call.
         hooks: of submodules, by the module's name and the attribute that holds them; other modules have none.
         modules: names of the submodules and of their classes.
+        required: tensors of the call, by number, that require a gradient from it on.
     """
 
     reads: tuple[Read, ...] = ()
@@ -284,3 +287,4 @@ class ModuleState:
     writes: tuple[Write, ...] = ()
     hooks: tuple[Read, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
+    required: tuple[int, ...] = ()

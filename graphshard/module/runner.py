@@ -120,6 +120,8 @@ class Runner(Maker):
             install_entries(module, self.call_entry)  # a forward may have been replaced, or put back
         program, state = found.executable.program, found.guard.state
         tensors = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *found.guard.tensors()]
+        for number in state.required:
+            tensors[number].requires_grad_()
         results = found.executable(tensors)
         if state.writes:
             leave(state, module, results, tensors)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,3 +116,78 @@ def test_a_registered_buffer_in_a_file(mesh: DeviceMesh, tmp_path: Any) -> None:
     loaded = graphshard.load(path, copy.deepcopy(plain), mesh)
     assert torch.equal(loaded(_batch(2)), plain(_batch(2)))
     assert torch.equal(loaded._buffers["first"], plain.first)
+
+
+def _of_dict(net: nn.Module) -> Any:
+    return len([name for name in net.__dict__ if name == "extra"]), net.__dict__.get("extra")
+
+
+# How forward asks for all attributes of itself, or of an object.
+ALL: dict[str, Callable[[nn.Module], Any]] = {
+    "__dict__": _of_dict,
+    "vars": lambda net: "extra" in vars(net),
+    "vars, values": lambda net: vars(net).get("extra", 5),
+    "dir": lambda net: "extra" in dir(net),
+    "vars of an object": lambda net: sorted(vars(net.config).items()),
+}
+
+
+class _AsksForAll(nn.Module):
+    def __init__(self, ask: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.config = SimpleNamespace(a=1)
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * len(str(self.ask(self)))
+        return y
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_all_attributes_at_once(mesh: DeviceMesh, name: str) -> None:
+    """`vars(self)` and `dir(self)` were those of the capture, with the values that they had."""
+    plain = _AsksForAll(ALL[name])
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    for values in ({}, {"extra": 1}, {"extra": 100_000}, {"extra": 100_000, "more": 2}):
+        for model in (plain, ours):
+            target = model.config if "object" in name else model
+            for key, value in values.items():
+                setattr(target, key, value)
+        assert torch.equal(ours(_batch(2)), plain(_batch(2))), values
+    before = len(graphshard.programs(ours))
+    ours(_batch(2))
+    assert len(graphshard.programs(ours)) == before
+
+
+class _Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.shifted(x) if hasattr(self, "shifted") else self.linear(x)
+        return y * getattr(self.linear, "gain", 1)
+
+
+@pytest.fixture
+def optional() -> Iterator[type]:
+    """A class that may be given attributes, which are taken away again."""
+    before = dict(vars(_Optional))
+    yield _Optional
+    for name in vars(_Optional).keys() - before.keys():
+        delattr(_Optional, name)
+
+
+def test_an_attribute_that_a_class_is_given_later(
+    mesh: DeviceMesh, optional: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That a class has none was not part of what a program was captured for."""
+    plain = optional()
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    assert torch.equal(ours(_batch(2)), plain(_batch(2)))
+    monkeypatch.setattr(nn.Linear, "gain", 3, raising=False)
+    assert torch.equal(ours(_batch(2)), plain(_batch(2)))
+    optional.shifted = lambda self, x: self.linear(x + 1)  # type: ignore[attr-defined]
+    assert torch.equal(ours(_batch(2)), plain(_batch(2)))
+    assert len(graphshard.programs(ours)) == 3

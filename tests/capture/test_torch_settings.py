@@ -144,3 +144,39 @@ def test_setting_one_is_an_error_that_names_the_line(mesh: DeviceMesh, name: str
     line = SETS[name].__code__.co_firstlineno
     with pytest.raises(CaptureError, match=rf"test_torch_settings.py:{line}\n(.*\n)+.*torch.{name}"):
         model(torch.ones(2, 4))
+
+
+# What forward leaves on or off, and around which call that is another state.
+LEFT: dict[str, tuple[Callable[[], Any], bool]] = {
+    "gradients off": (lambda: torch.set_grad_enabled(False), True),
+    "gradients on": (lambda: torch.set_grad_enabled(True), False),
+    "autocast of cpu on": (lambda: torch.set_autocast_enabled("cpu", True), True),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_modes_that_forward_leaves(mesh: DeviceMesh, name: str) -> None:
+    """Calls behind the first found gradients as they were before, silently."""
+    switch, grad = LEFT[name]
+    ours = graphshard.compile(_Net(switch), mesh, backend="eager")
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.raises(CaptureError, match=f"_Net.forward: it leaves {name}, which only the capture would. Switch in a"),
+    ):
+        ours(torch.ones(2, 4))
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_modes_that_forward_switches_back(mesh: DeviceMesh) -> None:
+    def switch() -> str:
+        with torch.no_grad(), torch.autocast("cpu"):
+            inner = torch.is_grad_enabled()
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        torch.set_grad_enabled(before)
+        return f"{inner} {before}"
+
+    plain = _Net(switch)
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    assert torch.equal(ours(torch.ones(2, 4)), plain(torch.ones(2, 4)))
