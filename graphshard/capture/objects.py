@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,23 @@ class Parts:
 
     def __init__(self, cls: type, tensors: dict[str, Any], others: dict[str, Any]) -> None:
         self.cls, self.tensors, self.others = cls, tensors, others
+
+
+class Extents:
+    """A `torch.Size` in a structure, which pytree would make a tuple."""
+
+    def __init__(self, sizes: Sequence[Any]) -> None:
+        self.sizes = sizes
+
+
+def _as_size(sizes: Iterable[Any], _: None) -> Any:
+    sizes = list(sizes)
+    return torch.Size(sizes) if all(type(size) is int for size in sizes) else Extents(sizes)
+
+
+pytree.register_pytree_node(
+    Extents, lambda given: (list(given.sizes), None), _as_size, serialized_type_name="graphshard.Extents"
+)
 
 
 class Shared:
@@ -80,12 +97,14 @@ class _Taker:
         self._within: list[Any] = []
 
     def take(self, tree: Any) -> Any:
-        return pytree.tree_map(self._leaf, tree)
+        return pytree.tree_map(self._leaf, tree, is_leaf=lambda node: isinstance(node, torch.Size))
 
     def _leaf(self, leaf: Any) -> Any:
         # Here and not in another pass over the structure, which would put together what this one has taken apart.
         if isinstance(leaf, torch.Tensor):
             return in_parts(leaf, self._data)
+        if isinstance(leaf, torch.Size):
+            return Extents(leaf)
         return leaf if isinstance(leaf, _PLAIN) else self._object(leaf)
 
     def _object(self, value: Any) -> Any:

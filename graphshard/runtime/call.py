@@ -24,8 +24,8 @@ class Runs(Protocol):
     names: list[str]
     names_in_model: Mapping[str, str]
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[Slot, Any]]:
-        """Run forward; return the module's tensors and what backward needs."""
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor | int, ...], dict[Slot, Any]]:
+        """Run forward; return the module's results and what backward needs."""
 
     def backward(
         self,
@@ -73,7 +73,8 @@ class Call(torch.autograd.Function):
         executable.show({**ctx.full, **shown})
         ctx.save_for_backward(*kept)
         differentiable = executable.program.tangents
-        constant = [r for r, name in zip(results, executable.names, strict=True) if name not in differentiable]
+        named = zip(results, executable.names, strict=True)
+        constant = [r for r, name in named if isinstance(r, torch.Tensor) and name not in differentiable]
         ctx.mark_non_differentiable(*constant)
         return results
 

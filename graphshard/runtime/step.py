@@ -96,7 +96,7 @@ class Executable:
             for slot in self._forward.outputs
             if (slot.of == "gathered" or slot.kind == "shown") and program.params[slot.name].shows
         }
-        # Names of the outputs that are tensors; the others are constants.
+        # Names of the outputs that are computed, tensors and dynamic sizes; the others are constants.
         self.names = [name for value, name in self._results if isinstance(value, Node)]
         self._grads: tuple[Slot, ...] = ()
         # Of each gradient, the parameter that it is of; None for an input.
@@ -137,8 +137,8 @@ class Executable:
             check(flat.pop())
         return flat
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[Slot, Any]]:
-        """Run the forward executor; return the module's tensors and the values saved for backward."""
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor | int, ...], dict[Slot, Any]]:
+        """Run the forward executor; return the module's results and the values saved for backward."""
         self.hide()
         if self._written:
             check_apart(tensors, self._written)
@@ -147,16 +147,16 @@ class Executable:
             values = run(self._values.inputs(tensors))
         if self.program.offloaded:  # or the user, who may write to a shard now, would change what is still copied
             finish_copies(self.program.device)
-        results: list[torch.Tensor] = []
+        results: list[torch.Tensor | int] = []
         saved: dict[Slot, Any] = {}
         mutations: dict[Slot, torch.Tensor] = {}
-        for value, slot in zip(values, self._forward.outputs, strict=True):
+        for value, node, slot in zip(values, self._forward.results, self._forward.outputs, strict=True):
             if slot.kind == "mutation":
                 assert slot.of is not None
                 mutations[Slot(slot.of, slot.name)] = value
             elif slot.kind != "output":
                 saved[slot] = value
-            elif isinstance(value, torch.Tensor):
+            elif isinstance(node, Node):
                 results.append(value)
         for slot, value in mutations.items():
             self._values.read(slot, tensors).copy_(value)

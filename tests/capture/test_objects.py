@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.export import Dim
 
+import graphshard
 from graphshard.capture.objects import take_apart
 from graphshard.capture.untraceable import Untraceable
+from tests.ranks import FakeWorld
 
 
 class Layer:
@@ -78,3 +84,30 @@ def test_what_cannot_be_seen_is_refused() -> None:
             take_apart([result], lambda leaf: isinstance(leaf, Tensor))
     with pytest.raises(Untraceable, match="a Cache that refers to itself"):
         take_apart(itself.layers, lambda leaf: isinstance(leaf, Tensor))
+
+
+class _Sizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, torch.Size, dict[str, torch.Size]]:
+        y = self.linear(x)
+        return y, y.shape, {"first": x.size()[:1], "none": torch.Size([])}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sizes_stay_sizes(fake_world: FakeWorld, tmp_path: Path, dynamic: bool) -> None:
+    """They were tuples, in programs from a file, too."""
+    fake_world(1)
+    mesh, plain = init_device_mesh("cpu", (1,)), _Sizes()
+    given = {"dynamic_shapes": {"x": {0: Dim("rows")}}} if dynamic else {}
+    example = torch.ones(3, 4)
+    path = graphshard.export(plain, (1,), tmp_path / "a", example_inputs=(example,), backend="eager", **given)
+    compiled = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager", **given)
+    for model in (compiled, graphshard.load(path, copy.deepcopy(plain), mesh)):
+        for rows in (3, 5) if dynamic else (3,):
+            _, shape, others = model(torch.ones(rows, 4))
+            assert [type(size) for size in (shape, *others.values())] == [torch.Size] * 3
+            assert (shape, others) == (torch.Size([rows, 4]), {"first": torch.Size([rows]), "none": torch.Size([])})
+            assert shape.numel() == 4 * rows
