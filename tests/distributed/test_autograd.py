@@ -275,7 +275,7 @@ def _train(rank: int, world_size: int, name: str, policy: MixedPrecisionPolicy) 
     ours, theirs = (_steps(sharded, lambda _: None) for sharded in twins(model, world_mesh(), mp_policy=policy))
     for index, both in enumerate(zip(ours, theirs)):
         assert_same(*both, f"{name}, {index}")
-    if policy is FP32:
+    if policy == FP32:
         for mine, expected in zip(ours, _steps(plain, _mean_of_ranks)):
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
 
@@ -302,6 +302,34 @@ def _through_units(rank: int, world_size: int) -> None:
 
 def test_gradient_penalty_through_units(ranks: Ranks) -> None:
     ranks(2).run(_through_units)
+
+
+class _InputRequired(_Blocks):
+    """Its input requires a gradient from the first call on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        return super().forward(x)
+
+    def block(self, linear: nn.Module, x: Tensor) -> Tensor:
+        return torch.tanh(linear(x))
+
+
+def _gradients_of_the_input(rank: int, world_size: int, policy: MixedPrecisionPolicy) -> None:
+    torch.manual_seed(1)
+    seen = []
+    for model in twins(_InputRequired(), world_mesh(), mp_policy=policy):
+        x = rows(rank)
+        for _ in range(2):  # the second call is given one that requires a gradient
+            model(x).square().mean().backward()
+        seen.append({"flag": x.requires_grad, "gradient": x.grad, **full(grads_of(model))})
+    assert_same(*seen, f"rank {rank}")
+    assert seen[0]["flag"] == (policy == FP32)  # with another dtype forward is given a copy
+
+
+@pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
+def test_an_input_that_forward_makes_require_a_gradient(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
+    ranks(2).run(_gradients_of_the_input, policy)
 
 
 class _Writing(_Blocks):

@@ -74,7 +74,7 @@ def test_inductor_follows_eager(nccl, policy):
     compiled, eager = model().cuda(), model().cuda()
     graphshard.compile(compiled, nccl, mp_policy=policy)
     graphshard.compile(eager, nccl, mp_policy=policy, backend="eager")
-    torch.testing.assert_close(train(compiled, 10), train(eager, 10), rtol=2e-2 if policy is BF16 else 1e-3, atol=1e-3)
+    torch.testing.assert_close(train(compiled, 10), train(eager, 10), rtol=2e-2 if policy == BF16 else 1e-3, atol=1e-3)
 
 
 def test_cpu_model_moves_to_the_mesh(nccl):
