@@ -9,7 +9,7 @@ x.requires_grad_(False)         an error, as is any change of a parameter or buf
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,9 +57,9 @@ class _Required(TorchFunctionMode):
                 return None if func == _SETTER else args[0]  # it may be no leaf here, which refuses to be set
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if func not in _DETACHING and any(map(_may_have_gradient, pytree.tree_leaves(result))):
-            given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-            self._used |= given & self._numbers.keys()
+        given = self._numbers.keys() & set(map(id, _flat((*args, *kwargs.values()))))
+        if given and func not in _DETACHING and any(map(_may_have_gradient, pytree.tree_leaves(result))):
+            self._used |= given
         return result
 
     def _changes(self, tensor: Tensor, requires_grad: bool = True) -> bool:
@@ -76,6 +76,15 @@ class _Required(TorchFunctionMode):
             raise Untraceable("requires_grad", "requires_grad of an input is set behind its first use")
         self._learned.required.add(number)
         raise Rerun
+
+
+def _flat(args: Iterable[Any]) -> Iterator[Any]:
+    """Arguments, and what is in lists, as torch.cat takes them."""
+    for arg in args:
+        if isinstance(arg, (list, tuple)):
+            yield from arg
+        else:
+            yield arg
 
 
 def _may_have_gradient(leaf: Any) -> bool:

@@ -121,6 +121,8 @@ def test_a_file_says_so(mesh: DeviceMesh, tmp_path: Path) -> None:
 # Each line is the one that is refused.
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "behind its first use": (lambda net, x: (net.linear(x), x.requires_grad_())[0].sum(), "behind its first use"),
+    "in a list": (lambda net, x: (torch.cat([x, x]), x.requires_grad_())[0].sum(), "behind its first use"),
+    "as a keyword": (lambda net, x: (net.linear(input=x), x.requires_grad_())[0].sum(), "behind its first use"),
     "of a parameter": (lambda net, x: net.linear(x + net.linear.weight.requires_grad_(False)[0]), "of a parameter"),
     "of a buffer": (lambda net, x: net.linear(x * net.scale.requires_grad_()), "of a parameter or buffer"),
 }
