@@ -35,6 +35,7 @@ SHARES = {"tests": 0.24, "artifact": 0.09, "first": 0.18, "predicted": 0.15, "st
 NEEDED = {
     **dict.fromkeys(("cattrs", "filelock", "jinja2", "numpy", "rich", "sympy", "torch"), "graphshard"),
     "pytest": "the tests",
+    "xdist": "the tests side by side",
     "triton": "kernels",
     "cffi": "export without a GPU, unless --artifact gives a file",
 }
