@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from graphshard.capture.entry import without_entries
+from graphshard.capture.entry import is_compiled, without_entries
 from graphshard.capture.hooks import ALL_HOOKS
 from graphshard.ir.classes import users_class
 
@@ -19,11 +19,13 @@ from graphshard.ir.classes import users_class
 def bare(module: nn.Module, method: str) -> Iterator[None]:
     """The module as the user wrote it; undone on exit, with whatever forward has done to attributes meanwhile.
 
-    Hooks of the root are left out: they run around the compiled forward.
+    Hooks of the root are left out: they run around the compiled forward. So does a forward that somebody has put in the
+    place of a compiled model's, which calls the one before.
 
     Args:
         method: what takes the place of `forward`.
     """
+    is_model = is_compiled(module)
     with contextlib.ExitStack() as stack:
         for owner in module.modules():
             stack.callback(_restore, owner, dict(owner.__dict__))
@@ -36,6 +38,8 @@ def bare(module: nn.Module, method: str) -> Iterator[None]:
                 stack.callback(_refill, owner.__dict__[attribute], dict(owner.__dict__[attribute]))
         for attribute in ALL_HOOKS:
             module.__dict__[attribute] = type(getattr(module, attribute))()
+        if is_model:
+            module.__dict__.pop("forward", None)
         if method != "forward":
             module.__dict__["forward"] = _as_forward(module, method)
         yield

@@ -39,6 +39,11 @@ class Entry:
         )
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is a compiled model itself, and not a part of one."""
+    return "_graphshard" in module.__dict__
+
+
 def install_entries(root: nn.Module, run: Callable[..., Any]) -> None:
     """Let every submodule that has parameters be called on its own; `run` gets name, method, module and inputs."""
     for name, module in root.named_modules():

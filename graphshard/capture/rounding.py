@@ -20,8 +20,10 @@ aten = torch.ops.aten
 
 
 def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
-    if x.device.type != "cpu" or not train or p in (0, 1):
+    if x.device.type != "cpu" or not train or p == 0:
         return NotImplemented
+    if p == 1:  # nothing is drawn
+        return x * _zero_like(x), torch.zeros_like(x, dtype=torch.bool)
     keep = _drawn_in_memory_order(torch.empty_like(x), 1 - p)
     return x * (keep / (1 - p)), keep.to(torch.bool)
 
@@ -47,7 +49,13 @@ def _draws_in_memory_order() -> bool:
 def _native_dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
     if grad.device.type != "cpu":
         return NotImplemented
+    if scale == 0.0:  # of a probability of 1
+        return grad * _zero_like(grad)
     return grad * (mask.to(grad.dtype) / (1 / scale))
+
+
+def _zero_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=x.dtype, device=x.device)
 
 
 def capture_decompositions() -> dict[OpOverload, Callable[..., Any]]:

@@ -12,7 +12,25 @@ from graphshard.ir.errors import MaterializationError, ParameterError, Unsupport
 from graphshard.ir.make_table import places_of
 from graphshard.ir.params import ParamTable
 from graphshard.ir.torch_internals import transform_of
-from graphshard.runtime.shards import ParamRef
+from graphshard.runtime.shards import ParamRef, aliases
+
+
+def check_same_modules(module: nn.Module, params: Sequence[ParamRef]) -> None:
+    """Raise ParameterError if a module that has parameters is another one than when the model was compiled."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for ref in params:
+        for name in ref.row.names:
+            path = name.rpartition(".")[0]
+            if path not in modules or (name == ref.row.name and modules[path] is not ref.owner):
+                moved = next((other for other, now in modules.items() if now is ref.owner), None)
+                what = "was exchanged for another" if path in modules else "was removed"
+                where = f", and is {moved} now" if moved is not None and name == ref.row.name else ""
+                raise ParameterError(
+                    f"module {path}, which has the parameter {name}, {what} after graphshard.compile{where}. Change "
+                    "the model first, then compile it. To give a module other values, load or copy them into it."
+                )
+    for alias in aliases(module, params):
+        alias.check()
 
 
 def check_no_new_parameters(module: nn.Module, table: ParamTable) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphshard.capture.entry import is_compiled
 from graphshard.capture.hooks import HOOKS, hooks_of, users_hook_of_all_modules
 from graphshard.capture.witness import Items, OfType, TensorLike, same, tensor_like, text_at, witness_of
 from graphshard.ir.classes import users_class
@@ -99,7 +100,7 @@ class Guard:
             _Watch(expected[p], LookUp(_Values(h), ""), expected[p].witness) for p, h in held if p in expected
         ]
         known = {read.place for read in self.state.reads}
-        own = [Place(name, (("attribute", "forward"),)) for name, _ in modules]
+        own = [Place(name, (("attribute", "forward"),)) for name, m in modules if not is_compiled(m)]
         none = [Read(place, "missing", (), MISSING) for place in own if place not in known]
         try:
             watches = [_Watch(r, look_up(self._root, r.place), r.witness) for r in (*self.state.reads, *none)]

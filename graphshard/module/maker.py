@@ -22,7 +22,7 @@ from graphshard.ir.torch_internals import forget_sources, without_dispatch_modes
 from graphshard.lower.backends import begin_compiling, compiler_for
 from graphshard.lower.regions import RegionCall, lower
 from graphshard.module.agreement import Agreement
-from graphshard.module.callchecks import check_no_new_parameters
+from graphshard.module.callchecks import check_no_new_parameters, check_same_modules
 from graphshard.module.executables import Executables
 from graphshard.module.tracer import Tracer
 from graphshard.options.table import check_activation
@@ -113,6 +113,7 @@ class Maker:
                 "numbers that change in buffers (register_buffer) or pass them as tensors, or raise max_captures in "
                 "graphshard.compile."
             )
+        check_same_modules(module, tracer.params)
         check_no_new_parameters(module, tracer.spec.params)
         if not tracer.name:
             check_activation(tracer.options, tracer.label, tracer.spec.units)
