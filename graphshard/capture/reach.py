@@ -34,6 +34,7 @@ from graphshard.capture.outer import (
     is_namespace,
     named_beside_classes,
     names_of,
+    reached,
     reached_in,
     slots_of,
 )
@@ -41,7 +42,7 @@ from graphshard.capture.outside import Generator
 from graphshard.capture.untraceable import is_users
 from graphshard.capture.witness import ARRAYS, FUNCTIONS, PLAIN, SETS, is_container, text_at, witness_of
 from graphshard.ir.classes import users_class
-from graphshard.ir.state import MISSING, Number, Place, Read
+from graphshard.ir.state import MISSING, Number, Place, Read, StepKind
 from graphshard.ir.tracing_internals import is_traced
 
 # How many functions that are globals of each other are looked into for their globals.
@@ -81,6 +82,8 @@ class Reach:
         self.nodes: dict[int, Node] = {}
         self.reads: dict[tuple[int, str], Read] = {}
         self.grown: dict[Place, Growing] = {}
+        self._growing: dict[int, Growing] = {}
+        self._variables: set[tuple[int, str]] = set()
         inputs = zip(learned.numbers, tensors[len(learned.tensors) :], strict=True)
         self.numbers = Numbers({number: t.item() for number, t in inputs}, may_be_inputs=learned.may_be_inputs)
         self.generators: list[Generator] = []
@@ -97,7 +100,7 @@ class Reach:
         """Put everything back, and let go of what is traced: it is not to outlive the trace."""
         for node in self.nodes.values():
             node.restore()
-        for held in (self.nodes, self.grown, self._tensors, self._unknown):
+        for held in (self.nodes, self.grown, self._growing, self._tensors, self._unknown):
             held.clear()
 
     def witnessed(self, place: Place, value: Any) -> Read:
@@ -203,7 +206,7 @@ class Reach:
         elif isinstance(value, types.FunctionType) and id(value) not in self.nodes:
             deep = sum(kind == "global" for kind, _ in place.path)
             if is_users(value.__code__.co_filename) and deep <= _GLOBALS_OF_GLOBALS:
-                node = self.nodes[id(value)] = Node.of_variables(value, place)
+                node = self.nodes[id(value)] = Node.of_variables(value, place, self._new_variables(value))
                 self._reach_variables(node, node.content)
                 for name, item in node.content.items():
                     if is_namespace(item):
@@ -215,6 +218,17 @@ class Reach:
                 one_of_each = {type(each.owner): each for each in self.nodes.values()} if names else {}
                 for each in one_of_each.values():
                     self.reach_class(each, names)
+
+    def _new_variables(self, function: types.FunctionType) -> Iterator[tuple[StepKind, str, Any]]:
+        """What a function reaches, but for variables that another function has, too: they are followed there."""
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+        for kind, name, value in reached(function):
+            variable = (id(cells[name]), "") if kind == "cell" else (id(function.__globals__), name)
+            if kind in ("cell", "global") and not is_namespace(value):
+                if variable in self._variables:
+                    continue
+                self._variables.add(variable)
+            yield kind, name, value
 
     def reach_class(self, node: Node, names: Collection[str]) -> None:
         """What the class of a module or object has of these names, but for code: `type(self).SCALE`."""
@@ -248,7 +262,9 @@ class Reach:
     def _followed(self, value: Any, place: Place) -> Any:
         """What follows a number or a list."""
         if isinstance(value, list):
-            return self.grown.setdefault(place, Growing(type(value), lambda: self.refuse(place)))
+            if id(value) not in self._growing:  # or it is at another place, too
+                self._growing[id(value)] = self.grown[place] = Growing(type(value), lambda: self.refuse(place))
+            return self._growing[id(value)]
         return FollowedNumber(Number(place), value, self.numbers)
 
     def refuse(self, place: Place) -> NoReturn:
