@@ -119,7 +119,7 @@ def _levels(kernels: list[Node]) -> dict[Node, int]:
 
 def _kernel(node: Node) -> Node:
     """The operator that computes a value, behind views and selections of parts."""
-    while node.op == "call_function" and (is_alias(node) or is_part(node)):
+    while node.op == "call_function" and (is_alias(node) or is_part(node)) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 

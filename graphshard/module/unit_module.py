@@ -45,7 +45,8 @@ class UnitModule(Unsupported, CustomCollectives, FSDPModule, nn.Module):
         `param.grad` stays None and the sums take the memory of full gradients, in the dtype they are reduced in.
 
         Args:
-            requires_gradient_sync: True reduces, with what was added up before.
+            requires_gradient_sync: True reduces, with what was added up before, over replicas, too; a
+                `set_requires_all_reduce(False)` comes behind it, as in FSDP2.
             recurse: False changes this module's own unit only, and not those inside, as in FSDP2.
             units: change these units only, by patterns of names within this module such as "layers.*"; "" is its own.
 
@@ -53,11 +54,12 @@ class UnitModule(Unsupported, CustomCollectives, FSDPModule, nn.Module):
             ArgumentError: a pattern is the name of no unit.
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
-        chosen = self._params_of(recurse, units)
-        unsynced = self._graphshard_unit.runner.accumulation.unsynced
-        unsynced -= chosen
-        if not requires_gradient_sync:
-            unsynced |= chosen
+        chosen, accumulation = self._params_of(recurse, units), self._graphshard_unit.runner.accumulation
+        accumulation.unsynced -= chosen
+        if requires_gradient_sync:
+            accumulation.unreplicated -= chosen
+        else:
+            accumulation.unsynced |= chosen
 
     def set_requires_all_reduce(
         self, requires_all_reduce: bool, *, recurse: bool = True, units: Sequence[str] | None = None

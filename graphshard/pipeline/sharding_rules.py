@@ -42,7 +42,7 @@ def reduced_once(program: Program, phase_name: str) -> Iterator[Violation]:
     phase = program.phases[phase_name]
     owners: dict[Reduced, str] = {}
     partial = {node for node, slot in phase.slot_of().items() if slot.kind == "partial"}
-    results = set(phase.results)
+    results = {value for value in phase.results if isinstance(value, Node)}
     for value, slot in zip(phase.results, phase.outputs, strict=True):
         is_grad = slot.kind == "grad" and slot.of == "param"
         axes = [axis.name for axis in reduced_over(program.params[slot.name], program)] if is_grad else []

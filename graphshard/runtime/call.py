@@ -5,15 +5,16 @@ What forward saves is autograd's, but for full parameters: `reshard()` frees the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from graphshard.ir.program import Program, Slot
 from graphshard.ir.torch_internals import Fate, fate_at, keeps_graph, number_of_backward
 from graphshard.runtime.accumulation import Accumulation
+from graphshard.runtime.backward_checks import check_backward
 
 
 class Runs(Protocol):
@@ -55,7 +56,7 @@ class Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, executable: Runs, tensors: Sequence[torch.Tensor], *wrt: torch.Tensor) -> Any:
         results, saved = executable.forward(tensors)
-        ctx.executable, ctx.ran = executable, -1
+        ctx.executable, ctx.ran, ctx.results = executable, -1, []
         executable.accumulation.calls.add(ctx)
         ctx.set_materialize_grads(False)
         ctx.full, ctx.numbers, ctx.slots = {}, executable.sizes(tensors), []
@@ -79,9 +80,10 @@ class Call(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         executable: Runs = ctx.executable
+        given = [name for name, grad in zip(executable.names, grads) if grad is not None]
+        check_backward(executable.program, given, [name for name, ref in ctx.results if _is_hooked(ref())])
         executable.hide()
         saved = {**dict(zip(ctx.slots, ctx.saved_tensors, strict=True)), **ctx.numbers}
         ctx.full.update(executable.gather(slot for slot, value in ctx.full.items() if value is None))
@@ -93,6 +95,19 @@ class Call(torch.autograd.Function):
         fates = [] if executable.accumulation.measured else [fate_at(node) for node, _ in ctx.next_functions]
         ctx.ran = number_of_backward()
         return (None, None, *executable.backward(saved, tangents, fates, _still_to_come(ctx)))
+
+
+def watch_results(executable: Runs, results: Sequence[Any]) -> None:
+    """Let the backward of a call know its results, if there are several that have a gradient."""
+    if len(executable.program.tangents) > 1:
+        named = [(name, r) for name, r in zip(executable.names, results, strict=True) if isinstance(r, torch.Tensor)]
+        node: Any = next((r.grad_fn for _, r in named if r.grad_fn is not None), None)
+        if node is not None:
+            node.results = [(name, weakref.ref(r)) for name, r in named if r.grad_fn is not None]
+
+
+def _is_hooked(result: torch.Tensor | None) -> bool:
+    return result is not None and (bool(result._backward_hooks) or result.retains_grad)
 
 
 def free(calls: Collection[Any], names: Collection[str]) -> None:

@@ -58,6 +58,8 @@ class Clipping:
             is_late: of a group, whether it comes behind those of which this is False.
         """
         chosen = [param for param in params if param in self._norms]
+        if not chosen:  # all are added up without communication
+            return torch.tensor(0.0), []
         first = chosen[0]
         assert isinstance(first, DTensor)
         if self._placements is None or self._placed != first.placements:

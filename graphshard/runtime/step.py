@@ -24,7 +24,7 @@ from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
 from graphshard.runtime.ahead import Ahead
 from graphshard.runtime.apart import check_apart
-from graphshard.runtime.call import Call
+from graphshard.runtime.call import Call, watch_results
 from graphshard.runtime.code import Codes, profiling
 from graphshard.runtime.custom import Custom
 from graphshard.runtime.recording import current_recording
@@ -128,7 +128,9 @@ class Executable:
         if self._backwards:
             self.accumulation.begin()
             wrt = [tensors[int(s.name)] if ref is None else ref.param for s, ref in zip(self._grads, self._wrt)]
-            results = iter(Call.apply(self, tensors, *wrt))
+            made = Call.apply(self, tensors, *wrt)
+            watch_results(self, made)
+            results = iter(made)
         else:
             with torch.no_grad():
                 results = iter(self.forward(tensors)[0])

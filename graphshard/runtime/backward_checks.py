@@ -1,0 +1,101 @@
+"""What a backward cannot do: the gradients of a call are computed by one node of autograd's, which has no graph inside."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import TypeAlias
+
+import torch
+from torch.fx import Graph, Node
+
+from graphshard.ir.errors import UnsupportedError
+from graphshard.ir.graph import aten
+from graphshard.ir.program import Program
+
+
+def check_backward(program: Program, given: Collection[str], hooked: Collection[str]) -> None:
+    """Refuse a backward whose gradients would be others than those of the operators in the program.
+
+    Args:
+        given: outputs that have gradients.
+        hooked: outputs with hooks, or that retain their gradients.
+
+    Raises:
+        UnsupportedError: gradients are to be differentiated, or checked, or flow past a hook.
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"gradients of {program.model} are to have a graph of their own (create_graph=True), and a program computes "
+            "them without. Take gradients that are differentiated again in forward, by torch.autograd.grad there."
+        )
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise UnsupportedError(
+            "torch.autograd.set_detect_anomaly looks for nan in gradients, which it cannot in shards (DTensor). Pass "
+            "check_nan=False, or look for it in the model before graphshard.compile."
+        )
+    for name in hooked:
+        later = sorted(set(given) & _computed_from(program, name))
+        if later:
+            raise UnsupportedError(
+                f"output {name} of {program.model} has a hook, or retains its gradient, and output {later[0]}, which "
+                f"forward computes from it, has a gradient: it flows through the program, past the hook. Register the "
+                f"hook in forward, or compute output {later[0]} from output {name} outside of the model."
+            )
+
+
+# A node of a graph, and the call of the region that it is in; None outside of regions.
+_Value: TypeAlias = tuple[Node | None, Node]
+
+
+def _computed_from(program: Program, name: str) -> set[str]:
+    """Other outputs that are computed from one."""
+    forward = program.phases["forward"]
+    outputs = [(slot.name, value) for value, slot in zip(forward.results, forward.outputs) if slot.kind == "output"]
+    values = {output: _Values(program).copied((None, value)) for output, value in outputs if isinstance(value, Node)}
+    return {output for output in values if output != name and _Values(program).reaches(values[output], values[name])}
+
+
+class _Values:
+    """What values of a lowered forward are computed from, within regions as outside of them."""
+
+    def __init__(self, program: Program) -> None:
+        self._regions = {name: program.regions[key].module.graph for name, key in program.region_names.items()}
+
+    def reaches(self, value: _Value, source: _Value) -> bool:
+        """Whether a value is another one, or is computed from it."""
+        seen: set[_Value] = set()
+        left = [value]
+        while left:
+            now = left.pop()
+            if now == source:
+                return True
+            if now not in seen:
+                seen.add(now)
+                left += self._sources(now)
+        return False
+
+    def copied(self, value: _Value) -> _Value:
+        """What a value is a copy of: capture copies outputs that share memory with others."""
+        while value[1].target in (aten.clone.default, operator.getitem) or (value[0] and value[1].op == "placeholder"):
+            sources = self._sources(value)
+            if len(sources) != 1:
+                break
+            (value,) = sources
+        return value
+
+    def _sources(self, value: _Value) -> list[_Value]:
+        call, node = value
+        if call is not None and node.op == "placeholder":
+            place = list(self._graph_of(call).find_nodes(op="placeholder")).index(node)
+            return [(None, call.args[0][place])]  # type: ignore[index, list-item]
+        if call is None and node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
+            (made,) = node.all_input_nodes
+            results = self._graph_of(made).find_nodes(op="output")
+            if not results:  # a file has the code of regions alone: any output may be made of another
+                return [(None, other) for other in (*made.users, *made.all_input_nodes)]
+            return [(made, results[0].args[0][node.args[1]])]
+        return [(call, source) for source in node.all_input_nodes]
+
+    def _graph_of(self, call: Node) -> Graph:
+        return self._regions[str(call.target)]
