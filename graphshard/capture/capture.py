@@ -27,7 +27,7 @@ from graphshard.capture.checkpoints import mark_checkpoints
 from graphshard.capture.collectives import settle_collectives
 from graphshard.capture.cuda_constants import settle_constants
 from graphshard.capture.cuda_operators import check_for_cuda
-from graphshard.capture.diagnose import explain_failure
+from graphshard.capture.diagnose import explain_failure, is_raised_by_user
 from graphshard.capture.eager_kernels import eager_kernels
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extended, Extensions
@@ -118,6 +118,7 @@ def capture(
     Raises:
         CaptureError: the forward cannot be traced, or a dimension that is declared dynamic cannot be; the message
             names the line of the user's code.
+        Exception: what forward itself raises.
         ArgumentError, InputError: `dynamic_shapes` does not fit the inputs.
     """
     _check_extended(module, spec)
@@ -139,7 +140,10 @@ def capture(
             if reason is None or isinstance(error.__cause__, Untraceable):  # others may come of the path
                 reason = error
             if _says_nested(error) or not path.concede():  # the other path has other values, not other bits
-                raise reason from reason.__cause__
+                cause = reason.__cause__
+                if cause is not None and is_raised_by_user(cause):
+                    raise cause from None
+                raise reason from cause
     joint, flat, inputs = traced
     if stands_in():
         settle_constants(joint.graph)

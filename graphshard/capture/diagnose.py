@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import re
 import traceback
@@ -26,6 +27,17 @@ def explain_failure(error: Exception, cls: type[nn.Module]) -> CaptureError:
     if isinstance(error, Untraceable) and error.line:
         frame = traceback.FrameSummary(*error.line, "forward")
     return _capture_error(cls, frame, _kind(error, _source(frame)), cause)
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Whether a `raise` or `assert` of the user's code has raised an exception, as it would in eager mode."""
+    traced = error.__traceback__
+    while traced is not None and traced.tb_next is not None:
+        traced = traced.tb_next
+    if traced is None or isinstance(error, Untraceable) or not is_users(traced.tb_frame.f_code.co_filename):
+        return False
+    steps = dis.get_instructions(traced.tb_frame.f_code)
+    return any(step.offset == traced.tb_lasti and step.opname == "RAISE_VARARGS" for step in steps)
 
 
 def line_of(error: Exception) -> str:

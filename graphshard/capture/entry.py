@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphshard.ir.state import MISSING
@@ -29,6 +30,7 @@ class Entry:
         functools.update_wrapper(self, getattr(module, method))
         self._module, self._name, self._run, self._method = module, name, run, method
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._name, self._method, self._module, args, kwargs)
 

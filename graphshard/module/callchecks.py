@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -31,6 +31,21 @@ def check_same_modules(module: nn.Module, params: Sequence[ParamRef]) -> None:
                 )
     for alias in aliases(module, params):
         alias.check()
+
+
+def check_still_trained(added_up: Collection[str], params: Sequence[ParamRef], names: Mapping[str, str]) -> None:
+    """Raise ParameterError if a parameter was frozen of which microbatches have added gradients up.
+
+    Args:
+        added_up: names in the model of those parameters.
+        names: in the model, by those here.
+    """
+    for ref in params:
+        if names[ref.row.name] in added_up and not ref.param.requires_grad:
+            raise ParameterError(
+                f"parameter {names[ref.row.name]} was frozen between microbatches, and what they have added up of its "
+                "gradient would be left out. Freeze it between steps; reset_iter_state() forgets what was added up."
+            )
 
 
 def check_no_new_parameters(module: nn.Module, table: ParamTable) -> None:

@@ -19,7 +19,7 @@ from graphshard.capture.signature import Signature
 from graphshard.ir.program import Program
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.torch_internals import forget_sources
-from graphshard.module.callchecks import check_materialized, check_not_transformed
+from graphshard.module.callchecks import check_materialized, check_not_transformed, check_still_trained
 from graphshard.module.executables import Executables, Installed
 from graphshard.module.guard import Guard
 from graphshard.module.leave import leave
@@ -107,6 +107,8 @@ class Runner(Maker):
         if not self.materialized:
             check_materialized(module, tracer.params, tracer.spec.device, tracer.storage.device)
             self.materialized = True
+        if signature.grad and (added_up := self.accumulation.added_up):
+            check_still_trained(added_up, tracer.params, tracer.model_names)
         if self.to_install and self.library is not None:
             self.to_install = False
             self.library.install(module, self)

@@ -9,6 +9,7 @@ import copy
 import functools
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphshard.capture.entry import OF_UNITS, Entry, install_entries
@@ -61,7 +62,8 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
         return self._graphshard.call(self, args, kwargs)
 
-    return unit_class(cls, ShardedModule, forward=forward)
+    # torch.compile of what calls the model compiles the rest of it.
+    return unit_class(cls, ShardedModule, forward=torch.compiler.disable(forward))
 
 
 def attach(module: nn.Module, runner: Runner) -> None:

@@ -58,6 +58,11 @@ class Accumulation:
         """Of a copy of the model, which was not called yet."""
         return Accumulation(set(self.unsynced), set(self.unreplicated), copy.deepcopy(self.sums, memo))
 
+    @property
+    def added_up(self) -> set[str]:
+        """Names of parameters of which earlier microbatches have left gradients."""
+        return {left.name for left in self.sums if left.kind != "pending"}
+
     def begin(self) -> None:
         """A call outside of backward: what the last one left to a part of it that never came is forgotten."""
         if number_of_backward() == -1:

@@ -1,4 +1,4 @@
-"""What a backward cannot do: the gradients of a call are computed by one node of autograd's, which has no graph inside."""
+"""What a backward cannot do: one node of autograd's computes the gradients of a call, and there is no graph in it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def check_backward(program: Program, given: Collection[str], hooked: Collection[
     """
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            f"gradients of {program.model} are to have a graph of their own (create_graph=True), and a program computes "
-            "them without. Take gradients that are differentiated again in forward, by torch.autograd.grad there."
+            f"gradients of {program.model} are to have a graph of their own (create_graph=True), and a program "
+            "computes them without. In forward, torch.autograd.grad(..., create_graph=True) is traced with the rest."
         )
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         raise UnsupportedError(

@@ -279,7 +279,8 @@ def fit(plan: Plan, made_for: Outline, program: Program) -> Plan | None:
     """
     wanted = outline(program, plan.kept)
     if {name: tuple(part) for name, part in made_for.items()} == wanted:
-        return plan
+        # What is kept from forward to backward may be another: it is not among the positions.
+        return plan if program.few is not None else _accounted(plan, program)
     events = {}
     for name, given in plan.events.items():
         placed = _fit_events(given, plan, made_for[name], wanted[name])
@@ -288,8 +289,12 @@ def fit(plan: Plan, made_for: Outline, program: Program) -> Plan | None:
         events[name] = placed
     if program.few is not None:
         raise Uneven("ranks have graphs of other sizes")
-    moved = replace(plan, events=events)
-    return replace(moved, gathered_bytes=gathered_of(moved, _keeping(program, plan.kept)))
+    return _accounted(replace(plan, events=events), program)
+
+
+def _accounted(plan: Plan, program: Program) -> Plan:
+    """The plan with the bytes that it lets live at once."""
+    return replace(plan, gathered_bytes=gathered_of(plan, _keeping(program, plan.kept)))
 
 
 def _keeping(program: Program, kept: Sequence[str]) -> Program:
