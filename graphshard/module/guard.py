@@ -60,6 +60,7 @@ class Guard:
         self.state, self._root, self._label = state, root, label
         self._names = {id(module): name for name, module in root.named_modules()}
         self._from_file = any(read.witness is UNSEEN for read in (*state.reads, *state.hooks))
+        self._owners = _with_parameters(root)
         self._unbound = next(self._bind(), "")
         if self._unbound and not self._from_file:
             raise CaptureError(f"{label} is another model after its capture than before: {self._unbound}")
@@ -70,7 +71,8 @@ class Guard:
         """What is not as it was, in words; "" if the program can run."""
         self.moved, self.number = False, None
         why = self._unbound or next(self._changes(), "")
-        if why and self._from_file:  # an object of the same description may have taken a place
+        if why and self._from_file and _with_parameters(self._root) == self._owners:
+            # An object of the same description may have taken a place; parameters are those of the modules they were.
             self._unbound = next(self._bind(), "")
             why = self._unbound or next(self._changes(), "")
         return why
@@ -168,6 +170,11 @@ class Guard:
             self.number = read.place
         now = text_at(read.place, value, self._names, read.free)
         return f"{read.place.of(self._label)} was {read.text} and is {now}"
+
+
+def _with_parameters(root: nn.Module) -> dict[str, nn.Module]:
+    """Modules that have parameters, by name."""
+    return {name: module for name, module in root.named_modules() if module._parameters}
 
 
 def differences(state: ModuleState, root: nn.Module) -> Iterator[tuple[Place, str, str]]:

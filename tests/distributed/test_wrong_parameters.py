@@ -115,6 +115,31 @@ def _wrong_later(rank: int, world_size: int) -> None:
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     with pytest.raises(graphshard.ParameterError, match=r"head.weight was tied to embed.weight when"):
         model(torch.tensor([1, 2]))
+    for change, what in (
+        (lambda m: setattr(m, "head", nn.Linear(8, 3)), r"module head, which has the parameter head.weight, was exch"),
+        (
+            lambda m: setattr(m, "head", nn.Linear(8, 7)),
+            "module head, which has the parameter head.weight, was exchang",
+        ),
+        (
+            lambda m: setattr(m, "blocks", m.blocks[:1]),
+            r"module blocks.1.up, which has .*blocks.1.up.weight, was removed",
+        ),
+        (lambda m: setattr(m, "blocks", m.blocks[::-1]), r"blocks.0.up,.* was exchanged for.*and is blocks.1.up now"),
+        (lambda m: m.blocks.insert(0, nn.Identity()), r"module blocks.0.up, .* was removed .*, and is blocks.1.up now"),
+        (lambda m: setattr(m, "stem", nn.Sequential(m.stem)), r"module stem, .* was exchanged .*, and is stem.0 now"),
+    ):
+        for called in (False, True):
+            model = _compiled_net()
+            if called:
+                model(x)
+            change(model)
+            with pytest.raises(graphshard.ParameterError, match=what):
+                model(x)
+    model = graphshard.compile(Tied(), world_mesh(), backend="eager")
+    model.head = nn.Linear(5, 7, bias=False)
+    with pytest.raises(graphshard.ParameterError, match=r"head.weight was tied to embed.weight when"):
+        model(torch.tensor([1, 2]))
     with pytest.raises(graphshard.ArgumentError, match="Block is a part of a compiled model"):
         graphshard.compile(_compiled_net().blocks[0], world_mesh())
 
