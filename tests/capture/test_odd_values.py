@@ -1,0 +1,64 @@
+"""Values and calls that few models have: complex numbers, slices as results, a class that overrides `__call__`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import graphshard
+from tests.ranks import FakeWorld
+
+
+@pytest.fixture
+def mesh(fake_world: FakeWorld) -> DeviceMesh:
+    fake_world(1)
+    return init_device_mesh("cpu", (1,))
+
+
+class _Complex(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * 2j + 1j).imag
+
+
+class _Slices(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, slice]:
+        return super().forward(x), slice(0, len(x))
+
+
+class _Called(nn.Linear):
+    """Counts, and changes what forward returns."""
+
+    calls = 0
+
+    def __call__(self, x: Tensor) -> Any:
+        self.calls += 1
+        return super().__call__(x) + 100
+
+
+class _Outer(nn.Module):
+    def __init__(self, *_: int) -> None:
+        super().__init__()
+        self.called = _Called(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.called(x) * self.called.calls
+        return y
+
+
+@pytest.mark.parametrize("cls", [_Complex, _Slices, _Called, _Outer])
+def test_as_in_eager_mode(mesh: DeviceMesh, cls: Any) -> None:
+    """The first two were errors of graphshard's own; `__call__` of the compiled class ran twice."""
+    plain = cls(4, 4)
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    for scale in (1, 2):
+        mine, expected = ours(torch.ones(2, 4) * scale), plain(torch.ones(2, 4) * scale)
+        if isinstance(expected, tuple):
+            assert mine[1:] == expected[1:]
+            mine, expected = mine[0], expected[0]
+        assert torch.equal(mine, expected)
+    assert getattr(ours, "calls", 0) == getattr(plain, "calls", 0)

@@ -1,0 +1,143 @@
+"""Backwards that would silently be others than those of eager mode are refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import graphshard
+from graphshard.ir.errors import UnsupportedError
+from tests.ranks import FakeWorld
+
+
+class _Net(nn.Module):
+    """A hidden state, what is computed from it, and what is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.other = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.first(x).tanh()
+        self.feature = h * 2
+        return h, self.second(self.feature), self.other(x)
+
+
+@pytest.fixture
+def mesh(fake_world: FakeWorld) -> DeviceMesh:
+    fake_world(1)
+    return init_device_mesh("cpu", (1,))
+
+
+def _twins(mesh: DeviceMesh, backend: str = "eager") -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = _Net()
+    return graphshard.compile(copy.deepcopy(plain), mesh, backend=backend), plain  # type: ignore[arg-type]
+
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+PAST = r"output \d of _Net has a hook, or retains its gradient, and output \d, which forward computes from it"
+
+
+def _scale(grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+REFUSED: dict[str, Callable[[Any], Tensor]] = {
+    "hook": lambda net: (out := net(X), out[0].register_hook(_scale), out[1].sum())[2],
+    "hook, and a gradient of its own": lambda net: (
+        out := net(X),
+        out[0].register_hook(_scale),
+        out[1].sum() + out[0].sum(),
+    )[2],
+    "retained": lambda net: (out := net(X), out[0].retain_grad(), out[1].sum())[2],
+    "retained, in an attribute": lambda net: (out := net(X), net.feature.retain_grad(), out[1].sum())[2],
+}
+ALLOWED: dict[str, Callable[[Any], Tensor]] = {
+    "hook on what is not on the way": lambda net: (out := net(X), out[2].register_hook(_scale), sum(out).sum())[2],
+    "hook behind": lambda net: (out := net(X), out[1].register_hook(_scale), (out[0] + out[1]).sum())[2],
+    "gradients of that alone": lambda net: (out := net(X), out[0].register_hook(_scale), out[0].sum())[2],
+    "no hook": lambda net: sum(net(X)).sum(),  # type: ignore[misc]
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_gradients_that_flow_past_a_hook(mesh: DeviceMesh, name: str, backend: str) -> None:
+    """Outputs of a program are siblings: a hook saw a part of the gradient, and what it returned was lost on the rest."""
+    net, _ = _twins(mesh, backend)
+    loss = REFUSED[name](net)
+    with pytest.raises(UnsupportedError, match=rf"{PAST}.*Register the hook in forward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_hooks_that_see_all(mesh: DeviceMesh, name: str) -> None:
+    grads = []
+    for net in _twins(mesh):
+        ALLOWED[name](net).backward()
+        grads.append([None if p.grad is None else _whole(p.grad) for p in net.parameters()])
+    for mine, expected in zip(*grads, strict=True):
+        assert mine is expected is None or torch.equal(mine, expected)
+
+
+def _whole(grad: Any) -> Any:
+    return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+
+
+def test_in_a_file(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """Which has the code of regions, and not their operators: what may be computed from it counts."""
+    path = graphshard.export(_Net(), (1,), tmp_path / "net.gshard", example_inputs=(X,), backend="eager")
+    net = graphshard.load(path, _Net(), mesh)
+    loss = REFUSED["hook"](net)
+    with pytest.raises(UnsupportedError, match=PAST):
+        loss.backward()
+    ALLOWED["no hook"](net).backward()
+
+
+def test_outputs_that_are_one_tensor(mesh: DeviceMesh) -> None:
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = super().forward(x)
+            return y, y.view(-1)
+
+    net = graphshard.compile(Twice(4, 4), mesh, backend="eager")
+    one, other = net(X)
+    one.register_hook(_scale)
+    with pytest.raises(UnsupportedError, match="output 0 of Twice has a hook.*output 1"):
+        other.sum().backward()
+
+
+def test_gradients_of_gradients(mesh: DeviceMesh) -> None:
+    """They had no graph, and what was computed of them was left out of the next backward, silently."""
+    net, _ = _twins(mesh)
+    x = X.clone().requires_grad_()
+    with pytest.raises(
+        UnsupportedError, match=r"gradients of _Net are to have a graph of their own \(create_graph=True\)"
+    ):
+        torch.autograd.grad(net(x)[1].sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedError, match="create_graph"):
+        net(x)[1].sum().backward(create_graph=True)
+    net(x)[1].sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in CallBackward")
+def test_looking_for_nan(mesh: DeviceMesh) -> None:
+    """torch looks for it in gradients, which are DTensors, and failed there."""
+    net, plain = _twins(mesh)
+    with torch.autograd.set_detect_anomaly(True):
+        loss = net(X)[1].sum()
+        with pytest.raises(UnsupportedError, match=r"set_detect_anomaly.*check_nan=False"):
+            loss.backward()
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        for each in (net, plain):
+            each(X)[1].sum().backward()
+    assert torch.equal(_whole(net.first.weight.grad), plain.first.weight.grad)  # type: ignore[union-attr]
