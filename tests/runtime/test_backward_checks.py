@@ -94,7 +94,8 @@ def _whole(grad: Any) -> Any:
 
 def test_in_a_file(mesh: DeviceMesh, tmp_path: Path) -> None:
     """Which has the code of regions, and not their operators: what may be computed from it counts."""
-    path = graphshard.export(_Net(), (1,), tmp_path / "net.gshard", example_inputs=(X,), backend="eager")
+    calls = [graphshard.Call((X,), gradients=[(1,), (0, 1, 2)])]
+    path = graphshard.export(_Net(), (1,), tmp_path / "net.gshard", calls=calls, backend="eager")
     net = graphshard.load(path, _Net(), mesh)
     loss = REFUSED["hook"](net)
     with pytest.raises(UnsupportedError, match=PAST):
