@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from graphshard.capture.changes import Node, attributes_of
+from graphshard.capture.changes import KINDS, Node, attributes_of
 from graphshard.capture.hooks import users_hooks
 from graphshard.capture.untraceable import Located, is_users
 from graphshard.capture.witness import is_container
@@ -60,6 +60,10 @@ def _with_containers(node: Node) -> Iterator[Node]:
 
 def _changed(node: Node) -> Iterator[Place]:
     now, before = _named(node.now()), _named(node.content)
+    for kind in KINDS if node.is_module else ():
+        for name in dict.fromkeys((*node.before[kind], *now[kind])):
+            if now[kind].get(name, MISSING) is not node.before[kind].get(name, MISSING):
+                yield node.step(name)
     for name in dict.fromkeys((*before, *now)):
         if now.get(name, MISSING) is not before.get(name, MISSING):
             yield node.place if node.has_items else node.step(name)

@@ -45,7 +45,7 @@ class Node:
     def of(owner: Any, place: Place, content: Any) -> Node:
         """As something is now."""
         node = Node(owner, place, contents_of(content), contents_of(content), isinstance(owner, nn.Module))
-        for kind in _KINDS if node.is_module else ():
+        for kind in KINDS if node.is_module else ():
             node.before[kind] = dict(content[kind])
         return node
 
@@ -113,7 +113,7 @@ class Node:
         if not _same(contents_of(content), self.content):
             content.clear()
             (content.update if isinstance(content, (dict, set)) else content.extend)(self.content)
-        for kind in _KINDS if self.is_module else ():
+        for kind in KINDS if self.is_module else ():
             content[kind].clear()
             content[kind].update(self.before[kind])
 
@@ -165,7 +165,7 @@ class Changes:
             yield from self._of_buffers(node)
         for name in dict.fromkeys((*node.before, *now)):
             old, new = node.before.get(name, MISSING), now.get(name, MISSING)
-            if new is old or (node.is_module and (name in _KINDS or name in OF_PARAMETERS or name == "forward")):
+            if new is old or (node.is_module and (name in KINDS or name in OF_PARAMETERS or name == "forward")):
                 continue
             place, key = node.step(name), (id(node.owner), name)
             if {type(old), type(new)} <= {int, float} and (key in self.reads or node.has_items):
@@ -181,7 +181,7 @@ class Changes:
     def _of_buffers(self, node: Node) -> Iterator[Write]:
         """Buffers are attributes of another kind; parameters and modules cannot be made while forward runs."""
         now = attributes_of(node.owner)
-        for kind in _KINDS:
+        for kind in KINDS:
             before = node.before[kind]
             for name in dict.fromkeys((*before, *now[kind])):
                 if now[kind].get(name, MISSING) is not before.get(name, MISSING):
@@ -249,7 +249,7 @@ _OF_MODULES = (
     "is a parameter or a module. Make and exchange it outside, or call the model before compile, if only its first "
     "call does this"
 )
-_KINDS = ("_parameters", "_buffers", "_modules")
+KINDS = ("_parameters", "_buffers", "_modules")
 
 
 def contents_of(content: Any) -> Any:

@@ -22,6 +22,7 @@ from graphshard.ir.torch_internals import forget_sources
 from graphshard.module.callchecks import check_materialized, check_not_transformed, check_still_trained
 from graphshard.module.executables import Executables, Installed
 from graphshard.module.guard import Guard
+from graphshard.module.held import check_held
 from graphshard.module.leave import leave
 from graphshard.module.maker import Maker
 from graphshard.module.tracer import Tracer, entry_name
@@ -276,6 +277,8 @@ class Runner(Maker):
             make_backward = self.backwards(program, signature)
             follows_strides = make_backward is not None and self.tracer.options.backend == "eager"
         tracer, names = self.tracer, self.tracer.model_names
+        guard = Guard(program.state, module, tracer.spec.forward_class.__name__)
+        check_held(program, module, guard, signature)
         codes = Codes(program, self.mesh, self.groups, self.agreement.peers, self.custom, self.replaying)
         values = Values(program, module, tracer.params, self.mesh, names, self.unsharded, tracer.spec.experts)
         executable = Executable(
@@ -292,7 +295,7 @@ class Runner(Maker):
             follows_strides=follows_strides,
             defers=defers,
         )
-        installed = Installed(executable, Guard(program.state, module, self.tracer.spec.forward_class.__name__))
+        installed = Installed(executable, guard)
         self.executables.add(signature, installed)
         self.programs.append(program)
         return installed

@@ -19,7 +19,7 @@ def check_apart(tensors: Sequence[torch.Tensor], written: Collection[int]) -> No
     Raises:
         InputError: one of these shares memory with another input.
     """
-    spans = [_span(tensor) for tensor in tensors]
+    spans = [span_of(tensor) for tensor in tensors]
     for number in written:
         begin, end = spans[number]
         for other, (first, last) in enumerate(spans):
@@ -31,7 +31,7 @@ def check_apart(tensors: Sequence[torch.Tensor], written: Collection[int]) -> No
                 )
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses from the first element to the end of the last; nothing of what has no memory here."""
     if tensor.numel() == 0 or tensor.is_meta or tensor.layout is not torch.strided:
         return 0, 0
