@@ -163,6 +163,13 @@ class Changes:
         now = contents_of(node.now())
         if node.is_module:
             yield from self._of_buffers(node)
+        kept = [name for name in node.before if name in now]
+        if node.has_items and kept != [name for name in now if name in node.before]:
+            where = f" at {node.line}" if node.line else ""
+            raise Located(
+                f"graphshard cannot capture {self.label}.forward{where}: it puts the items of {node.place} into "
+                "another order, in which a program would not leave them. Keep the order in a list of the keys."
+            )
         for name in dict.fromkeys((*node.before, *now)):
             old, new = node.before.get(name, MISSING), now.get(name, MISSING)
             if new is old or (node.is_module and (name in KINDS or name in OF_PARAMETERS or name == "forward")):

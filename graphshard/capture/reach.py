@@ -202,7 +202,9 @@ class Reach:
                     self.reads[id(value), f"args[{number}]"] = self.witnessed(at, item)
                     if self.prepared(item, at) is not item:
                         self.refuse(at)
-            self._reach_items(value.keywords, place.then("attribute", "keywords"))
+            keywords = place.then("attribute", "keywords")
+            self.reads[id(value), "keywords"] = self.witnessed(keywords, value.keywords)
+            self._reach_items(value.keywords, keywords)
         elif isinstance(value, types.FunctionType) and id(value) not in self.nodes:
             deep = sum(kind == "global" for kind, _ in place.path)
             if is_users(value.__code__.co_filename) and deep <= _GLOBALS_OF_GLOBALS:

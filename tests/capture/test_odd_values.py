@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
+from graphshard.ir.errors import CaptureError
 from tests.ranks import FakeWorld
 
 
@@ -62,3 +64,45 @@ def test_as_in_eager_mode(mesh: DeviceMesh, cls: Any) -> None:
             mine, expected = mine[0], expected[0]
         assert torch.equal(mine, expected)
     assert getattr(ours, "calls", 0) == getattr(plain, "calls", 0)
+
+
+class _Recent(nn.Module):
+    """Keeps what was used last at the end of a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.used: dict[int, int] = {2: 1, 3: 1}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.used[len(x)] = self.used.pop(len(x)) + 1
+        y: Tensor = self.linear(x) * next(iter(self.used))
+        return y
+
+
+def test_an_order_that_forward_changes(mesh: DeviceMesh) -> None:
+    """The items were left where they had been, silently."""
+    ours = graphshard.compile(_Recent(), mesh, backend="eager")
+    with pytest.raises(CaptureError, match=r"_Recent.forward at .*: it puts the items of used into another order"):
+        ours(torch.ones(2, 4))
+    assert ours.used == {2: 1, 3: 1}
+
+
+class _Partial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = functools.partial(torch.mul, other=2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.linear(x))
+
+
+def test_keywords_of_a_partial_that_change(mesh: DeviceMesh) -> None:
+    """They were those of the capture."""
+    plain = _Partial()
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    for other in (2.0, 7.0, torch.full((4,), 3.0), 2.0):
+        for model in (plain, ours):
+            model.scale.keywords["other"] = other
+        assert torch.equal(ours(torch.ones(2, 4)), plain(torch.ones(2, 4)))
