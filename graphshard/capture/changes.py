@@ -18,6 +18,7 @@ from graphshard.capture.outer import OF_PARAMETERS, attributes_of, getter, put, 
 from graphshard.capture.untraceable import Located
 from graphshard.capture.witness import FUNCTIONS, PLAIN, is_container
 from graphshard.ir.state import MISSING, Constant, Counted, Given, Made, Old, Place, Result, StepKind, Term, Write
+from graphshard.ir.unbacked_internals import is_unknown
 
 
 @dataclass
@@ -131,7 +132,7 @@ class Changes:
         own: parameters and buffers.
         results: the leaves of forward's result.
         given: the tensors that the run was given.
-        made: tensors that forward left, and that are neither results nor given.
+        made: tensors, and numbers that depend on values, that forward left, and that are neither results nor given.
         followable: places of numbers that were read and changed, and of lists that grew.
     """
 
@@ -143,7 +144,7 @@ class Changes:
     own: Collection[torch.Tensor]
     results: Sequence[Any]
     given: Sequence[Any]
-    made: list[torch.Tensor] = field(default_factory=list)
+    made: list[Any] = field(default_factory=list)
     followable: set[Place] = field(default_factory=set)
 
     def __iter__(self) -> Iterator[Write]:
@@ -224,6 +225,9 @@ class Changes:
             return self._tensor(value, place, line)
         if id(value) in self.nodes:
             return Old(self.nodes[id(value)].place)
+        if isinstance(value, (torch.SymInt, torch.SymFloat)) and is_unknown(value):
+            self.made.append(value)
+            return Result(len(self.results) + len(self.made) - 1)
         if isinstance(value, torch.SymInt):
             value = int(value)
         if isinstance(value, (*PLAIN, *FUNCTIONS, type)):

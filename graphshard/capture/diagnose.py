@@ -87,6 +87,8 @@ def _kind(error: Exception, line: str) -> str:
         return error.kind
     if "data is not allocated yet" in str(error):  # code in C has read a traced tensor
         return "item"
+    if "expression zuf" in str(error) and "int(" not in line:  # a float that an operator, or Python, must know
+        return "item"
     if not any(word in type(error).__name__ for word in ("DataDependent", "Untraceable", "UserError", "Unbacked")):
         # torch 2.11 raises a RuntimeError.
         if "DeviceMismatch" in type(error).__name__ or "found two different devices" in str(error):

@@ -226,7 +226,7 @@ class FlatForward(nn.Module):
 
 
 def _is_computed(leaf: Any) -> bool:
-    return isinstance(leaf, (torch.Tensor, torch.SymInt))
+    return isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat))
 
 
 @dataclass

@@ -22,7 +22,7 @@ from graphshard.capture.results import in_parts
 from graphshard.capture.untraceable import Untraceable
 
 _PLAIN = (
-    *(torch.Tensor, torch.SymInt, int, float, complex, bool, str, type(None), slice),
+    *(torch.Tensor, torch.SymInt, torch.SymFloat, int, float, complex, bool, str, type(None), slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 

@@ -32,12 +32,14 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 # What graphs compute sizes with.
 SIZE_OPERATORS: tuple[Callable[..., Any], ...] = (
     *_OPERATORS.values(),
-    *(operator.neg, torch.sym_max, torch.sym_min),
+    *(operator.truediv, operator.neg, torch.sym_max, torch.sym_min),
     *(operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne),
 )
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Max": torch.sym_max,
     "Min": torch.sym_min,
+    "FloatTrueDiv": operator.truediv,
+    "IntTrueDiv": operator.truediv,
     "Mod": operator.mod,
     "PythonMod": operator.mod,
     "Eq": operator.eq,
@@ -100,7 +102,7 @@ def parse_size(text: str, sizes: Mapping[str, Any]) -> Any:
 
     def value(node: ast.expr) -> Any:
         match node:
-            case ast.Constant(value=int() as number):
+            case ast.Constant(value=int() | float() as number):
                 return number
             case ast.Name(id=name) if name in sizes:
                 return sizes[name]

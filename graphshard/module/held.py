@@ -25,7 +25,8 @@ def check_held(program: Program, module: nn.Module, guard: Guard, signature: Sig
     attributes = {str(given + i): str(places[0]) for i, places in enumerate(program.state.inputs)}
     buffers = {slot.name for slot in forward.inputs if slot.kind == "buffer"}
     buffers |= {slot.name for slot in written if slot.of == "buffer"}
-    held = {name: module.get_buffer(name) for name in sorted(buffers)}
+    # Constants of the program are buffers of its own.
+    held = {name: module.get_buffer(name) for name in sorted(buffers - program.constants.keys())}
     held |= dict(zip(attributes.values(), guard.tensors()))
     spans = {name: span_of(tensor) for name, tensor in held.items()}
     for slot in written:
