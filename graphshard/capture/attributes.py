@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.capture.changes import Changes, Node
+from graphshard.capture.changes import KINDS, Changes, Node
 from graphshard.capture.class_settings import ClassSettings
 from graphshard.capture.environment import watched_environment
 from graphshard.capture.hooks import users_hooks
@@ -44,7 +44,6 @@ from graphshard.ir.torch_internals import replaced
 
 # Methods of torch's modules.
 _TORCHS_METHODS = frozenset(vars(nn.Module)) - {"forward"}
-_OWN = ("_parameters", "_buffers", "_modules")
 # What runs, of what a class has.
 _CODE = (types.FunctionType, staticmethod, classmethod, property)
 
@@ -272,14 +271,14 @@ class Recorder:
     def _not_there(self, node: Node, name: str) -> None:
         """An object has no attribute of its own of a name. That a module has no forward of its own is the rule."""
         key = id(node.owner), name
-        own = node.is_module and any(name in attributes_of(node.owner)[kind] for kind in _OWN)
+        own = node.is_module and any(name in attributes_of(node.owner)[kind] for kind in KINDS)
         if key not in self.lines and not own and not (node.is_module and name == "forward"):
             self.reach.reads.setdefault(key, Read(node.place.then("attribute", name), "missing", (), MISSING))
 
     def _of_hidden_module(self, node: Node, name: str) -> Any:
         """A parameter, buffer or child of a module that is no submodule, such as one in a list."""
         place = node.place.then("attribute", name)
-        for kind in _OWN:
+        for kind in KINDS:
             found = attributes_of(node.owner)[kind].get(name)
             if isinstance(found, torch.Tensor):
                 return self.reach.tensor(found, place)

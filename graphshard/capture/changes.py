@@ -260,6 +260,7 @@ _OF_MODULES = (
     "is a parameter or a module. Make and exchange it outside, or call the model before compile, if only its first "
     "call does this"
 )
+# What modules hold in dicts of their own.
 KINDS = ("_parameters", "_buffers", "_modules")
 
 

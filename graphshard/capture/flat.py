@@ -38,7 +38,7 @@ from graphshard.capture.inputs import as_given
 from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
 from graphshard.capture.outside import no_outside_values
-from graphshard.capture.required import required
+from graphshard.capture.required import Required
 from graphshard.capture.seeds import no_seeds
 from graphshard.capture.substitute import Substitute
 from graphshard.capture.tensor_axis import OneCast, distributed
@@ -147,7 +147,7 @@ class FlatForward(nn.Module):
             stack.enter_context(idle_conversions())
             pairs = [(new, old) for new, old in zip(leaves, self._call[0]) if isinstance(old, torch.Tensor)]
             stack.enter_context(asked(pairs, [(used[o.slot], o.tensor) for o in self._owned]))
-            stack.enter_context(required([new for new, _ in pairs], [used[o.slot] for o in self._owned], self._learned))
+            stack.enter_context(Required([new for new, _ in pairs], [used[o.slot] for o in self._owned], self._learned))
             own = {id(o.tensor): used[o.slot] for o in self._owned}
             stack.enter_context(Substitute(own))
             if self._one_cast is not None:

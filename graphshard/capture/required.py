@@ -8,7 +8,6 @@ x.requires_grad_(False)         an error, as is any change of a parameter or buf
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,23 +25,18 @@ _SETTERS = (Tensor.requires_grad_, _SETTER)
 _DETACHING = (Tensor.detach, vars(torch._C.TensorBase)["data"].__get__)
 
 
-@contextlib.contextmanager
-def required(inputs: Sequence[Tensor], owned: Sequence[Tensor], learned: Learned) -> Iterator[None]:
-    """In the block, inputs that forward makes require a gradient are learned.
+class Required(TorchFunctionMode):
+    """While this is open, inputs that forward makes require a gradient are learned.
 
     Args:
         inputs: of a call, as they are traced.
         owned: parameters and buffers, in the same way.
 
-    Raises, in the block:
-        Untraceable: forward changes otherwise what requires a gradient.
+    Raises, where forward changes that:
+        Untraceable: it changes otherwise what requires a gradient.
         Rerun: something was learned.
     """
-    with _Required(inputs, owned, learned):
-        yield
 
-
-class _Required(TorchFunctionMode):
     def __init__(self, inputs: Sequence[Tensor], owned: Sequence[Tensor], learned: Learned) -> None:
         super().__init__()
         self._numbers = {id(tensor): number for number, tensor in enumerate(inputs)}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from graphshard.capture.entry import OF_UNITS, Entry
+from graphshard.capture.entry import OF_UNITS, Entry, is_compiled
 from graphshard.ir.classes import users_class
 from graphshard.ir.distributed_internals import ShardPlacementResult, is_replicated
 from graphshard.ir.errors import ArgumentError, UnsupportedError
@@ -105,7 +105,7 @@ def check_model(model: Any, *, in_parts: bool = False) -> None:
             shown = brief(name)
             raise ArgumentError(f"{what}: the name {shown} has a character that no file takes. Rename it.") from None
     for name, sub in (("", model),) if in_parts else model.named_modules():
-        if "_graphshard" in sub.__dict__ or (name and not OF_UNITS.isdisjoint(sub.__dict__)):
+        if is_compiled(sub) or (name and not OF_UNITS.isdisjoint(sub.__dict__)):
             which = f"its submodule {name!r} is" if name else "it is"
             raise ArgumentError(
                 f"{what}: {cls.__name__} cannot be compiled: {which} already compiled. Compile the root module, once."

@@ -52,8 +52,9 @@ def _computed_from(program: Program, name: str) -> set[str]:
     """Other outputs that are computed from one."""
     forward = program.phases["forward"]
     outputs = [(slot.name, value) for value, slot in zip(forward.results, forward.outputs) if slot.kind == "output"]
-    values = {output: _Values(program).copied((None, value)) for output, value in outputs if isinstance(value, Node)}
-    return {output for output in values if output != name and _Values(program).reaches(values[output], values[name])}
+    within = _Values(program)
+    values = {output: within.copied((None, value)) for output, value in outputs if isinstance(value, Node)}
+    return {output for output in values if output != name and within.reaches(values[output], values[name])}
 
 
 class _Values:

@@ -279,22 +279,20 @@ def fit(plan: Plan, made_for: Outline, program: Program) -> Plan | None:
     """
     wanted = outline(program, plan.kept)
     if {name: tuple(part) for name, part in made_for.items()} == wanted:
-        # What is kept from forward to backward may be another: it is not among the positions.
-        return plan if program.few is not None else _accounted(plan, program)
-    events = {}
-    for name, given in plan.events.items():
-        placed = _fit_events(given, plan, made_for[name], wanted[name])
-        if placed is None:
-            return None
-        events[name] = placed
-    if program.few is not None:
-        raise Uneven("ranks have graphs of other sizes")
-    return _accounted(replace(plan, events=events), program)
-
-
-def _accounted(plan: Plan, program: Program) -> Plan:
-    """The plan with the bytes that it lets live at once."""
-    return replace(plan, gathered_bytes=gathered_of(plan, _keeping(program, plan.kept)))
+        if program.few is not None:
+            return plan
+        moved = plan  # what is kept from forward to backward may be another: it is not among the positions
+    else:
+        events = {}
+        for name, given in plan.events.items():
+            placed = _fit_events(given, plan, made_for[name], wanted[name])
+            if placed is None:
+                return None
+            events[name] = placed
+        if program.few is not None:
+            raise Uneven("ranks have graphs of other sizes")
+        moved = replace(plan, events=events)
+    return replace(moved, gathered_bytes=gathered_of(moved, _keeping(program, plan.kept)))
 
 
 def _keeping(program: Program, kept: Sequence[str]) -> Program:
