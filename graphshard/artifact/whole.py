@@ -32,6 +32,7 @@ from graphshard.ir.state import (
     places_in,
 )
 from graphshard.ir.text import brief
+from graphshard.ir.value_guards import ValueGuards
 from graphshard.pipeline.graph_rules import Checked, consistent_values, saved_is_returned, wrong_values
 
 _OF_PARAMETERS = ("param", "part", "gathered", "grad", "accumulated", "partial", "pending", "piece")
@@ -78,6 +79,8 @@ def _faults(
     given = len(tensors) + len(program.state.inputs) + len(program.state.numbers)
     yield from _faults_of_outputs(program)
     yield from _faults_of_state(program.state, given)
+    if program.decided is not None:
+        yield from _faults_of_decided(program.decided, given, module)
     for name, phase in program.phases.items():
         yield from _faults_of_slots(program, phase, tensors, given, module)
         yield from _faults_of_calls(phase.module.graph, regions)
@@ -131,6 +134,21 @@ def _faults_of_state(state: ModuleState, given: int) -> Iterator[str]:
     for write in state.writes:
         if write.kind in wanted and (not write.place.path or len(write.terms) != wanted[write.kind]):
             yield f"it cannot {write.kind} {brief(str(write.place))} with {len(write.terms)} values"
+
+
+def _faults_of_decided(decided: ValueGuards, given: int, module: nn.Module) -> Iterator[str]:
+    """Of what is asked before a call: it is computed of what is there."""
+    graph = decided.module.graph
+    (output,) = graph.find_nodes(op="output")
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    if len(graph.find_nodes(op="placeholder")) != len(decided.inputs) + len(decided.buffers):
+        yield f"what it asks before a call takes {len(decided.inputs)} inputs and {len(decided.buffers)} buffers"
+    if len(output.args[0]) != len(decided.guards) or not all(isinstance(value, Node) for value in output.args[0]):
+        yield f"it asks for {len(output.args[0])} values before a call, and knows {len(decided.guards)}"
+    yield from (f"it asks for input {number} of {given}" for number in decided.inputs if not 0 <= number < given)
+    yield from (f"it asks for buffer {brief(name)}" for name in decided.buffers if name not in buffers)
+    if any(node.op == "call_module" for node in graph.nodes):
+        yield "it calls a region before a call"
 
 
 def _terms(state: ModuleState) -> Iterator[Term]:

@@ -140,6 +140,9 @@ def capture(
             if reason is None or isinstance(error.__cause__, Untraceable):  # others may come of the path
                 reason = error
             if _says_nested(error) or not path.concede():  # the other path has other values, not other bits
+                if learned.decide_more():
+                    path, reason = EagerPath(), None
+                    continue
                 cause = reason.__cause__
                 if cause is not None and is_raised_by_user(cause):
                     raise cause from None
@@ -185,6 +188,7 @@ def capture(
         shapes=tuple((tuple(t.shape), t.stride()) for t in inputs) if sizes else (),
         checks=flat.checks,
         state=replace(flat.state, hooks=hooks),
+        decided=flat.decided,
     )
 
 

@@ -8,7 +8,8 @@ Libraries ask whether they are traced, and then compute the same thing in anothe
 While a forward is traced, code outside of torch is therefore told that nothing is. The path of eager mode may read
 values of tensors. Those that depend on no input are computed (`known_values`); where others are read, tracing fails.
 The function that asked is then told the truth, and the forward is traced once more: the nearest to the failure first,
-then its callers. At last everyone is told.
+then its callers. At last everyone is told. If that fails, too, the path of eager mode is taken again, where values of
+inputs and buffers become conditions of the program (`deciding.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+from graphshard.capture.deciding import Deciding
 from graphshard.capture.known_values import Assume, known_values
 from graphshard.capture.lines import package_of
 from graphshard.ir.tracing_internals import answer_tracing_checks
@@ -47,12 +49,15 @@ class EagerPath:
     failed: list[CodeType] = field(default_factory=list)
     everyone: bool = False
 
-    def around(self, forward: Callable[..., Any], assume: Assume) -> Callable[..., Any]:
-        """A forward that takes this path while it is traced; `assume` is told what must hold."""
+    def around(self, forward: Callable[..., Any], assume: Assume, deciding: Deciding) -> Callable[..., Any]:
+        """A forward that takes this path while it is traced; `assume` is told what must hold.
+
+        Values of inputs and buffers come from `deciding`.
+        """
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with answer_tracing_checks(self._is_told, everyone=self.everyone), known_values(assume):
+            with answer_tracing_checks(self._is_told, everyone=self.everyone), known_values(assume, deciding):
                 try:
                     return forward(*args, **kwargs)
                 except Exception as error:

@@ -32,6 +32,7 @@ from graphshard.capture.conditionals import Conditionals
 from graphshard.capture.conversions import idle_conversions
 from graphshard.capture.cuda_attention import CudaAttention
 from graphshard.capture.cuda_constants import CudaConstants
+from graphshard.capture.deciding import Deciding
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extensions
 from graphshard.capture.inputs import as_given
@@ -52,7 +53,7 @@ from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Slot
-from graphshard.ir.state import ModuleState
+from graphshard.ir.state import ModuleState, number_as_tensor
 from graphshard.ir.torch_internals import cached_casts, replaced
 from graphshard.ir.tracing_internals import (
     conditionals_are_operators,
@@ -63,6 +64,7 @@ from graphshard.ir.tracing_internals import (
     memory_of,
     run_compiled_functions_eagerly,
 )
+from graphshard.ir.value_guards import ValueGuards
 
 # The leaves of something, and its structure.
 _Flat = tuple[list[Any], pytree.TreeSpec]
@@ -79,6 +81,7 @@ class FlatForward(nn.Module):
         checks: of the last call.
         made: the tensors that the last call made, while they are alive.
         state: what the last call read and left on modules.
+        decided: values of inputs and buffers that the last call asked for.
         out_spec: structure of the last result.
         regions: checkpointed regions that the last call went through.
     """
@@ -113,6 +116,7 @@ class FlatForward(nn.Module):
         self.slots = [*(owned.slot for owned in self._owned), *extensions.tensors, *inputs]
         self.originals = {owned.slot.name: owned.tensor for owned in self._owned}
         self.state = ModuleState()
+        self.decided: ValueGuards | None = None
         self.leaves: list[Any] = []
         self.places: list[int] = []
         self.checks: tuple[Check | Condition, ...] = ()
@@ -164,13 +168,14 @@ class FlatForward(nn.Module):
             stack.enter_context(conditionals_are_operators())
             stack.enter_context(Conditionals(watch, recorder.enter_branch))
             call = functools.partial(nn.Module.__call__, module)  # a class's own runs around the compiled forward
-            result = self._path.around(call, watch.assume)(*args, **kwargs)
+            deciding = Deciding(self._with_values(used, passed), self._learned)
+            result = self._path.around(call, watch.assume, deciding)(*args, **kwargs)
             leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed, self._data))
             self.leaves = [*leaves, *recorder.finish(leaves, passed)]
             self._check_written(tuple(map(is_written, tensors)))
             self._check_given(before, pytree.tree_flatten((args, kwargs)))
             self._check_shapes(tensors)
-        self.state = recorder.state
+        self.state, self.decided = recorder.state, deciding.guards()
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)
         self.leaves = [None if i in self.places else leaf for i, leaf in enumerate(self.leaves)]
@@ -218,6 +223,19 @@ class FlatForward(nn.Module):
                 tensor._is_param = True  # for isinstance(tensor, nn.Parameter)
             for attributes, name in owned.holders():
                 attributes[name] = tensor
+
+    def _with_values(
+        self, used: Mapping[Slot, torch.Tensor], passed: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Slot, torch.Tensor, torch.Tensor]]:
+        """Inputs and buffers, as they are traced and as they are."""
+        numbers = map(number_as_tensor, self._learned.numbers.values())
+        held = (tensor for tensor, _ in self._learned.tensors.values())
+        reals = [*(leaf for leaf in self._call[0] if isinstance(leaf, torch.Tensor)), *held, *numbers]
+        for index, (traced, real) in enumerate(zip(passed, reals, strict=True)):
+            yield Slot("input", str(index)), traced, real
+        for owned in self._owned:
+            if owned.slot.kind == "buffer":
+                yield owned.slot, used[owned.slot], owned.tensor
 
     def _held_buffers(self) -> dict[str, Any]:
         """What each buffer holds now."""

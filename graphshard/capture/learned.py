@@ -24,6 +24,8 @@ class Learned:
         may_be_inputs: whether numbers may be inputs; if operators must know one of them, none is.
         refused: places of such that cannot be followed, because forward looks at them in other ways.
         required: tensors of the call, by number, that forward makes require a gradient.
+        decides: what forward may ask of the values of inputs and buffers: 0 nothing, 1 what it decides by, 2 numbers.
+        wanted: what it would have asked.
     """
 
     tensors: dict[int, tuple[torch.Tensor, list[Place]]] = field(default_factory=dict)
@@ -32,6 +34,8 @@ class Learned:
     may_be_inputs: bool = True
     refused: set[Place] = field(default_factory=set)
     required: set[int] = field(default_factory=set)
+    decides: int = 0
+    wanted: int = 0
 
     def fix_numbers(self) -> bool:
         """Let no number be an input; False if there was none."""
@@ -39,6 +43,13 @@ class Learned:
         self.numbers.clear()
         self.may_be_inputs = False
         return had
+
+    def decide_more(self) -> bool:
+        """Let forward ask for more values; False if it has asked for no other."""
+        if self.wanted <= self.decides:
+            return False
+        self.decides, self.wanted = self.decides + 1, 0
+        return True
 
     def refuse(self, places: set[Place]) -> None:
         """Follow these no more."""

@@ -17,7 +17,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _ADVICE = {
     "control flow": (
         "The condition depends on the values of a tensor. Use torch.where for a choice per element, or compute the "
-        "condition from shapes or from Python values."
+        "condition from shapes, from Python values, or from values of inputs and buffers alone."
     ),
     "random": (
         "The condition depends on a random number, which each rank draws for itself: ranks would run different layers, "

@@ -40,6 +40,7 @@ from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.plain import Overrides, class_reader, new_converter, typed
 from graphshard.ir.program import Extent, Phase, Planner, Program, Region, Size, Stage
 from graphshard.ir.text import brief
+from graphshard.ir.value_guards import ValueGuards
 from graphshard.passes import Pass
 from graphshard.passes.activation_checkpointing import Activation
 from graphshard.schedule.agreed import AgreedPlanner
@@ -189,6 +190,7 @@ _OVERRIDES: Overrides = {
     Stage: {"text": override(unstruct_hook=lambda _: ""), "seconds": override(unstruct_hook=lambda _: 0.0)},
     Phase: {"module": override(rename="nodes")},
     Region: {"module": override(rename="nodes")},
+    ValueGuards: {"module": override(rename="nodes")},
     Signature: {
         "structure": override(
             unstruct_hook=lambda spec: encode_structure(spec, "inputs"),

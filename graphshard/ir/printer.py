@@ -74,13 +74,20 @@ class Lines:
 
 
 def print_program(program: Program, known: Lines | None = None) -> str:
-    """All phases of a program, one after the other; values without a number receive one.
+    """All phases of a program, one after the other, and what it takes for granted of values.
+
+    Values without a number receive one.
 
     Args:
         known: lines of an earlier stage; those of this one are added.
     """
     number(program)
-    return "\n".join(f"{name}:\n{print_phase(phase, known)}" for name, phase in program.phases.items())
+    texts = [f"{name}:\n{print_phase(phase, known)}" for name, phase in program.phases.items()]
+    if (decided := program.decided) is not None:
+        given = [*(f"input:{number}" for number in decided.inputs), *(f"buffer:{name}" for name in decided.buffers)]
+        expected = [guard.expected for guard in decided.guards]
+        texts.append(f"holds while:\n{print_graph(decided.module.graph, given, expected)}")
+    return "\n".join(texts)
 
 
 def print_phase(phase: Phase, known: Lines | None = None) -> str:

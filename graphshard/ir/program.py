@@ -24,6 +24,7 @@ from graphshard.ir.plan import Plan
 from graphshard.ir.repeats import Few
 from graphshard.ir.state import ModuleState
 from graphshard.ir.torch_internals import uncompiled
+from graphshard.ir.value_guards import ValueGuards
 
 # A size or a stride: a number, or a dynamic one.
 Extent = int | torch.SymInt
@@ -257,6 +258,7 @@ class Program:
         next_number: number of the next value to be printed; numbers are kept from stage to stage.
         checks: of the outputs of forward that follow those of the module.
         state: what it reads and leaves on the module besides parameters and buffers.
+        decided: values of inputs and buffers by which forward has decided; None if there are none.
         offloaded: shards, gradients and so optimizer state live on the host; graphs copy them to and from the device.
         on_host: names of what forward saves on the host until backward.
         bound: seconds that a step takes at least, whatever else units save for backward, where that was decided
@@ -290,6 +292,7 @@ class Program:
     next_number: int = 0
     checks: tuple[Check | Condition, ...] = ()
     state: ModuleState = field(default_factory=ModuleState)
+    decided: ValueGuards | None = None
     offloaded: bool = False
     on_host: frozenset[str] = frozenset()
     bound: float | None = None

@@ -286,6 +286,13 @@ def without_dispatch_modes() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def without_any_modes() -> Iterator[None]:
+    """Within a trace, real tensors are computed with as outside of it: no mode stands something in for them."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
 def transform_of(leaves: Sequence[object]) -> str:
     """What differentiates or batches a call with these inputs besides autograd's backward; "" is nothing."""
     if torch._C._functorch.maybe_current_level() is not None:

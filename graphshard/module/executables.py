@@ -12,6 +12,7 @@ from graphshard.capture.fit import misfit
 from graphshard.capture.signature import Signature
 from graphshard.ir.state import Place
 from graphshard.module.guard import Guard
+from graphshard.module.value_checks import ValueChecks
 from graphshard.runtime.step import Executable
 
 # How many shapes are remembered to fit a program with dynamic sizes; finding it again costs under a millisecond.
@@ -20,10 +21,11 @@ REMEMBERED_SHAPES = 1024
 
 @dataclass(frozen=True)
 class Installed:
-    """A program that is bound to a module, and what it takes for granted of that module's attributes."""
+    """A program that is bound to a module, and what it takes for granted of that module's attributes, and of values."""
 
     executable: Executable
     guard: Guard
+    values: ValueChecks | None = None
 
 
 @dataclass
@@ -34,12 +36,14 @@ class Executables:
         misfits: why those with dynamic sizes did not fit the last call that none was found for.
         changes: of the module, why those with the signature of that call did not.
         number: where a number is that was another one, if that is why the last of them did not.
+        by_values: values of inputs or buffers are why.
     """
 
     known: dict[Signature, list[Installed]] = field(default_factory=dict)
     misfits: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
     number: Place | None = None
+    by_values: bool = False
     _fits: dict[Signature, list[Installed]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -52,14 +56,18 @@ class Executables:
 
     def find(self, signature: Signature, leaves: Sequence[Any]) -> Installed | None:
         """The program for a call: captured for its signature, or with dynamic sizes that its inputs fit."""
-        self.misfits, self.changes, self.number = [], [], None
+        self.misfits, self.changes, self.number, self.by_values = [], [], None, False
         for one in self.known.get(signature, ()):
-            if self._holds(one):
+            if self._holds(one, leaves):
                 return one
-        return next(filter(self._holds, self._fitting(signature, leaves)), None)
+        return next((one for one in self._fitting(signature, leaves) if self._holds(one, leaves)), None)
 
-    def _holds(self, installed: Installed) -> bool:
+    def _holds(self, installed: Installed, leaves: Sequence[Any]) -> bool:
         change = installed.guard.change()
+        self.by_values = not change and installed.values is not None
+        if not change and installed.values is not None:
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            change = installed.values.change([*tensors, *installed.guard.tensors()])
         if change:
             self.changes.append(change)
             self.number = installed.guard.number

@@ -156,7 +156,7 @@ def program_of_few(
 def _check(program: Program, repeats: Repeats) -> None:
     """Raise Uneven for what a program has besides its graph that may differ between blocks."""
     state = program.state
-    if state.writes or state.conditions or state.numbers or program.checks or program.sizes:
+    if state.writes or state.conditions or state.numbers or program.checks or program.sizes or program.decided:
         raise Uneven("forward depends on numbers, or leaves something")
     if any(repeats.place_of(place.module) for places in state.inputs for place in places):
         raise Uneven("blocks have tensors that are no buffers")

@@ -34,6 +34,8 @@ from graphshard.runtime.unsharded import Unsharded
 log = logging.getLogger(__name__)
 # Changes of a number after which it is taken for one that is another at each call.
 _TAKEN_FOR_INPUT = 2
+_OF_SIZES = "Pad inputs to a few sizes, keep numbers that change in buffers (register_buffer) or pass them as tensors"
+_OF_VALUES = "Compute with tensors what depends on values: torch.where, a mask, index_copy or gather"
 
 
 class Kept(NamedTuple):
@@ -107,11 +109,10 @@ class Maker:
         tracer, number = self.tracer, len(self.executables)
         self.unsharded.shown.hide()
         if number >= tracer.options.max_captures:
+            remedy = _OF_VALUES if self.executables.by_values else _OF_SIZES
             raise CaptureLimitError(
-                f"{tracer.label} was captured {number} times, which is "
-                f"max_captures; this call would be one more, because of {reason}. Pad inputs to a few sizes, keep "
-                "numbers that change in buffers (register_buffer) or pass them as tensors, or raise max_captures in "
-                "graphshard.compile."
+                f"{tracer.label} was captured {number} times, which is max_captures; this call would be one more, "
+                f"because of {reason}. {remedy}, or raise max_captures in graphshard.compile."
             )
         check_same_modules(module, tracer.params)
         check_no_new_parameters(module, tracer.spec.params)
@@ -155,7 +156,7 @@ class Maker:
             observer.lowered(program, tracer.compiled)
             if new:
                 self.agreement.compiled()
-            if search is not None:
+            if search is not None and program.decided is None:  # another launch begins with other values
                 show("keep")
                 search.keep(program, partitioned() if callable(partitioned) else partitioned)
         return program

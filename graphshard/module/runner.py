@@ -26,6 +26,7 @@ from graphshard.module.held import check_held
 from graphshard.module.leave import leave
 from graphshard.module.maker import Maker
 from graphshard.module.tracer import Tracer, entry_name
+from graphshard.module.value_checks import ValueChecks
 from graphshard.options.passes import Direction
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.accumulation import Accumulation
@@ -295,7 +296,9 @@ class Runner(Maker):
             follows_strides=follows_strides,
             defers=defers,
         )
-        installed = Installed(executable, guard)
+        decided = program.decided
+        checks = None if decided is None else ValueChecks(decided, module, tracer.spec.forward_class.__name__)
+        installed = Installed(executable, guard, checks)
         self.executables.add(signature, installed)
         self.programs.append(program)
         return installed

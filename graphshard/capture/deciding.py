@@ -1,0 +1,133 @@
+"""Values of inputs and buffers that forward asks for, and that become conditions of its program.
+
+    if mask.any(): ...                  causal masks of nn.Transformer, layers that are run from some step on
+    start = int(self.pointer)           queues, of which a step writes the next part
+
+They are computed of the call that is captured, and asked again before each later one (`module/value_checks.py`), as
+eager mode asks. A forward is traced so only where it cannot be otherwise, for each value is a program of its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from graphshard.capture.learned import Learned
+from graphshard.capture.origins import Given, Origin, Step, in_order, is_origin, values_of
+from graphshard.ir.driver_internals import stands_in
+from graphshard.ir.program import Slot
+from graphshard.ir.torch_internals import without_any_modes
+from graphshard.ir.value_guards import ValueGuard, ValueGuards
+
+aten = torch.ops.aten
+# Code decides by them; numbers that are only computed with can be traced.
+DECIDERS = {
+    Tensor.__bool__,
+    Tensor.__contains__,
+    Tensor.__index__,
+    Tensor.equal,
+    Tensor.is_nonzero,
+    torch.equal,
+    torch.is_nonzero,
+}
+READERS = {*DECIDERS, Tensor.__float__, Tensor.__int__, Tensor.item, Tensor.tolist, aten._local_scalar_dense.default}
+
+
+class Deciding:
+    """What a run of forward has asked for.
+
+    Args:
+        given: tensors that are traced, with what they stand for at this call.
+        learned: of the runs before; told that another run may ask for more.
+    """
+
+    def __init__(self, given: Iterable[tuple[Slot, Tensor, Tensor]], learned: Learned) -> None:
+        self.given = [(traced, Given(slot, real)) for slot, traced, real in given if _has_values(real)]
+        self._learned = learned
+        self._asked: dict[tuple[Any, ...], tuple[Origin, ValueGuard]] = {}
+
+    def may_ask(self, func: Callable[..., Any]) -> bool:
+        """Whether a function may read values of inputs; if not, the next run may be allowed to."""
+        wanted = 1 if func in DECIDERS else 2
+        self._learned.wanted = max(self._learned.wanted, wanted)
+        return self._learned.decides >= wanted
+
+    def ask(self, func: Callable[..., Any], args: tuple[Any, ...], line: str) -> Any:
+        """What a function returns of this call's values; origins are in the place of tensors."""
+        origins = [arg for arg in args if is_origin(arg)]
+        with without_any_modes():
+            read = _read(func, args)
+            *values, asked = values_of([*origins, read], on_host=stands_in())
+            self._asked.setdefault((func, *args), (read, ValueGuard(repr(asked.tolist()), line)))
+            numbers = iter(values)
+            return func(*(next(numbers) if is_origin(arg) else arg for arg in args))
+
+    @without_any_modes()
+    def guards(self) -> ValueGuards | None:
+        """All of them; None if nothing was asked."""
+        if not self._asked:
+            return None
+        graph = Graph()
+        nodes: dict[Origin, Node] = {}
+        order = in_order(origin for origin, _ in self._asked.values())
+        given = [origin for origin in order if isinstance(origin, Given)]
+        inputs = {one: int(one.slot.name) for one in given if one.slot.kind == "input"}
+        buffers = {one: one.slot.name for one in given if one.slot.kind == "buffer"}
+        for number, one in enumerate((*inputs, *buffers)):
+            nodes[one] = graph.placeholder(f"given_{number}")
+        for origin in order:
+            if isinstance(origin, Step):
+                nodes[origin] = _add(graph, origin, nodes)
+        graph.output(tuple(nodes[origin] for origin, _ in self._asked.values()))
+        guards = tuple(guard for _, guard in self._asked.values())
+        return ValueGuards(
+            GraphModule(torch.nn.Module(), graph), tuple(inputs.values()), tuple(buffers.values()), guards
+        )
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and not tensor.is_meta
+
+
+def _read(func: Callable[..., Any], args: tuple[Any, ...]) -> Origin:
+    """What a function makes its result of, as numbers that tell whether it is the same."""
+    first, *others = args
+    if func in (Tensor.equal, torch.equal):
+        equal = Step(aten.eq.Tensor, (first, *others), {})
+        return Step(aten.all.default, (equal,), {})
+    if func is Tensor.__contains__:
+        compare = aten.eq.Tensor if is_origin(others[0]) else aten.eq.Scalar
+        return Step(aten.any.default, (Step(compare, (first, *others), {}),), {})
+    if func in DECIDERS and func is not Tensor.__index__:
+        return Step(aten.ne.Scalar, (first, 0), {})
+    return first
+
+
+def _add(graph: Graph, step: Step, nodes: Mapping[Origin, Node]) -> Node:
+    """The step as a node of a graph."""
+    if step.run is aten.lift_fresh.default:
+        return _constant(graph, step.args[0])
+    args, kwargs = pytree.tree_map_only((Given, Step), nodes.__getitem__, (step.args, dict(step.kwargs)))
+    args, kwargs = pytree.tree_map_only(torch.device, lambda device: torch.device(device.type), (args, kwargs))
+    node = graph.call_function(step.run, args, kwargs)
+    if step.written is not None:
+        return nodes[step.written]
+    returns = step.run._schema.returns
+    is_one = len(returns) == 1 and returns[0].type.isSubtypeOf(torch._C.TensorType.get())
+    return node if is_one else graph.call_function(operator.getitem, (node, step.index))
+
+
+def _constant(graph: Graph, tensor: Tensor) -> Node:
+    """A small tensor of numbers that are in the code."""
+    options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+    numbers = [graph.call_function(aten.scalar_tensor.default, (n,), options) for n in tensor.reshape(-1).tolist()]
+    if not numbers:
+        return graph.call_function(aten.empty.memory_format, (list(tensor.shape),), options)
+    stacked = graph.call_function(aten.stack.default, (numbers,))
+    return graph.call_function(aten.reshape.default, (stacked, list(tensor.shape)))
