@@ -54,7 +54,7 @@ class Call:
     """A call that an artifact has a program for.
 
     Attributes:
-        inputs, kwargs: of one rank; only shapes, dtypes and non-tensor values matter.
+        inputs, kwargs: of one rank; only shapes, dtypes, non-tensor values, and values by which forward decides matter.
         entry: name of the submodule that is called; "" is the model.
         training: in train() or eval() mode; None leaves every module in the mode it is in.
         grad: with backward; otherwise under `torch.no_grad()`.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from graphshard.capture.signature import Signature, is_constant
 from graphshard.ir.errors import ArtifactError
@@ -149,6 +149,10 @@ def _faults_of_decided(decided: ValueGuards, given: int, module: nn.Module) -> I
     yield from (f"it asks for buffer {brief(name)}" for name in decided.buffers if name not in buffers)
     if any(node.op == "call_module" for node in graph.nodes):
         yield "it calls a region before a call"
+    try:
+        GraphModule(nn.Module(), graph)
+    except (SyntaxError, RecursionError) as error:
+        yield f"what it asks before a call is no code ({error})"
 
 
 def _terms(state: ModuleState) -> Iterator[Term]:

@@ -38,7 +38,7 @@ _ASKING: frozenset[Any] = _getters("grad", "_version", "output_nr", "retains_gra
 # The same where a gradient is required.
 _OF_GRAPHS = _getters("is_leaf", "grad_fn")
 # What `torch._dynamo.mark_dynamic` and its like set.
-_MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on")
+_MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on", "_graphshard_")
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def asked(inputs: Iterable[tuple[Tensor, Tensor]], owned: Iterable[tuple[Tensor,
 
 
 def attributes_of(tensor: Tensor) -> tuple[str, ...]:
-    """What somebody has set on a tensor, by name; marks of dynamic sizes are torch's."""
+    """What somebody has set on a tensor, by name; marks of dynamic sizes are torch's, others ours."""
     held = vars(tensor)
     return tuple(sorted(name for name in held if not name.startswith(_MARKS))) if held else ()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from graphshard.capture.dynamic_shapes import WITHOUT_VALUES
 from graphshard.capture.learned import Learned
 from graphshard.capture.origins import Given, Origin, Step, in_order, is_origin, values_of
 from graphshard.ir.driver_internals import stands_in
@@ -92,7 +93,7 @@ class Deciding:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and not tensor.is_meta
+    return type(tensor) is Tensor and not tensor.is_meta and not hasattr(tensor, WITHOUT_VALUES)
 
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...]) -> Origin:

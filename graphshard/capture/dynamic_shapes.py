@@ -19,11 +19,13 @@ from graphshard.ir.errors import ArgumentError, InputError
 from graphshard.ir.text import brief
 
 _DYNAMIC, _WEAK = "_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices"
+# On a tensor that stands in for one on the meta device: it has memory, and what is in it means nothing.
+WITHOUT_VALUES = "_graphshard_without_values"
 
 
 def marks_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """What `mark_dynamic` has left on a tensor, by attribute; a copy of the tensor needs them, too."""
-    return {mark: getattr(tensor, mark) for mark in (_DYNAMIC, _WEAK) if hasattr(tensor, mark)}
+    """What `mark_dynamic` or this package has left on a tensor, by attribute; a copy of the tensor needs them, too."""
+    return {mark: getattr(tensor, mark) for mark in (_DYNAMIC, _WEAK, WITHOUT_VALUES) if hasattr(tensor, mark)}
 
 
 def dynamic_dims(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any) -> Any:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.dynamic_shapes import marks_of
+from graphshard.capture.dynamic_shapes import WITHOUT_VALUES, marks_of
 from graphshard.capture.results import Layout
 from graphshard.capture.witness import PLAIN
 from graphshard.ir.driver_internals import stands_in
@@ -121,7 +121,7 @@ def stand_in(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return tensor
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
-    empty.__dict__.update(marks_of(tensor))
+    empty.__dict__.update(marks_of(tensor), **{WITHOUT_VALUES: True})
     return empty
 
 

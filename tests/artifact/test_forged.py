@@ -58,6 +58,19 @@ class Keeps(nn.Module):
         return y.sum() if self.step < 10 else y.mean()
 
 
+class Asks(nn.Module):
+    """It decides by values of its input and of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("limit", torch.tensor([1.0, 2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y.sum() if torch.equal(self.limit, torch.tensor([1.0, 2.0])) and x.max() < 3 else y.mean()
+
+
 def blocks() -> nn.Module:
     """Parameters alone."""
     return Blocks(1, bias=True)
@@ -145,4 +158,12 @@ def test_forged_state(tmp_path: Path, mesh: DeviceMesh) -> None:
     assert outcome(file, mesh, Keeps) == "runs"
     (member,) = [name for name in members(file) if name == "programs/0.json"]
     counts = check(file, mesh, member, 3, Keeps, ("state",))
+    assert counts["refused"] > counts["runs"]
+
+
+def test_forged_questions(tmp_path: Path, mesh: DeviceMesh) -> None:
+    """What is asked of values before a call."""
+    file = graphshard.export(Asks(), (1,), tmp_path / "asks.gshard", example_inputs=INPUTS, backend="eager")
+    assert outcome(file, mesh, Asks) == "runs"
+    counts = check(file, mesh, "programs/0.json", 3, Asks, ("decided",))
     assert counts["refused"] > counts["runs"]

@@ -41,8 +41,11 @@ class _Function(nn.Module):
 
 def _ops(function: Callable[[Tensor], Tensor], *modules: nn.Module) -> set[str]:
     """Operators, besides `x * w`, that a forward is captured with; `modules` are those it calls."""
-    program = captured(_Function(function, *modules), (X,), grad=False, world_size=1)
-    return _names(program) - {"mul", "alias"}
+    return _names(_program(function, *modules)) - {"mul", "alias"}
+
+
+def _program(function: Callable[[Tensor], Tensor], *modules: nn.Module) -> Program:
+    return captured(_Function(function, *modules), (X,), grad=False, world_size=1)
 
 
 def _names(program: Program) -> set[str]:
@@ -263,6 +266,8 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "written to": _written,
     "written to as out": _written_to_as_out,
     "random": lambda x: torch.randint(0, 9, (4,)),
+}
+INEXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "inexact": lambda x: torch.linspace(0, 1, 4) > 0,
     "complex": lambda x: torch.ones(4, dtype=torch.complex64) == 1,
 }
@@ -274,11 +279,21 @@ def test_other_values_are_not_known(make: Callable[[Tensor], Tensor]) -> None:
         _ops(lambda x: x if make(x).sum() > 2 else -x)
 
 
-def test_values_of_other_tensors_are_read_as_before() -> None:
-    """Of one that the module holds: torch.export decides."""
+@pytest.mark.parametrize("make", INEXACT.values(), ids=INEXACT.keys())
+def test_what_may_be_rounded_otherwise_elsewhere_is_asked_again(make: Callable[[Tensor], Tensor]) -> None:
+    """Where the program runs, before its first call there."""
+    program = _program(lambda x: x.cos() if make(x).sum() > 2 else -x)
+    assert program.decided is not None
+    assert (program.decided.inputs, program.decided.buffers) == ((), ())
+    assert [guard.expected for guard in program.decided.guards] == ["True"]
+
+
+def test_values_of_a_tensor_that_nobody_changes_are_read_as_before() -> None:
+    """One that a closure holds is an input of the program."""
     flag = torch.tensor(True)
-    with pytest.raises(CaptureError, match="The condition depends on the values of a tensor"):
-        _ops(lambda x: x if flag else -x)
+    program = _program(lambda x: x.cos() if flag else -x)
+    assert program.decided is not None
+    assert program.decided.inputs == (1,)
 
 
 def test_values_of_a_dynamic_size_are_not_known() -> None:

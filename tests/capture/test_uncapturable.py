@@ -31,13 +31,13 @@ class _Branch(Scale):
 
 class _Item(Scale):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = max(x.sum().item(), 1.0)
+        scale = max(self.w.sum().item(), 1.0)
         return x * self.w * scale
 
 
 class _Int(Scale):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.w if int(x.sum()) > 3 else x
+        return x * self.w if int(self.w.sum()) > 3 else x
 
 
 class _Rows(Scale):
@@ -51,7 +51,7 @@ class _Rows(Scale):
 class _Size(Scale):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * self.w
-        return torch.eye(int(x.sum())) @ y
+        return torch.eye(int(y.sum())) @ y
 
 
 class _Object(Scale):
@@ -185,10 +185,14 @@ class _Generator(Scale):
 
 UNCAPTURABLE = [
     (_Branch, "if y.sum() > 0:", "The condition depends on the values of a tensor. Use torch.where"),
-    (_Item, "scale = max(x.sum().item(), 1.0)", "A tensor's value becomes a Python number. Keep it a tensor"),
-    (_Int, "return x * self.w if int(x.sum()) > 3 else x", "A tensor's value becomes a Python number."),
+    (
+        _Item,
+        "scale = max(self.w.sum().item(), 1.0)",
+        "A tensor's value becomes a Python number. Keep it a tensor",
+    ),
+    (_Int, "return x * self.w if int(self.w.sum()) > 3 else x", "A tensor's value becomes a Python number."),
     (_Rows, "for row in torch.nonzero(y):", "The number of rounds depends on the values of a tensor."),
-    (_Size, "return torch.eye(int(x.sum())) @ y", "A size that depends on the values of a tensor must be known here."),
+    (_Size, "return torch.eye(int(y.sum())) @ y", "A size that depends on the values of a tensor must be known here."),
     (
         _While,
         "return while_loop(lambda v: v.sum() < 3, lambda v: (v + 1,), (x * self.w,))[0]",

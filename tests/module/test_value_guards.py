@@ -1,0 +1,202 @@
+"""Programs that hold while values of inputs and buffers are what they were: others, files, and what texts say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import graphshard
+from graphshard.ir.errors import ArtifactError
+from tests.ranks import FakeWorld
+
+X = torch.ones(3, 4)
+
+
+@pytest.fixture
+def mesh(fake_world: FakeWorld) -> DeviceMesh:
+    fake_world(1)
+    return init_device_mesh("cpu", (1,))
+
+
+class _Net(nn.Module):
+    """Its forward is a function."""
+
+    def __init__(self, function: Callable[[Any, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.function = function
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor, number: Tensor) -> Any:
+        return self.function(self, self.linear(x), number)
+
+
+def _relu_if_any(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    return y.relu() if number.any() else y
+
+
+def _as_index(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    return y[int(number)]
+
+
+def test_each_value_has_a_program_and_the_log_says_why(mesh: DeviceMesh) -> None:
+    model, plain = graphshard.compile(_Net(_relu_if_any), mesh, backend="eager"), _Net(_relu_if_any)
+    for value in (1, 0, 1, 0, 5):
+        assert torch.equal(model(X, torch.tensor([value])), plain(X, torch.tensor([value])))
+    first, second = graphshard.programs(model)
+    assert first.reason == "first call"
+    assert re.fullmatch(
+        rf"_Net: a value was True and is False \({re.escape(__file__)}:\d+: "
+        r"return y\.relu\(\) if number\.any\(\) else y\)",
+        second.reason,
+    )
+
+
+def test_inductor_makes_them_too(mesh: DeviceMesh) -> None:
+    model, plain = graphshard.compile(_Net(_relu_if_any), mesh), _Net(_relu_if_any)
+    for value in (1, 0, 1):
+        torch.testing.assert_close(model(X, torch.tensor([value])), plain(X, torch.tensor([value])))
+
+
+def test_a_value_that_is_another_at_each_call_meets_the_limit(mesh: DeviceMesh) -> None:
+    model = graphshard.compile(_Net(_as_index), mesh, backend="eager", max_captures=2)
+    model(X, torch.tensor(0))
+    model(X, torch.tensor(1))
+    with pytest.raises(graphshard.CaptureLimitError) as caught:
+        model(X, torch.tensor(2))
+    assert re.search(
+        r"because of _Net: a value was 1 and is 2 \(.*return y\[int\(number\)\]\)\. Compute with tensors what depends "
+        r"on values: torch\.where, a mask, index_copy or gather, or raise max_captures in graphshard\.compile\.$",
+        str(caught.value),
+    )
+    assert torch.equal(model(X, torch.tensor(1)), _Net(_as_index)(X, torch.tensor(1)))
+
+
+def test_numbers_that_are_only_computed_with_need_no_program_of_their_own(mesh: DeviceMesh) -> None:
+    """What is read is asked for only if there is no other way to trace the forward."""
+    model = graphshard.compile(_Net(lambda net, y, number: (y, number.item())), mesh, backend="eager")
+    assert [model(X, torch.tensor(value))[1] for value in (1, 2, 3)] == [1, 2, 3]
+    (program,) = graphshard.programs(model)
+    assert program.decided is None
+
+
+def test_numbers_are_asked_for_only_where_deciding_is_not_enough(mesh: DeviceMesh) -> None:
+    model = graphshard.compile(
+        _Net(lambda net, y, number: (y.relu() if number > 3 else y, number.item())), mesh, backend="eager"
+    )
+    assert [model(X, torch.tensor(value))[1] for value in (1, 2, 3)] == [1, 2, 3]
+    (program,) = graphshard.programs(model)
+    assert program.decided is not None
+    assert [guard.expected for guard in program.decided.guards] == ["False"]
+
+
+UNKNOWN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "parameter": lambda net, y, number: y if net.linear.weight.sum() > 0 else -y,
+    "computed from a parameter": lambda net, y, number: y if (y.sum() + number).sum() > 0 else -y,
+    "random": lambda net, y, number: y if torch.rand_like(number).sum() > 0.5 else -y,
+    # It writes to its statistics without saying so.
+    "statistics after batch norm": lambda net, y, number: _after_norm(net, y, number),
+    "written by what a parameter made": lambda net, y, number: y if number.clone().add_(y.sum()) > 0 else -y,
+    "a view was written": lambda net, y, number: y if _written(number, y).sum() > 0 else -y,
+}
+
+
+def _after_norm(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    y = net.norm(y)
+    return y if net.norm.running_mean[0] > 0 else -y
+
+
+def _written(number: Tensor, y: Tensor) -> Tensor:
+    copy = number.clone()
+    copy.view(-1)[0] = y.sum()
+    return copy
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_values_that_depend_on_more_are_errors(mesh: DeviceMesh, name: str) -> None:
+    model = graphshard.compile(_Net(UNKNOWN[name]), mesh, backend="eager")
+    with pytest.raises(graphshard.CaptureError, match="condition depends on"):
+        model(X, torch.ones(1))
+
+
+def test_what_was_written_before_is_computed(mesh: DeviceMesh) -> None:
+    """In place, to a copy of the input and to a buffer; an argument twice."""
+
+    def forward(net: Any, y: Tensor, number: Tensor) -> Tensor:
+        net.count += 1
+        total = number.clone()
+        total.add_(total).sub_(net.count)
+        values, places = total.sort()
+        return y.relu() if places[0] == 1 and values[1] == 3 else y
+
+    model, plain = graphshard.compile(_Net(forward), mesh, backend="eager"), _Net(forward)
+    for number in ([2, 1], [2, 3], [3, 1], [2, 1]):
+        assert torch.equal(model(X, torch.tensor(number)), plain(X, torch.tensor(number)))
+    assert len(graphshard.programs(model)) == 3  # the last call reads the second value and finds another
+
+
+def test_what_cannot_be_computed_of_other_values_raises_what_forward_raises(mesh: DeviceMesh) -> None:
+    def forward(net: Any, y: Tensor, number: Tensor) -> Tensor:
+        return y.relu() if torch.arange(3)[number].sum() > 1 else y
+
+    model = graphshard.compile(_Net(forward), mesh, backend="eager")
+    model(X, torch.tensor([1]))
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        model(X, torch.tensor([7]))
+    assert torch.equal(model(X, torch.tensor([2])), _Net(forward)(X, torch.tensor([2])))
+
+
+def test_without_values_it_is_an_error(mesh: DeviceMesh) -> None:
+    with pytest.raises(graphshard.CaptureError, match="condition depends on the values of a tensor"):
+        graphshard.explain(_Net(_relu_if_any), (1,), example_inputs=(X, torch.ones(1, device="meta")))
+
+
+def test_programs_show_what_they_hold_for(mesh: DeviceMesh) -> None:
+    model = graphshard.compile(_Net(_relu_if_any), mesh, backend="eager")
+    model(X, torch.tensor([1]))
+    (program,) = graphshard.programs(model)
+    text = program.history[-1].text
+    _, _, shown = text.partition("holds while:\n")
+    assert "= input:1" in shown
+    assert "any(%0)" in shown
+    assert shown.rstrip().endswith("True")
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def _exported(folder: Path, *values: int) -> Path:
+    calls = [graphshard.Call((X, torch.tensor([value]))) for value in values]
+    model = _Net(_relu_if_any)
+    return graphshard.export(model, (1,), folder / "net.gshard", calls=calls, backend="eager")
+
+
+def test_a_file_has_a_program_for_each_value_that_calls_have(mesh: DeviceMesh, tmp_path: Path) -> None:
+    plain = _Net(_relu_if_any)
+    model = graphshard.load(_exported(tmp_path, 1, 0), _Net(_relu_if_any), mesh)
+    for value in (0, 1, 2):
+        assert torch.equal(model(X, torch.tensor([value])), plain(X, torch.tensor([value])))
+
+
+def test_a_file_without_the_value_says_so(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model = graphshard.load(_exported(tmp_path, 1), _Net(_relu_if_any), mesh)
+    with pytest.raises(ArtifactError, match=r"a value was True and is False \(.*number\.any.*Export it with calls="):
+        model(X, torch.tensor([0]))
+
+
+def test_one_hot_in_c_is_asked_for(mesh: DeviceMesh) -> None:
+    model = graphshard.compile(_Net(lambda net, y, number: y[:, :2] * F.one_hot(number)), mesh, backend="eager")
+    model(X, torch.tensor([0, 1, 0]))
+    (program,) = graphshard.programs(model)
+    assert program.decided is not None
+    assert program.decided.guards[-1].expected == "1"
