@@ -20,9 +20,10 @@ a failure into a message about the user's code.
   fake) is therefore answered as in eager mode; torch's own code hears the truth, since it runs the trace. Values that
   depend on no input, such as positions, are computed when they are read (`known_values.py`). A function that reads
   others is told that it is traced, in another attempt.
-* **Values of inputs and buffers are asked for where nothing else helps** (`deciding.py`): how tensors were made is remembered
-  as far as no parameter takes part (`origins.py`), so what forward reads can be computed of this call's values, and of those
-  of later calls before they begin. Each value has a program of its own, so first all paths without are tried.
+* **Values of inputs and buffers are asked for where nothing else helps** (`deciding.py`): how tensors were made is
+  remembered as far as no parameter takes part (`origins.py`), so what forward reads can be computed of this call's
+  values, and of those of later calls before they begin. Each value has a program of its own, so first all paths
+  without are tried.
 * **Outputs that alias an input or each other are copied** (`flat.py`). That removes the cases for which AOTAutograd has
   its wrappers, so the runtime needs none. Buffer updates are outputs that are copied back.
 * **What forward reads and leaves on modules is recorded while it runs** (`attributes.py`). Attributes are looked up
