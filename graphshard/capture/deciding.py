@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,18 @@ DECIDERS = {
     torch.equal,
     torch.is_nonzero,
 }
-READERS = {*DECIDERS, Tensor.__float__, Tensor.__int__, Tensor.item, Tensor.tolist, aten._local_scalar_dense.default}
+READERS = {
+    *DECIDERS,
+    Tensor.__array__,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.item,
+    Tensor.numpy,
+    Tensor.tolist,
+    aten._local_scalar_dense.default,
+}
+# Elements of a tensor that may become a constant of the program.
+_MOST = 4096
 
 
 class Deciding:
@@ -55,7 +67,7 @@ class Deciding:
 
     def may_ask(self, func: Callable[..., Any]) -> bool:
         """Whether a function may read values of inputs; if not, the next run may be allowed to."""
-        wanted = 1 if func in DECIDERS else 2
+        wanted = 1 if func in DECIDERS else 2 if func in READERS else 3
         self._learned.wanted = max(self._learned.wanted, wanted)
         return self._learned.decides >= wanted
 
@@ -68,6 +80,21 @@ class Deciding:
             self._asked.setdefault((func, *args), (read, ValueGuard(repr(asked.tolist()), line)))
             numbers = iter(values)
             return func(*(next(numbers) if is_origin(arg) else arg for arg in args))
+
+    def made(self, step: Step, line: str) -> list[Tensor] | None:
+        """What an operator makes whose results have sizes that depend on values; None if it is more than a few numbers.
+
+        They are constants of the program, which holds while they are what they were.
+        """
+        with without_any_modes():
+            steps = [replace(step, index=index) for index in range(len(step.run._schema.returns))]
+            values = values_of([*steps], on_host=stands_in())
+            if any(value.is_floating_point() or value.is_complex() or value.numel() > _MOST for value in values):
+                return None
+            for one, value in zip(steps, values):
+                if not step.fixed:
+                    self._asked[one,] = (one, ValueGuard(repr(value.tolist()), line))
+            return values
 
     @without_any_modes()
     def guards(self) -> ValueGuards | None:

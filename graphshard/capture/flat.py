@@ -43,6 +43,7 @@ from graphshard.capture.required import Required
 from graphshard.capture.seeds import no_seeds
 from graphshard.capture.substitute import Substitute
 from graphshard.capture.tensor_axis import OneCast, distributed
+from graphshard.capture.texts import check_texts
 from graphshard.capture.torch_settings import modes_stay
 from graphshard.capture.type_of import types_as_in_eager_mode
 from graphshard.capture.untraceable import Located
@@ -176,6 +177,7 @@ class FlatForward(nn.Module):
             self._check_given(before, pytree.tree_flatten((args, kwargs)))
             self._check_shapes(tensors)
         self.state, self.decided = recorder.state, deciding.guards()
+        check_texts(self.leaves, self.out_spec, self.state)
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)
         self.leaves = [None if i in self.places else leaf for i, leaf in enumerate(self.leaves)]

@@ -19,17 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphshard.capture.deciding import DECIDERS, READERS, Deciding
 from graphshard.capture.guards import expected_truth, line_of
 from graphshard.capture.lines import asking, package_of
 from graphshard.capture.origins import Origins, is_origin, values_of
-from graphshard.capture.untraceable import Untraceable
+from graphshard.capture.untraceable import Untraceable, is_users
 from graphshard.ir.torch_internals import without_any_modes
 from graphshard.ir.tracing_internals import interceptable_reads, is_traced
-from graphshard.ir.unbacked_internals import conditions_on_sizes, is_unknown
+from graphshard.ir.unbacked_internals import conditions_on_sizes, is_unknown, numbers_as_text
 
 # Told a tensor, the truth value that it must have, and the line that asks.
 Assume = Callable[[Tensor, bool, str], None]
@@ -48,8 +50,12 @@ def known_values(assume: Assume, deciding: Deciding) -> Iterator[None]:
     """
     origins = Origins(deciding.given)
     readers = _Readers(origins, assume, deciding)
-    reads = interceptable_reads(readers.read)
-    with reads, conditions_on_sizes(readers.decide, readers.check), origins, _ReadsInC(readers), readers:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(interceptable_reads(readers.read))
+        stack.enter_context(conditions_on_sizes(readers.decide, readers.check))
+        stack.enter_context(numbers_as_text(lambda: is_users(asking().f_code.co_filename)))
+        for mode in (origins, _Operators(readers, origins, deciding), readers):
+            stack.enter_context(mode)
         yield
 
 
@@ -124,21 +130,30 @@ class _Readers(TorchFunctionMode):
         return None if any(m is None and isinstance(arg, Tensor) for m, arg in zip(made, args)) else made
 
 
-class _ReadsInC(TorchDispatchMode):
-    """Answers reads in functions that torch has written in C++, such as `one_hot`."""
+class _Operators(TorchDispatchMode):
+    """Answers operators that read values, also in functions that torch has written in C++, such as `one_hot`."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, readers: _Readers) -> None:
+    def __init__(self, readers: _Readers, origins: Origins, deciding: Deciding) -> None:
         super().__init__()
-        self._readers = readers
+        self._readers, self._origins, self._deciding = readers, origins, deciding
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             known, value = self._readers.decided(func, args)
             if known:
                 return value
-        return func(*args, **(kwargs or {}))
+        if isinstance(func, OpOverload) and torch.Tag.dynamic_output_shape in func.tags:
+            step = self._origins.step(func, args, kwargs)
+            line = line_of(_outside_torch(asking()))
+            values = self._deciding.made(step, line) if step is not None and self._deciding.may_ask(func) else None
+            if values is not None:
+                device = next(leaf.device for leaf in pytree.arg_tree_leaves(*args) if isinstance(leaf, Tensor))
+                made = [torch.tensor(v.tolist(), dtype=v.dtype, device=device).reshape(v.shape) for v in values]
+                return made[0] if len(made) == 1 else tuple(made)
+        return func(*args, **kwargs)
 
 
 def _as_list(tensor: Tensor) -> Any:

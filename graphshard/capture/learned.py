@@ -24,7 +24,8 @@ class Learned:
         may_be_inputs: whether numbers may be inputs; if operators must know one of them, none is.
         refused: places of such that cannot be followed, because forward looks at them in other ways.
         required: tensors of the call, by number, that forward makes require a gradient.
-        decides: what forward may ask of the values of inputs and buffers: 0 nothing, 1 what it decides by, 2 numbers.
+        decides: what forward may ask of the values of inputs and buffers: 0 nothing, 1 what it decides by, 2 numbers,
+            3 sizes.
         wanted: what it would have asked.
     """
 

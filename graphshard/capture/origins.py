@@ -133,7 +133,7 @@ class Origins(TorchDispatchMode):
             return result
         written = written_by(func, args, kwargs)
         before = self.of(written[0]) if len(written) == 1 else None
-        step = self._step(func, args, kwargs) if before is not None else None
+        step = self.step(func, args, kwargs) if before is not None else None
         result = func(*args, **kwargs)
         self._forget(written)
         if step is not None and before is not None:
@@ -165,7 +165,7 @@ class Origins(TorchDispatchMode):
         if func is aten.lift_fresh.default:  # a tensor made of numbers in the code
             self._origins[result] = Step(func, args, kwargs, fixed=True)
             return
-        step = self._step(func, args, kwargs)
+        step = self.step(func, args, kwargs)
         if step is None:
             return
         made = pytree.tree_leaves(result)
@@ -174,7 +174,7 @@ class Origins(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._origins[tensor] = replace(step, index=index, fixed=fixed)
 
-    def _step(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+    def step(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         """What an operator makes of these; None if that is unknown."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         leaves = [self.of(leaf) or leaf if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -27,6 +27,10 @@ _ADVICE = {
     "item": (
         "A tensor's value becomes a Python number. Keep it a tensor, or pass the number into the call as an argument."
     ),
+    "text": (
+        "Forward returns, or leaves on a module, the text of a number that depends on the values of a tensor, which no "
+        "program makes. Return the number, or the tensor, and make the text after the call."
+    ),
     "shape": (
         "A size that depends on the values of a tensor must be known here. Say what holds of it with torch._check, or "
         "keep the size, for example with torch.where or a mask."

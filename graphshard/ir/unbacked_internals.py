@@ -16,12 +16,17 @@ from torch.utils import _pytree as pytree
 from graphshard.ir.torch_internals import replaced
 
 __all__ = [
+    "UNKNOWN_TEXT",
     "conditions_on_sizes",
     "is_unknown",
     "makes_size",
     "new_unknown_float",
     "new_unknown_size",
+    "numbers_as_text",
 ]
+
+# Of a number; nobody else writes so.
+UNKNOWN_TEXT = "\u2983{}\u2984"
 
 
 def new_unknown_size(mode: FakeTensorMode, low: int | None = None, high: int | None = None) -> torch.SymInt:
@@ -64,6 +69,26 @@ def conditions_on_sizes(
 
     with replaced(torch.SymBool, "__bool__", truth), replaced(symbolic_shapes, "expect_true", expected):
         yield
+
+
+@contextlib.contextmanager
+def numbers_as_text(is_asked: Callable[[], bool]) -> Iterator[None]:
+    """Within the block, the text of a number that is not known is `UNKNOWN_TEXT`, if that is asked for.
+
+    Without that it is the name of a symbol, which looks like text of the user's, and there is none of a given format.
+    """
+    with contextlib.ExitStack() as stack:
+        for kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
+            for name in ("__repr__", "__format__"):
+                stack.enter_context(replaced(kind, name, _as_text(getattr(kind, name), is_asked)))
+        yield
+
+
+def _as_text(original: Callable[..., str], is_asked: Callable[[], bool]) -> Callable[..., str]:
+    def text(self: Any, *form: str) -> str:
+        return UNKNOWN_TEXT.format(self.node) if not self.node.is_constant() and is_asked() else original(self, *form)
+
+    return text
 
 
 def makes_size(node: torch.fx.Node) -> bool:

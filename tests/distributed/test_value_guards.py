@@ -117,6 +117,18 @@ class _Numbers(_Net):
         return y * [0.1, 0.2, 0.3][number[1]] * weights.sum() + len(number.tolist())
 
 
+class _Groups(_Net):
+    """A loop over what there is, masks of sizes that depend on values, numpy, and a text."""
+
+    def forward(self, x: Tensor, number: Tensor) -> dict[str, Tensor]:
+        y = self.second(self.first(x))
+        parts = [y[torch.arange(len(y)) % 4 == group].mean(0) * group for group in number.unique()]
+        for row, column in (number[:, None] == number).nonzero():
+            parts.append(y[row] * (1 + column))
+        scale = float(number.numpy().mean())
+        return {f"{len(parts)} of {number[0].item()}": torch.stack(parts) * scale}
+
+
 class _Attribute(_Net):
     """A tensor that is no buffer, which somebody changes between calls."""
 
@@ -148,6 +160,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "initialised": (_Initialised, 3),
     "branches": (_Branches, 3),
     "numbers": (_Numbers, 6),
+    "groups": (_Groups, 6),
     "attribute": (_Attribute, 2),
     "autocast": (_Autocast, 2),
 }
@@ -164,7 +177,11 @@ def _train(rank: int, world_size: int, name: str) -> int:
             if name == "attribute":
                 model.flag.fill_(step % 2)
             inputs = torch.randn(6, 4), torch.tensor([(step + rank) % 3, 1, 3 - rank * (step % 2)])
-            loss = model(*inputs).float().square().mean()
+            result = model(*inputs)
+            if isinstance(result, dict):
+                ((key, result),) = result.items()
+                found.append({"key": key})
+            loss = result.float().square().mean()
             loss.backward()
             found.append({"loss": loss.detach(), **full({f"gradient of {n}": g for n, g in grads_of(model).items()})})
             optim.step()

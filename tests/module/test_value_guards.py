@@ -194,6 +194,56 @@ def test_a_file_without_the_value_says_so(mesh: DeviceMesh, tmp_path: Path) -> N
         model(X, torch.tensor([0]))
 
 
+def test_many_numbers_are_no_constants(mesh: DeviceMesh) -> None:
+    """Of a mask of thousands of elements the places may not become a part of the program."""
+
+    def forward(net: Any, y: Tensor, number: Tensor) -> Tensor:
+        return y.sum() * sum(place for place in number.nonzero()[:, 0])
+
+    model = graphshard.compile(_Net(forward), mesh, backend="eager")
+    assert torch.equal(model(X, torch.ones(30)), _Net(forward)(X, torch.ones(30)))
+    with pytest.raises(graphshard.CaptureError, match="number of rounds depends on the values of a tensor"):
+        model(X, torch.ones(5000))
+
+
+def _returned(net: Any, y: Tensor, number: Tensor) -> Any:
+    return y, f"{y.sum().item():.3f}"
+
+
+def _key(net: Any, y: Tensor, number: Tensor) -> Any:
+    return {f"loss {y.sum().item()}": y}
+
+
+def _kept(net: Any, y: Tensor, number: Tensor) -> Any:
+    net.message = str(y.sum().item())
+    return y
+
+
+@pytest.mark.parametrize("forward", [_returned, _key, _kept])
+def test_texts_of_unknown_numbers_are_errors(mesh: DeviceMesh, forward: Callable[..., Any]) -> None:
+    model = graphshard.compile(_Net(forward), mesh, backend="eager")
+    with pytest.raises(graphshard.CaptureError, match=r"text of a number .* Return the number, or the tensor"):
+        model(X, torch.ones(1))
+
+
+def test_texts_of_unknown_numbers_may_be_printed(mesh: DeviceMesh, capsys: pytest.CaptureFixture[str]) -> None:
+    def forward(net: Any, y: Tensor, number: Tensor) -> Tensor:
+        print(f"loss {y.sum().item():.3f}")
+        return y
+
+    model = graphshard.compile(_Net(forward), mesh, backend="eager")
+    assert torch.equal(model(X, torch.ones(1)), _Net(forward)(X, torch.ones(1)))
+    assert "loss \u2983" in capsys.readouterr().out
+
+
+def test_texts_of_known_numbers(mesh: DeviceMesh) -> None:
+    def forward(net: Any, y: Tensor, number: Tensor) -> Any:
+        return {f"{number.item():.1f}": y}
+
+    model = graphshard.compile(_Net(forward), mesh, backend="eager")
+    assert [*model(X, torch.tensor(0.5)), *model(X, torch.tensor(2.25))] == ["0.5", "2.2"]
+
+
 def test_one_hot_in_c_is_asked_for(mesh: DeviceMesh) -> None:
     model = graphshard.compile(_Net(lambda net, y, number: y[:, :2] * F.one_hot(number)), mesh, backend="eager")
     model(X, torch.tensor([0, 1, 0]))
