@@ -78,8 +78,7 @@ class Deciding:
             read = _read(func, args)
             *values, asked = values_of([*origins, read], on_host=stands_in())
             self._asked.setdefault((func, *args), (read, ValueGuard(repr(asked.tolist()), line)))
-            numbers = iter(values)
-            return func(*(next(numbers) if is_origin(arg) else arg for arg in args))
+            return called(func, args, values)
 
     def made(self, step: Step, line: str) -> list[Tensor] | None:
         """What an operator makes whose results have sizes that depend on values; None if it is more than a few numbers.
@@ -117,6 +116,16 @@ class Deciding:
         return ValueGuards(
             GraphModule(torch.nn.Module(), graph), tuple(inputs.values()), tuple(buffers.values()), guards
         )
+
+
+def called(func: Callable[..., Any], args: tuple[Any, ...], values: Iterable[Tensor]) -> Any:
+    """What a function returns of values in the place of origins; an array that it returns is only to be read."""
+    numbers = iter(values)
+    result = func(*(next(numbers) if is_origin(arg) else arg for arg in args))
+    if func in (Tensor.numpy, Tensor.__array__):
+        result = result.copy()  # what is written to it would be written to the call's input, or lost
+        result.flags.writeable = False
+    return result
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphshard.capture.deciding import DECIDERS, READERS, Deciding
+from graphshard.capture.deciding import DECIDERS, READERS, Deciding, called
 from graphshard.capture.guards import expected_truth, line_of
 from graphshard.capture.lines import asking, package_of
 from graphshard.capture.origins import Origins, is_origin, values_of
@@ -114,8 +114,8 @@ class _Readers(TorchFunctionMode):
         if made is None or not all(origin.fixed for origin in made if is_origin(origin)):
             return False, None
         with without_any_modes():
-            values = iter(values_of([origin for origin in made if is_origin(origin)], on_host=True))
-            return True, func(*(next(values) if is_origin(arg) else arg for arg in made))
+            values = values_of([origin for origin in made if is_origin(origin)], on_host=True)
+            return True, called(func, made, values)
 
     def decided(self, func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
         """Whether a function reads what inputs and buffers determine, and may, and what it returns then."""

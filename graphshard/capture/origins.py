@@ -165,7 +165,7 @@ class Origins(TorchDispatchMode):
         if func is aten.lift_fresh.default:  # a tensor made of numbers in the code
             self._origins[result] = Step(func, args, kwargs, fixed=True)
             return
-        step = self.step(func, args, kwargs)
+        step = None if any(self.of(tensor) is None for tensor in given) else self.step(func, args, kwargs)
         if step is None:
             return
         made = pytree.tree_leaves(result)

@@ -40,7 +40,7 @@ class ValueChecks:
         try:
             with torch.no_grad(), disable_autocast():
                 values = self._compute(*given)
-        except (RuntimeError, IndexError) as error:
+        except (RuntimeError, IndexError, ValueError) as error:
             return f"{self._label}: what forward asks for cannot be computed of these values ({error})"
         for value, guard in zip(values, self._guards.guards, strict=True):
             self._last = repr(value.tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -242,6 +243,50 @@ def test_texts_of_known_numbers(mesh: DeviceMesh) -> None:
 
     model = graphshard.compile(_Net(forward), mesh, backend="eager")
     assert [*model(X, torch.tensor(0.5)), *model(X, torch.tensor(2.25))] == ["0.5", "2.2"]
+
+
+def test_arrays_are_only_read(mesh: DeviceMesh) -> None:
+    """What is written to one would not be in the tensor, as it is in eager mode."""
+
+    def forward(net: Any, y: Tensor, number: Tensor) -> Any:
+        array = number.numpy()
+        array[0] = 5
+        return y * number
+
+    number = torch.ones(1)
+    model = graphshard.compile(_Net(forward), mesh, backend="eager")
+    with pytest.raises(graphshard.CaptureError, match=r"array\[0\] = 5\n[^\n]*\n.*read-only"):
+        model(X, number)
+    assert number.item() == 1
+
+
+def test_values_beside_dynamic_sizes(mesh: DeviceMesh) -> None:
+    """One program for all sizes, for each value."""
+    model, plain = graphshard.compile(_Net(_relu_if_any), mesh, backend="eager"), _Net(_relu_if_any)
+    for rows, value in ((3, 1), (4, 1), (5, 0), (6, 1), (7, 0)):
+        x, number = torch.randn(rows, 4), torch.full((rows,), value)
+        for tensor in (x, number):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        assert torch.equal(model(x, number), plain(x, number))
+    assert len(graphshard.programs(model)) == 2
+
+
+def test_submodules_and_copies_ask_for_their_own(mesh: DeviceMesh) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = _Net(lambda net, y, number: y.relu() if net.count else y)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, x)
+
+    model = graphshard.compile(Outer(), mesh, backend="eager")
+    twin, plain = copy.deepcopy(model), Outer()
+    for other, count in ((model, 0), (twin, 1), (model, 1)):
+        other.inner.count.fill_(count)
+        plain.inner.count.fill_(count)
+        assert torch.equal(other(X), plain(X))
+        assert torch.equal(other.inner(X, X), plain(X))
 
 
 def test_one_hot_in_c_is_asked_for(mesh: DeviceMesh) -> None:
