@@ -14,18 +14,22 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from graphshard.capture.dynamic_shapes import WITHOUT_VALUES
 from graphshard.capture.learned import Learned
-from graphshard.capture.origins import Given, Origin, Step, in_order, is_origin, values_of
+from graphshard.capture.origins import Given, Number, Origin, Step, Truth, in_order, is_origin, values_of
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.program import Slot
 from graphshard.ir.torch_internals import without_any_modes
-from graphshard.ir.value_guards import ValueGuard, ValueGuards
+from graphshard.ir.unbacked_internals import is_unknown
+from graphshard.ir.value_guards import ValueGuard, ValueGuards, text_of
 
 aten = torch.ops.aten
 # Code decides by them; numbers that are only computed with can be traced.
@@ -64,6 +68,7 @@ class Deciding:
         self.given = [(traced, Given(slot, real)) for slot, traced, real in given if _has_values(real)]
         self._learned = learned
         self._asked: dict[tuple[Any, ...], tuple[Origin, ValueGuard]] = {}
+        self._numbers: dict[sympy.Symbol, Number] = {}
 
     def may_ask(self, func: Callable[..., Any]) -> bool:
         """Whether a function may read values of inputs; if not, the next run may be allowed to."""
@@ -77,8 +82,26 @@ class Deciding:
         with without_any_modes():
             read = _read(func, args)
             *values, asked = values_of([*origins, read], on_host=stands_in())
-            self._asked.setdefault((func, *args), (read, ValueGuard(repr(asked.tolist()), line)))
+            self._asked.setdefault((func, *args), (read, ValueGuard(text_of(asked), line)))
             return called(func, args, values)
+
+    def note(self, number: Any, tensor: Origin, dim: int | None = None) -> None:
+        """A number that the trace does not know is a size of a tensor, or is in it."""
+        if is_unknown(number) and number.node.expr.is_Symbol:
+            self._numbers[number.node.expr] = Number(tensor, dim)
+
+    def truth(self, condition: torch.SymBool, line: str) -> bool | None:
+        """The truth of a condition on such numbers; None if there are others in it, or forward may not ask."""
+        expression = condition.node.expr
+        numbers = {symbol: self._numbers.get(symbol) for symbol in expression.free_symbols}
+        known = {symbol: number for symbol, number in numbers.items() if number is not None}
+        if len(known) < len(numbers) or not self.may_ask(Tensor.__bool__):
+            return None
+        with without_any_modes():
+            asked = Truth(expression, known)
+            (value,) = values_of([asked], on_host=stands_in())
+            self._asked.setdefault((expression, *known.values()), (asked, ValueGuard(text_of(value), line)))
+            return bool(value)
 
     def made(self, step: Step, line: str) -> list[Tensor] | None:
         """What an operator makes whose results have sizes that depend on values; None if it is more than a few numbers.
@@ -92,7 +115,7 @@ class Deciding:
                 return None
             for one, value in zip(steps, values):
                 if not step.fixed:
-                    self._asked[one,] = (one, ValueGuard(repr(value.tolist()), line))
+                    self._asked[one,] = (one, ValueGuard(text_of(value), line))
             return values
 
     @without_any_modes()
@@ -111,11 +134,25 @@ class Deciding:
         for origin in order:
             if isinstance(origin, Step):
                 nodes[origin] = _add(graph, origin, nodes)
+            elif isinstance(origin, Number):
+                nodes[origin] = _read_number(graph, origin, nodes)
+            elif isinstance(origin, Truth):
+                numbers = {symbol: Proxy(nodes[number]) for symbol, number in origin.numbers.items()}
+                nodes[origin] = sympy_interp(_Operators, numbers, origin.condition).node
         graph.output(tuple(nodes[origin] for origin, _ in self._asked.values()))
         guards = tuple(guard for _, guard in self._asked.values())
         return ValueGuards(
             GraphModule(torch.nn.Module(), graph), tuple(inputs.values()), tuple(buffers.values()), guards
         )
+
+
+class _Operators(PythonReferenceAnalysis):
+    """Makes operators of Python's of a condition."""
+
+    @staticmethod
+    def not_(value: Any) -> Any:
+        """The other truth value; what torch has for it is a method."""
+        return operator.eq(value, False)
 
 
 def called(func: Callable[..., Any], args: tuple[Any, ...], values: Iterable[Tensor]) -> Any:
@@ -158,6 +195,12 @@ def _add(graph: Graph, step: Step, nodes: Mapping[Origin, Node]) -> Node:
     returns = step.run._schema.returns
     is_one = len(returns) == 1 and returns[0].type.isSubtypeOf(torch._C.TensorType.get())
     return node if is_one else graph.call_function(operator.getitem, (node, step.index))
+
+
+def _read_number(graph: Graph, number: Number, nodes: Mapping[Origin, Node]) -> Node:
+    if number.dim is None:
+        return graph.call_function(aten._local_scalar_dense.default, (nodes[number.tensor],))
+    return graph.call_function(aten.sym_size.int, (nodes[number.tensor], number.dim))
 
 
 def _constant(graph: Graph, tensor: Tensor) -> Node:

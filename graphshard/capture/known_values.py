@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -72,7 +73,10 @@ class _Readers(TorchFunctionMode):
         expected = None if package_of(frame) == "torch" else expected_truth(frame)
         if expected is not None:
             self._assume(as_tensor(condition), expected, line_of(frame))
-        return expected
+            return expected
+        if package_of(frame) == "torch" and not frame.f_globals["__name__"].startswith("torch.nn."):
+            return None
+        return self._deciding.truth(condition, line_of(_outside_torch(frame)))
 
     def check(self, condition: torch.SymBool) -> None:
         """What `torch._check` takes for granted is checked after the call; operators check for themselves."""
@@ -141,19 +145,32 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:
+        reads, sizes = func is torch.ops.aten._local_scalar_dense.default, _has_unknown_sizes(func)
+        if reads:
             known, value = self._readers.decided(func, args)
             if known:
                 return value
-        if isinstance(func, OpOverload) and torch.Tag.dynamic_output_shape in func.tags:
-            step = self._origins.step(func, args, kwargs)
-            line = line_of(_outside_torch(asking()))
-            values = self._deciding.made(step, line) if step is not None and self._deciding.may_ask(func) else None
-            if values is not None:
-                device = next(leaf.device for leaf in pytree.arg_tree_leaves(*args) if isinstance(leaf, Tensor))
-                made = [torch.tensor(v.tolist(), dtype=v.dtype, device=device).reshape(v.shape) for v in values]
-                return made[0] if len(made) == 1 else tuple(made)
-        return func(*args, **kwargs)
+        step = self._origins.step(func, args, kwargs) if reads or sizes else None
+        if step is None:
+            return func(*args, **kwargs)
+        line = line_of(_outside_torch(asking()))
+        values = self._deciding.made(step, line) if sizes and self._deciding.may_ask(func) else None
+        if values is not None:
+            device = next(leaf.device for leaf in pytree.arg_tree_leaves(*args) if isinstance(leaf, Tensor))
+            made = [torch.tensor(v.tolist(), dtype=v.dtype, device=device).reshape(v.shape) for v in values]
+            return made[0] if len(made) == 1 else tuple(made)
+        result = func(*args, **kwargs)
+        if reads:
+            (tensor,) = step.of
+            self._deciding.note(result, tensor)
+        for index, tensor in enumerate(pytree.tree_leaves(result) if sizes else ()):
+            for dim, size in enumerate(tensor.shape):
+                self._deciding.note(size, replace(step, index=index), dim)
+        return result
+
+
+def _has_unknown_sizes(func: Any) -> bool:
+    return isinstance(func, OpOverload) and torch.Tag.dynamic_output_shape in func.tags
 
 
 def _as_list(tensor: Tensor) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
@@ -60,7 +61,43 @@ class Step:
         return tuple(leaf for leaf in pytree.arg_tree_leaves(*self.args, **self.kwargs) if is_origin(leaf))
 
 
-Origin = Given | Step
+@dataclass(frozen=True, eq=False)
+class Number:
+    """A size of a tensor along a dim, or the one number that is in it."""
+
+    tensor: Origin
+    dim: int | None = None
+    fixed: bool = False
+
+    @property
+    def of(self) -> tuple[Origin, ...]:
+        """What it is read of."""
+        return (self.tensor,)
+
+    def read(self, tensor: Tensor) -> int | float:
+        """The number, of a tensor with values."""
+        return tensor.shape[self.dim] if self.dim is not None else tensor.item()
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """A condition on numbers.
+
+    Attributes:
+        numbers: by the symbols of the condition.
+    """
+
+    condition: sympy.Basic
+    numbers: Mapping[sympy.Symbol, Number]
+    fixed: bool = False
+
+    @property
+    def of(self) -> tuple[Origin, ...]:
+        """The numbers."""
+        return tuple(self.numbers.values())
+
+
+Origin = Given | Step | Number | Truth
 
 
 def is_origin(leaf: Any) -> bool:
@@ -82,12 +119,18 @@ def in_order(origins: Iterable[Origin]) -> list[Origin]:
 
 
 @torch.no_grad()
-def values_of(origins: list[Origin], *, on_host: bool) -> list[Tensor]:
-    """Their values, computed where the inputs are, or on the host."""
-    known: dict[Origin, Tensor] = {}
+def values_of(origins: list[Origin], *, on_host: bool) -> list[Any]:
+    """Their values, computed where the inputs are, or on the host: tensors, numbers and truth values."""
+    known: dict[Origin, Any] = {}
     for origin in in_order(origins):
         if isinstance(origin, Given):
             known[origin] = origin.tensor.detach()
+            continue
+        if isinstance(origin, Number):
+            known[origin] = origin.read(known[origin.tensor])
+            continue
+        if isinstance(origin, Truth):
+            known[origin] = bool(origin.condition.subs({s: known[number] for s, number in origin.numbers.items()}))
             continue
         args, kwargs = pytree.tree_map_only((Given, Step), known.__getitem__, (origin.args, dict(origin.kwargs)))
         if on_host:

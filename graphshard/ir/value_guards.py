@@ -7,7 +7,9 @@ start = int(self.pointer)           the program holds while the buffer has this 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 
@@ -16,7 +18,7 @@ class ValueGuard:
     """One of them.
 
     Attributes:
-        expected: what `repr` makes of it as numbers, or lists of numbers.
+        expected: its text, see `text_of`.
         line: where forward asks, as "file:line: source".
     """
 
@@ -38,3 +40,8 @@ class ValueGuards:
     inputs: tuple[int, ...]
     buffers: tuple[str, ...]
     guards: tuple[ValueGuard, ...]
+
+
+def text_of(value: Any) -> str:
+    """Of a number, a truth value, or the numbers in a tensor."""
+    return repr(value.tolist() if isinstance(value, torch.Tensor) else value)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from graphshard.ir.torch_internals import disable_autocast
-from graphshard.ir.value_guards import ValueGuards
+from graphshard.ir.value_guards import ValueGuards, text_of
 
 
 class ValueChecks:
@@ -43,7 +43,7 @@ class ValueChecks:
         except (RuntimeError, IndexError, ValueError) as error:
             return f"{self._label}: what forward asks for cannot be computed of these values ({error})"
         for value, guard in zip(values, self._guards.guards, strict=True):
-            self._last = repr(value.tolist())
+            self._last = text_of(value)
             if self._last != guard.expected:
                 return f"{self._label}: a value was {guard.expected} and is {self._last} ({guard.line})"
         return ""

@@ -189,10 +189,60 @@ def test_a_file_has_a_program_for_each_value_that_calls_have(mesh: DeviceMesh, t
         assert torch.equal(model(X, torch.tensor([value])), plain(X, torch.tensor([value])))
 
 
+def test_a_file_asks_for_conditions_on_sizes(mesh: DeviceMesh, tmp_path: Path) -> None:
+    calls = [graphshard.Call((X, torch.tensor(number))) for number in ([1, 3, 3], [0, 0, 0])]
+    path = graphshard.export(_Net(_detection_loss), (1,), tmp_path / "net.gshard", calls=calls, backend="eager")
+    model, plain = graphshard.load(path, _Net(_detection_loss), mesh), _Net(_detection_loss)
+    for number in ([3, 4, 0], [0, -1, 0], [5, 5, 5]):
+        assert torch.equal(model(X, torch.tensor(number)), plain(X, torch.tensor(number)))
+    with pytest.raises(ArtifactError, match=r"a value was True and is False \(.*count > 0"):
+        model(X, torch.tensor([1, 1, 1]))
+
+
 def test_a_file_without_the_value_says_so(mesh: DeviceMesh, tmp_path: Path) -> None:
     model = graphshard.load(_exported(tmp_path, 1), _Net(_relu_if_any), mesh)
     with pytest.raises(ArtifactError, match=r"a value was True and is False \(.*number\.any.*Export it with calls="):
         model(X, torch.tensor([0]))
+
+
+def _detection_loss(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    """Without targets there is no loss of boxes: a size decides, and a number, which are not the same at two calls."""
+    places = (number > 0).nonzero()[:, 0]
+    count = (number > 2).sum().item()
+    loss = y.sum() * 0 if places.numel() == 0 else y[places].square().mean()
+    return loss / count if count > 0 else loss
+
+
+def test_conditions_on_sizes_and_numbers_have_two_programs(mesh: DeviceMesh) -> None:
+    model, plain = graphshard.compile(_Net(_detection_loss), mesh, backend="eager"), _Net(_detection_loss)
+    for number in ([1, 3, 3], [0, 0, 0], [5, 3, 3], [1, 0, 3], [1, 1, 0], [2, 2, 2]):
+        assert torch.equal(model(X, torch.tensor(number)), plain(X, torch.tensor(number)))
+    found = [[guard.expected for guard in program.decided.guards] for program in graphshard.programs(model)]
+    assert found == [["False", "True"], ["True", "False"], ["False", "False"]]
+
+
+class _Adaptive(nn.Module):
+    """Torch's loss skips clusters that no target is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss = nn.AdaptiveLogSoftmaxWithLoss(4, 12, [4, 8], div_value=2.0)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.loss(x, target).loss
+
+
+def test_the_adaptive_softmax_of_torch(mesh: DeviceMesh) -> None:
+    model, plain = graphshard.compile(_Adaptive(), mesh, backend="eager"), _Adaptive()
+    for target in ([0, 5, 11], [1, 6, 9], [0, 0, 7], [4, 2, 1], [2, 3, 0], [8, 9, 1]):
+        ours, expected = (net(X * len(target), torch.tensor(target)) for net in (model, plain))
+        assert torch.equal(ours, expected)
+        ours.backward()
+        expected.backward()
+    for name, param in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad.full_tensor(), param.grad), name
+    assert len(graphshard.programs(model)) == 4
 
 
 def test_many_numbers_are_no_constants(mesh: DeviceMesh) -> None:
