@@ -57,7 +57,7 @@ from graphshard.ir.state import Place, number_as_tensor
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
 from graphshard.ir.torch_internals import draws_stay
 from graphshard.ir.tracing_internals import fake_kernels, leaves_stay_leaves, quiet_tracing
-from graphshard.ir.unbacked_internals import makes_size
+from graphshard.ir.unbacked_internals import makes_size, numbers_found
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def capture(
         shapes=tuple((tuple(t.shape), t.stride()) for t in inputs) if sizes else (),
         checks=flat.checks,
         state=replace(flat.state, hooks=hooks),
-        decided=flat.decided,
+        decided=flat.deciding.guards(),
     )
 
 
@@ -259,6 +259,7 @@ def _trace(
             stack.enter_context(without_hooks_of_all_modules())
             stack.enter_context(leaves_stay_leaves())
             stack.enter_context(draws_stay())
+            stack.enter_context(numbers_found(lambda expression: flat.deciding.find(expression)))
             stack.enter_context(eager_kernels())
             stack.enter_context(fake_kernels(MISSING | WITHOUT_GPU if stands_in() else MISSING))
             stack.enter_context(no_effects_of_backward(module, spec.forward_class.__name__))

@@ -23,8 +23,11 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from graphshard.capture.dynamic_shapes import WITHOUT_VALUES
+from graphshard.capture.guards import line_of
 from graphshard.capture.learned import Learned
-from graphshard.capture.origins import Given, Number, Origin, Step, Truth, in_order, is_origin, values_of
+from graphshard.capture.lines import asking, outside_torch
+from graphshard.capture.origins import Formula, Given, Number, Origin, Step, in_order, is_origin, values_of
+from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.program import Slot
 from graphshard.ir.torch_internals import without_any_modes
@@ -90,18 +93,35 @@ class Deciding:
         if is_unknown(number) and number.node.expr.is_Symbol:
             self._numbers[number.node.expr] = Number(tensor, dim)
 
-    def truth(self, condition: torch.SymBool, line: str) -> bool | None:
-        """The truth of a condition on such numbers; None if there are others in it, or forward may not ask."""
-        expression = condition.node.expr
+    def knows(self, size: Any) -> bool:
+        """Whether a size is not known to the trace, and can be found out."""
+        return is_unknown(size) and all(symbol in self._numbers for symbol in size.node.expr.free_symbols)
+
+    def is_one(self, size: Any) -> bool:
+        """Whether a size that can be found out is 1.
+
+        Raises:
+            Untraceable: forward may not ask for it.
+        """
+        found = self.find(sympy.Eq(size.node.expr, 1))
+        if found is None:
+            raise Untraceable("value", "squeeze")
+        return bool(found)
+
+    def find(self, expression: sympy.Basic) -> bool | int | float | None:
+        """What an expression of such numbers is; None if there are others in it, or forward may not ask."""
         numbers = {symbol: self._numbers.get(symbol) for symbol in expression.free_symbols}
         known = {symbol: number for symbol, number in numbers.items() if number is not None}
         if len(known) < len(numbers) or not self.may_ask(Tensor.__bool__):
             return None
         with without_any_modes():
-            asked = Truth(expression, known)
+            asked = Formula(expression, known)
             (value,) = values_of([asked], on_host=stands_in())
-            self._asked.setdefault((expression, *known.values()), (asked, ValueGuard(text_of(value), line)))
-            return bool(value)
+            if not known:
+                return value
+            guard = ValueGuard(text_of(value), line_of(outside_torch(asking())))
+            self._asked.setdefault((expression, *known.values()), (asked, guard))
+            return value
 
     def made(self, step: Step, line: str) -> list[Tensor] | None:
         """What an operator makes whose results have sizes that depend on values; None if it is more than a few numbers.
@@ -136,9 +156,9 @@ class Deciding:
                 nodes[origin] = _add(graph, origin, nodes)
             elif isinstance(origin, Number):
                 nodes[origin] = _read_number(graph, origin, nodes)
-            elif isinstance(origin, Truth):
+            elif isinstance(origin, Formula):
                 numbers = {symbol: Proxy(nodes[number]) for symbol, number in origin.numbers.items()}
-                nodes[origin] = sympy_interp(_Operators, numbers, origin.condition).node
+                nodes[origin] = sympy_interp(_Operators, numbers, origin.expression).node
         graph.output(tuple(nodes[origin] for origin, _ in self._asked.values()))
         guards = tuple(guard for _, guard in self._asked.values())
         return ValueGuards(

@@ -65,7 +65,6 @@ from graphshard.ir.tracing_internals import (
     memory_of,
     run_compiled_functions_eagerly,
 )
-from graphshard.ir.value_guards import ValueGuards
 
 # The leaves of something, and its structure.
 _Flat = tuple[list[Any], pytree.TreeSpec]
@@ -82,7 +81,7 @@ class FlatForward(nn.Module):
         checks: of the last call.
         made: the tensors that the last call made, while they are alive.
         state: what the last call read and left on modules.
-        decided: values of inputs and buffers that the last call asked for.
+        deciding: values of inputs and buffers that the last call, or its backward, asked for.
         out_spec: structure of the last result.
         regions: checkpointed regions that the last call went through.
     """
@@ -117,7 +116,7 @@ class FlatForward(nn.Module):
         self.slots = [*(owned.slot for owned in self._owned), *extensions.tensors, *inputs]
         self.originals = {owned.slot.name: owned.tensor for owned in self._owned}
         self.state = ModuleState()
-        self.decided: ValueGuards | None = None
+        self.deciding = Deciding((), learned)
         self.leaves: list[Any] = []
         self.places: list[int] = []
         self.checks: tuple[Check | Condition, ...] = ()
@@ -169,14 +168,15 @@ class FlatForward(nn.Module):
             stack.enter_context(conditionals_are_operators())
             stack.enter_context(Conditionals(watch, recorder.enter_branch))
             call = functools.partial(nn.Module.__call__, module)  # a class's own runs around the compiled forward
-            deciding = Deciding(self._with_values(used, passed), self._learned)
-            result = self._path.around(call, watch.assume, deciding)(*args, **kwargs)
+            self.deciding = Deciding(self._with_values(used, passed), self._learned)
+            result = self._path.around(call, watch.assume, self.deciding)(*args, **kwargs)
+            self.deciding.given.clear()
             leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed, self._data))
             self.leaves = [*leaves, *recorder.finish(leaves, passed)]
             self._check_written(tuple(map(is_written, tensors)))
             self._check_given(before, pytree.tree_flatten((args, kwargs)))
             self._check_shapes(tensors)
-        self.state, self.decided = recorder.state, deciding.guards()
+        self.state = recorder.state
         check_texts(self.leaves, self.out_spec, self.state)
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)

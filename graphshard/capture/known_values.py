@@ -13,7 +13,7 @@ are: they are exact on any device. Others, and values of inputs and buffers, are
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphshard.capture.deciding import DECIDERS, READERS, Deciding, called
 from graphshard.capture.guards import expected_truth, line_of
-from graphshard.capture.lines import asking, package_of
+from graphshard.capture.lines import asking, outside_torch, package_of
 from graphshard.capture.origins import Origins, is_origin, values_of
 from graphshard.capture.untraceable import Untraceable, is_users
 from graphshard.ir.torch_internals import without_any_modes
@@ -73,10 +73,7 @@ class _Readers(TorchFunctionMode):
         expected = None if package_of(frame) == "torch" else expected_truth(frame)
         if expected is not None:
             self._assume(as_tensor(condition), expected, line_of(frame))
-            return expected
-        if package_of(frame) == "torch" and not frame.f_globals["__name__"].startswith("torch.nn."):
-            return None
-        return self._deciding.truth(condition, line_of(_outside_torch(frame)))
+        return expected
 
     def check(self, condition: torch.SymBool) -> None:
         """What `torch._check` takes for granted is checked after the call; operators check for themselves."""
@@ -91,6 +88,8 @@ class _Readers(TorchFunctionMode):
         """What a function returns; any that reads no values is called."""
         if func is Tensor.unbind and is_unknown(args[0].shape[0]):
             raise Untraceable("loop", "unbind")
+        if func in (torch.squeeze, Tensor.squeeze):
+            return func(*self._without_ones(*args, **kwargs))
         if func in READERS:
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
             known, value = self.known(func, args)
@@ -100,7 +99,7 @@ class _Readers(TorchFunctionMode):
                 frame = asking()
                 expected = _guarded(func, frame)
                 if expected is not None:
-                    self._assume(tensors[0], expected, line_of(_outside_torch(frame)))
+                    self._assume(tensors[0], expected, line_of(outside_torch(frame)))
                     return expected
                 known, value = self.decided(func, args)
                 if known:
@@ -111,6 +110,21 @@ class _Readers(TorchFunctionMode):
                     drawn = all(map(self._origins.is_drawn, tensors))
                     raise Untraceable("random" if drawn else "value", func.__name__)
         return func(*args, **kwargs)
+
+    def _without_ones(self, tensor: Tensor, dim: int | Sequence[int] | None = None) -> tuple[Any, ...]:
+        """A tensor that is squeezed, and along which dims, without those whose size depends on values and is 1.
+
+        Torch takes such a size for another than 1.
+        """
+        if not any(map(self._deciding.knows, tensor.shape)):
+            return (tensor,) if dim is None else (tensor, dim)
+        chosen = range(tensor.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+        left = {d % tensor.dim() for d in chosen}
+        for d in sorted(left, reverse=True):
+            if self._deciding.knows(tensor.shape[d]) and self._deciding.is_one(tensor.shape[d]):
+                tensor = tensor.select(d, 0)
+                left = {other - (other > d) for other in left - {d}}
+        return tensor, sorted(left)
 
     def known(self, func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
         """Whether a function reads what is the same at every call, and what it returns then."""
@@ -126,12 +140,15 @@ class _Readers(TorchFunctionMode):
         made = self._made(args)
         if made is None or not self._deciding.may_ask(func):
             return False, None
-        return True, self._deciding.ask(func, made, line_of(_outside_torch(asking())))
+        return True, self._deciding.ask(func, made, line_of(outside_torch(asking())))
 
     def _made(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Arguments with how they were made in the place of tensors; None if that is not known of one."""
         made = tuple(self._origins.of(arg) if isinstance(arg, Tensor) else arg for arg in args)
         return None if any(m is None and isinstance(arg, Tensor) for m, arg in zip(made, args)) else made
+
+
+_SQUEEZES = {torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}
 
 
 class _Operators(TorchDispatchMode):
@@ -145,6 +162,8 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _SQUEEZES:
+            self._check_squeezed(*args)
         reads, sizes = func is torch.ops.aten._local_scalar_dense.default, _has_unknown_sizes(func)
         if reads:
             known, value = self._readers.decided(func, args)
@@ -153,7 +172,7 @@ class _Operators(TorchDispatchMode):
         step = self._origins.step(func, args, kwargs) if reads or sizes else None
         if step is None:
             return func(*args, **kwargs)
-        line = line_of(_outside_torch(asking()))
+        line = line_of(outside_torch(asking()))
         values = self._deciding.made(step, line) if sizes and self._deciding.may_ask(func) else None
         if values is not None:
             device = next(leaf.device for leaf in pytree.arg_tree_leaves(*args) if isinstance(leaf, Tensor))
@@ -167,6 +186,13 @@ class _Operators(TorchDispatchMode):
             for dim, size in enumerate(tensor.shape):
                 self._deciding.note(size, replace(step, index=index), dim)
         return result
+
+    def _check_squeezed(self, tensor: Tensor, dims: int | Sequence[int] | None = None) -> None:
+        """Raise Untraceable if a squeeze takes out a dim whose size depends on values: torch takes it for another."""
+        chosen = range(tensor.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+        sizes: list[Any] = [tensor.shape[dim] for dim in chosen]
+        if any(self._deciding.is_one(size) for size in sizes if self._deciding.knows(size)):
+            raise Untraceable("value", "squeeze")
 
 
 def _has_unknown_sizes(func: Any) -> bool:
@@ -191,9 +217,3 @@ def as_tensor(condition: torch.SymBool) -> Tensor:
     """A condition on sizes that depend on values, as a tensor."""
     value: Any = condition
     return torch.full((), value, dtype=torch.bool)
-
-
-def _outside_torch(frame: FrameType) -> FrameType:
-    while frame.f_back and package_of(frame) in ("torch", "graphshard"):
-        frame = frame.f_back
-    return frame

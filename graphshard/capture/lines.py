@@ -33,3 +33,10 @@ def asking(*modules: str) -> FrameType:
 def package_of(frame: FrameType) -> str:
     """The package whose code runs in a frame, by its first name."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def outside_torch(frame: FrameType) -> FrameType:
+    """The frame that has called torch, or graphshard."""
+    while frame.f_back and package_of(frame) in ("torch", "graphshard"):
+        frame = frame.f_back
+    return frame

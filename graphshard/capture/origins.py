@@ -13,6 +13,7 @@ from typing import Any
 
 import sympy
 import torch
+from sympy.logic.boolalg import BooleanAtom
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
@@ -80,14 +81,14 @@ class Number:
 
 
 @dataclass(frozen=True, eq=False)
-class Truth:
-    """A condition on numbers.
+class Formula:
+    """What is computed of numbers: a number, or a truth value.
 
     Attributes:
-        numbers: by the symbols of the condition.
+        numbers: by the symbols of the expression.
     """
 
-    condition: sympy.Basic
+    expression: sympy.Basic
     numbers: Mapping[sympy.Symbol, Number]
     fixed: bool = False
 
@@ -97,7 +98,7 @@ class Truth:
         return tuple(self.numbers.values())
 
 
-Origin = Given | Step | Number | Truth
+Origin = Given | Step | Number | Formula
 
 
 def is_origin(leaf: Any) -> bool:
@@ -129,8 +130,8 @@ def values_of(origins: list[Origin], *, on_host: bool) -> list[Any]:
         if isinstance(origin, Number):
             known[origin] = origin.read(known[origin.tensor])
             continue
-        if isinstance(origin, Truth):
-            known[origin] = bool(origin.condition.subs({s: known[number] for s, number in origin.numbers.items()}))
+        if isinstance(origin, Formula):
+            known[origin] = _number(origin.expression.subs({s: known[n] for s, n in origin.numbers.items()}))
             continue
         args, kwargs = pytree.tree_map_only((Given, Step), known.__getitem__, (origin.args, dict(origin.kwargs)))
         if on_host:
@@ -138,6 +139,13 @@ def values_of(origins: list[Origin], *, on_host: bool) -> list[Any]:
         made = pytree.tree_leaves(origin.run(*args, **kwargs))
         known[origin] = made[origin.index] if origin.written is None else known[origin.written]
     return [known[origin] for origin in origins]
+
+
+def _number(value: sympy.Basic) -> bool | int | float:
+    """A number of sympy's as one of Python's."""
+    if isinstance(value, BooleanAtom):
+        return bool(value)
+    return int(value) if value.is_integer else float(value)
 
 
 # Makes random numbers from 0 to 1, of which 1 is none; what is certain about comparing them with a number.

@@ -6,11 +6,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import sympy
 import torch
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
-from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    _constrain_range_for_size,
+    free_unbacked_symbols,
+)
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.torch_internals import replaced
@@ -23,6 +29,7 @@ __all__ = [
     "new_unknown_float",
     "new_unknown_size",
     "numbers_as_text",
+    "numbers_found",
 ]
 
 # Of a number; nobody else writes so.
@@ -68,6 +75,28 @@ def conditions_on_sizes(
         return bool(expect(value, skip))
 
     with replaced(torch.SymBool, "__bool__", truth), replaced(symbolic_shapes, "expect_true", expected):
+        yield
+
+
+@contextlib.contextmanager
+def numbers_found(find: Callable[[sympy.Basic], bool | int | float | None]) -> Iterator[None]:
+    """Within the block, what torch must know of sizes and numbers that depend on values can be found out.
+
+    Args:
+        find: what an expression of them is; None if that is unknown, which is torch's error.
+    """
+    evaluate = ShapeEnv.evaluate_sym_node
+
+    def evaluated(self: ShapeEnv, node: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return evaluate(self, node, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            value = find(node.expr)
+            if value is None:
+                raise
+            return sympy.sympify(value)
+
+    with replaced(ShapeEnv, "evaluate_sym_node", evaluated):
         yield
 
 

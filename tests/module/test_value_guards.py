@@ -221,6 +221,22 @@ def test_conditions_on_sizes_and_numbers_have_two_programs(mesh: DeviceMesh) -> 
     assert found == [["False", "True"], ["True", "False"], ["False", "False"]]
 
 
+def _squeezed(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    """With one place there is no dim left."""
+    return (y[number.nonzero().squeeze()] * 2).squeeze() + 1
+
+
+def test_squeezing_what_may_be_one(mesh: DeviceMesh) -> None:
+    model, plain = graphshard.compile(_Net(_squeezed), mesh, backend="eager"), _Net(_squeezed)
+    for number in ([1, 1, 0], [0, 1, 0], [0, 0, 0], [1, 0, 0], [1, 1, 1]):
+        ours, expected = model(X, torch.tensor(number)), plain(X, torch.tensor(number))
+        assert torch.equal(ours, expected)
+        ours.sum().backward()
+        expected.sum().backward()
+    assert torch.equal(model.linear.weight.grad.full_tensor(), plain.linear.weight.grad)
+    assert len(graphshard.programs(model)) == 2
+
+
 class _Adaptive(nn.Module):
     """Torch's loss skips clusters that no target is in."""
 
