@@ -30,6 +30,8 @@ a failure into a message about the user's code.
   change. Operators are given what is read of an input of the program, in a third run. Stand-ins are no subclasses of
   int and list, since C code reads those without asking. If anything goes wrong with them, there is a run without them,
   for the value as it is.
+* **Sizes that torch finds out are checked** (`found_sizes.py`). Where a tensor whose size depends on values meets one
+  of a known size, the trace takes that for granted. The program asks after each call: eager mode would have failed.
 * **Functions are followed to what they close over, to defaults and globals, and to attributes that their code names of
   modules and classes** (`outer.py`, `reach.py`), as hooks keep their results there.
   What code leaves that runs in backward would happen once: `backward_effects.py` makes it an error.

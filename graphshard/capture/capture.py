@@ -36,7 +36,6 @@ from graphshard.capture.flat import FlatForward
 from graphshard.capture.hooks import hooks_of, refuse_hooks_of_all_modules, without_hooks_of_all_modules
 from graphshard.capture.late_gathers import settle_gathers
 from graphshard.capture.learned import Learned, Rerun
-from graphshard.capture.missing import MISSING, WITHOUT_GPU
 from graphshard.capture.phase import erase_boundaries, erase_leaves, lift_constants, phase_of, read_numbers_again
 from graphshard.capture.rounding import capture_decompositions
 from graphshard.capture.tensor_axis import take_off_last_sums, take_off_wrapping
@@ -49,6 +48,7 @@ from graphshard.ir.errors import CaptureError, DivergenceError, PeerError
 from graphshard.ir.kernel_strides import new_tracing_mode
 from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import Mesh
+from graphshard.ir.missing_kernels import MISSING, WITHOUT_GPU
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Program

@@ -34,6 +34,7 @@ from graphshard.capture.cuda_attention import CudaAttention
 from graphshard.capture.cuda_constants import CudaConstants
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extensions
+from graphshard.capture.found_sizes import CheckedNarrow, FoundSizes
 from graphshard.capture.inputs import as_given
 from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
@@ -144,6 +145,8 @@ class FlatForward(nn.Module):
             watch = Watch(given)
             stack.enter_context(watch)
             stack.enter_context(WatchHooks(watch.made))
+            found_sizes = stack.enter_context(FoundSizes())
+            stack.enter_context(CheckedNarrow(found_sizes, watch.assume))
             stack.enter_context(idle_conversions())
             pairs = [(new, old) for new, old in zip(leaves, self._call[0]) if isinstance(old, torch.Tensor)]
             stack.enter_context(asked(pairs, [(used[o.slot], o.tensor) for o in self._owned]))
@@ -165,6 +168,7 @@ class FlatForward(nn.Module):
             stack.enter_context(Conditionals(watch, recorder.enter_branch))
             call = functools.partial(nn.Module.__call__, module)  # a class's own runs around the compiled forward
             result = self._path.around(call, watch.assume)(*args, **kwargs)
+            found_sizes.check(watch.assume)
             leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed, self._data))
             self.leaves = [*leaves, *recorder.finish(leaves, passed)]
             self._check_written(tuple(map(is_written, tensors)))

@@ -71,9 +71,9 @@ class Watch(TorchDispatchMode):
             self._branch = outer
         self.checks[first:] = [(check, check.where(taken, status)) for check, status in self.checks[first:]]
 
-    def assume(self, value: torch.Tensor, expected: bool, line: str) -> None:
-        """A value has this truth value, or the forward raises an exception at a line."""
-        self.checks.append((Condition(line, expected), value.reshape(()).to(torch.bool)))
+    def assume(self, value: torch.Tensor, expected: bool, line: str, *, of_size: bool = False) -> None:
+        """A value has this truth value, or the forward raises an exception at a line; or a size is another."""
+        self.checks.append((Condition(line, expected, of_size), value.reshape(()).to(torch.bool)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         still_wanted()
