@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +39,7 @@ from graphshard.capture.hooks import hooks_of, refuse_hooks_of_all_modules, with
 from graphshard.capture.late_gathers import settle_gathers
 from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.phase import erase_boundaries, erase_leaves, lift_constants, phase_of, read_numbers_again
+from graphshard.capture.remembered import remembering_functions
 from graphshard.capture.rounding import capture_decompositions
 from graphshard.capture.tensor_axis import take_off_last_sums, take_off_wrapping
 from graphshard.capture.untraceable import Located, Untraceable
@@ -123,13 +126,13 @@ def capture(
     """
     _check_extended(module, spec)
     refuse_hooks_of_all_modules()
-    path, learned = EagerPath(), Learned(followed=set(spec.followed))
+    path, learned, remembering = EagerPath(), Learned(followed=set(spec.followed)), remembering_functions()
     hooks = hooks_of(module)
     traced, reason = None, None
     while traced is None:
         try:
             with torch.set_grad_enabled(grad):
-                traced = _trace(module, args, kwargs, spec, path, learned)
+                traced = _trace(module, args, kwargs, spec, path, learned, remembering)
         except Rerun:
             continue
         except CaptureError as error:
@@ -218,6 +221,7 @@ def _trace(
     spec: CaptureSpec,
     path: EagerPath,
     learned: Learned,
+    remembering: Mapping[CodeType, list[Any]],
 ) -> _Traced:
     """Trace the forward on a path that it may take, with what is known of its attributes."""
     as_written = functools.partial(bare, module, spec.method)
@@ -236,6 +240,7 @@ def _trace(
         meshes=spec.communicating,
         learned=learned,
         allow=spec.allow,
+        remembering=remembering,
     )
     with as_written():
         inputs, check_sizes = fake_inputs(

@@ -15,6 +15,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from graphshard.capture.inputs import as_given
 from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
 from graphshard.capture.outside import no_outside_values
+from graphshard.capture.remembered import Remembered
 from graphshard.capture.required import Required
 from graphshard.capture.seeds import no_seeds
 from graphshard.capture.substitute import Substitute
@@ -98,8 +100,10 @@ class FlatForward(nn.Module):
         meshes: Mapping[tuple[str, ...], DeviceMesh],
         learned: Learned,
         allow: Collection[str],
+        remembering: Mapping[CodeType, list[Any]],
     ) -> None:
         super().__init__()
+        self._remembered = functools.partial(Remembered, remembering)
         self._call, self._path, self._bare, self._learned, self._allow = call, path, bare, learned, allow
         self._boundaries = functools.partial(unit_boundaries, module, units, params, precision)
         self.__dict__["_module"] = module  # which is not a part of this one
@@ -147,6 +151,7 @@ class FlatForward(nn.Module):
             stack.enter_context(WatchHooks(watch.made))
             found_sizes = stack.enter_context(FoundSizes())
             stack.enter_context(CheckedNarrow(found_sizes, watch.assume))
+            stack.enter_context(self._remembered())
             stack.enter_context(idle_conversions())
             pairs = [(new, old) for new, old in zip(leaves, self._call[0]) if isinstance(old, torch.Tensor)]
             stack.enter_context(asked(pairs, [(used[o.slot], o.tensor) for o in self._owned]))
@@ -171,6 +176,7 @@ class FlatForward(nn.Module):
             found_sizes.check(watch.assume)
             leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed, self._data))
             self.leaves = [*leaves, *recorder.finish(leaves, passed)]
+            watch.check_foreign()
             self._check_written(tuple(map(is_written, tensors)))
             self._check_given(before, pytree.tree_flatten((args, kwargs)))
             self._check_shapes(tensors)

@@ -48,6 +48,10 @@ _ADVICE = {
         "Forward writes to a parameter. The full parameter exists during the call only, and FSDP2 loses what is "
         "written to it. Write to it between calls, under torch.no_grad(), or hold the value in a buffer."
     ),
+    "write foreign": (
+        "Forward writes to a tensor that it finds where no program looks, such as one that functools.cache keeps, and "
+        "only the capture would. Keep it in a buffer or an attribute of a module, or write to a copy."
+    ),
     "cast again": (
         "Autocast casts a parameter that is a DTensor once for all its uses, which a program cannot yet. Use it once "
         "in the block, cast it yourself, or use param_dtype of mp_policy in the place of autocast."
@@ -79,6 +83,10 @@ _ADVICE = {
     "kept": (
         "A tensor of this forward is kept outside of the modules after the call. Return it, or assign it to an "
         "attribute of a module."
+    ),
+    "remembered": (
+        "functools.cache, or lru_cache, keeps here what depends on tensors of this call, or on random numbers, and "
+        "later calls would be given that. Let the function compute with numbers alone, or take functools.cache away."
     ),
     "sparse": "The gradient of this embedding would be a sparse tensor, which is no shard. Make it with sparse=False.",
     "nested": (

@@ -23,7 +23,7 @@ from graphshard.capture.lines import user_place
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.program import Slot
-from graphshard.ir.subclasses import shard_in
+from graphshard.ir.subclasses import has_traced, shard_in
 from graphshard.ir.tracing_internals import arguments_of, keep_strides, memory_of, written_by
 from graphshard.ir.wanted import still_wanted
 
@@ -50,6 +50,7 @@ class Watch(TorchDispatchMode):
     Attributes:
         checks: what is to be checked after each call, with the traced status.
         made: what operators made.
+        foreign: lines that wrote to a tensor that is not traced.
     """
 
     supports_higher_order_operators = True
@@ -59,6 +60,7 @@ class Watch(TorchDispatchMode):
         self._given = {memory_of(tensor): slot for slot, tensor in given.items()}
         self.made: list[Made] = []
         self.checks: list[tuple[Check | Condition, torch.Tensor]] = []
+        self.foreign: list[tuple[str, int] | None] = []
         self._branch: int | None = None  # how many tensors were made before it began
 
     @contextlib.contextmanager
@@ -101,6 +103,8 @@ class Watch(TorchDispatchMode):
             written = [(tensor, tensor.stride()) for tensor in written_by(func, args, kwargs)]
             if self._branch is not None:
                 self._check_own(func, args, kwargs)
+            if not all(has_traced(tensor) for tensor, _ in written):
+                self.foreign.append(user_place())
             for slot in (self._given.get(memory_of(shard_in(tensor))) for tensor, _ in written):
                 if slot is not None and slot.kind == "param":
                     raise Untraceable("write", f"parameter {slot.name}, operator {func}")
@@ -111,6 +115,11 @@ class Watch(TorchDispatchMode):
         place = user_place()
         self.made += [Made(weakref.ref(t), place) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         return result
+
+    def check_foreign(self) -> None:
+        """Raise Untraceable if forward wrote to a tensor that nothing gives it: that of the capture."""
+        for place in self.foreign:
+            raise Untraceable("write foreign", "a tensor that belongs to no module", place)
 
     def _check_own(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise Untraceable where a branch writes to what it has not made."""
