@@ -40,6 +40,7 @@ from graphshard.capture.inputs import as_given
 from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
 from graphshard.capture.outside import no_outside_values
+from graphshard.capture.parametrizations import check_computed_once, remembered_within
 from graphshard.capture.remembered import Remembered
 from graphshard.capture.required import Required
 from graphshard.capture.seeds import no_seeds
@@ -152,6 +153,7 @@ class FlatForward(nn.Module):
             found_sizes = stack.enter_context(FoundSizes())
             stack.enter_context(CheckedNarrow(found_sizes, watch.assume))
             stack.enter_context(self._remembered())
+            stack.enter_context(remembered_within())
             stack.enter_context(idle_conversions())
             pairs = [(new, old) for new, old in zip(leaves, self._call[0]) if isinstance(old, torch.Tensor)]
             stack.enter_context(asked(pairs, [(used[o.slot], o.tensor) for o in self._owned]))
@@ -178,6 +180,7 @@ class FlatForward(nn.Module):
             self.leaves = [*leaves, *recorder.finish(leaves, passed)]
             watch.check_foreign()
             self._check_written(tuple(map(is_written, tensors)))
+            check_computed_once(module, (slot for slot, tensor in given.items() if is_written(tensor)))
             self._check_given(before, pytree.tree_flatten((args, kwargs)))
             self._check_shapes(tensors)
         self.state = recorder.state
