@@ -187,7 +187,7 @@ def capture(
         sizes=sizes,
         shapes=tuple((tuple(t.shape), t.stride()) for t in inputs) if sizes else (),
         checks=flat.checks,
-        state=replace(flat.state, hooks=hooks),
+        state=replace(flat.in_backward.state(flat.state), hooks=hooks),
     )
 
 
@@ -263,6 +263,7 @@ def _trace(
             stack.enter_context(eager_kernels())
             stack.enter_context(fake_kernels(MISSING | WITHOUT_GPU if stands_in() else MISSING))
             stack.enter_context(no_effects_of_backward(module, spec.forward_class.__name__))
+            stack.enter_context(flat.in_backward.watching())
             traced = aot_export_joint_with_descriptors(
                 stack, flat, (*state, *inputs, *attributes), decompositions=capture_decompositions()
             )

@@ -36,6 +36,7 @@ from graphshard.capture.cuda_constants import CudaConstants
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extensions
 from graphshard.capture.found_sizes import CheckedNarrow, FoundSizes
+from graphshard.capture.in_backward import InBackward
 from graphshard.capture.inputs import as_given
 from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
@@ -83,6 +84,7 @@ class FlatForward(nn.Module):
         checks: of the last call.
         made: the tensors that the last call made, while they are alive.
         state: what the last call read and left on modules.
+        in_backward: watches what runs behind a call.
         out_spec: structure of the last result.
         regions: checkpointed regions that the last call went through.
     """
@@ -126,9 +128,11 @@ class FlatForward(nn.Module):
         self.out_spec: pytree.TreeSpec | None = None
         self.regions = CheckpointRegions()
         self._written: tuple[bool, ...] | None = None
+        self.in_backward = InBackward(module, learned)
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         module: nn.Module = self.__dict__["_module"]
+        self.in_backward.forward_begins()
         given = dict(zip(self.slots, tensors, strict=True))
         passed = tensors[len(self._owned) + len(self._extensions.tensors) :]
         inputs = iter(passed)
@@ -170,13 +174,14 @@ class FlatForward(nn.Module):
             stack.enter_context(functional_collectives_only(module))
             recorder = Recorder(module, self._learned, own, self._allow)
             self.regions.enter_region, self.regions.buffers = recorder.enter_region, self._held_buffers
-            stack.enter_context(recorder.recording(list(inputs)))
+            stack.enter_context(recorder.recording(learned := list(inputs)))
             stack.enter_context(conditionals_are_operators())
             stack.enter_context(Conditionals(watch, recorder.enter_branch))
             call = functools.partial(nn.Module.__call__, module)  # a class's own runs around the compiled forward
             result = self._path.around(call, watch.assume)(*args, **kwargs)
             found_sizes.check(watch.assume)
             leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed, self._data))
+            places = {number: node.place for number, node in recorder.reach.nodes.items() if node.is_module}
             self.leaves = [*leaves, *recorder.finish(leaves, passed)]
             watch.check_foreign()
             self._check_written(tuple(map(is_written, tensors)))
@@ -184,6 +189,8 @@ class FlatForward(nn.Module):
             self._check_given(before, pytree.tree_flatten((args, kwargs)))
             self._check_shapes(tensors)
         self.state = recorder.state
+        held = (id(tensor) for tensor, _ in self._learned.tensors.values())
+        self.in_backward.forward_ends({**own, **dict(zip(held, learned))}, given, recorder.state.writes, places)
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)
         self.leaves = [None if i in self.places else leaf for i, leaf in enumerate(self.leaves)]

@@ -52,6 +52,14 @@ _ADVICE = {
         "Forward writes to a tensor that it finds where no program looks, such as one that functools.cache keeps, and "
         "only the capture would. Keep it in a buffer or an attribute of a module, or write to a copy."
     ),
+    "write in backward": (
+        "A hook, or the backward of a torch.autograd.Function, writes to a buffer or an input, which the compiled "
+        "backward would not. Write in forward, after loss.backward(), or in a hook of the compiled module itself."
+    ),
+    "read in backward": (
+        "A hook, or the backward of a torch.autograd.Function, reads what forward sets on a module. Give it to the "
+        "hook as a variable of forward, or save it in ctx."
+    ),
     "cast again": (
         "Autocast casts a parameter that is a DTensor once for all its uses, which a program cannot yet. Use it once "
         "in the block, cast it yourself, or use param_dtype of mp_policy in the place of autocast."
