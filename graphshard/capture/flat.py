@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.asked import asked
 from graphshard.capture.attributes import Recorder
+from graphshard.capture.batch_norm import BatchAverages
 from graphshard.capture.boundaries import unit_boundaries
 from graphshard.capture.checkpoints import CheckpointRegions, trace_checkpoints
 from graphshard.capture.collectives import functional_collectives_only
@@ -157,6 +158,7 @@ class FlatForward(nn.Module):
             found_sizes = stack.enter_context(FoundSizes())
             stack.enter_context(CheckedNarrow(found_sizes, watch.assume))
             stack.enter_context(self._remembered())
+            stack.enter_context(BatchAverages())
             stack.enter_context(remembered_within())
             stack.enter_context(idle_conversions())
             pairs = [(new, old) for new, old in zip(leaves, self._call[0]) if isinstance(old, torch.Tensor)]
