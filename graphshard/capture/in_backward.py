@@ -16,19 +16,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphshard.capture.learned import Learned, Rerun
 from graphshard.capture.lines import user_place
 from graphshard.capture.outer import OF_TORCH, attributes_of
 from graphshard.capture.untraceable import Untraceable
 from graphshard.capture.witness import PLAIN, is_container, text_at, witness_of
+from graphshard.ir.operators import CHECKED
 from graphshard.ir.program import Slot
 from graphshard.ir.state import ModuleState, Place, Read, Write
 from graphshard.ir.subclasses import has_traced
 from graphshard.ir.torch_internals import replaced
-from graphshard.ir.tracing_internals import contents_now
+from graphshard.ir.tracing_internals import contents_now, memory_of
 
 
 class _Given(NamedTuple):
@@ -108,7 +111,8 @@ class InBackward(TorchFunctionMode):
         run: Any = torch.autograd._engine_run_backward
 
         def run_watched(*args: Any, **kwargs: Any) -> Any:
-            with self:  # torch.autograd.grad has taken away all modes, as it is a function that they may see
+            # torch.autograd.grad has taken away all modes, as it is a function that they may see.
+            with self, _Checked() if self._runs else contextlib.nullcontext():
                 return run(*args, **kwargs)
 
         watched = replaced(torch.autograd, "_engine_run_backward", run_watched)
@@ -163,3 +167,24 @@ class InBackward(TorchFunctionMode):
             for key, item in vars(value).items():  # of a configuration
                 if isinstance(item, PLAIN):
                     self._reads.setdefault(place.then("attribute", key), item)
+
+
+class _Checked(TorchDispatchMode):
+    """Lets what backward computes with torch.linalg be checked when it runs: a gradient of eig solves an equation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, torch.Tensor] = {}  # by the memory of its status
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._linalg_check_errors.default:
+            made = self._made.get(memory_of(args[0]))
+            if made is None:
+                raise Untraceable("other", f"operator {func} in backward")
+            made.copy_(CHECKED(made, args[0], args[1], kwargs["is_matrix"]))
+            return None
+        result = func(*args, **kwargs)
+        if isinstance(func, OpOverload) and func._schema.returns and func._schema.returns[-1].name == "info":
+            self._made[memory_of(result[-1])] = result[0]
+        return result

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
 from graphshard.ir.errors import CaptureError
+from graphshard.ir.operators import CHECKED
+from tests.helpers import captured
 from tests.ranks import FakeWorld
 
 
@@ -195,3 +197,27 @@ def test_what_forward_sets(mesh: DeviceMesh) -> None:
     ours = graphshard.compile(_SetByForward(), mesh, backend="eager")
     with pytest.raises(CaptureError, match=r"return grad \* self.number\n.* reads what forward sets on a module"):
         ours(torch.ones(3, 4))
+
+
+class _Eigenvalues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.eigvals(x * self.scale).abs().square().sum()
+
+
+def test_what_backward_checks(mesh: DeviceMesh) -> None:
+    """The gradient of eig solves an equation, which fails where there are too few eigenvectors."""
+    plain = _Eigenvalues()
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    for model in (ours, plain):
+        model(torch.tensor([[2.0, 1], [0.5, 1]])).backward()
+    mine: Any = ours.scale.grad
+    assert torch.equal(mine.full_tensor(), plain.scale.grad)
+    program = captured(_Eigenvalues(), (torch.ones(2, 2),), world_size=1)
+    (check,) = program.phases["joint"].module.graph.find_nodes(op="call_function", target=CHECKED)
+    assert check.args[2] == "torch.linalg.solve"
+    with pytest.raises(torch.linalg.LinAlgError, match=r"linalg.solve: .* the input matrix is singular"):
+        CHECKED(torch.ones(2), torch.tensor(1, dtype=torch.int32), "torch.linalg.solve", True)
