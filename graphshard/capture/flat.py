@@ -36,7 +36,7 @@ from graphshard.capture.cuda_attention import CudaAttention
 from graphshard.capture.cuda_constants import CudaConstants
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extensions
-from graphshard.capture.found_sizes import CheckedNarrow, FoundSizes
+from graphshard.capture.found_sizes import CheckedSizes, FoundSizes
 from graphshard.capture.in_backward import InBackward
 from graphshard.capture.inputs import as_given
 from graphshard.capture.learned import Learned
@@ -156,7 +156,7 @@ class FlatForward(nn.Module):
             stack.enter_context(watch)
             stack.enter_context(WatchHooks(watch.made))
             found_sizes = stack.enter_context(FoundSizes())
-            stack.enter_context(CheckedNarrow(found_sizes, watch.assume))
+            stack.enter_context(CheckedSizes(found_sizes, watch.assume))
             stack.enter_context(self._remembered())
             stack.enter_context(BatchAverages())
             stack.enter_context(remembered_within())

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -24,7 +25,7 @@ from graphshard.capture.known_values import Assume
 from graphshard.capture.lines import user_place
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.sizes import numbers_in, symbols_of
-from graphshard.ir.tracing_internals import arguments_of
+from graphshard.ir.tracing_internals import arguments_of, is_traced
 from graphshard.ir.unbacked_internals import is_unknown
 
 aten = torch.ops.aten
@@ -77,8 +78,8 @@ class FoundSizes(TorchDispatchMode):
                 assume(_is_as_found(each), True, _line(each.place), of_size=True)
 
 
-class CheckedNarrow(TorchFunctionMode):
-    """Lets `narrow` be checked where its start or length depends on values."""
+class CheckedSizes(TorchFunctionMode):
+    """Lets `narrow` be checked where its start or length depends on values, and `one_hot` find how many classes are."""
 
     def __init__(self, found: FoundSizes, assume: Assume) -> None:
         super().__init__()
@@ -88,7 +89,17 @@ class CheckedNarrow(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (torch.narrow, Tensor.narrow):
             return self._narrow(func, *args, **kwargs)
+        if func is F.one_hot:
+            return self._one_hot(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _one_hot(self, input: Tensor, num_classes: int = -1) -> Tensor:
+        """Without a number of classes it is one more than the largest, which tracing does not take for a size."""
+        if num_classes != -1 or not is_traced(input) or input.numel() == 0:
+            return F.one_hot(input, num_classes)
+        self._assume(input.min() >= 0, True, _line(user_place()))
+        classes = torch.arange(input.max().item() + 1, device=input.device)
+        return (input.unsqueeze(-1) == classes).to(torch.int64)
 
     def _narrow(self, func: Any, input: Tensor, dim: int, start: Any, length: Any) -> Any:
         if not isinstance(start, Tensor) and not is_unknown(start) and not is_unknown(length):

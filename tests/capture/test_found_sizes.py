@@ -117,3 +117,19 @@ def test_what_contradicts_an_operator() -> None:
         count.meta["val"] = wrong
         with pytest.raises(PassError, match=r"bincount is said to be .*, its operator makes i64\[u\d+\]"):
             verify(program, "my-pass")
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:Inductor cannot compile")
+def test_one_hot_without_a_number_of_classes(mesh: DeviceMesh, backend: Any) -> None:
+    """The advice was to say something with torch._check, which changed nothing."""
+    torch.manual_seed(0)
+    plain = _Net(lambda y, n: y[:3, : F.one_hot(n).shape[1]] * F.one_hot(n)[:, :4])
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend=backend)
+    for numbers in ([0, 1, 3], [1, 0, 1], [2, 2, 0]):
+        x = torch.randn(6, 4)
+        torch.testing.assert_close(_step(ours, x, numbers), _step(plain, x, numbers))
+    with pytest.raises(
+        InputError, match=r"forward raises an exception for these inputs at .*test_found_sizes.py:\d+: "
+    ):
+        ours(torch.ones(6, 4), torch.tensor([-1, 0, 2]))
