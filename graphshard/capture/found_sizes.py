@@ -98,7 +98,9 @@ class CheckedSizes(TorchFunctionMode):
         if num_classes != -1 or not is_traced(input) or input.numel() == 0:
             return F.one_hot(input, num_classes)
         self._assume(input.min() >= 0, True, _line(user_place()))
-        classes = torch.arange(input.max().item() + 1, device=input.device)
+        largest = input.max().item()
+        torch._check(largest >= 0)
+        classes = torch.arange(largest + 1, device=input.device)
         return (input.unsqueeze(-1) == classes).to(torch.int64)
 
     def _narrow(self, func: Any, input: Tensor, dim: int, start: Any, length: Any) -> Any:

@@ -101,6 +101,10 @@ _ADVICE = {
         "Eager mode makes a nested tensor here where all of the mask's padding is at the end, and leaves zeros in the "
         "padding. Make nn.TransformerEncoder with enable_nested_tensor=False."
     ),
+    "size of result": (
+        "The sizes of this operator's results depend on values in a way that torch cannot trace. Use another operator: "
+        "in the place of torch.linalg.lstsq(a, b), torch.linalg.pinv(a) @ b."
+    ),
     "result": (
         "What forward returns has a value that no program can make. Return tensors, numbers, strings, and objects or "
         "collections that hold them."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphshard.capture.guards import line_that_catches
 from graphshard.capture.lines import user_place
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.checks import Check, Condition
@@ -89,7 +91,7 @@ class Watch(TorchDispatchMode):
         if func in _EMBEDDINGS and arguments_of(func, args, kwargs).get("sparse"):
             raise Untraceable("sparse", f"operator {func}")
         if func is torch.ops.aten._linalg_check_errors.default:
-            self.checks.append((Check(args[1], kwargs["is_matrix"]), args[0]))
+            self.checks.append((Check(args[1], kwargs["is_matrix"], line_that_catches(sys._getframe(1))), args[0]))
             return None
         if isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags:
             given = pytree.arg_tree_leaves(*args, **kwargs)

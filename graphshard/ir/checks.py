@@ -16,10 +16,12 @@ class Check:
     Attributes:
         operator: as torch's error calls it: "linalg.inv".
         is_matrix: the operator works on single matrices, not on batches.
+        caught: the line of the operator, if forward catches the error that eager mode raises there.
     """
 
     operator: str
     is_matrix: bool
+    caught: str = ""
 
     def where(self, taken: torch.Tensor, status: torch.Tensor) -> torch.Tensor:
         """A status that is good where the operator is in a branch that is not taken."""
@@ -27,7 +29,15 @@ class Check:
 
     def __call__(self, status: torch.Tensor) -> None:
         """Raise torch.linalg.LinAlgError if the operator failed."""
-        torch.ops.aten._linalg_check_errors(status, self.operator, is_matrix=self.is_matrix)
+        try:
+            torch.ops.aten._linalg_check_errors(status, self.operator, is_matrix=self.is_matrix)
+        except torch.linalg.LinAlgError as error:
+            if not self.caught:
+                raise
+            raise torch.linalg.LinAlgError(
+                f"{error}\nForward would catch this at {self.caught}\nA program knows it after the call alone. Use an "
+                "operator that returns its status, such as torch.linalg.cholesky_ex or inv_ex, and torch.where."
+            ) from None
 
 
 @dataclass(frozen=True)
