@@ -34,9 +34,14 @@ a failure into a message about the user's code.
   change. Operators are given what is read of an input of the program, in a third run. Stand-ins are no subclasses of
   int and list, since C code reads those without asking. If anything goes wrong with them, there is a run without them,
   for the value as it is.
+* **Sizes that torch finds out are checked** (`found_sizes.py`). Where a tensor whose size depends on values meets one
+  of a known size, the trace takes that for granted. The program asks after each call: eager mode would have failed.
+* **What `functools.cache` keeps is real** (`remembered.py`). In such a function torch's functions that are given no
+  traced tensor run at once, as in eager mode, and results are constants. A traced one that is kept is an error.
 * **Functions are followed to what they close over, to defaults and globals, and to attributes that their code names of
   modules and classes** (`outer.py`, `reach.py`), as hooks keep their results there.
-  What code leaves that runs in backward would happen once: `backward_effects.py` makes it an error.
+  What code leaves that runs in backward would happen once: `backward_effects.py` makes it an error. What it reads then
+  is watched (`in_backward.py`): modules hold their own tensors again, in the place of those that are traced.
 * **Random numbers that are not torch's are seen twice** (`outside.py`): functions are exchanged, which knows the line,
   and states of generators are compared, which misses nothing.
   Seeds of torch's generators are refused in the same way (`seeds.py`): a program draws, and sets no states.

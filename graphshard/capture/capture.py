@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +38,8 @@ from graphshard.capture.flat import FlatForward
 from graphshard.capture.hooks import hooks_of, refuse_hooks_of_all_modules, without_hooks_of_all_modules
 from graphshard.capture.late_gathers import settle_gathers
 from graphshard.capture.learned import Learned, Rerun
-from graphshard.capture.missing import MISSING, WITHOUT_GPU
 from graphshard.capture.phase import erase_boundaries, erase_leaves, lift_constants, phase_of, read_numbers_again
+from graphshard.capture.remembered import remembering_functions
 from graphshard.capture.rounding import capture_decompositions
 from graphshard.capture.tensor_axis import take_off_last_sums, take_off_wrapping
 from graphshard.capture.untraceable import Located, Untraceable
@@ -49,6 +51,7 @@ from graphshard.ir.errors import CaptureError, DivergenceError, PeerError
 from graphshard.ir.kernel_strides import new_tracing_mode
 from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import Mesh
+from graphshard.ir.missing_kernels import MISSING, WITHOUT_GPU
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Program
@@ -123,13 +126,13 @@ def capture(
     """
     _check_extended(module, spec)
     refuse_hooks_of_all_modules()
-    path, learned = EagerPath(), Learned(followed=set(spec.followed))
+    path, learned, remembering = EagerPath(), Learned(followed=set(spec.followed)), remembering_functions()
     hooks = hooks_of(module)
     traced, reason = None, None
     while traced is None:
         try:
             with torch.set_grad_enabled(grad):
-                traced = _trace(module, args, kwargs, spec, path, learned)
+                traced = _trace(module, args, kwargs, spec, path, learned, remembering)
         except Rerun:
             continue
         except CaptureError as error:
@@ -187,7 +190,7 @@ def capture(
         sizes=sizes,
         shapes=tuple((tuple(t.shape), t.stride()) for t in inputs) if sizes else (),
         checks=flat.checks,
-        state=replace(flat.state, hooks=hooks),
+        state=replace(flat.in_backward.state(flat.state), hooks=hooks),
         decided=flat.deciding.guards(),
     )
 
@@ -222,6 +225,7 @@ def _trace(
     spec: CaptureSpec,
     path: EagerPath,
     learned: Learned,
+    remembering: Mapping[CodeType, list[Any]],
 ) -> _Traced:
     """Trace the forward on a path that it may take, with what is known of its attributes."""
     as_written = functools.partial(bare, module, spec.method)
@@ -240,6 +244,7 @@ def _trace(
         meshes=spec.communicating,
         learned=learned,
         allow=spec.allow,
+        remembering=remembering,
     )
     with as_written():
         inputs, check_sizes = fake_inputs(
@@ -263,6 +268,7 @@ def _trace(
             stack.enter_context(eager_kernels())
             stack.enter_context(fake_kernels(MISSING | WITHOUT_GPU if stands_in() else MISSING))
             stack.enter_context(no_effects_of_backward(module, spec.forward_class.__name__))
+            stack.enter_context(flat.in_backward.watching())
             traced = aot_export_joint_with_descriptors(
                 stack, flat, (*state, *inputs, *attributes), decompositions=capture_decompositions()
             )

@@ -89,6 +89,8 @@ def _kind(error: Exception, line: str) -> str:
         return "item"
     if "expression zuf" in str(error) and "int(" not in line:  # a float that an operator, or Python, must know
         return "item"
+    if "DynamicOutputShape" in type(error).__name__:
+        return "size of result"
     if not any(word in type(error).__name__ for word in ("DataDependent", "Untraceable", "UserError", "Unbacked")):
         # torch 2.11 raises a RuntimeError.
         if "DeviceMismatch" in type(error).__name__ or "found two different devices" in str(error):

@@ -15,6 +15,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.asked import asked
 from graphshard.capture.attributes import Recorder
+from graphshard.capture.batch_norm import BatchAverages
 from graphshard.capture.boundaries import unit_boundaries
 from graphshard.capture.checkpoints import CheckpointRegions, trace_checkpoints
 from graphshard.capture.collectives import functional_collectives_only
@@ -35,10 +37,14 @@ from graphshard.capture.cuda_constants import CudaConstants
 from graphshard.capture.deciding import Deciding
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extensions
+from graphshard.capture.found_sizes import CheckedSizes, FoundSizes
+from graphshard.capture.in_backward import InBackward
 from graphshard.capture.inputs import as_given
 from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
 from graphshard.capture.outside import no_outside_values
+from graphshard.capture.parametrizations import check_computed_once, remembered_within
+from graphshard.capture.remembered import Remembered
 from graphshard.capture.required import Required
 from graphshard.capture.seeds import no_seeds
 from graphshard.capture.substitute import Substitute
@@ -82,6 +88,7 @@ class FlatForward(nn.Module):
         made: the tensors that the last call made, while they are alive.
         state: what the last call read and left on modules.
         deciding: values of inputs and buffers that the last call, or its backward, asked for.
+        in_backward: watches what runs behind a call.
         out_spec: structure of the last result.
         regions: checkpointed regions that the last call went through.
     """
@@ -100,8 +107,10 @@ class FlatForward(nn.Module):
         meshes: Mapping[tuple[str, ...], DeviceMesh],
         learned: Learned,
         allow: Collection[str],
+        remembering: Mapping[CodeType, list[Any]],
     ) -> None:
         super().__init__()
+        self._remembered = functools.partial(Remembered, remembering)
         self._call, self._path, self._bare, self._learned, self._allow = call, path, bare, learned, allow
         self._boundaries = functools.partial(unit_boundaries, module, units, params, precision)
         self.__dict__["_module"] = module  # which is not a part of this one
@@ -124,9 +133,11 @@ class FlatForward(nn.Module):
         self.out_spec: pytree.TreeSpec | None = None
         self.regions = CheckpointRegions()
         self._written: tuple[bool, ...] | None = None
+        self.in_backward = InBackward(module, learned)
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         module: nn.Module = self.__dict__["_module"]
+        self.in_backward.forward_begins()
         given = dict(zip(self.slots, tensors, strict=True))
         passed = tensors[len(self._owned) + len(self._extensions.tensors) :]
         inputs = iter(passed)
@@ -148,6 +159,11 @@ class FlatForward(nn.Module):
             watch = Watch(given)
             stack.enter_context(watch)
             stack.enter_context(WatchHooks(watch.made))
+            found_sizes = stack.enter_context(FoundSizes())
+            stack.enter_context(CheckedSizes(found_sizes, watch.assume))
+            stack.enter_context(self._remembered())
+            stack.enter_context(BatchAverages())
+            stack.enter_context(remembered_within())
             stack.enter_context(idle_conversions())
             pairs = [(new, old) for new, old in zip(leaves, self._call[0]) if isinstance(old, torch.Tensor)]
             stack.enter_context(asked(pairs, [(used[o.slot], o.tensor) for o in self._owned]))
@@ -164,20 +180,26 @@ class FlatForward(nn.Module):
             stack.enter_context(functional_collectives_only(module))
             recorder = Recorder(module, self._learned, own, self._allow)
             self.regions.enter_region, self.regions.buffers = recorder.enter_region, self._held_buffers
-            stack.enter_context(recorder.recording(list(inputs)))
+            stack.enter_context(recorder.recording(learned := list(inputs)))
             stack.enter_context(conditionals_are_operators())
             stack.enter_context(Conditionals(watch, recorder.enter_branch))
             call = functools.partial(nn.Module.__call__, module)  # a class's own runs around the compiled forward
             self.deciding = Deciding(self._with_values(used, passed), self._learned)
             result = self._path.around(call, watch.assume, self.deciding)(*args, **kwargs)
             self.deciding.given.clear()
+            found_sizes.check(watch.assume)
             leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed, self._data))
+            places = {number: node.place for number, node in recorder.reach.nodes.items() if node.is_module}
             self.leaves = [*leaves, *recorder.finish(leaves, passed)]
+            watch.check_foreign()
             self._check_written(tuple(map(is_written, tensors)))
+            check_computed_once(module, (slot for slot, tensor in given.items() if is_written(tensor)))
             self._check_given(before, pytree.tree_flatten((args, kwargs)))
             self._check_shapes(tensors)
         self.state = recorder.state
         check_texts(self.leaves, self.out_spec, self.state)
+        held = (id(tensor) for tensor, _ in self._learned.tensors.values())
+        self.in_backward.forward_ends({**own, **dict(zip(held, learned))}, given, recorder.state.writes, places)
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)
         self.leaves = [None if i in self.places else leaf for i, leaf in enumerate(self.leaves)]

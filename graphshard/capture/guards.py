@@ -12,9 +12,14 @@ import dis
 import linecache
 from collections.abc import Iterator
 from types import CodeType, FrameType
+from typing import Any
+
+from graphshard.capture.untraceable import is_users
 
 # Between reading a value and jumping by it, newer versions of Python say that it is made a truth value.
 _BETWEEN = ("TO_BOOL", "COMPARE_OP", "CACHE", "NOP", "COPY", "EXTENDED_ARG")
+# What an error of torch.linalg's is, by the names of its classes.
+_OF_TORCH = {"LinAlgError", "_LinAlgError", "RuntimeError", "Exception", "BaseException"}
 _ALWAYS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE")
 
 
@@ -44,6 +49,15 @@ def line_of(frame: FrameType) -> str:
     return f"{file}:{line}: {linecache.getline(file, line).strip()}"
 
 
+def line_that_catches(frame: FrameType | None) -> str:
+    """The line of the user's that runs now in a `try` whose `except` takes torch's errors; "" if there is none."""
+    while frame is not None and frame.f_globals.get("__name__") != "graphshard.capture.flat":  # which calls forward
+        if is_users(frame.f_code.co_filename) and _Ways(frame.f_code).catches(frame.f_lasti):
+            return line_of(frame)
+        frame = frame.f_back
+    return ""
+
+
 class _Ways:
     """The ways through a function's code."""
 
@@ -51,6 +65,20 @@ class _Ways:
         self.steps = list(dis.get_instructions(code))
         self.places = {step.offset: index for index, step in enumerate(self.steps)}
         self._handlers = [(e.start, e.end, e.target) for e in getattr(dis.Bytecode(code), "exception_entries", ())]
+
+    def catches(self, offset: int) -> bool:
+        """Whether an `except` takes errors of torch's that are raised here; known from Python 3.11 on."""
+        for target in (target for start, end, target in self._handlers if start <= offset < end):
+            loaded: list[Any] = []
+            for step in self.steps[self.places[target] :]:
+                if step.opname == "CHECK_EXC_MATCH" and _OF_TORCH.intersection(loaded):
+                    return True
+                if step.opname in ("WITH_EXCEPT_START", "RERAISE"):
+                    break
+                if step.opname == "POP_EXCEPT":
+                    return loaded == []
+                loaded += [step.argval] if step.opname.startswith("LOAD_") else []
+        return False
 
     def returns(self, start: int) -> bool:
         """Whether the function can return, or yield, from here; what it raises may be caught."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch._functorch._aot_autograd.descriptors import (
@@ -14,7 +15,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from graphshard.capture.flat import FlatForward
@@ -80,14 +81,16 @@ def lift_constants(phase: Phase) -> dict[str, torch.Tensor]:
     """Tensors that were made while the forward was traced, or are nobody's, become inputs."""
     graph, constants = phase.module.graph, {}
     first = phase.placeholders[0] if phase.inputs else next(iter(graph.nodes))
-    for number, node in enumerate(graph.find_nodes(op="get_attr")):
-        name = f"lifted_{number}"
-        constants[name] = getattr(phase.module, node.target)
-        delattr(phase.module, node.target)
-        with graph.inserting_before(first):
-            new = graph.placeholder(name)
-        new.meta = node.meta
-        node.replace_all_uses_with(new)
+    lifted: dict[Any, Node] = {}  # forward and backward may read the same
+    for node in graph.find_nodes(op="get_attr"):
+        if node.target not in lifted:
+            name = f"lifted_{len(lifted)}"
+            constants[name] = getattr(phase.module, node.target)
+            delattr(phase.module, node.target)
+            with graph.inserting_before(first):
+                lifted[node.target] = graph.placeholder(name)
+            lifted[node.target].meta = node.meta
+        node.replace_all_uses_with(lifted[node.target])
         graph.erase_node(node)
     phase.inputs = (*(Slot("buffer", name) for name in constants), *phase.inputs)
     return constants

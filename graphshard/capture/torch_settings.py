@@ -21,14 +21,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from graphshard.capture.outside import asks, exchanged, namespaces_of, refusing
+from graphshard.capture.parametrizations import are_remembered
 from graphshard.capture.untraceable import Located, Untraceable
 from graphshard.ir.classes import users_class
 from graphshard.ir.state import MISSING
 
 _ATTENTION = "the kernels of attention"
+_REMEMBERED = "torch.nn.utils.parametrize.cached"
 _CUDA = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 _TORCH = (
     *("get_num_threads", "get_num_interop_threads", "get_default_dtype", "get_default_device"),
@@ -56,6 +59,7 @@ SETTINGS: Mapping[str, Callable[[], Any]] = MappingProxyType(
         **{f"torch.backends.cuda.{name}": getattr(torch.backends.cuda, name) for name in _CUDA},
         "torch.backends.mha.get_fastpath_enabled": torch.backends.mha.get_fastpath_enabled,
         _ATTENTION: _attention,
+        _REMEMBERED: are_remembered,
     }
 )
 
@@ -83,6 +87,8 @@ def watched_settings(module: nn.Module, note: Callable[[str, Any], None]) -> Ite
 
         return ask
 
+    if any(map(is_parametrized, module.modules())):
+        note(_REMEMBERED, are_remembered())
     namespaces = [vars(torch), vars(torch.backends.cuda), vars(torch.backends.mha)]
     others: dict[int, Callable[..., Any]] = {id(function): noting(name) for name, function in SETTINGS.items()}
     for name in _SETTERS:

@@ -52,6 +52,18 @@ _ADVICE = {
         "Forward writes to a parameter. The full parameter exists during the call only, and FSDP2 loses what is "
         "written to it. Write to it between calls, under torch.no_grad(), or hold the value in a buffer."
     ),
+    "write foreign": (
+        "Forward writes to a tensor that it finds where no program looks, such as one that functools.cache keeps, and "
+        "only the capture would. Keep it in a buffer or an attribute of a module, or write to a copy."
+    ),
+    "write in backward": (
+        "A hook, or the backward of a torch.autograd.Function, writes to a buffer or an input, which the compiled "
+        "backward would not. Write in forward, after loss.backward(), or in a hook of the compiled module itself."
+    ),
+    "read in backward": (
+        "A hook, or the backward of a torch.autograd.Function, reads what forward sets on a module. Give it to the "
+        "hook as a variable of forward, or save it in ctx."
+    ),
     "cast again": (
         "Autocast casts a parameter that is a DTensor once for all its uses, which a program cannot yet. Use it once "
         "in the block, cast it yourself, or use param_dtype of mp_policy in the place of autocast."
@@ -84,10 +96,18 @@ _ADVICE = {
         "A tensor of this forward is kept outside of the modules after the call. Return it, or assign it to an "
         "attribute of a module."
     ),
+    "remembered": (
+        "functools.cache, or lru_cache, keeps here what depends on tensors of this call, or on random numbers, and "
+        "later calls would be given that. Let the function compute with numbers alone, or take functools.cache away."
+    ),
     "sparse": "The gradient of this embedding would be a sparse tensor, which is no shard. Make it with sparse=False.",
     "nested": (
         "Eager mode makes a nested tensor here where all of the mask's padding is at the end, and leaves zeros in the "
         "padding. Make nn.TransformerEncoder with enable_nested_tensor=False."
+    ),
+    "size of result": (
+        "The sizes of this operator's results depend on values in a way that torch cannot trace. Use another operator: "
+        "in the place of torch.linalg.lstsq(a, b), torch.linalg.pinv(a) @ b."
     ),
     "result": (
         "What forward returns has a value that no program can make. Return tensors, numbers, strings, and objects or "

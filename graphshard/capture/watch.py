@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,11 +20,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphshard.capture.guards import line_that_catches
 from graphshard.capture.lines import user_place
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.program import Slot
-from graphshard.ir.subclasses import shard_in
+from graphshard.ir.subclasses import has_traced, shard_in
 from graphshard.ir.tracing_internals import arguments_of, keep_strides, memory_of, written_by
 from graphshard.ir.wanted import still_wanted
 
@@ -50,6 +52,7 @@ class Watch(TorchDispatchMode):
     Attributes:
         checks: what is to be checked after each call, with the traced status.
         made: what operators made.
+        foreign: lines that wrote to a tensor that is not traced.
     """
 
     supports_higher_order_operators = True
@@ -59,6 +62,7 @@ class Watch(TorchDispatchMode):
         self._given = {memory_of(tensor): slot for slot, tensor in given.items()}
         self.made: list[Made] = []
         self.checks: list[tuple[Check | Condition, torch.Tensor]] = []
+        self.foreign: list[tuple[str, int] | None] = []
         self._branch: int | None = None  # how many tensors were made before it began
 
     @contextlib.contextmanager
@@ -71,9 +75,9 @@ class Watch(TorchDispatchMode):
             self._branch = outer
         self.checks[first:] = [(check, check.where(taken, status)) for check, status in self.checks[first:]]
 
-    def assume(self, value: torch.Tensor, expected: bool, line: str) -> None:
-        """A value has this truth value, or the forward raises an exception at a line."""
-        self.checks.append((Condition(line, expected), value.reshape(()).to(torch.bool)))
+    def assume(self, value: torch.Tensor, expected: bool, line: str, *, of_size: bool = False) -> None:
+        """A value has this truth value, or the forward raises an exception at a line; or a size is another."""
+        self.checks.append((Condition(line, expected, of_size), value.reshape(()).to(torch.bool)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         still_wanted()
@@ -87,7 +91,7 @@ class Watch(TorchDispatchMode):
         if func in _EMBEDDINGS and arguments_of(func, args, kwargs).get("sparse"):
             raise Untraceable("sparse", f"operator {func}")
         if func is torch.ops.aten._linalg_check_errors.default:
-            self.checks.append((Check(args[1], kwargs["is_matrix"]), args[0]))
+            self.checks.append((Check(args[1], kwargs["is_matrix"], line_that_catches(sys._getframe(1))), args[0]))
             return None
         if isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags:
             given = pytree.arg_tree_leaves(*args, **kwargs)
@@ -101,6 +105,8 @@ class Watch(TorchDispatchMode):
             written = [(tensor, tensor.stride()) for tensor in written_by(func, args, kwargs)]
             if self._branch is not None:
                 self._check_own(func, args, kwargs)
+            if not all(has_traced(tensor) for tensor, _ in written):
+                self.foreign.append(user_place())
             for slot in (self._given.get(memory_of(shard_in(tensor))) for tensor, _ in written):
                 if slot is not None and slot.kind == "param":
                     raise Untraceable("write", f"parameter {slot.name}, operator {func}")
@@ -111,6 +117,11 @@ class Watch(TorchDispatchMode):
         place = user_place()
         self.made += [Made(weakref.ref(t), place) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         return result
+
+    def check_foreign(self) -> None:
+        """Raise Untraceable if forward wrote to a tensor that nothing gives it: that of the capture."""
+        for place in self.foreign:
+            raise Untraceable("write foreign", "a tensor that belongs to no module", place)
 
     def _check_own(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise Untraceable where a branch writes to what it has not made."""

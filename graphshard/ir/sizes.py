@@ -74,6 +74,13 @@ def numbers_in(val: Any) -> list[SymNumber]:
     return [number for number in numbers if isinstance(number, _SYM)]
 
 
+def with_sizes(expr: Any, like: torch.Tensor, tensor: torch.Tensor) -> Any:
+    """An expression with the sizes that a tensor has in the place of what `like` says of them."""
+    pairs = [(expression(size), found) for size, found in zip(like.shape, tensor.shape, strict=True)]
+    known = {said: sympy.Integer(found) for said, found in pairs if isinstance(said, sympy.Basic)}
+    return expr.xreplace(known) if isinstance(expr, sympy.Basic) else expr
+
+
 def sizes_in(like: torch.Tensor, tensor: torch.Tensor) -> dict[sympy.Symbol, int]:
     """The dynamic sizes that a tensor has where `like` has nothing but their symbols."""
     pairs = ((expression(size), found) for size, found in zip(like.shape, tensor.shape, strict=True))

@@ -26,6 +26,7 @@ __all__ = [
     "conditions_on_sizes",
     "is_unknown",
     "makes_size",
+    "new_symbols_dropped",
     "new_unknown_float",
     "new_unknown_size",
     "numbers_as_text",
@@ -51,6 +52,13 @@ def new_unknown_float(mode: FakeTensorMode) -> torch.SymFloat:
     with mode.shape_env.ignore_fresh_unbacked_symbols():
         number: torch.SymFloat = mode.shape_env.create_unbacked_symfloat()
     return number
+
+
+@contextlib.contextmanager
+def new_symbols_dropped(mode: FakeTensorMode) -> Iterator[None]:
+    """Within the block, operators run for their shapes alone: sizes that they make need not be found in a graph."""
+    with contextlib.nullcontext() if mode.shape_env is None else mode.shape_env.ignore_fresh_unbacked_symbols():
+        yield
 
 
 @contextlib.contextmanager

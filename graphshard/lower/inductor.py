@@ -51,7 +51,7 @@ from graphshard.lower.regions import Boxed, Compiled
 from graphshard.lower.shares import Claim, Claims, cores_here, place_here, shares_of
 from graphshard.lower.store import Store, store_here
 from graphshard.lower.triton_internals import Scopes, wait_for_triton
-from graphshard.lower.unknown import sums_as_sizes
+from graphshard.lower.unknown import sums_as_sizes, unknown_in
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +139,8 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
             module, inputs = decompose(sums_as_sizes(region.module))
             with _kept_by_inductor(region), whole_operators(), products():
                 compiled: Boxed = compile_fx_inner(module, inputs)
+        if unknown := unknown_in(getattr(compiled, "source_code", None) or ""):
+            raise NameError(f"Inductor's code reads {', '.join(sorted(unknown))} and does not make it")
     except Exception as error:
         return functools.partial(_operators_instead, region, name, error)
 
@@ -173,9 +175,11 @@ def _kept_by_inductor(region: Region) -> Iterator[None]:
 
 
 def _operators_instead(region: Region, name: str, error: Exception) -> Boxed:
+    # The rest of what Inductor says of a size that depends on values is pages long.
+    said = str(error).partition("\n\n" if "data-dependent" in str(error) else "\n  target: ")[0]
     warnings.warn(
         f"Inductor cannot compile {name} ({region.key}); it runs as plain ATen operators. "
-        f"{type(error).__name__}: {error}",
+        f"{type(error).__name__}: {said}",
         stacklevel=2,
     )
     log.debug("%s:\n%s", name, region.text, exc_info=error)

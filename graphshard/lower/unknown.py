@@ -9,7 +9,9 @@ number.
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
 from typing import Any
 
 import torch
@@ -55,3 +57,12 @@ class _Again(Interpreter):
     def run_node(self, n: Node) -> Any:
         n.meta["val"] = value = super().run_node(n)
         return value
+
+
+def unknown_in(code: str) -> set[str]:
+    """Sizes that depend on values and that Inductor's code reads, but nowhere makes: it would fail when it runs."""
+    steps = list(ast.walk(ast.parse(code))) if re.search(r"\bu\d+\b", code) else []
+    names = [step for step in steps if isinstance(step, ast.Name) and re.fullmatch(r"u\d+", step.id)]
+    made = {name.id for name in names if not isinstance(name.ctx, ast.Load)}
+    made |= {step.arg for step in steps if isinstance(step, ast.arg)}
+    return {name.id for name in names} - made

@@ -117,6 +117,20 @@ def check_model(model: Any, *, in_parts: bool = False) -> None:
                 f"{what}: {cls.__name__} cannot be compiled: torch's replicate was applied to {which}, whose gradients "
                 "it reduces in hooks. Apply replicate to a module around the compiled one, or leave it out."
             )
+        if isinstance(sub, torch.jit.ScriptModule):
+            which = f"its submodule {name!r}" if name else "it"
+            raise ArgumentError(
+                f"{what}: {cls.__name__} cannot be compiled: {which} was made by torch.jit, which holds its parameters "
+                "and code where nobody can exchange them. Leave torch.jit.script or trace out: the module runs as it "
+                "is written. Functions that torch.jit.script made may stay."
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise ArgumentError(
+                f"{what}: {cls.__name__} cannot be compiled: {name} of {owner} has no shape yet. Call the model once "
+                "with an example of its inputs, before graphshard.compile and the optimizer."
+            )
     if cls.forward is nn.Module.forward:
         raise ArgumentError(
             f"{what}: {cls.__name__} has no forward, so there is nothing to compile. Compile the module that calls it, "

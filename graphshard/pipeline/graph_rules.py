@@ -7,16 +7,19 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.graph import ALL_REDUCES, WAIT, aten, is_collective, is_communication, question
+from graphshard.ir.missing_kernels import MISSING
 from graphshard.ir.printer import describe
 from graphshard.ir.program import Program
 from graphshard.ir.sizes import numbers_in, symbols_of
 from graphshard.ir.torch_internals import fake_mode_of
-from graphshard.ir.unbacked_internals import is_unknown
+from graphshard.ir.tracing_internals import fake_kernels
+from graphshard.ir.unbacked_internals import is_unknown, new_symbols_dropped
 from graphshard.pipeline.violations import Violation
 
 # What may be written into a call.
@@ -153,21 +156,42 @@ def wrong_values(graph: Graph, checked: Checked | None = None) -> Iterator[Viola
         leaves, structure = pytree.tree_flatten((args, kwargs))
         # Equal blocks ask the same questions: each is answered once.
         asked = (node.target, str(structure), *map(_aspect, leaves))
-        if asked not in checked.makes:
+        makes = checked.makes.get(asked)
+        if makes is None:
             mode = next((fake_mode_of(v) for v in [*leaves, val] if isinstance(v, torch.Tensor)), None)
+            if mode is None:
+                continue
             try:
-                if mode is None:
-                    continue
-                with mode, torch.no_grad():
-                    checked.makes[asked] = describe(node.target(*args, **kwargs))
+                with mode, new_symbols_dropped(mode), fake_kernels(MISSING), torch.no_grad():
+                    made = node.target(*args, **kwargs)
+                free = {symbol for n in numbers_in(made) if is_unknown(n) for symbol in n.node.expr.free_symbols}
+                free -= symbols_of(leaves)
+                makes = describe(val if free and _refines(val, made, free) else made)
             except Exception as error:
-                checked.makes[asked] = f"{type(error).__name__}: {error}"
-        if checked.makes[asked] != describe(val):
-            yield Violation(
-                f"{node.name} is said to be {describe(val)}, its operator makes {checked.makes[asked]}", node
-            )
+                free, makes = set(), f"{type(error).__name__}: {error}"
+            if not free:
+                checked.makes[asked] = makes
+        if makes != describe(val):
+            yield Violation(f"{node.name} is said to be {describe(val)}, its operator makes {makes}", node)
         else:
             checked.right[same] = args, kwargs, val
+
+
+def _refines(said: Any, made: Any, free: set[sympy.Symbol]) -> bool:
+    """Whether sizes of what an operator makes, which depend on values, may be those that a value is said to have.
+
+    torch has found them out where the value is used: beside four columns, another tensor has four.
+
+    Args:
+        free: symbols of sizes that are first known here.
+    """
+    if isinstance(made, (tuple, list)):
+        same_length = isinstance(said, (tuple, list)) and len(said) == len(made)
+        return same_length and all(_refines(s, m, free) for s, m in zip(said, made))
+    if not isinstance(made, torch.Tensor) or not isinstance(said, torch.Tensor):
+        return describe(said) == describe(made)
+    fits = said.dtype == made.dtype and said.dim() == made.dim()
+    return fits and all(free & symbols_of(m) or str(s) == str(m) for s, m in zip(said.shape, made.shape))
 
 
 def _makes_symbol(node: Node) -> bool:

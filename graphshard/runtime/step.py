@@ -16,7 +16,7 @@ from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.graph import fake, restride
 from graphshard.ir.operators import finish_copies
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.sizes import evaluate, expression, sizes_in
+from graphshard.ir.sizes import evaluate, expression, sizes_in, with_sizes
 from graphshard.ir.split import Sum
 from graphshard.ir.torch_internals import Fate, disable_autocast
 from graphshard.lower.executor import Boxed
@@ -304,7 +304,7 @@ class Executable:
             return stride
         env = {size.symbol: known[Slot("size", size.name)] for size in self.program.sizes}
         env |= sizes_in(fake(node), tangent)
-        return tuple(evaluate(expression(size), env) for size in stride)
+        return tuple(evaluate(with_sizes(expression(size), fake(node), tangent), env) for size in stride)
 
     def ahead(self) -> Ahead | None:
         """What forward gathers first, so that it can be started before; None if there is nothing of the kind."""

@@ -14,7 +14,7 @@ from graphshard.ir.torch_internals import FakeTensorMode
 from graphshard.ir.unbacked_internals import new_unknown_size
 from graphshard.lower.inductor import compile_inductor
 from graphshard.lower.regions import extract
-from graphshard.lower.unknown import sums_as_sizes
+from graphshard.lower.unknown import sums_as_sizes, unknown_in
 
 
 def _input(graph: Graph, value: torch.Tensor) -> Node:
@@ -60,3 +60,10 @@ def test_inductor_compiles_it(mode: FakeTensorMode) -> None:
     for length in (5, 0, 9):
         x = torch.randn(length, 8)
         torch.testing.assert_close(run([x])[0], 2 * torch.nn.functional.silu(x))
+
+
+def test_what_code_reads_and_does_not_make() -> None:
+    """Such code was kept, and failed with a NameError when it ran."""
+    assert unknown_in("def call(args):\n    u1 = args[0]\n    u2 = u1 + 1\n    return u2") == set()
+    assert unknown_in("def call(args, u0):\n    return u0 + u3") == {"u3"}
+    assert unknown_in("def call(args):\n    return 'u4'") == set()
