@@ -34,7 +34,7 @@ from graphshard.capture.cuda_attention import CudaAttention
 from graphshard.capture.cuda_constants import CudaConstants
 from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extensions
-from graphshard.capture.inputs import as_given
+from graphshard.capture.inputs import as_given, traced_leaves
 from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
 from graphshard.capture.outside import no_outside_values
@@ -125,8 +125,8 @@ class FlatForward(nn.Module):
         module: nn.Module = self.__dict__["_module"]
         given = dict(zip(self.slots, tensors, strict=True))
         passed = tensors[len(self._owned) + len(self._extensions.tensors) :]
-        inputs = iter(passed)
-        leaves = [next(inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._call[0]]
+        count = sum(isinstance(leaf, torch.Tensor) for leaf in self._call[0])
+        leaves = traced_leaves(self._call[0], passed[:count])
         args, kwargs = as_given(pytree.tree_unflatten(leaves, self._call[1]))
         before = pytree.tree_flatten((args, kwargs))
         with contextlib.ExitStack() as stack:
@@ -160,7 +160,7 @@ class FlatForward(nn.Module):
             stack.enter_context(functional_collectives_only(module))
             recorder = Recorder(module, self._learned, own, self._allow)
             self.regions.enter_region, self.regions.buffers = recorder.enter_region, self._held_buffers
-            stack.enter_context(recorder.recording(list(inputs)))
+            stack.enter_context(recorder.recording(passed[count:]))
             stack.enter_context(conditionals_are_operators())
             stack.enter_context(Conditionals(watch, recorder.enter_branch))
             call = functools.partial(nn.Module.__call__, module)  # a class's own runs around the compiled forward

@@ -64,9 +64,22 @@ def _local_input(given: DTensor) -> LocalInput:
 
 def as_given(call: _Tree) -> _Tree:
     """Arguments with DTensors in the place of `LocalInput`s."""
-    return pytree.tree_map_only(
-        LocalInput, lambda given: given.layout.around(given.local), call, is_leaf=lambda x: isinstance(x, LocalInput)
-    )
+    made: dict[tuple[int, Layout], DTensor] = {}
+
+    def around(given: LocalInput) -> DTensor:
+        key = id(given.local), given.layout
+        if key not in made:
+            made[key] = given.layout.around(given.local)
+        return made[key]
+
+    return pytree.tree_map_only(LocalInput, around, call, is_leaf=lambda x: isinstance(x, LocalInput))
+
+
+def traced_leaves(leaves: Sequence[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """The leaves of a call with these tensors in the place of its own; what is one tensor there is one here."""
+    given = iter(tensors)
+    one: dict[int, torch.Tensor] = {}
+    return [one.setdefault(id(leaf), next(given)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
@@ -76,6 +89,7 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
         InputError: a tensor is on another device, or a leaf is of a type that cannot be captured.
     """
     moved = []
+    elsewhere: dict[int, torch.Tensor] = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and overrides_operators(leaf):
             raise InputError(
@@ -93,9 +107,10 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
                     f"input {_path(structure, index)} is on {leaf.device}, the model's mesh is on {device}. "
                     f"Move it there before the call."
                 )
-            marks = marks_of(leaf)
-            leaf = leaf.to(device)
-            leaf.__dict__.update(marks)
+            if id(leaf) not in elsewhere:
+                elsewhere[id(leaf)] = leaf.to(device)
+                elsewhere[id(leaf)].__dict__.update(marks_of(leaf))
+            leaf = elsewhere[id(leaf)]
         elif not isinstance(leaf, (torch.Tensor, *PLAIN)):
             raise InputError(
                 f"input {_path(structure, index)} is a {type(leaf).__name__}, which is neither a tensor nor a "
@@ -114,6 +129,37 @@ def _remedy(leaf: Any) -> str:
         "Pass its tensors, or register the class with torch.utils._pytree.register_dataclass or "
         "torch.export.register_dataclass."
     )
+
+
+def stand_ins(leaves: Iterable[Any], *, meta_only: bool = False) -> list[Any]:
+    """Leaves with stand-ins for tensors, or for those on the meta device; one tensor has one."""
+    made: dict[int, torch.Tensor] = {}
+
+    def instead(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or (meta_only and not leaf.is_meta):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = stand_in(leaf)
+        return made[id(leaf)]
+
+    return list(map(instead, leaves))
+
+
+def apart(leaves: Iterable[Any]) -> list[Any]:
+    """Leaves of an example that stands for all calls, not only for those that are given one tensor twice."""
+    seen: set[int] = set()
+    found = []
+    for leaf in leaves:
+        again = isinstance(leaf, torch.Tensor) and id(leaf) in seen
+        seen.add(id(leaf))
+        found.append(_copy_of(leaf) if again else leaf)
+    return found
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copy.__dict__.update(marks_of(tensor))
+    return copy
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:

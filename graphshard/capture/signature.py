@@ -20,7 +20,8 @@ class Signature:
     """What a program was captured for. Programs differ where signatures do.
 
     Of parameters that decide themselves what is gathered of them, `extended` has what programs rely on. `replaced` says
-    which functions of torch's were others. `attributes` are what somebody has set on inputs, see `facts_of`.
+    which functions of torch's were others. `attributes` are what somebody has set on inputs, see `facts_of`, and `same`
+    tells which are one tensor, see `same_of`.
     """
 
     structure: pytree.TreeSpec
@@ -33,6 +34,7 @@ class Signature:
     extended: tuple[Any, ...] = ()
     replaced: tuple[str, ...] = ()
     attributes: tuple[tuple[int, str], ...] = ()
+    same: tuple[int, ...] = ()
 
     def loose(self) -> Signature:
         """The signature without shapes and strides."""
@@ -54,6 +56,7 @@ class Signature:
             "params": "dtype or requires_grad of a parameter changed",
             "extended": "attributes or methods of a parameter that is a tensor subclass, or what they read, changed",
             "attributes": "attributes were set on inputs, or an input is an nn.Parameter and was none",
+            "same": "inputs that were several tensors are one, or the other way round",
             "replaced": "functions of torch.nn.functional were replaced or put back",
             "settings": "resharding, the divisor of gradients, or what is gathered by hand was changed",
         }
@@ -98,6 +101,12 @@ def facts_of(leaves: Sequence[Any]) -> tuple[tuple[int, str], ...]:
         if isinstance(leaf, torch.Tensor) and (type(leaf) is not torch.Tensor or vars(leaf))
         for fact in (*attributes_of(leaf), *(["nn.Parameter"] if isinstance(leaf, nn.Parameter) else ()))
     )
+
+
+def same_of(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Of each tensor the number of the first that is the very same one; nothing where all are different."""
+    tensors = [id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return () if len(set(tensors)) == len(tensors) else tuple(map(tensors.index, tensors))
 
 
 def _shown(key: tuple[Any, ...]) -> str:
