@@ -55,20 +55,26 @@ class Recorder:
         root: the module, with whatever parameters and buffers it is to be traced with.
         learned: by earlier runs.
         own: what takes the place of parameters and buffers that are held as attributes besides, by identity.
+        call: what takes the place of tensors of the call, in the same way, with their numbers.
         allow: sources of random numbers that forward may draw from.
     """
 
     def __init__(
-        self, root: nn.Module, learned: Learned, own: Mapping[int, torch.Tensor], allow: Collection[str]
+        self,
+        root: nn.Module,
+        learned: Learned,
+        own: Mapping[int, torch.Tensor],
+        call: Mapping[int, tuple[int, torch.Tensor]],
+        allow: Collection[str],
     ) -> None:
-        self.root, self.learned, self.own, self._allow = root, learned, own, allow
+        self.root, self.learned, self.own, self._call, self._allow = root, learned, own, call, allow
         self.state = ModuleState()
         self._names = {id(module): name for name, module in root.named_modules()}
 
     @contextlib.contextmanager
     def recording(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Record what runs in the block, which is given these tensors in the place of those that are learned."""
-        self.reach = Reach(self.learned, tensors, self.own, self._names, self._watch_objects)
+        self.reach = Reach(self.learned, tensors, self.own, self._call, self._names, self._watch_objects)
         self.lines: dict[tuple[int, str], str] = {}  # of attributes that were set
         self._watched: set[type] = set()
         self._region: RegionEffects | None = None
@@ -131,6 +137,7 @@ class Recorder:
             writes=writes,
             modules=classes_of(self.root),
             required=tuple(sorted(self.learned.required)),
+            same=tuple(self.reach.same),
         )
         return changes.made
 

@@ -14,7 +14,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Slot
-from graphshard.ir.state import ModuleState
+from graphshard.ir.state import ModuleState, Place
 from graphshard.ir.torch_internals import cached_casts, replaced
 from graphshard.ir.tracing_internals import (
     conditionals_are_operators,
@@ -126,13 +126,16 @@ class FlatForward(nn.Module):
         given = dict(zip(self.slots, tensors, strict=True))
         passed = tensors[len(self._owned) + len(self._extensions.tensors) :]
         count = sum(isinstance(leaf, torch.Tensor) for leaf in self._call[0])
-        leaves = traced_leaves(self._call[0], passed[:count])
-        args, kwargs = as_given(pytree.tree_unflatten(leaves, self._call[1]))
-        before = pytree.tree_flatten((args, kwargs))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._bare())
             used = self._distributed(self._extensions.used(given))
             self._hold(used)
+            constant = (owned for owned in self._owned if not owned.tensor.requires_grad)
+            buffers = {id(owned.tensor): owned.slot for owned in constant if owned.slot.kind == "buffer"}
+            held = {key: used[slot] for key, slot in buffers.items()}
+            leaves = traced_leaves(self._call[0], passed[:count], held)
+            args, kwargs = as_given(pytree.tree_unflatten(leaves, self._call[1]))
+            before = pytree.tree_flatten((args, kwargs))
             stack.enter_context(self._boundaries())
             stack.enter_context(cached_casts())
             stack.enter_context(run_compiled_functions_eagerly())
@@ -158,19 +161,21 @@ class FlatForward(nn.Module):
             stack.enter_context(modes_stay(module))
             stack.enter_context(types_as_in_eager_mode(module))
             stack.enter_context(functional_collectives_only(module))
-            recorder = Recorder(module, self._learned, own, self._allow)
+            call = {id(old): (number, new) for number, (new, old) in reversed(list(enumerate(pairs)))}
+            recorder = Recorder(module, self._learned, own, call, self._allow)
             self.regions.enter_region, self.regions.buffers = recorder.enter_region, self._held_buffers
             stack.enter_context(recorder.recording(passed[count:]))
             stack.enter_context(conditionals_are_operators())
             stack.enter_context(Conditionals(watch, recorder.enter_branch))
-            call = functools.partial(nn.Module.__call__, module)  # a class's own runs around the compiled forward
-            result = self._path.around(call, watch.assume)(*args, **kwargs)
+            run = functools.partial(nn.Module.__call__, module)  # a class's own runs around the compiled forward
+            result = self._path.around(run, watch.assume)(*args, **kwargs)
             leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed, self._data))
             self.leaves = [*leaves, *recorder.finish(leaves, passed)]
             self._check_written(tuple(map(is_written, tensors)))
             self._check_given(before, pytree.tree_flatten((args, kwargs)))
             self._check_shapes(tensors)
-        self.state = recorder.state
+        same = [(n, _place_of(buffers[id(old)])) for n, (_, old) in enumerate(pairs) if id(old) in buffers]
+        self.state = replace(recorder.state, same=(*recorder.state.same, *same))
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)
         self.leaves = [None if i in self.places else leaf for i, leaf in enumerate(self.leaves)]
@@ -241,6 +246,12 @@ class _Owned:
         """Dictionaries to put another tensor into, with its name there."""
         for owner, kind, name in self.places:
             yield owner.__dict__[kind], name
+
+
+def _place_of(slot: Slot) -> Place:
+    """Where a module holds a buffer."""
+    module, _, name = slot.name.rpartition(".")
+    return Place(module, (("attribute", name),))
 
 
 def _owned_tensors(module: nn.Module, params: ParamTable) -> list[_Owned]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -75,10 +75,17 @@ def as_given(call: _Tree) -> _Tree:
     return pytree.tree_map_only(LocalInput, around, call, is_leaf=lambda x: isinstance(x, LocalInput))
 
 
-def traced_leaves(leaves: Sequence[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """The leaves of a call with these tensors in the place of its own; what is one tensor there is one here."""
-    given = iter(tensors)
-    one: dict[int, torch.Tensor] = {}
+def traced_leaves(
+    leaves: Sequence[Any], tensors: Iterable[torch.Tensor], held: Mapping[int, torch.Tensor]
+) -> list[Any]:
+    """The leaves of a call with traced tensors in the place of its own; what is one tensor there is one here.
+
+    Args:
+        leaves: of the call.
+        tensors: that are traced for those among them.
+        held: that are traced for those that the module holds, by identity.
+    """
+    given, one = iter(tensors), dict(held)
     return [one.setdefault(id(leaf), next(given)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 

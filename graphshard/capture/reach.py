@@ -56,6 +56,7 @@ class Reach:
         learned: by earlier runs.
         tensors: this run's, in the order of those that are learned; those of numbers follow.
         own: what takes the place of parameters and buffers that are held as attributes besides, by identity.
+        call: what takes the place of tensors of the call that are held as attributes, with their numbers.
         names: of modules, by identity.
         watch: called with a class whose objects are reached; whether it is told what is read of them.
 
@@ -66,6 +67,7 @@ class Reach:
         numbers: that are followed.
         generators: of random numbers.
         arrays: that are not torch's, with what they were.
+        same: tensors of the call, by number, and where they are held.
     """
 
     def __init__(
@@ -73,10 +75,11 @@ class Reach:
         learned: Learned,
         tensors: Sequence[torch.Tensor],
         own: Mapping[int, torch.Tensor],
+        call: Mapping[int, tuple[int, torch.Tensor]],
         names: Mapping[int, str],
         watch: Callable[[type], bool],
     ) -> None:
-        self._learned, self._own, self._names, self._watch = learned, own, names, watch
+        self._learned, self._own, self._call, self._names, self._watch = learned, own, call, names, watch
         self._tensors = dict(zip(learned.tensors, tensors))
         self._unknown: dict[int, tuple[torch.Tensor, list[Place]]] = {}
         self.nodes: dict[int, Node] = {}
@@ -88,6 +91,7 @@ class Reach:
         self.numbers = Numbers({number: t.item() for number, t in inputs}, may_be_inputs=learned.may_be_inputs)
         self.generators: list[Generator] = []
         self.arrays: list[tuple[Place, Any, Any]] = []
+        self.same: list[tuple[int, Place]] = []
         self._beside_classes: dict[str, None] = {}  # names in code that asks for the class of an object
 
     def add(self, owner: Any, place: Place, content: Any) -> Node:
@@ -147,6 +151,11 @@ class Reach:
             return tensor
         if id(tensor) in self._own:
             return self._own[id(tensor)]
+        if id(tensor) in self._call:
+            number, traced = self._call[id(tensor)]
+            if (number, place) not in self.same:
+                self.same.append((number, place))
+            return traced
         known = self._learned.tensors if id(tensor) in self._tensors else self._unknown
         _, places = known.setdefault(id(tensor), (tensor, []))
         if place not in places:

@@ -277,6 +277,7 @@ class ModuleState:
         hooks: of submodules, by the module's name and the attribute that holds them; other modules have none.
         modules: names of the submodules and of their classes.
         required: tensors of the call, by number, that require a gradient from it on.
+        same: tensors of the call, by number, that are the very ones at places of the module.
     """
 
     reads: tuple[Read, ...] = ()
@@ -287,3 +288,4 @@ class ModuleState:
     hooks: tuple[Read, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     required: tuple[int, ...] = ()
+    same: tuple[tuple[int, Place], ...] = ()
