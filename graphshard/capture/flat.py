@@ -52,7 +52,7 @@ from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Slot
-from graphshard.ir.state import ModuleState, Place
+from graphshard.ir.state import MISSING, ModuleState, Place, Read
 from graphshard.ir.torch_internals import cached_casts, replaced
 from graphshard.ir.tracing_internals import (
     conditionals_are_operators,
@@ -149,7 +149,11 @@ class FlatForward(nn.Module):
             stack.enter_context(WatchHooks(watch.made))
             stack.enter_context(idle_conversions())
             pairs = [(new, old) for new, old in zip(leaves, self._call[0]) if isinstance(old, torch.Tensor)]
-            stack.enter_context(asked(pairs, [(used[o.slot], o.tensor) for o in self._owned]))
+            learned = zip(passed[count:], self._learned.tensors.values())
+            of_module = [(used[owned.slot], owned.tensor, _place_of(owned.slot)) for owned in self._owned]
+            of_module += [(new, old, places[0]) for new, (old, places) in learned]
+            absent: set[Place] = set()
+            stack.enter_context(asked(pairs, of_module, absent))
             stack.enter_context(Required([new for new, _ in pairs], [used[o.slot] for o in self._owned], self._learned))
             own = {id(o.tensor): used[o.slot] for o in self._owned}
             stack.enter_context(Substitute(own))
@@ -175,7 +179,8 @@ class FlatForward(nn.Module):
             self._check_given(before, pytree.tree_flatten((args, kwargs)))
             self._check_shapes(tensors)
         same = [(n, _place_of(buffers[id(old)])) for n, (_, old) in enumerate(pairs) if id(old) in buffers]
-        self.state = replace(recorder.state, same=(*recorder.state.same, *same))
+        reads = [Read(place, "missing", (), MISSING) for place in sorted(absent, key=str)]
+        self.state = replace(recorder.state, reads=(*recorder.state.reads, *reads), same=(*recorder.state.same, *same))
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)
         self.leaves = [None if i in self.places else leaf for i, leaf in enumerate(self.leaves)]
@@ -249,7 +254,7 @@ class _Owned:
 
 
 def _place_of(slot: Slot) -> Place:
-    """Where a module holds a buffer."""
+    """Where a module holds a parameter or buffer."""
     module, _, name = slot.name.rpartition(".")
     return Place(module, (("attribute", name),))
 

@@ -178,3 +178,29 @@ def test_hooks_may_be_registered(mesh: DeviceMesh) -> None:
         grads.append(x.grad)
     assert grads[0] is not None
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("name", ["scale", "linear.weight", "freqs"])
+def test_an_attribute_that_somebody_sets_later(mesh: DeviceMesh, name: str) -> None:
+    """It was not noticed that a tensor of a module has one, and forward went on without."""
+    owner, _, key = name.rpartition(".")
+    model = _Net(lambda net, x: hasattr(getattr(net.get_submodule(owner), key), "tag"))
+    model.freqs = torch.ones(4)
+    ours = graphshard.compile(model, mesh, backend="eager")
+    ours(_x())
+    ours(_x())
+    assert len(graphshard.programs(ours)) == 1
+    getattr(ours.get_submodule(owner), key).tag = 1
+    with pytest.raises(CaptureError, match=r"\(the attribute tag\)"):
+        ours(_x())
+
+
+def test_an_attribute_of_a_buffer_that_is_exchanged(mesh: DeviceMesh) -> None:
+    ours = graphshard.compile(_Net(lambda net, x: hasattr(net.scale, "tag")), mesh, backend="eager")
+    ours(_x())
+    ours.scale = torch.ones(4)
+    ours(_x())
+    assert len(graphshard.programs(ours)) == 1
+    ours.scale.tag = 1
+    with pytest.raises(CaptureError, match=r"\(the attribute tag\)"):
+        ours(_x())
