@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -230,7 +231,8 @@ class Changes:
             return Result(len(self.results) + len(self.made) - 1)
         if isinstance(value, torch.SymInt):
             value = int(value)
-        if isinstance(value, (*PLAIN, *FUNCTIONS, type)):
+        of_module = isinstance(value, weakref.ref) and isinstance(value(), nn.Module)  # in a WeakSet
+        if of_module or isinstance(value, (*PLAIN, *FUNCTIONS, type)):
             return Constant(value)
         leaves, structure = pytree.tree_flatten(value, is_leaf=lambda leaf: id(leaf) in self.nodes)
         if structure.is_leaf():

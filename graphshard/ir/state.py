@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import inspect
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -93,8 +94,12 @@ class Place:
             if kind == "context":
                 text += ".get()"
             else:
-                text += f"[{key!r}]" if kind == "item" else f".{key}" if text else str(key)
+                text += f"[{_shown(key)}]" if kind == "item" else f".{key}" if text else str(key)
         return text
+
+
+def _shown(key: Any) -> str:
+    return type(key()).__name__ if isinstance(key, weakref.ref) else repr(key)
 
 
 @dataclass(frozen=True)
