@@ -37,7 +37,7 @@ from graphshard.capture.reach import Reach
 from graphshard.capture.region_effects import RegionEffects
 from graphshard.capture.torch_settings import watched_settings
 from graphshard.capture.untraceable import Located, is_users
-from graphshard.capture.witness import PLAIN, is_container, same
+from graphshard.capture.witness import PLAIN, is_container
 from graphshard.ir.classes import users_class
 from graphshard.ir.state import MISSING, ModuleState, Place, Read, StepKind
 from graphshard.ir.torch_internals import replaced
@@ -89,6 +89,8 @@ class Recorder:
             self._hooks = LeftHooks(self.root)
             self._watch_hooks()
             self._watch(nn.Module)
+            for name, module in self.root.named_modules():
+                self.reach.reach_descriptors(module, Place(name))
             stack.enter_context(watched_environment(functools.partial(self._read_of_process, "environment")))
             stack.enter_context(replaced(nn.Module, "__setattr__", self._noting_lines(nn.Module.__setattr__)))
             try:
@@ -118,12 +120,7 @@ class Recorder:
             generator.check(self._allow)
         own, label = list(self.own.values()), type(self.root).__name__
         self._classes.check(label, self.reach.nodes)
-        for place, array, before in self.reach.arrays:
-            if not same(before, array):
-                raise Located(
-                    f"graphshard cannot capture {label}.forward: it writes to {place.of(label)}, of "
-                    f"{type(array).__name__}, which no program does. Keep a tensor there, or a list of numbers."
-                )
+        self.reach.unfollowed.check(label)
         changes = Changes(label, self.reach.nodes, self.reach.reads, self.lines, self.reach.grown, own, results, given)
         writes = (*changes, *self._hooks.writes(self.reach.nodes.keys()))
         if changes.followable - self.learned.refused:

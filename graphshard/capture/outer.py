@@ -164,6 +164,20 @@ def is_namespace(value: Any) -> bool:
     return isinstance(value, type) and _is_users_class(value)
 
 
+def descriptor(cls: type, name: str, default: Any = MISSING) -> Any:
+    """What a class has under a name, itself and not what it says there."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), default)
+
+
+def descriptors_of(cls: type) -> Iterator[tuple[str, Any]]:
+    """Attributes of a class that objects of a class of the user's compute."""
+    for base in cls.__mro__:
+        for name, found in vars(base).items() if is_namespace(base) else ():
+            computes = hasattr(type(found), "__get__") and is_namespace(type(found))
+            if computes and descriptor(cls, name) is found:
+                yield name, found
+
+
 def attributes_of(owner: Any) -> dict[str, Any]:
     """Attributes of an object, around whoever watches them."""
     found: dict[str, Any] = object.__getattribute__(owner, "__dict__")

@@ -37,6 +37,7 @@ StepKind: TypeAlias = Literal[
     "setting",
     "imported",
     "tensor",
+    "descriptor",
 ]
 Path: TypeAlias = tuple[tuple[StepKind, Any], ...]
 
@@ -57,12 +58,12 @@ class Place:
 
     Attributes:
         module: name in the module that is captured; "" is that module.
-        path: steps by an "attribute", by a "class" attribute, to the class itself ("type"), to the "names" of all
-            attributes, by the key of an "item", by the number of a "value" of a dict, by the name of a variable that a
-            function closes over ("cell"), of a "global", or of an argument with a "default", to what a ContextVar has
-            in this "context", and to what somebody has set on a "tensor"; or the name of a variable of the
-            "environment", of a "setting" of torch, or of an "imported" module of Python's, which no module of the
-            model has.
+        path: steps by an "attribute", by a "class" attribute, to the class itself ("type"), to a "descriptor" that it
+            has, to the "names" of all attributes, by the key of an "item", by the number of a "value" of a dict, by
+            the name of a variable that a function closes over ("cell"), of a "global", or of an argument with a
+            "default", to what a ContextVar has in this "context", and to what somebody has set on a "tensor"; or the
+            name of a variable of the "environment", of a "setting" of torch, or of an "imported" module of Python's,
+            which no module of the model has.
     """
 
     module: str

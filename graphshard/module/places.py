@@ -13,7 +13,7 @@ from torch import nn
 
 from graphshard.capture.entry import Entry
 from graphshard.capture.environment import variable
-from graphshard.capture.outer import getter, names_of, slots_of
+from graphshard.capture.outer import descriptor, getter, names_of, slots_of
 from graphshard.capture.torch_settings import setting
 from graphshard.ir.classes import users_class
 from graphshard.ir.state import MISSING, Path, Place, StepKind
@@ -69,6 +69,8 @@ def _attributes(owner: Any, kind: StepKind, key: Any) -> Callable[[Any, Any], An
         return getattr(owner, "__dict__", {}).get
     if kind == "names":
         return lambda _, __: names_of(owner)
+    if kind == "descriptor":
+        return functools.partial(descriptor, users_class(owner))
     if kind == "type":
         return lambda _, __: users_class(owner)
     if isinstance(owner, types.FunctionType) and kind in ("cell", "global", "default"):
