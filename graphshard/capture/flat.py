@@ -120,6 +120,7 @@ class FlatForward(nn.Module):
         self.out_spec: pytree.TreeSpec | None = None
         self.regions = CheckpointRegions()
         self._written: tuple[bool, ...] | None = None
+        self._cached = torch.is_autocast_cache_enabled()
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         module: nn.Module = self.__dict__["_module"]
@@ -137,7 +138,7 @@ class FlatForward(nn.Module):
             args, kwargs = as_given(pytree.tree_unflatten(leaves, self._call[1]))
             before = pytree.tree_flatten((args, kwargs))
             stack.enter_context(self._boundaries())
-            stack.enter_context(cached_casts())
+            stack.enter_context(cached_casts(self._cached))
             stack.enter_context(run_compiled_functions_eagerly())
             if stands_in():
                 stack.enter_context(CudaAttention())

@@ -21,7 +21,7 @@ class Signature:
 
     Of parameters that decide themselves what is gathered of them, `extended` has what programs rely on. `replaced` says
     which functions of torch's were others. `attributes` are what somebody has set on inputs, see `facts_of`, and `same`
-    tells which are one tensor, see `same_of`.
+    tells which are one tensor, see `same_of`. `casts_once` is whether autocast keeps its casts of parameters.
     """
 
     structure: pytree.TreeSpec
@@ -35,6 +35,7 @@ class Signature:
     replaced: tuple[str, ...] = ()
     attributes: tuple[tuple[int, str], ...] = ()
     same: tuple[int, ...] = ()
+    casts_once: bool = True
 
     def loose(self) -> Signature:
         """The signature without shapes and strides."""
@@ -56,6 +57,7 @@ class Signature:
             "params": "dtype or requires_grad of a parameter changed",
             "extended": "attributes or methods of a parameter that is a tensor subclass, or what they read, changed",
             "attributes": "attributes were set on inputs, or an input is an nn.Parameter and was none",
+            "casts_once": "autocast has another cache_enabled",
             "same": "inputs that were several tensors are one, or the other way round",
             "replaced": "functions of torch.nn.functional were replaced or put back",
             "settings": "resharding, the divisor of gradients, or what is gathered by hand was changed",

@@ -249,6 +249,7 @@ class Tracer:
             replaced=self._replaced.now(),
             attributes=facts_of(leaves),
             same=same_of(leaves),
+            casts_once=torch.is_autocast_cache_enabled(),
         )
 
     def on_device(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
