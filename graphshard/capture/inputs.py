@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.dynamic_shapes import marks_of
 from graphshard.capture.results import Layout
+from graphshard.capture.signature import is_numpys
 from graphshard.capture.witness import PLAIN
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.errors import InputError
@@ -118,7 +119,7 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
                 elsewhere[id(leaf)] = leaf.to(device)
                 elsewhere[id(leaf)].__dict__.update(marks_of(leaf))
             leaf = elsewhere[id(leaf)]
-        elif not isinstance(leaf, (torch.Tensor, *PLAIN)):
+        elif not isinstance(leaf, (torch.Tensor, *PLAIN)) and not is_numpys(leaf):
             raise InputError(
                 f"input {_path(structure, index)} is a {type(leaf).__name__}, which is neither a tensor nor a "
                 f"number, string or None. {_remedy(leaf)}"
@@ -130,6 +131,8 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
 def _remedy(leaf: Any) -> str:
     if hasattr(leaf, "get_seq_length"):  # a cache of transformers, which forward would write to
         return "Pass use_cache=False: model.generate(..., use_cache=False) runs compiled programs."
+    if type(leaf).__module__ == "numpy":
+        return "Pass torch.from_numpy(array), or numbers."
     if isinstance(leaf, dist.Work):
         return "Wait for it before the call, and pass what it made."
     return (

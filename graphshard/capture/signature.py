@@ -84,9 +84,15 @@ def leaf_key(leaf: Any) -> tuple[Any, ...]:
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
     if isinstance(leaf, slice):
         return (slice, (leaf.start, leaf.stop, leaf.step))
-    if isinstance(leaf, complex) or (isinstance(leaf, float) and repr(leaf) in ("-0.0", "nan")):
+    if isinstance(leaf, complex) or is_numpys(leaf) or (isinstance(leaf, float) and repr(leaf) in ("-0.0", "nan")):
         return (type(leaf), repr(leaf))
     return (type(leaf), leaf)
+
+
+def is_numpys(leaf: Any) -> bool:
+    """Whether an input is a number of numpy's, such as np.float32(3), and no array."""
+    kind = type(leaf)
+    return kind.__module__ == "numpy" and getattr(leaf, "shape", None) == () and not hasattr(kind, "__setitem__")
 
 
 def is_constant(kind: type, value: Any) -> bool:
