@@ -6,6 +6,7 @@
     x.mask                          the same, where x has such an attribute; so with parameters and buffers
     hasattr(self.scale, "tag")      if it has none: the program holds while that is so
     x.mask = ..., x.data = ...      the same
+    id(x)                           the same; of a parameter or buffer it is answered
     isinstance(x, nn.Parameter)     yes of an input that is one
 
 Shapes, strides, dtypes, and whether they require a gradient are in the signature of a call.
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from graphshard.capture.lines import asking
+from graphshard.capture.outside import namespaces_of
 from graphshard.capture.untraceable import Untraceable, is_users
 from graphshard.ir.state import Place
 from graphshard.ir.torch_internals import replaced
@@ -94,6 +96,37 @@ def asked(
         stack.enter_context(replaced(FunctionalTensor, "__setattr__", set_attribute))
         stack.enter_context(_Asked(memory))
         yield
+
+
+@contextlib.contextmanager
+def no_ids(module: nn.Module, inputs: Iterable[Tensor], held: Iterable[tuple[Tensor, Tensor, Place]]) -> Iterator[None]:
+    """In the block, code of the model's classes that asks for the `id` of an input is an error.
+
+    Args:
+        module: the model.
+        inputs: of a call, as they are traced.
+        held: tensors of modules, as they are traced and as they are, and where.
+
+    Raises, in the block:
+        Untraceable: it is asked for.
+    """
+    refused, known = set(map(id, inputs)), {id(traced): id(tensor) for traced, tensor, _ in held}
+
+    def id_of(value: Any, /) -> int:
+        if id(value) in known:
+            return known[id(value)]
+        if id(value) in refused:
+            raise Untraceable("of tensors", "id")
+        return id(value)
+
+    namespaces = [namespace for namespace in namespaces_of(module) if "id" not in namespace]
+    for namespace in namespaces:
+        namespace["id"] = id_of
+    try:
+        yield
+    finally:
+        for namespace in namespaces:
+            del namespace["id"]
 
 
 def attributes_of(tensor: Tensor) -> tuple[str, ...]:

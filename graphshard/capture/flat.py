@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.asked import asked
+from graphshard.capture.asked import asked, no_ids
 from graphshard.capture.attributes import Recorder
 from graphshard.capture.boundaries import unit_boundaries
 from graphshard.capture.checkpoints import CheckpointRegions, trace_checkpoints
@@ -155,6 +155,7 @@ class FlatForward(nn.Module):
             of_module += [(new, old, places[0]) for new, (old, places) in learned]
             absent: set[Place] = set()
             stack.enter_context(asked(pairs, of_module, absent))
+            stack.enter_context(no_ids(module, (new for new, _ in pairs), of_module))
             stack.enter_context(Required([new for new, _ in pairs], [used[o.slot] for o in self._owned], self._learned))
             own = {id(o.tensor): used[o.slot] for o in self._owned}
             stack.enter_context(Substitute(own))

@@ -72,6 +72,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], Tensor]]] = {
     "attribute tag": (lambda net, x: getattr(x, "tag", 0), lambda: _tagged(tag=1)),
     "data is set": (lambda net, x: _replace(x), _x),
     "grad is set": (lambda net, x: _grade(x), _x),
+    "id": (lambda net, x: id(x) in {1}, _x),
     "tag is set": (lambda net, x: _bump(x, "tag"), _x),
     "tag is set, of a parameter": (lambda net, x: _bump(net.linear.weight, "tag"), _x),
     "tag is set, of a buffer": (lambda net, x: _bump(net.scale, "tag"), _x),
@@ -204,3 +205,14 @@ def test_an_attribute_of_a_buffer_that_is_exchanged(mesh: DeviceMesh) -> None:
     ours.scale.tag = 1
     with pytest.raises(CaptureError, match=r"\(the attribute tag\)"):
         ours(_x())
+
+
+def test_ids_of_parameters_and_buffers(mesh: DeviceMesh) -> None:
+    """They are those that are seen outside of the call."""
+    ours = graphshard.compile(
+        _Net(lambda net, x: {id(net.scale), id(net.linear.weight)} == net.known), mesh, backend="eager"
+    )
+    ours.known = {id(ours.scale), id(ours.linear.weight)}
+    plain = _Net(lambda net, x: True)
+    plain.linear.load_state_dict({name: t.full_tensor() for name, t in ours.linear.state_dict().items()})
+    assert torch.equal(ours(_x()), plain(_x()))
