@@ -82,6 +82,10 @@ class Guard:
             why = self._unbound or next(self._changes(given), "")
         return why
 
+    def near_buffers(self, given: Sequence[torch.Tensor]) -> Iterator[tuple[int, str]]:
+        """Inputs of a call, by number, that share memory with a buffer and are none, with its name."""
+        return self._identities.near_buffers(given)
+
     def tensors(self) -> list[torch.Tensor]:
         """The program's inputs behind those of the call."""
         numbers = [number_as_tensor(evaluate(number, self.number_at)) for number in self.state.numbers]
@@ -129,7 +133,7 @@ class Guard:
         of_module = [Held(looks[0], str(places[0])) for looks, places in zip(self._inputs, self.state.inputs)]
         contents = [(watch.found, watch.witness) for watch in self._contents]
         self._identities = Identities(given, of_module, contents)
-        self._identities.buffers_are(buffer.last for buffer in self._buffers)
+        self._identities.buffers_are((buffer.name, buffer.last) for buffer in self._buffers)
 
     # --- at a call ---------------------------------------------------------------------------------------------
 
@@ -151,7 +155,7 @@ class Guard:
         for buffer in exchanged:
             yield from buffer.change()
         if exchanged:
-            self._identities.buffers_are(buffer.last for buffer in self._buffers)
+            self._identities.buffers_are((buffer.name, buffer.last) for buffer in self._buffers)
         for places in self._inputs:
             if len(places) > 1 and len({id(place.now()) for place in places}) > 1:
                 yield "attributes that were one tensor are several"

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from graphshard.capture.witness import Items, OfType
+from graphshard.ir.tracing_internals import memory_of
 from graphshard.module.places import LookUp
+from graphshard.runtime.apart import span_of
 
 _MUTABLE = (list, dict, set, deque)
 
@@ -39,17 +41,20 @@ class Identities:
         self, same: Sequence[tuple[int, Held]], held: Sequence[Held], contents: Sequence[tuple[LookUp, Any]]
     ) -> None:
         self._same, self._held = same, held
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._memory: frozenset[int] = frozenset()
         self._ids: frozenset[int] = frozenset()
         self._tied: list[int] | None = None
         self._untied = False
         self._contents = [(found, witness) for found, witness in contents if isinstance(witness, (Items, OfType))]
         self._pattern = self._of_contents()
 
-    def buffers_are(self, buffers: Iterable[torch.Tensor | None]) -> None:
+    def buffers_are(self, buffers: Iterable[tuple[str, torch.Tensor | None]]) -> None:
         """The module has other buffers than before."""
-        self._buffers = [buffer for buffer in buffers if buffer is not None]  # so that no other has their identity
-        ids = list(map(id, self._buffers))
+        # They are kept, so that no other tensor has their identity.
+        self._buffers = {name: buffer for name, buffer in buffers if buffer is not None}
+        ids = list(map(id, self._buffers.values()))
+        self._memory = frozenset(memory_of(b) for b in self._buffers.values() if _has_memory(b))
         self._ids = frozenset(ids)
         pattern = _pattern(ids)
         self._tied = pattern if self._tied is None else self._tied
@@ -82,12 +87,26 @@ class Identities:
                 yield f"{text} is a tensor that the program is given besides, and was another"
             known.add(key)
 
+    def near_buffers(self, given: Sequence[torch.Tensor]) -> Iterator[tuple[int, str]]:
+        """Inputs, by number, that share memory with a buffer and are no buffers themselves, with its name."""
+        for number, tensor in enumerate(given if self._memory else ()):
+            if _has_memory(tensor) and memory_of(tensor) in self._memory and id(tensor) not in self._ids:
+                begin, end = span_of(tensor)
+                for name, buffer in self._buffers.items():
+                    first, last = span_of(buffer)
+                    if first < end and begin < last:
+                        yield number, name
+
     def _of_contents(self) -> list[int]:
         """Of each that may be changed in place the number of the first that is the very same."""
         ids: list[int] = []
         for found, witness in self._contents:
             _add(ids, witness, found.now())
         return _pattern(ids)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
 
 
 def _pattern(ids: list[int]) -> list[int]:
