@@ -22,6 +22,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.capture import CaptureSpec, capture
+from graphshard.capture.inputs import apart
 from graphshard.ir.graph import WAIT, fake, is_collective
 from graphshard.ir.make_table import build_table
 from graphshard.ir.mesh import Mesh
@@ -126,7 +127,7 @@ def captured(
     allow: tuple[str, ...] = (),
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Program:
-    """What `graphshard.compile(model, mesh, ...)` captures for `model(*args, **kwargs)`."""
+    """What `graphshard.compile(model, mesh, ...)` captures for `model(*args, **kwargs)`; all tensors are different."""
     names = find_units(model, units)
     precision = precision_of(mp_policy, names)
     mesh = Mesh.of_shape(world_size)
@@ -138,7 +139,9 @@ def captured(
         reshard_after_forward=reshard_after_forward,
     )
     spec = CaptureSpec(table, names, mesh, device, precision, type(model), dynamic_shapes, allow=allow)
-    return capture(model, tuple(args), dict(kwargs or {}), spec, grad=grad)
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    given, named = pytree.tree_unflatten(apart(leaves), structure)
+    return capture(model, given, named, spec, grad=grad)
 
 
 def through(program: Program, last: str, *, planner: PlanByUnit = COALESCED) -> Program:

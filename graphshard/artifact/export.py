@@ -10,13 +10,14 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from graphshard.artifact.compilers import capabilities_given, compiler_for_file, without_gpu
@@ -26,6 +27,8 @@ from graphshard.artifact.members import Captured, MeshPrograms, StoredRegion, wr
 from graphshard.artifact.places import Plans, merged, num_places, tracer_at
 from graphshard.artifact.signing import signer_of
 from graphshard.artifact.stored_options import describe_options
+from graphshard.capture.inputs import apart
+from graphshard.capture.signature import same_of
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.debug.dump import dump_directory, recorder
@@ -173,6 +176,7 @@ def export(
     machine = load_profile(chosen.hardware or ("h100" if kind.type == "cuda" else "cpu-gloo"))
     if target.suffix == ".pt2":
         return _plain(model, meshes, wanted, kind, target, chosen)
+    wanted = [each for call in wanted for each in _one_and_several(call)]
     records = recorder(dump_directory(None, 0))
     compiler, later = compiler_for_file(chosen.backend, kind, compile_regions, targets)
     regions: dict[str, StoredRegion] = {}
@@ -281,6 +285,15 @@ def _calls(inputs: Any, kwargs: Any, mode: str, calls: Any) -> list[Call]:
     if not found:
         raise ArgumentError("export needs example_inputs, example_kwargs or calls: inputs of one rank's call.")
     return found
+
+
+def _one_and_several(call: Call) -> list[Call]:
+    """An example that is given one tensor twice stands for calls with several, too, which have another program."""
+    leaves, structure = pytree.tree_flatten((tuple(call.inputs), dict(call.kwargs)))
+    if not same_of(leaves):
+        return [call]
+    inputs, kwargs = pytree.tree_unflatten(apart(leaves), structure)
+    return [call, replace(call, inputs=inputs, kwargs=kwargs)]
 
 
 def _device(device: Any, mesh: Any) -> torch.device:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.artifact.members import Captured, StoredBackward, StoredRegion, stored_region
 from graphshard.artifact.places import period_of
-from graphshard.capture.inputs import count_tokens, stand_in
+from graphshard.capture.inputs import count_tokens, stand_ins
 from graphshard.codec.lowered import encode_lowered
 from graphshard.codec.partitioned import encode_partitioned
 from graphshard.codec.passes import encode_pass
@@ -84,8 +84,7 @@ class Exporter:
             module = self._submodule(entry)
             tracer = tracer.entry(entry, "forward", module)
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        leaves = [stand_in(leaf) if isinstance(leaf, torch.Tensor) and leaf.is_meta else leaf for leaf in leaves]
-        leaves = tracer.on_device(leaves, structure)
+        leaves = tracer.on_device(stand_ins(leaves, meta_only=True), structure)
         with torch.set_grad_enabled(grad):
             signature = tracer.signature(module, leaves, structure)
         call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)

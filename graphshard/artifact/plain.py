@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphshard.artifact.exporter import in_mode
+from graphshard.capture.inputs import apart
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import replacing
 from graphshard.ir.make_table import places_of
@@ -35,7 +36,7 @@ def export_plain(tracer: Tracer, model: nn.Module, args: Sequence[Any], kwargs: 
             ".gshard file."
         )
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    leaves = tracer.on_device(leaves, structure)
+    leaves = tracer.on_device(apart(leaves), structure)
     call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
     with in_mode(model, False), torch.no_grad():
         observer = Observer(tracer.options.level, None, tracer.pipeline.passes)

@@ -8,11 +8,12 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphshard.cache import entries
@@ -57,7 +58,9 @@ class ProgramCache:
     limit: int
     _warned: bool = field(default=False, init=False)
 
-    def search(self, maker: Maker, module: nn.Module, signature: Signature) -> Search | None:
+    def search(
+        self, maker: Maker, module: nn.Module, signature: Signature, tensors: Sequence[torch.Tensor]
+    ) -> Search | None:
         """What is to be found or kept for a call; None if nothing can be, and the log says why."""
         tracer = maker.tracer
         with contextlib.suppress(OSError):  # of one that is not there, or that reading it says more of
@@ -77,7 +80,7 @@ class ProgramCache:
             log.info("cache: %s is neither looked for nor kept: %s", tracer.label, problem)
             return None
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
-        return Search(self, maker, module, signature, json.loads(text), key, put)
+        return Search(self, maker, module, signature, tensors, json.loads(text), key, put)
 
     def warn(self, message: str, *args: Any) -> None:
         """Say once what is wrong with the directory."""
@@ -91,6 +94,7 @@ class Search:
     """One program, which may be in the cache, or is to be put there.
 
     Attributes:
+        tensors: of the call.
         facts: what is known before the capture, by name.
         key: their hash.
         put: what others have put into torch.
@@ -100,6 +104,7 @@ class Search:
     maker: Maker
     module: nn.Module
     signature: Signature
+    tensors: Sequence[torch.Tensor]
     facts: dict[str, Any]
     key: str
     put: list[tuple[str, Any]]
@@ -194,7 +199,7 @@ class Search:
         """Why what the program recorded of the module is another now."""
         for place, was, now in state_differences(program.state, self.module):
             return f"{place} was {was} and is {now}"
-        return Guard(program.state, self.module, self._label).change()
+        return Guard(program.state, self.module, self._label).change(self.tensors)
 
     def _difference(self) -> str:
         """What is another than for the newest entry of the same model."""

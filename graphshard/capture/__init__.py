@@ -30,6 +30,9 @@ a failure into a message about the user's code.
   through a recorder, which hands out this run's tensors; what is there afterwards is compared with before
   (`changes.py`) and put back. Reads become what a program holds for (`witness.py`), writes are made again after each
   call. Comparing finds what intercepting would miss, such as an item that is put into a dict in a list.
+  What is put back, and written again, goes around setters of the user's (`contents.py`): forward has called them.
+* **One object is one tensor in the trace** (`inputs.py`, `reach.py`): given twice, or given and held by a module. Which
+  are one is in the signature, and what the module holds is compared at each call.
 * **Counters and lists are followed in a second run** (`numbers.py`, `growing.py`), once the first has shown that they
   change. Operators are given what is read of an input of the program, in a third run. Stand-ins are no subclasses of
   int and list, since C code reads those without asking. If anything goes wrong with them, there is a run without them,

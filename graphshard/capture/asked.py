@@ -4,7 +4,9 @@
     x.is_leaf, x.grad_fn            the same, of one that requires a gradient; others are leaves
     x.storage_offset()              the same, also of views of inputs
     x.mask                          the same, where x has such an attribute; so with parameters and buffers
+    hasattr(self.scale, "tag")      if it has none: the program holds while that is so
     x.mask = ..., x.data = ...      the same
+    id(x)                           the same; of a parameter or buffer it is answered
     isinstance(x, nn.Parameter)     yes of an input that is one
 
 Shapes, strides, dtypes, and whether they require a gradient are in the signature of a call.
@@ -22,7 +24,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from graphshard.capture.lines import asking
+from graphshard.capture.outside import namespaces_of
 from graphshard.capture.untraceable import Untraceable, is_users
+from graphshard.ir.state import Place
 from graphshard.ir.torch_internals import replaced
 from graphshard.ir.tracing_internals import FunctionalTensor, memory_of
 
@@ -42,12 +46,15 @@ _MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on", "_graphshard_")
 
 
 @contextlib.contextmanager
-def asked(inputs: Iterable[tuple[Tensor, Tensor]], owned: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+def asked(
+    inputs: Iterable[tuple[Tensor, Tensor]], held: Iterable[tuple[Tensor, Tensor, Place]], absent: set[Place]
+) -> Iterator[None]:
     """In the block, questions of the user's code that have another answer at another call are errors.
 
     Args:
         inputs: of a call, as they are traced and as they are.
-        owned: parameters and buffers, in the same way.
+        held: tensors of modules, in the same way, and where they are.
+        absent: takes where attributes of these would be that are asked for and not there.
 
     Raises, in the block:
         Untraceable: names what is asked.
@@ -59,20 +66,28 @@ def asked(inputs: Iterable[tuple[Tensor, Tensor]], owned: Iterable[tuple[Tensor,
         memory.add(memory_of(traced))
         if isinstance(given, nn.Parameter):
             traced._is_param = True  # for isinstance
-    attributes |= {memory_of(traced): attributes_of(given) for traced, given in owned}
+    places: dict[int, Place] = {}
+    for traced, given, place in held:
+        attributes[memory_of(traced)] = attributes_of(given)
+        places[memory_of(traced)] = place
 
-    def held(tensor: Tensor) -> tuple[str, ...] | None:
+    def set_on(tensor: Tensor) -> tuple[str, ...] | None:
         with torch._C.DisableTorchFunction():
             return attributes.get(memory_of(tensor))
 
     def not_there(tensor: Tensor, name: str) -> Any:
-        if name in (held(tensor) or ()):
+        if name in (set_on(tensor) or ()):
             raise Untraceable("of tensors", f"the attribute {name}")
+        if is_users(sys._getframe(1).f_code.co_filename):
+            with torch._C.DisableTorchFunction():
+                place = places.get(memory_of(tensor))
+            if place is not None:
+                absent.add(place.then("tensor", name))
         raise AttributeError(f"'Tensor' object has no attribute '{name}'")
 
     def set_attribute(tensor: Tensor, name: str, value: Any) -> None:
         asks = is_users(sys._getframe(1).f_code.co_filename)
-        if asks and name != "requires_grad" and held(tensor) is not None:
+        if asks and name != "requires_grad" and set_on(tensor) is not None:
             raise Untraceable("of tensors", f"{name} is set")
         object.__setattr__(tensor, name, value)
 
@@ -81,6 +96,37 @@ def asked(inputs: Iterable[tuple[Tensor, Tensor]], owned: Iterable[tuple[Tensor,
         stack.enter_context(replaced(FunctionalTensor, "__setattr__", set_attribute))
         stack.enter_context(_Asked(memory))
         yield
+
+
+@contextlib.contextmanager
+def no_ids(module: nn.Module, inputs: Iterable[Tensor], held: Iterable[tuple[Tensor, Tensor, Place]]) -> Iterator[None]:
+    """In the block, code of the model's classes that asks for the `id` of an input is an error.
+
+    Args:
+        module: the model.
+        inputs: of a call, as they are traced.
+        held: tensors of modules, as they are traced and as they are, and where.
+
+    Raises, in the block:
+        Untraceable: it is asked for.
+    """
+    refused, known = set(map(id, inputs)), {id(traced): id(tensor) for traced, tensor, _ in held}
+
+    def id_of(value: Any, /) -> int:
+        if id(value) in known:
+            return known[id(value)]
+        if id(value) in refused:
+            raise Untraceable("of tensors", "id")
+        return id(value)
+
+    namespaces = [namespace for namespace in namespaces_of(module) if "id" not in namespace]
+    for namespace in namespaces:
+        namespace["id"] = id_of
+    try:
+        yield
+    finally:
+        for namespace in namespaces:
+            del namespace["id"]
 
 
 def attributes_of(tensor: Tensor) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ from graphshard.capture.reach import Reach
 from graphshard.capture.region_effects import RegionEffects
 from graphshard.capture.torch_settings import watched_settings
 from graphshard.capture.untraceable import Located, is_users
-from graphshard.capture.witness import PLAIN, is_container, same
+from graphshard.capture.witness import PLAIN, is_container
 from graphshard.ir.classes import users_class
 from graphshard.ir.state import MISSING, ModuleState, Place, Read, StepKind
 from graphshard.ir.torch_internals import replaced
@@ -55,20 +55,26 @@ class Recorder:
         root: the module, with whatever parameters and buffers it is to be traced with.
         learned: by earlier runs.
         own: what takes the place of parameters and buffers that are held as attributes besides, by identity.
+        call: what takes the place of tensors of the call, in the same way, with their numbers.
         allow: sources of random numbers that forward may draw from.
     """
 
     def __init__(
-        self, root: nn.Module, learned: Learned, own: Mapping[int, torch.Tensor], allow: Collection[str]
+        self,
+        root: nn.Module,
+        learned: Learned,
+        own: Mapping[int, torch.Tensor],
+        call: Mapping[int, tuple[int, torch.Tensor]],
+        allow: Collection[str],
     ) -> None:
-        self.root, self.learned, self.own, self._allow = root, learned, own, allow
+        self.root, self.learned, self.own, self._call, self._allow = root, learned, own, call, allow
         self.state = ModuleState()
         self._names = {id(module): name for name, module in root.named_modules()}
 
     @contextlib.contextmanager
     def recording(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Record what runs in the block, which is given these tensors in the place of those that are learned."""
-        self.reach = Reach(self.learned, tensors, self.own, self._names, self._watch_objects)
+        self.reach = Reach(self.learned, tensors, self.own, self._call, self._names, self._watch_objects)
         self.lines: dict[tuple[int, str], str] = {}  # of attributes that were set
         self._watched: set[type] = set()
         self._region: RegionEffects | None = None
@@ -83,6 +89,8 @@ class Recorder:
             self._hooks = LeftHooks(self.root)
             self._watch_hooks()
             self._watch(nn.Module)
+            for name, module in self.root.named_modules():
+                self.reach.reach_descriptors(module, Place(name))
             stack.enter_context(watched_environment(functools.partial(self._read_of_process, "environment")))
             stack.enter_context(replaced(nn.Module, "__setattr__", self._noting_lines(nn.Module.__setattr__)))
             try:
@@ -112,12 +120,7 @@ class Recorder:
             generator.check(self._allow)
         own, label = list(self.own.values()), type(self.root).__name__
         self._classes.check(label, self.reach.nodes)
-        for place, array, before in self.reach.arrays:
-            if not same(before, array):
-                raise Located(
-                    f"graphshard cannot capture {label}.forward: it writes to {place.of(label)}, of "
-                    f"{type(array).__name__}, which no program does. Keep a tensor there, or a list of numbers."
-                )
+        self.reach.unfollowed.check(label)
         changes = Changes(label, self.reach.nodes, self.reach.reads, self.lines, self.reach.grown, own, results, given)
         writes = (*changes, *self._hooks.writes(self.reach.nodes.keys()))
         if changes.followable - self.learned.refused:
@@ -131,6 +134,7 @@ class Recorder:
             writes=writes,
             modules=classes_of(self.root),
             required=tuple(sorted(self.learned.required)),
+            same=tuple(self.reach.same),
         )
         return changes.made
 

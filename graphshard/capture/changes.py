@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphshard.capture.contents import contents_of, put_item, refill
 from graphshard.capture.growing import Growing
 from graphshard.capture.numbers import expression_of, is_followed
 from graphshard.capture.outer import OF_PARAMETERS, attributes_of, getter, put, reached, slots_of
@@ -91,6 +93,8 @@ class Node:
         self.before[name] = value
         if self.has_variables or self.has_slots:
             put(self.owner, self.kinds.get(name, "attribute"), name, value)
+        elif self.has_items:
+            put_item(self.owner, name, value)
         else:
             self.now()[name] = value
 
@@ -112,8 +116,7 @@ class Node:
                     delattr(self.owner, name)  # what its bases have is to be seen again
             return
         if not _same(contents_of(content), self.content):
-            content.clear()
-            (content.update if isinstance(content, (dict, set)) else content.extend)(self.content)
+            refill(content, self.content)
         for kind in KINDS if self.is_module else ():
             content[kind].clear()
             content[kind].update(self.before[kind])
@@ -230,7 +233,8 @@ class Changes:
             return Result(len(self.results) + len(self.made) - 1)
         if isinstance(value, torch.SymInt):
             value = int(value)
-        if isinstance(value, (*PLAIN, *FUNCTIONS, type)):
+        of_module = isinstance(value, weakref.ref) and isinstance(value(), nn.Module)  # in a WeakSet
+        if of_module or isinstance(value, (*PLAIN, *FUNCTIONS, type)):
             return Constant(value)
         leaves, structure = pytree.tree_flatten(value, is_leaf=lambda leaf: id(leaf) in self.nodes)
         if structure.is_leaf():
@@ -262,13 +266,6 @@ _OF_MODULES = (
 )
 # What modules hold in dicts of their own.
 KINDS = ("_parameters", "_buffers", "_modules")
-
-
-def contents_of(content: Any) -> Any:
-    """Contents as a plain dict, set or list: a class of the user's may have other methods."""
-    if isinstance(content, dict):
-        return dict(content)
-    return set(content) if isinstance(content, set) else list(content)
 
 
 def _same(one: Any, other: Any) -> bool:

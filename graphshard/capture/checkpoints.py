@@ -30,6 +30,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from graphshard.capture.boundaries import as_results, through_leaves
+from graphshard.capture.draws import NoDraws
 from graphshard.capture.outside import exchanged, namespaces_of
 from graphshard.capture.saved_hooks import SavedHooks
 from graphshard.capture.untraceable import Located, Untraceable, is_users
@@ -85,16 +86,20 @@ class CheckpointRegions:
     _packed: list[list[torch.Tensor]] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def enter(self, policy: _PolicyFn | None, *, stops_early: bool, reentrant: bool = False) -> Iterator[None]:
+    def enter(
+        self, policy: _PolicyFn | None, *, stops_early: bool, reentrant: bool = False, draws_anew: bool = False
+    ) -> Iterator[None]:
         """What is traced inside belongs to a new region. A checkpoint within a checkpoint belongs to the outer one."""
         self.depth += 1
+        drawing = NoDraws() if draws_anew and torch.is_grad_enabled() else contextlib.nullcontext()
         try:
             if self.depth > 1:
-                yield
+                with drawing:
+                    yield
             else:
                 self.saved_hooks.check_region()
                 leave, before = self.enter_region(reentrant=reentrant), self.buffers()
-                with self._counting(policy) as count:
+                with self._counting(policy) as count, drawing:
                     yield
                 self.written |= {name for name, value in self.buffers().items() if value is not before[name]}
                 self.ends[-1] = count() if stops_early else None
@@ -162,14 +167,15 @@ def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
     """While this is open, checkpointed functions are traced as what they are, and their nodes annotated."""
     regions = CheckpointRegions(namespaces_of(module))
 
-    def without_reentrant(context_fn: Any, early_stop: bool) -> Iterator[None]:
+    def without_reentrant(context_fn: Any, early_stop: bool, preserve: bool) -> Iterator[None]:
         switched = torch_checkpoint._enable_checkpoint_early_stop
-        with regions.enter(_policy_of(context_fn), stops_early=early_stop if switched is None else switched):
+        stops_early = early_stop if switched is None else switched
+        with regions.enter(_policy_of(context_fn), stops_early=stops_early, draws_anew=not preserve):
             yield
 
     def by_place(
         _fn: Any,
-        _preserve: bool = True,
+        preserve: bool = True,
         context_fn: Any = None,
         _determinism: Any = None,
         _debug: bool = False,
@@ -177,14 +183,16 @@ def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
         *_: Any,
         **__: Any,
     ) -> Iterator[None]:
-        return without_reentrant(context_fn, early_stop)
+        return without_reentrant(context_fn, early_stop, preserve)
 
-    def by_name(*_: Any, context_fn: Any = None, early_stop: bool = True, **__: Any) -> Iterator[None]:
-        return without_reentrant(context_fn, early_stop)
+    def by_name(
+        *_: Any, context_fn: Any = None, early_stop: bool = True, preserve_rng_state: bool = True, **__: Any
+    ) -> Iterator[None]:
+        return without_reentrant(context_fn, early_stop, preserve_rng_state)
 
-    def reentrant(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+    def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         # Eager mode differentiates the region by itself: it adds to the gradients of its inputs at once, in leaves.
-        with regions.enter(None, stops_early=False, reentrant=True), regions.no_questions():
+        with regions.enter(None, stops_early=False, reentrant=True, draws_anew=not preserve), regions.no_questions():
             outputs = function(*through_leaves(args))
         if not torch.is_grad_enabled():
             return outputs

@@ -30,8 +30,7 @@ from graphshard.capture.origins import Formula, Given, Number, Origin, Step, in_
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.program import Slot
-from graphshard.ir.torch_internals import without_any_modes
-from graphshard.ir.unbacked_internals import is_unknown
+from graphshard.ir.unbacked_internals import is_unknown, without_any_modes
 from graphshard.ir.value_guards import ValueGuard, ValueGuards, text_of
 
 aten = torch.ops.aten

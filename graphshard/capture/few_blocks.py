@@ -183,7 +183,8 @@ class _Calls:
 def _modes() -> tuple[Any, ...]:
     """What a call of a block depends on besides: code between the blocks may have changed it."""
     casts = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *casts
+    enabled = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
+    return *enabled, torch.get_default_dtype(), *casts
 
 
 def _is_tensor(value: Any) -> bool:

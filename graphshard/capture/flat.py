@@ -14,7 +14,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.asked import asked
+from graphshard.capture.asked import asked, no_ids
 from graphshard.capture.attributes import Recorder
 from graphshard.capture.batch_norm import BatchAverages
 from graphshard.capture.boundaries import unit_boundaries
@@ -39,10 +39,11 @@ from graphshard.capture.eager_path import EagerPath
 from graphshard.capture.extensions import Extensions
 from graphshard.capture.found_sizes import CheckedSizes, FoundSizes
 from graphshard.capture.in_backward import InBackward
-from graphshard.capture.inputs import as_given
+from graphshard.capture.inputs import as_given, traced_leaves
 from graphshard.capture.learned import Learned
 from graphshard.capture.objects import take_apart
 from graphshard.capture.outside import no_outside_values
+from graphshard.capture.owned import owned_tensors, place_of
 from graphshard.capture.parametrizations import check_computed_once, remembered_within
 from graphshard.capture.remembered import Remembered
 from graphshard.capture.required import Required
@@ -60,7 +61,7 @@ from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.program import Slot
-from graphshard.ir.state import ModuleState, number_as_tensor
+from graphshard.ir.state import MISSING, ModuleState, Place, Read, number_as_tensor
 from graphshard.ir.torch_internals import cached_casts, replaced
 from graphshard.ir.tracing_internals import (
     conditionals_are_operators,
@@ -114,7 +115,7 @@ class FlatForward(nn.Module):
         self._call, self._path, self._bare, self._learned, self._allow = call, path, bare, learned, allow
         self._boundaries = functools.partial(unit_boundaries, module, units, params, precision)
         self.__dict__["_module"] = module  # which is not a part of this one
-        self._owned = _owned_tensors(module, params)
+        self._owned = owned_tensors(module, params)
         self._extensions = extensions
         self._distributed = functools.partial(distributed, params=params, meshes=meshes)
         self._data = frozenset(name for row in params if row.split is not None for name in row.split.around)
@@ -134,22 +135,26 @@ class FlatForward(nn.Module):
         self.regions = CheckpointRegions()
         self._written: tuple[bool, ...] | None = None
         self.in_backward = InBackward(module, learned)
+        self._cached = torch.is_autocast_cache_enabled()
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         module: nn.Module = self.__dict__["_module"]
         self.in_backward.forward_begins()
         given = dict(zip(self.slots, tensors, strict=True))
         passed = tensors[len(self._owned) + len(self._extensions.tensors) :]
-        inputs = iter(passed)
-        leaves = [next(inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._call[0]]
-        args, kwargs = as_given(pytree.tree_unflatten(leaves, self._call[1]))
-        before = pytree.tree_flatten((args, kwargs))
+        count = sum(isinstance(leaf, torch.Tensor) for leaf in self._call[0])
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._bare())
             used = self._distributed(self._extensions.used(given))
             self._hold(used)
+            constant = (owned for owned in self._owned if not owned.tensor.requires_grad)
+            buffers = {id(owned.tensor): owned.slot for owned in constant if owned.slot.kind == "buffer"}
+            held = {key: used[slot] for key, slot in buffers.items()}
+            leaves = traced_leaves(self._call[0], passed[:count], held)
+            args, kwargs = as_given(pytree.tree_unflatten(leaves, self._call[1]))
+            before = pytree.tree_flatten((args, kwargs))
             stack.enter_context(self._boundaries())
-            stack.enter_context(cached_casts())
+            stack.enter_context(cached_casts(self._cached))
             stack.enter_context(run_compiled_functions_eagerly())
             if stands_in():
                 stack.enter_context(CudaAttention())
@@ -166,7 +171,12 @@ class FlatForward(nn.Module):
             stack.enter_context(remembered_within())
             stack.enter_context(idle_conversions())
             pairs = [(new, old) for new, old in zip(leaves, self._call[0]) if isinstance(old, torch.Tensor)]
-            stack.enter_context(asked(pairs, [(used[o.slot], o.tensor) for o in self._owned]))
+            learned = zip(passed[count:], self._learned.tensors.values())
+            of_module = [(used[owned.slot], owned.tensor, place_of(owned.slot)) for owned in self._owned]
+            of_module += [(new, old, places[0]) for new, (old, places) in learned]
+            absent: set[Place] = set()
+            stack.enter_context(asked(pairs, of_module, absent))
+            stack.enter_context(no_ids(module, (new for new, _ in pairs), of_module))
             stack.enter_context(Required([new for new, _ in pairs], [used[o.slot] for o in self._owned], self._learned))
             own = {id(o.tensor): used[o.slot] for o in self._owned}
             stack.enter_context(Substitute(own))
@@ -178,14 +188,15 @@ class FlatForward(nn.Module):
             stack.enter_context(modes_stay(module))
             stack.enter_context(types_as_in_eager_mode(module))
             stack.enter_context(functional_collectives_only(module))
-            recorder = Recorder(module, self._learned, own, self._allow)
+            call = {id(old): (number, new) for number, (new, old) in reversed(list(enumerate(pairs)))}
+            recorder = Recorder(module, self._learned, own, call, self._allow)
             self.regions.enter_region, self.regions.buffers = recorder.enter_region, self._held_buffers
-            stack.enter_context(recorder.recording(learned := list(inputs)))
+            stack.enter_context(recorder.recording(passed[count:]))
             stack.enter_context(conditionals_are_operators())
             stack.enter_context(Conditionals(watch, recorder.enter_branch))
-            call = functools.partial(nn.Module.__call__, module)  # a class's own runs around the compiled forward
+            run = functools.partial(nn.Module.__call__, module)  # a class's own runs around the compiled forward
             self.deciding = Deciding(self._with_values(used, passed), self._learned)
-            result = self._path.around(call, watch.assume, self.deciding)(*args, **kwargs)
+            result = self._path.around(run, watch.assume, self.deciding)(*args, **kwargs)
             self.deciding.given.clear()
             found_sizes.check(watch.assume)
             leaves, self.out_spec = pytree.tree_flatten(take_apart(result, _is_computed, self._data))
@@ -196,10 +207,12 @@ class FlatForward(nn.Module):
             check_computed_once(module, (slot for slot, tensor in given.items() if is_written(tensor)))
             self._check_given(before, pytree.tree_flatten((args, kwargs)))
             self._check_shapes(tensors)
-        self.state = recorder.state
+        same = [(n, place_of(buffers[id(old)])) for n, (_, old) in enumerate(pairs) if id(old) in buffers]
+        reads = [Read(place, "missing", (), MISSING) for place in sorted(absent, key=str)]
+        self.state = replace(recorder.state, reads=(*recorder.state.reads, *reads), same=(*recorder.state.same, *same))
         check_texts(self.leaves, self.out_spec, self.state)
-        held = (id(tensor) for tensor, _ in self._learned.tensors.values())
-        self.in_backward.forward_ends({**own, **dict(zip(held, learned))}, given, recorder.state.writes, places)
+        attributes = zip((id(tensor) for tensor, _ in self._learned.tensors.values()), passed[count:])
+        self.in_backward.forward_ends({**own, **dict(attributes)}, given, recorder.state.writes, places)
         self.places = [i for i, leaf in enumerate(self.leaves) if _is_computed(leaf)]
         results = _without_aliases([self.leaves[i] for i in self.places], tensors)
         self.leaves = [None if i in self.places else leaf for i, leaf in enumerate(self.leaves)]
@@ -269,41 +282,6 @@ class FlatForward(nn.Module):
 
 def _is_computed(leaf: Any) -> bool:
     return isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat))
-
-
-@dataclass
-class _Owned:
-    """A tensor that a module holds: which slot it is, and where it is held."""
-
-    slot: Slot
-    tensor: torch.Tensor
-    places: list[tuple[nn.Module, str, str]] = field(default_factory=list)
-
-    def holders(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Dictionaries to put another tensor into, with its name there."""
-        for owner, kind, name in self.places:
-            yield owner.__dict__[kind], name
-
-
-def _owned_tensors(module: nn.Module, params: ParamTable) -> list[_Owned]:
-    """Parameters in the order of the table, and buffers."""
-    owned: dict[int, _Owned] = {}
-    rows = {row.name: _Owned(Slot("param", row.name), torch.empty(0)) for row in params}
-    for prefix, owner in module.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        for name, param in owner._parameters.items():
-            if param is not None:
-                entry = rows[params[f"{dot}{name}"].name]
-                entry.tensor = param
-                entry.places.append((owner, "_parameters", name))
-                owned[id(param)] = entry
-    for prefix, owner in module.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        for name, value in owner._buffers.items():
-            if value is not None:
-                entry = owned.setdefault(id(value), _Owned(Slot("buffer", f"{dot}{name}"), value))
-                entry.places.append((owner, "_buffers", name))
-    return [*rows.values(), *(entry for entry in owned.values() if entry.slot.kind != "param")]
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.dynamic_shapes import WITHOUT_VALUES, marks_of
 from graphshard.capture.results import Layout
+from graphshard.capture.signature import is_numpys
 from graphshard.capture.witness import PLAIN
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.errors import InputError
@@ -64,9 +65,29 @@ def _local_input(given: DTensor) -> LocalInput:
 
 def as_given(call: _Tree) -> _Tree:
     """Arguments with DTensors in the place of `LocalInput`s."""
-    return pytree.tree_map_only(
-        LocalInput, lambda given: given.layout.around(given.local), call, is_leaf=lambda x: isinstance(x, LocalInput)
-    )
+    made: dict[tuple[int, Layout], DTensor] = {}
+
+    def around(given: LocalInput) -> DTensor:
+        key = id(given.local), given.layout
+        if key not in made:
+            made[key] = given.layout.around(given.local)
+        return made[key]
+
+    return pytree.tree_map_only(LocalInput, around, call, is_leaf=lambda x: isinstance(x, LocalInput))
+
+
+def traced_leaves(
+    leaves: Sequence[Any], tensors: Iterable[torch.Tensor], held: Mapping[int, torch.Tensor]
+) -> list[Any]:
+    """The leaves of a call with traced tensors in the place of its own; what is one tensor there is one here.
+
+    Args:
+        leaves: of the call.
+        tensors: that are traced for those among them.
+        held: that are traced for those that the module holds, by identity.
+    """
+    given, one = iter(tensors), dict(held)
+    return [one.setdefault(id(leaf), next(given)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
@@ -76,6 +97,7 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
         InputError: a tensor is on another device, or a leaf is of a type that cannot be captured.
     """
     moved = []
+    elsewhere: dict[int, torch.Tensor] = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and overrides_operators(leaf):
             raise InputError(
@@ -93,10 +115,11 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
                     f"input {_path(structure, index)} is on {leaf.device}, the model's mesh is on {device}. "
                     f"Move it there before the call."
                 )
-            marks = marks_of(leaf)
-            leaf = leaf.to(device)
-            leaf.__dict__.update(marks)
-        elif not isinstance(leaf, (torch.Tensor, *PLAIN)):
+            if id(leaf) not in elsewhere:
+                elsewhere[id(leaf)] = leaf.to(device)
+                elsewhere[id(leaf)].__dict__.update(marks_of(leaf))
+            leaf = elsewhere[id(leaf)]
+        elif not isinstance(leaf, (torch.Tensor, *PLAIN)) and not is_numpys(leaf):
             raise InputError(
                 f"input {_path(structure, index)} is a {type(leaf).__name__}, which is neither a tensor nor a "
                 f"number, string or None. {_remedy(leaf)}"
@@ -108,12 +131,45 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
 def _remedy(leaf: Any) -> str:
     if hasattr(leaf, "get_seq_length"):  # a cache of transformers, which forward would write to
         return "Pass use_cache=False: model.generate(..., use_cache=False) runs compiled programs."
+    if type(leaf).__module__ == "numpy":
+        return "Pass torch.from_numpy(array), or numbers."
     if isinstance(leaf, dist.Work):
         return "Wait for it before the call, and pass what it made."
     return (
         "Pass its tensors, or register the class with torch.utils._pytree.register_dataclass or "
         "torch.export.register_dataclass."
     )
+
+
+def stand_ins(leaves: Iterable[Any], *, meta_only: bool = False) -> list[Any]:
+    """Leaves with stand-ins for tensors, or for those on the meta device; one tensor has one."""
+    made: dict[int, torch.Tensor] = {}
+
+    def instead(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or (meta_only and not leaf.is_meta):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = stand_in(leaf)
+        return made[id(leaf)]
+
+    return list(map(instead, leaves))
+
+
+def apart(leaves: Iterable[Any]) -> list[Any]:
+    """Leaves of an example that stands for all calls, not only for those that are given one tensor twice."""
+    seen: set[int] = set()
+    found = []
+    for leaf in leaves:
+        again = isinstance(leaf, torch.Tensor) and id(leaf) in seen
+        seen.add(id(leaf))
+        found.append(_copy_of(leaf) if again else leaf)
+    return found
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copy.__dict__.update(marks_of(tensor))
+    return copy
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,9 +30,8 @@ from graphshard.capture.guards import expected_truth, line_of
 from graphshard.capture.lines import asking, outside_torch, package_of
 from graphshard.capture.origins import Origins, is_origin, values_of
 from graphshard.capture.untraceable import Untraceable, is_users
-from graphshard.ir.torch_internals import without_any_modes
 from graphshard.ir.tracing_internals import interceptable_reads, is_traced
-from graphshard.ir.unbacked_internals import conditions_on_sizes, is_unknown, numbers_as_text
+from graphshard.ir.unbacked_internals import conditions_on_sizes, is_unknown, numbers_as_text, without_any_modes
 
 # Told a tensor, the truth value that it must have, and the line that asks.
 Assume = Callable[[Tensor, bool, str], None]

@@ -13,13 +13,16 @@ def forward(self, x): return x * CONTEXT.get()                                 v
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dis
 import functools
 import importlib.util
 import itertools
+import queue
 import sys
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -40,7 +43,15 @@ OF_TORCH = frozenset(vars(nn.Module())) | OF_UNITS | OF_PARAMETERS
 # Larger ones are taken for tables, which do not change.
 _LARGEST = 1024
 # Classes of Python whose objects hold what users set.
-_SETTINGS = (types.SimpleNamespace, argparse.Namespace)
+_SETTINGS = (
+    *(types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap),
+    *(queue.Queue, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+)
+# Python's own, as others may be filled when somebody looks.
+_CONTAINERS = (
+    *(list, tuple, dict, set, frozenset),
+    *(collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter),
+)
 _VARIABLES = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_DEREF")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
 # What newer versions of Python write between reading a variable and its attribute.
@@ -153,6 +164,20 @@ def is_namespace(value: Any) -> bool:
     return isinstance(value, type) and _is_users_class(value)
 
 
+def descriptor(cls: type, name: str, default: Any = MISSING) -> Any:
+    """What a class has under a name, itself and not what it says there."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), default)
+
+
+def descriptors_of(cls: type) -> Iterator[tuple[str, Any]]:
+    """Attributes of a class that objects of a class of the user's compute."""
+    for base in cls.__mro__:
+        for name, found in vars(base).items() if is_namespace(base) else ():
+            computes = hasattr(type(found), "__get__") and is_namespace(type(found))
+            if computes and descriptor(cls, name) is found:
+                yield name, found
+
+
 def attributes_of(owner: Any) -> dict[str, Any]:
     """Attributes of an object, around whoever watches them."""
     found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
@@ -261,7 +286,9 @@ def _imports(code: types.CodeType) -> tuple[tuple[int, str, tuple[str, ...]], ..
 def _may_change(value: Any) -> bool:
     """Whether a variable is something that a program may set: modules, classes and loggers are not."""
     if is_container(value):
-        return type(value) in (list, tuple, dict, set, frozenset) and len(value) <= _LARGEST
+        return type(value) in _CONTAINERS and len(value) <= _LARGEST
+    if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+        return True
     if isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(HERE):
         return False  # it stands in for another while a forward is traced, see `outside.exchanged`
     if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, types.FunctionType, ContextVar, *ARRAYS, *_SETTINGS)):

@@ -28,6 +28,7 @@ from graphshard.capture.lines import user_line
 from graphshard.capture.numbers import FollowedNumber, Numbers
 from graphshard.capture.outer import (
     chains_of,
+    descriptors_of,
     following,
     getter,
     imported,
@@ -39,6 +40,7 @@ from graphshard.capture.outer import (
     slots_of,
 )
 from graphshard.capture.outside import Generator
+from graphshard.capture.unfollowed import Unfollowed
 from graphshard.capture.untraceable import is_users
 from graphshard.capture.witness import ARRAYS, FUNCTIONS, PLAIN, SETS, is_container, text_at, witness_of
 from graphshard.ir.classes import users_class
@@ -56,6 +58,7 @@ class Reach:
         learned: by earlier runs.
         tensors: this run's, in the order of those that are learned; those of numbers follow.
         own: what takes the place of parameters and buffers that are held as attributes besides, by identity.
+        call: what takes the place of tensors of the call that are held as attributes, with their numbers.
         names: of modules, by identity.
         watch: called with a class whose objects are reached; whether it is told what is read of them.
 
@@ -65,7 +68,8 @@ class Reach:
         grown: lists that are followed.
         numbers: that are followed.
         generators: of random numbers.
-        arrays: that are not torch's, with what they were.
+        unfollowed: what forward is not to change.
+        same: tensors of the call, by number, and where they are held.
     """
 
     def __init__(
@@ -73,10 +77,11 @@ class Reach:
         learned: Learned,
         tensors: Sequence[torch.Tensor],
         own: Mapping[int, torch.Tensor],
+        call: Mapping[int, tuple[int, torch.Tensor]],
         names: Mapping[int, str],
         watch: Callable[[type], bool],
     ) -> None:
-        self._learned, self._own, self._names, self._watch = learned, own, names, watch
+        self._learned, self._own, self._call, self._names, self._watch = learned, own, call, names, watch
         self._tensors = dict(zip(learned.tensors, tensors))
         self._unknown: dict[int, tuple[torch.Tensor, list[Place]]] = {}
         self.nodes: dict[int, Node] = {}
@@ -87,7 +92,9 @@ class Reach:
         inputs = zip(learned.numbers, tensors[len(learned.tensors) :], strict=True)
         self.numbers = Numbers({number: t.item() for number, t in inputs}, may_be_inputs=learned.may_be_inputs)
         self.generators: list[Generator] = []
-        self.arrays: list[tuple[Place, Any, Any]] = []
+        self.unfollowed = Unfollowed()
+        self._computed: set[type] = set()  # classes whose descriptors are known
+        self.same: list[tuple[int, Place]] = []
         self._beside_classes: dict[str, None] = {}  # names in code that asks for the class of an object
 
     def add(self, owner: Any, place: Place, content: Any) -> Node:
@@ -122,7 +129,7 @@ class Reach:
         if isinstance(value, (*PLAIN, *FUNCTIONS, type, types.ModuleType)) or id(value) in self.nodes:
             return value
         if isinstance(value, ARRAYS):
-            self.arrays.append((place, value, witness_of(value)))
+            self.unfollowed.add_array(place, value)
             return value
         if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             return NoNext(place)
@@ -147,6 +154,11 @@ class Reach:
             return tensor
         if id(tensor) in self._own:
             return self._own[id(tensor)]
+        if id(tensor) in self._call:
+            number, traced = self._call[id(tensor)]
+            if (number, place) not in self.same:
+                self.same.append((number, place))
+            return traced
         known = self._learned.tensors if id(tensor) in self._tensors else self._unknown
         _, places = known.setdefault(id(tensor), (tensor, []))
         if place not in places:
@@ -169,6 +181,12 @@ class Reach:
             node.line = user_line()
             for key, item in [] if isinstance(value, SETS) else list(node.items()):
                 node.set(key, self.prepared(item, place.then("item", key)))
+            if hasattr(value, "__dict__"):
+                self.unfollowed.add_collection(place, value)
+                for name, attribute in vars(value).items():
+                    if isinstance(attribute, PLAIN):
+                        at = place.then("attribute", name)
+                        self.reads.setdefault((id(value), name), self.witnessed(at, attribute))
 
     def _reach_object(self, value: Any, place: Place) -> None:
         if Generator.is_one(value):
@@ -184,6 +202,7 @@ class Reach:
         else:
             return
         self.reach_class(node, self._beside_classes)
+        self.reach_descriptors(value, place)
         if not self._watch(type(value)):
             self._reach_variables(node, node.content)
             if isinstance(attributes, dict):
@@ -239,6 +258,19 @@ class Reach:
         chains = [(name,) for name, value in found.items() if not hasattr(type(value), "__get__")]
         if chains and is_namespace(cls):
             self._reach_namespace(cls, node.place.then("type", "__class__"), chains)
+
+    def reach_descriptors(self, owner: Any, place: Place) -> None:
+        """The objects that compute attributes of a module or object, and their code."""
+        cls = users_class(owner)
+        if cls in self._computed:
+            return
+        self._computed.add(cls)
+        for name, found in descriptors_of(cls):
+            at = place.then("descriptor", name)
+            self.reads[id(found), "descriptor"] = self.witnessed(at, found)
+            self.prepared(found, at)
+            for method in ("__get__", "__set__", "__delete__"):
+                self.prepared(getattr(type(found), method, None), at.then("class", method))
 
     def _reach_namespace(self, value: Any, place: Place, chains: Collection[tuple[str, ...]]) -> None:
         """What code names of a module or a class."""

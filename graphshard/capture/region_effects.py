@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.changes import Node, contents_of
+from graphshard.capture.changes import Node
+from graphshard.capture.contents import contents_of
 from graphshard.capture.growing import Growing
 from graphshard.capture.untraceable import Located
 from graphshard.ir.state import MISSING, Place

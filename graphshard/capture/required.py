@@ -39,7 +39,9 @@ class Required(TorchFunctionMode):
 
     def __init__(self, inputs: Sequence[Tensor], owned: Sequence[Tensor], learned: Learned) -> None:
         super().__init__()
-        self._numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
+        self._numbers: dict[int, int] = {}
+        for number, tensor in enumerate(inputs):
+            self._numbers.setdefault(id(tensor), number)  # one that is given twice is the first
         self._owned = frozenset(map(id, owned))
         self._learned = learned
         self._used: set[int] = set()

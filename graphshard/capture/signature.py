@@ -20,7 +20,8 @@ class Signature:
     """What a program was captured for. Programs differ where signatures do.
 
     Of parameters that decide themselves what is gathered of them, `extended` has what programs rely on. `replaced` says
-    which functions of torch's were others. `attributes` are what somebody has set on inputs, see `facts_of`.
+    which functions of torch's were others. `attributes` are what somebody has set on inputs, see `facts_of`, and `same`
+    tells which are one tensor, see `same_of`. `casts_once` is whether autocast keeps its casts of parameters.
     """
 
     structure: pytree.TreeSpec
@@ -33,6 +34,8 @@ class Signature:
     extended: tuple[Any, ...] = ()
     replaced: tuple[str, ...] = ()
     attributes: tuple[tuple[int, str], ...] = ()
+    same: tuple[int, ...] = ()
+    casts_once: bool = True
 
     def loose(self) -> Signature:
         """The signature without shapes and strides."""
@@ -54,6 +57,8 @@ class Signature:
             "params": "dtype or requires_grad of a parameter changed",
             "extended": "attributes or methods of a parameter that is a tensor subclass, or what they read, changed",
             "attributes": "attributes were set on inputs, or an input is an nn.Parameter and was none",
+            "casts_once": "autocast has another cache_enabled",
+            "same": "inputs that were several tensors are one, or the other way round",
             "replaced": "functions of torch.nn.functional were replaced or put back",
             "settings": "resharding, the divisor of gradients, or what is gathered by hand was changed",
         }
@@ -79,9 +84,15 @@ def leaf_key(leaf: Any) -> tuple[Any, ...]:
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
     if isinstance(leaf, slice):
         return (slice, (leaf.start, leaf.stop, leaf.step))
-    if isinstance(leaf, complex) or (isinstance(leaf, float) and repr(leaf) in ("-0.0", "nan")):
+    if isinstance(leaf, complex) or is_numpys(leaf) or (isinstance(leaf, float) and repr(leaf) in ("-0.0", "nan")):
         return (type(leaf), repr(leaf))
     return (type(leaf), leaf)
+
+
+def is_numpys(leaf: Any) -> bool:
+    """Whether an input is a number of numpy's, such as np.float32(3), and no array."""
+    kind = type(leaf)
+    return kind.__module__ == "numpy" and getattr(leaf, "shape", None) == () and not hasattr(kind, "__setitem__")
 
 
 def is_constant(kind: type, value: Any) -> bool:
@@ -98,6 +109,12 @@ def facts_of(leaves: Sequence[Any]) -> tuple[tuple[int, str], ...]:
         if isinstance(leaf, torch.Tensor) and (type(leaf) is not torch.Tensor or vars(leaf))
         for fact in (*attributes_of(leaf), *(["nn.Parameter"] if isinstance(leaf, nn.Parameter) else ()))
     )
+
+
+def same_of(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Of each tensor the number of the first that is the very same one; nothing where all are different."""
+    tensors = [id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return () if len(set(tensors)) == len(tensors) else tuple(map(tensors.index, tensors))
 
 
 def _shown(key: tuple[Any, ...]) -> str:

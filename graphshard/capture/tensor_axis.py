@@ -63,7 +63,8 @@ class OneCast(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if torch.is_autocast_enabled(self._device) and isinstance(result, torch.Tensor) and result.requires_grad:
+        once = torch.is_autocast_enabled(self._device) and torch.is_autocast_cache_enabled()
+        if once and isinstance(result, torch.Tensor) and result.requires_grad:
             for leaf in pytree.arg_tree_leaves(*args, **kwargs):
                 name = self._names.get(id(leaf))
                 if name in self._cast:

@@ -76,6 +76,10 @@ _ADVICE = {
         "Random numbers are drawn for a DTensor, which on this device sets the generator's state around it; a program "
         "would not. Draw for local tensors: leave nn.Dropout out of the plan, or call to_local() first."
     ),
+    "draws anew": (
+        "A checkpoint with preserve_rng_state=False draws other random numbers when it runs again in backward, and a "
+        "program those of forward. Leave preserve_rng_state out, or draw outside of the checkpoint."
+    ),
     "reentrant": (
         "A checkpoint with use_reentrant=True runs this twice: without gradients in forward, with them in backward. A "
         "program has one answer. Use use_reentrant=False, or ask outside of the checkpoint."

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphshard.capture.draws import draws
 from graphshard.capture.guards import line_that_catches
 from graphshard.capture.lines import user_place
 from graphshard.capture.untraceable import Untraceable
@@ -93,10 +94,9 @@ class Watch(TorchDispatchMode):
         if func is torch.ops.aten._linalg_check_errors.default:
             self.checks.append((Check(args[1], kwargs["is_matrix"], line_that_catches(sys._getframe(1))), args[0]))
             return None
-        if isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags:
+        if draws(func, args, kwargs):
             given = pytree.arg_tree_leaves(*args, **kwargs)
-            draws = arguments_of(func, args, kwargs).get("dropout_p") != 0  # attention without dropout does not
-            if draws and any(isinstance(arg, DTensor) and arg.device_mesh.device_type != "cpu" for arg in given):
+            if any(isinstance(arg, DTensor) and arg.device_mesh.device_type != "cpu" for arg in given):
                 raise Untraceable("distributed draw", f"operator {func}")
         if self._branch is not None and torch.Tag.nondeterministic_seeded in func.tags:
             raise Untraceable("branch", f"operator {func}")

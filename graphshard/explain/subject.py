@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.capture.capture import CaptureSpec, capture
 from graphshard.capture.few_blocks import capture_few
-from graphshard.capture.inputs import moved_to, stand_in
+from graphshard.capture.inputs import apart, moved_to, stand_in
 from graphshard.cost.multiplications import flop_of
 from graphshard.explain.even import assume_even
 from graphshard.explain.symbols import Inputs, symbolize
@@ -203,7 +203,7 @@ class Subject:
             self.show("capture")
             repeats = self.repeats
             leaves, structure = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, stand_in, self.inputs))
-            inputs = pytree.tree_unflatten(moved_to(self.device, leaves, structure), structure)
+            inputs = pytree.tree_unflatten(moved_to(self.device, apart(leaves), structure), structure)
 
             def trace(inputs: Inputs) -> Program:
                 if repeats is None:

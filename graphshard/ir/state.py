@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import inspect
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -35,6 +36,8 @@ StepKind: TypeAlias = Literal[
     "environment",
     "setting",
     "imported",
+    "tensor",
+    "descriptor",
 ]
 Path: TypeAlias = tuple[tuple[StepKind, Any], ...]
 
@@ -55,11 +58,12 @@ class Place:
 
     Attributes:
         module: name in the module that is captured; "" is that module.
-        path: steps by an "attribute", by a "class" attribute, to the class itself ("type"), to the "names" of all
-            attributes, by the key of an "item", by the number of a "value" of a dict, by the name of a variable that a
-            function closes over ("cell"), of a "global", or of an argument with a "default", and to what a ContextVar
-            has in this "context"; or the name of a variable of the "environment", of a "setting" of torch, or of an
-            "imported" module of Python's, which no module of the model has.
+        path: steps by an "attribute", by a "class" attribute, to the class itself ("type"), to a "descriptor" that it
+            has, to the "names" of all attributes, by the key of an "item", by the number of a "value" of a dict, by
+            the name of a variable that a function closes over ("cell"), of a "global", or of an argument with a
+            "default", to what a ContextVar has in this "context", and to what somebody has set on a "tensor"; or the
+            name of a variable of the "environment", of a "setting" of torch, or of an "imported" module of Python's,
+            which no module of the model has.
     """
 
     module: str
@@ -91,8 +95,12 @@ class Place:
             if kind == "context":
                 text += ".get()"
             else:
-                text += f"[{key!r}]" if kind == "item" else f".{key}" if text else str(key)
+                text += f"[{_shown(key)}]" if kind == "item" else f".{key}" if text else str(key)
         return text
+
+
+def _shown(key: Any) -> str:
+    return type(key()).__name__ if isinstance(key, weakref.ref) else repr(key)
 
 
 @dataclass(frozen=True)
@@ -277,6 +285,7 @@ class ModuleState:
         hooks: of submodules, by the module's name and the attribute that holds them; other modules have none.
         modules: names of the submodules and of their classes.
         required: tensors of the call, by number, that require a gradient from it on.
+        same: tensors of the call, by number, that are the very ones at places of the module.
     """
 
     reads: tuple[Read, ...] = ()
@@ -287,3 +296,4 @@ class ModuleState:
     hooks: tuple[Read, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     required: tuple[int, ...] = ()
+    same: tuple[tuple[int, Place], ...] = ()

@@ -226,14 +226,14 @@ def uncompiled(root: nn.Module, graph: Graph) -> GraphModule:
 
 
 @contextlib.contextmanager
-def cached_casts() -> Iterator[None]:
-    """Within an autocast block a leaf is cast once, however often it is read, as in eager mode.
+def cached_casts(cached: bool) -> Iterator[None]:
+    """Within an autocast block a leaf is cast once, however often it is read, if `cached`, as in eager mode.
 
     AOTAutograd would cast it each time, and add the gradients of the reads in the leaf's own precision.
     """
     enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(True)
+    torch.set_autocast_cache_enabled(cached)
     try:
         yield
     finally:
@@ -283,13 +283,6 @@ def without_dispatch_modes() -> Iterator[None]:
     Inside a trace they run on real tensors, untraced.
     """
     with _disable_current_modes():
-        yield
-
-
-@contextlib.contextmanager
-def without_any_modes() -> Iterator[None]:
-    """Within a trace, real tensors are computed with as outside of it: no mode stands something in for them."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 

@@ -1,4 +1,4 @@
-"""Torch internals of sizes and numbers that depend on the values of tensors: its unbacked symbols."""
+"""Torch internals of sizes and numbers that depend on the values of tensors: its unbacked symbols, and values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils import _pytree as pytree
 
-from graphshard.ir.torch_internals import replaced
+from graphshard.ir.torch_internals import replaced, without_dispatch_modes
 
 __all__ = [
     "UNKNOWN_TEXT",
@@ -31,6 +31,7 @@ __all__ = [
     "new_unknown_size",
     "numbers_as_text",
     "numbers_found",
+    "without_any_modes",
 ]
 
 # Of a number; nobody else writes so.
@@ -143,3 +144,10 @@ def is_unknown(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(
         free_unbacked_symbols(value)
     )
+
+
+@contextlib.contextmanager
+def without_any_modes() -> Iterator[None]:
+    """Within a trace, real tensors are computed with as outside of it: no mode stands something in for them."""
+    with without_dispatch_modes(), torch._C.DisableTorchFunction():
+        yield

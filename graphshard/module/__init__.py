@@ -7,7 +7,7 @@ is none. `agreement.py` is how ranks make the same plans and find out if they di
 * **A guard asks for objects, not for values** (`guard.py`): a call compares identities, at 0.1 us each, and values only
   of what has contents or was replaced. Programs of one signature are tried in order, so that an attribute that is
   switched back finds the old one. Programs from files know descriptions instead of objects, and are bound anew where
-  one differs.
+  one differs. Which of these objects are one, also with inputs of the call, is asked at each call (`identities.py`).
 * **Divergence is checked through the rendezvous store**, not by a collective: a rank that is in another collective
   could not answer one. Only parameters and what is communicated are compared, so shapes of inputs may differ.
 * **Ranks agree before they compile, and meet again when they have compiled.** Compilers take minutes. Who differs

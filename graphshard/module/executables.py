@@ -57,26 +57,26 @@ class Executables:
     def find(self, signature: Signature, leaves: Sequence[Any]) -> Installed | None:
         """The program for a call: captured for its signature, or with dynamic sizes that its inputs fit."""
         self.misfits, self.changes, self.number, self.by_values = [], [], None, False
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for one in self.known.get(signature, ()):
-            if self._holds(one, leaves):
+            if self._holds(one, tensors):
                 return one
-        return next((one for one in self._fitting(signature, leaves) if self._holds(one, leaves)), None)
+        fitting = self._fitting(signature, tensors)
+        return next((one for one in fitting if self._holds(one, tensors)), None)
 
-    def _holds(self, installed: Installed, leaves: Sequence[Any]) -> bool:
-        change = installed.guard.change()
+    def _holds(self, installed: Installed, tensors: Sequence[torch.Tensor]) -> bool:
+        change = installed.guard.change(tensors)
         self.by_values = not change and installed.values is not None
         if not change and installed.values is not None:
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             change = installed.values.change([*tensors, *installed.guard.tensors()])
         if change:
             self.changes.append(change)
             self.number = installed.guard.number
         return not change
 
-    def _fitting(self, signature: Signature, leaves: Sequence[Any]) -> list[Installed]:
+    def _fitting(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> list[Installed]:
         if signature in self._fits:
             return self._fits[signature]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         found = []
         for known, programs in self.known.items():
             for installed in programs:

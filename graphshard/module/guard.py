@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from graphshard.ir.classes import users_class
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.state import MISSING, UNSEEN, ModuleState, Place, Read, evaluate, number_as_tensor, places_in
 from graphshard.ir.torch_internals import hooks_of_all_modules
+from graphshard.module.identities import Held, Identities
 from graphshard.module.places import LookUp, look_up
 
 
@@ -67,15 +68,23 @@ class Guard:
         self.moved = True
         self.number: Place | None = None
 
-    def change(self) -> str:
-        """What is not as it was, in words; "" if the program can run."""
+    def change(self, given: Sequence[torch.Tensor] | None = None) -> str:
+        """What is not as it was, in words; "" if the program can run.
+
+        Args:
+            given: the tensors of a call; None where there is none.
+        """
         self.moved, self.number = False, None
-        why = self._unbound or next(self._changes(), "")
+        why = self._unbound or next(self._changes(given), "")
         if why and self._from_file and _with_parameters(self._root) == self._owners:
             # An object of the same description may have taken a place; parameters are those of the modules they were.
             self._unbound = next(self._bind(), "")
-            why = self._unbound or next(self._changes(), "")
+            why = self._unbound or next(self._changes(given), "")
         return why
+
+    def near_buffers(self, given: Sequence[torch.Tensor]) -> Iterator[tuple[int, str]]:
+        """Inputs of a call, by number, that share memory with a buffer and are none, with its name."""
+        return self._identities.near_buffers(given)
 
     def tensors(self) -> list[torch.Tensor]:
         """The program's inputs behind those of the call."""
@@ -107,6 +116,7 @@ class Guard:
         try:
             watches = [_Watch(r, look_up(self._root, r.place), r.witness) for r in (*self.state.reads, *none)]
             self._inputs = [[look_up(self._root, place) for place in places] for places in self.state.inputs]
+            given = [(number, Held(look_up(self._root, place), str(place))) for number, place in self.state.same]
         except (AttributeError, TypeError) as error:
             yield f"it cannot be found out what is there now ({error})"
         for watch in (*self._hooked, *watches):
@@ -120,10 +130,14 @@ class Guard:
         self._fixed = [watch for watch in watches if not watch.has_contents]
         self._getters = [(watch.found.get, watch.found.key) for watch in self._fixed]
         self._objects: list[Any] = [UNSEEN] * len(self._fixed)
+        of_module = [Held(looks[0], str(places[0])) for looks, places in zip(self._inputs, self.state.inputs)]
+        contents = [(watch.found, watch.witness) for watch in self._contents]
+        self._identities = Identities(given, of_module, contents)
+        self._identities.buffers_are((buffer.name, buffer.last) for buffer in self._buffers)
 
     # --- at a call ---------------------------------------------------------------------------------------------
 
-    def _changes(self) -> Iterator[str]:
+    def _changes(self, given: Sequence[torch.Tensor] | None) -> Iterator[str]:
         for name, now, modules in self._children:
             if tuple(now.values()) != modules:
                 yield f"a submodule of {self._label}{name and '.'}{name} was exchanged"
@@ -137,12 +151,15 @@ class Guard:
         for watch in self._contents:
             if not same(watch.witness, watch.found.now()):
                 yield self._difference(watch)
-        for buffer in self._buffers:
-            if buffer.held.get(buffer.key) is not buffer.last:
-                yield from buffer.change()
+        exchanged = [buffer for buffer in self._buffers if buffer.held.get(buffer.key) is not buffer.last]
+        for buffer in exchanged:
+            yield from buffer.change()
+        if exchanged:
+            self._identities.buffers_are((buffer.name, buffer.last) for buffer in self._buffers)
         for places in self._inputs:
             if len(places) > 1 and len({id(place.now()) for place in places}) > 1:
                 yield "attributes that were one tensor are several"
+        yield from self._identities.changes(given)
         for condition in self.state.conditions:
             value = evaluate(condition.expression, self.number_at)
             if value != condition.value:

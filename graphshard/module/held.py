@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import nn
 
 from graphshard.capture.signature import Signature
-from graphshard.ir.errors import CaptureError
+from graphshard.ir.errors import CaptureError, InputError
 from graphshard.ir.program import Program
 from graphshard.module.guard import Guard
 from graphshard.runtime.apart import span_of
@@ -37,4 +40,19 @@ def check_held(program: Program, module: nn.Module, guard: Guard, signature: Sig
                 raise CaptureError(
                     f"{program.model}.{name} and {program.model}.{other} share memory, and forward writes to {name}: a "
                     f"program reads {other} before it writes. Hold one of them, and take views of it in forward."
+                )
+
+
+def check_inputs(program: Program, guard: Guard, given: Sequence[torch.Tensor]) -> None:
+    """Check the inputs of a call against the buffers of its module.
+
+    Raises:
+        InputError: one shares memory with a buffer, and forward writes to one of the two.
+    """
+    for number, name in guard.near_buffers(given):
+        for slot in program.phases["forward"].outputs:
+            if slot.kind == "mutation" and (slot.of, slot.name) in (("input", str(number)), ("buffer", name)):
+                raise InputError(
+                    f"input {number} of the call and the buffer {name} of {program.model} share memory, and forward "
+                    f"writes to {slot.of} {slot.name}: a program reads both before it writes. Pass a copy, x.clone()."
                 )

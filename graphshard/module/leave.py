@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphshard.capture.contents import delete_attribute, delete_item, extend, put_item, refill, set_attribute
 from graphshard.capture.outer import put
 from graphshard.ir.state import Constant, Counted, Given, Made, ModuleState, Old, Place, Result, Term, Write, evaluate
 from graphshard.module.places import look_up, owner_of
@@ -53,20 +54,19 @@ def leave(state: ModuleState, root: nn.Module, results: Sequence[Any], given: Se
 
 def _write(write: Write, owner: Any, values: list[Any]) -> None:
     if write.kind == "extend":
-        owner.extend(values)
+        extend(owner, values)
     elif write.kind == "replace":
-        owner.clear()
-        (owner.update if isinstance(owner, set) else owner.extend)(values)
+        refill(owner, values)
     elif write.kind == "register":
         name, (buffer, persistent) = write.place.path[-1][1], values
-        owner.register_buffer(name, buffer, persistent=persistent)
+        nn.Module.register_buffer(owner, name, buffer, persistent=persistent)
     else:
         kind, key = write.place.path[-1]
         if kind in ("cell", "global", "default", "context"):
             put(owner, kind, key, values[0])
         elif write.kind == "set":
-            owner.__setitem__(key, values[0]) if kind == "item" else setattr(owner, key, values[0])
+            (put_item if kind == "item" else set_attribute)(owner, key, values[0])
         elif kind == "value":
             del owner[list(owner)[key]]
         else:
-            owner.__delitem__(key) if kind == "item" else delattr(owner, key)
+            (delete_item if kind == "item" else delete_attribute)(owner, key)

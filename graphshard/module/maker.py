@@ -7,11 +7,13 @@ import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from graphshard.capture.signature import Signature
 from graphshard.ir.errors import CaptureLimitError
@@ -62,7 +64,9 @@ class Search(Protocol):
 class Cache(Protocol):
     """Programs of earlier launches."""
 
-    def search(self, maker: Maker, module: nn.Module, signature: Signature) -> Search | None:
+    def search(
+        self, maker: Maker, module: nn.Module, signature: Signature, tensors: Sequence[torch.Tensor]
+    ) -> Search | None:
         """For the program of a call; None if it cannot be kept."""
 
 
@@ -122,7 +126,8 @@ class Maker:
         log.info("capture %d of %s: %s", number, tracer.label, reason)
         with progress(f"graphshard: {tracer.label}") as show:
             recorder = self.recorder(f"{tracer.label}-{number}")
-            search = self.cache.search(self, module, signature) if self.cache and recorder is None else None
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            search = self.cache.search(self, module, signature, tensors) if self.cache and recorder is None else None
             if search is not None:
                 show("look for it in the cache")
             kept = search.find() if search is not None else None

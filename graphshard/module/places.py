@@ -13,7 +13,7 @@ from torch import nn
 
 from graphshard.capture.entry import Entry
 from graphshard.capture.environment import variable
-from graphshard.capture.outer import getter, names_of, slots_of
+from graphshard.capture.outer import descriptor, getter, names_of, slots_of
 from graphshard.capture.torch_settings import setting
 from graphshard.ir.classes import users_class
 from graphshard.ir.state import MISSING, Path, Place, StepKind
@@ -43,7 +43,7 @@ def look_up(root: nn.Module, place: Place) -> LookUp:
     owner: Any = root.get_submodule(place.module)
     if not place.path:
         return LookUp(lambda _, __: owner, "")
-    first = next((i for i, (kind, _) in enumerate(place.path) if kind == "item"), len(place.path))
+    first = next((i for i, (kind, _) in enumerate(place.path) if kind in ("item", "tensor")), len(place.path))
     for kind, key in place.path[: first - 1]:
         owner = _attributes(owner, kind, key)(key, MISSING)
     kind, key = place.path[first - 1]
@@ -65,8 +65,12 @@ def _attributes(owner: Any, kind: StepKind, key: Any) -> Callable[[Any, Any], An
         return sys.modules.get
     if kind == "context":
         return getter(owner, kind, key)
+    if kind == "tensor":
+        return getattr(owner, "__dict__", {}).get
     if kind == "names":
         return lambda _, __: names_of(owner)
+    if kind == "descriptor":
+        return functools.partial(descriptor, users_class(owner))
     if kind == "type":
         return lambda _, __: users_class(owner)
     if isinstance(owner, types.FunctionType) and kind in ("cell", "global", "default"):

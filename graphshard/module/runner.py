@@ -22,7 +22,7 @@ from graphshard.ir.torch_internals import forget_sources
 from graphshard.module.callchecks import check_materialized, check_not_transformed, check_still_trained
 from graphshard.module.executables import Executables, Installed
 from graphshard.module.guard import Guard
-from graphshard.module.held import check_held
+from graphshard.module.held import check_held, check_inputs
 from graphshard.module.leave import leave
 from graphshard.module.maker import Maker
 from graphshard.module.tracer import Tracer, entry_name
@@ -123,7 +123,9 @@ class Runner(Maker):
         if found.guard.moved and not tracer.name:
             install_entries(module, self.call_entry)  # a forward may have been replaced, or put back
         program, state = found.executable.program, found.guard.state
-        tensors = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *found.guard.tensors()]
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        check_inputs(program, found.guard, given)
+        tensors = [*given, *found.guard.tensors()]
         for number in state.required:
             tensors[number].requires_grad_()
         results = found.executable(tensors)

@@ -22,7 +22,7 @@ from graphshard.capture.extensions import Extended
 from graphshard.capture.inputs import moved_to
 from graphshard.capture.modes import Modes
 from graphshard.capture.replaced import Replaced
-from graphshard.capture.signature import Signature, facts_of, leaf_key
+from graphshard.capture.signature import Signature, facts_of, leaf_key, same_of
 from graphshard.capture.variables import relied_on
 from graphshard.ir.classes import users_class
 from graphshard.ir.collector import collector_paused
@@ -248,6 +248,8 @@ class Tracer:
             settings=self._settings[1],
             replaced=self._replaced.now(),
             attributes=facts_of(leaves),
+            same=same_of(leaves),
+            casts_once=torch.is_autocast_cache_enabled(),
         )
 
     def on_device(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:

@@ -1,4 +1,7 @@
-"""Inputs that a forward writes to must share no memory with others: a program reads them before it writes."""
+"""Inputs that a forward writes to must share no memory with others: a program reads them before it writes.
+
+One tensor that is given twice is one in the program, too.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def check_apart(tensors: Sequence[torch.Tensor], written: Collection[int]) -> No
     for number in written:
         begin, end = spans[number]
         for other, (first, last) in enumerate(spans):
-            if other != number and first < end and begin < last:
+            if tensors[other] is not tensors[number] and first < end and begin < last:
                 pair = f"inputs {min(number, other)} and {max(number, other)}"
                 raise InputError(
                     f"{pair} of the call share memory, and forward writes to input {number}. Pass a copy of one, "

@@ -72,6 +72,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], Tensor]]] = {
     "attribute tag": (lambda net, x: getattr(x, "tag", 0), lambda: _tagged(tag=1)),
     "data is set": (lambda net, x: _replace(x), _x),
     "grad is set": (lambda net, x: _grade(x), _x),
+    "id": (lambda net, x: id(x) in {1}, _x),
     "tag is set": (lambda net, x: _bump(x, "tag"), _x),
     "tag is set, of a parameter": (lambda net, x: _bump(net.linear.weight, "tag"), _x),
     "tag is set, of a buffer": (lambda net, x: _bump(net.scale, "tag"), _x),
@@ -178,3 +179,40 @@ def test_hooks_may_be_registered(mesh: DeviceMesh) -> None:
         grads.append(x.grad)
     assert grads[0] is not None
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("name", ["scale", "linear.weight", "freqs"])
+def test_an_attribute_that_somebody_sets_later(mesh: DeviceMesh, name: str) -> None:
+    """It was not noticed that a tensor of a module has one, and forward went on without."""
+    owner, _, key = name.rpartition(".")
+    model = _Net(lambda net, x: hasattr(getattr(net.get_submodule(owner), key), "tag"))
+    model.freqs = torch.ones(4)
+    ours = graphshard.compile(model, mesh, backend="eager")
+    ours(_x())
+    ours(_x())
+    assert len(graphshard.programs(ours)) == 1
+    getattr(ours.get_submodule(owner), key).tag = 1
+    with pytest.raises(CaptureError, match=r"\(the attribute tag\)"):
+        ours(_x())
+
+
+def test_an_attribute_of_a_buffer_that_is_exchanged(mesh: DeviceMesh) -> None:
+    ours = graphshard.compile(_Net(lambda net, x: hasattr(net.scale, "tag")), mesh, backend="eager")
+    ours(_x())
+    ours.scale = torch.ones(4)
+    ours(_x())
+    assert len(graphshard.programs(ours)) == 1
+    ours.scale.tag = 1
+    with pytest.raises(CaptureError, match=r"\(the attribute tag\)"):
+        ours(_x())
+
+
+def test_ids_of_parameters_and_buffers(mesh: DeviceMesh) -> None:
+    """They are those that are seen outside of the call."""
+    ours = graphshard.compile(
+        _Net(lambda net, x: {id(net.scale), id(net.linear.weight)} == net.known), mesh, backend="eager"
+    )
+    ours.known = {id(ours.scale), id(ours.linear.weight)}
+    plain = _Net(lambda net, x: True)
+    plain.linear.load_state_dict({name: t.full_tensor() for name, t in ours.linear.state_dict().items()})
+    assert torch.equal(ours(_x()), plain(_x()))

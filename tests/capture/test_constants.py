@@ -8,13 +8,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
-from graphshard.ir.errors import ArtifactError
+from graphshard.ir.errors import ArtifactError, InputError
 from tests.ranks import FakeWorld
 
 
@@ -42,8 +43,10 @@ class _Net(nn.Module):
                 return y * len(given.value)
             case torch.memory_format() | torch.layout() | torch.device():
                 return y * len(str(given))
-            case float():
+            case float() | np.number():
                 return y.relu() * given
+            case np.bool_():
+                return y if given else -y
         return y * len(repr(given))
 
 
@@ -72,6 +75,10 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "ellipsis": (...,),
     "zeros": (0.0, -0.0, 0.0),
     "nan": (math.nan, -math.nan),
+    "float32 of numpy": (np.float32(3), np.float32(0.1), np.float32(-0.0), np.float32(0.0)),
+    "float64 of numpy": (np.float64(3), np.float64(-0.0), np.float64(0.0), np.float64("nan")),
+    "integer of numpy": (np.int64(3), np.int32(3), np.uint8(4)),
+    "truth value of numpy": (np.bool_(True), np.bool_(False)),
 }
 IN_FILES = ("dtype", "layout", "memory format", "slice", "complex", "zeros", "nan")
 
@@ -103,13 +110,21 @@ def test_files_hold_them(mesh: DeviceMesh, kind: str, tmp_path: Path) -> None:
         loaded(_x(), "another")
 
 
-@pytest.mark.parametrize("value", [_Mode.FIRST, b"a", range(2)])
+@pytest.mark.parametrize("value", [_Mode.FIRST, b"a", range(2), np.float32(3), np.float64(3)])
 def test_what_no_file_holds(mesh: DeviceMesh, value: Any, tmp_path: Path) -> None:
     path = tmp_path / "net.gshard"
     what = r"an input of the call is .*, of type \w+, which no file can hold\. Pass a number"
     with pytest.raises(ArtifactError, match=what):
         graphshard.export(_Net(), (1,), path, example_inputs=(_x(), value), backend="eager")
     assert not path.exists()
+
+
+def test_an_array_of_numpy(mesh: DeviceMesh) -> None:
+    """The remedy was to register its class."""
+    ours = graphshard.compile(_Net(), mesh, backend="eager")
+    for array in (np.ones(3), np.array(3.0)):
+        with pytest.raises(InputError, match=r"input args\[1\] is a ndarray, .* Pass torch\.from_numpy\(array\)"):
+            ours(_x(), array)
 
 
 class _Scaled(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
-from graphshard.ir.errors import CaptureError
+from graphshard.ir.errors import CaptureError, InputError
 from tests.ranks import FakeWorld
 
 
@@ -48,6 +48,22 @@ def test_a_view_of_what_forward_writes(mesh: DeviceMesh, writes: str, other: str
     with pytest.raises(CaptureError, match=what):
         ours(torch.ones(2, 4))
     assert not ours.kv.any()
+
+
+def test_an_input_that_is_a_view_of_a_buffer(mesh: DeviceMesh) -> None:
+    """It was read as it had been before the call, silently; a buffer itself is one tensor with the input."""
+    plain = nn.BatchNorm1d(4)
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    assert ours.running_mean is not None
+    what = (
+        r"input 0 of the call and the buffer running_mean of \S*BatchNorm1d share memory, and forward writes to buffer"
+    )
+    with pytest.raises(InputError, match=what):
+        ours(ours.running_mean.expand(3, 4))
+    for model in (plain, ours):
+        model.eval()
+    assert plain.running_mean is not None
+    assert torch.equal(ours(ours.running_mean.expand(3, 4)), plain(plain.running_mean.expand(3, 4)))
 
 
 def test_views_that_forward_only_reads(mesh: DeviceMesh) -> None:

@@ -1,0 +1,109 @@
+"""Checkpoints that let random numbers be others when they run again, and autocast that casts a parameter each time."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import graphshard
+from graphshard.ir.errors import CaptureError
+from tests.ranks import FakeWorld
+
+
+@pytest.fixture
+def mesh(fake_world: FakeWorld) -> DeviceMesh:
+    fake_world(1)
+    return init_device_mesh("cpu", (1,))
+
+
+class _Drawing(nn.Module):
+    def __init__(self, p: float, **options: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.p, self.options = p, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inner, self.linear(x), **self.options)
+        return y
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.dropout(self.linear(x), self.p)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_region_that_draws_anew(mesh: DeviceMesh, use_reentrant: bool) -> None:
+    """Backward went on with the numbers of forward, silently."""
+    options = {"use_reentrant": use_reentrant, "preserve_rng_state": False}
+    ours = graphshard.compile(_Drawing(0.5, **options), mesh, backend="eager")
+    with pytest.raises(CaptureError, match=r"\d+\n    return F.dropout.*\n.*Leave preserve_rng_state out"):
+        ours(torch.ones(2, 4))
+    with torch.no_grad():  # nothing runs again
+        ours(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(("p", "preserve"), [(0.0, False), (0.5, True)])
+def test_a_region_that_draws_nothing_or_the_same(
+    mesh: DeviceMesh, use_reentrant: bool, p: float, preserve: bool
+) -> None:
+    plain = _Drawing(p, use_reentrant=use_reentrant, preserve_rng_state=preserve)
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    for model in (plain, ours):
+        torch.manual_seed(0)
+        model(torch.ones(2, 4)).square().sum().backward()
+    assert torch.equal(ours.linear.weight.grad.full_tensor(), plain.linear.weight.grad)
+
+
+class _Twice(nn.Module):
+    def __init__(self, cache: bool | None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.cache = cache
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache is None:
+            y: Tensor = self.linear(self.linear(x))
+            return y
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=self.cache):
+            y = self.linear(self.linear(x))
+        return y
+
+
+def _gradient(model: nn.Module, **options: Any) -> Tensor:
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16, **options):
+        y = model(torch.arange(8.0).view(2, 4) / 7)
+    (y * torch.arange(1, 9.0).view(2, 4)).sum().backward()
+    grad = model.get_parameter("linear.weight").grad
+    return _whole(grad)
+
+
+def _whole(grad: Any) -> Tensor:
+    whole: Tensor = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return whole.clone()
+
+
+def test_casts_around_a_call(mesh: DeviceMesh) -> None:
+    """Gradients of all uses were added up in the low precision, as where a cast is kept."""
+    plain = _Twice(None)
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    found = []
+    for cache_enabled in (True, False, True):
+        found.append(_gradient(plain, cache_enabled=cache_enabled))
+        assert torch.equal(_gradient(ours, cache_enabled=cache_enabled), found[-1])
+    assert not torch.equal(found[0], found[1])
+    assert [program.reason for program in graphshard.programs(ours)][1:] == ["autocast has another cache_enabled"]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_casts_in_forward(mesh: DeviceMesh, cache: bool) -> None:
+    plain = _Twice(cache)
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    assert torch.equal(_gradient(ours, enabled=False), _gradient(plain, enabled=False))
