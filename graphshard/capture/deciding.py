@@ -52,7 +52,6 @@ READERS = {
     Tensor.item,
     Tensor.numpy,
     Tensor.tolist,
-    aten._local_scalar_dense.default,
 }
 # Elements of a tensor that may become a constant of the program.
 _MOST = 4096

@@ -54,7 +54,7 @@ def known_values(assume: Assume, deciding: Deciding) -> Iterator[None]:
         stack.enter_context(interceptable_reads(readers.read))
         stack.enter_context(conditions_on_sizes(readers.decide, readers.check))
         stack.enter_context(numbers_as_text(lambda: is_users(asking().f_code.co_filename)))
-        for mode in (origins, _Operators(readers, origins, deciding), readers):
+        for mode in (origins, _Operators(origins, deciding), readers):
             stack.enter_context(mode)
         yield
 
@@ -151,23 +151,19 @@ _SQUEEZES = {torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.o
 
 
 class _Operators(TorchDispatchMode):
-    """Answers operators that read values, also in functions that torch has written in C++, such as `one_hot`."""
+    """Notes numbers and sizes that depend on known values, also of functions that torch has written in C++."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, readers: _Readers, origins: Origins, deciding: Deciding) -> None:
+    def __init__(self, origins: Origins, deciding: Deciding) -> None:
         super().__init__()
-        self._readers, self._origins, self._deciding = readers, origins, deciding
+        self._origins, self._deciding = origins, deciding
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _SQUEEZES:
             self._check_squeezed(*args)
         reads, sizes = func is torch.ops.aten._local_scalar_dense.default, _has_unknown_sizes(func)
-        if reads:
-            known, value = self._readers.decided(func, args)
-            if known:
-                return value
         step = self._origins.step(func, args, kwargs) if reads or sizes else None
         if step is None:
             return func(*args, **kwargs)

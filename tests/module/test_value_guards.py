@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -234,7 +233,7 @@ def test_squeezing_what_may_be_one(mesh: DeviceMesh) -> None:
         ours.sum().backward()
         expected.sum().backward()
     assert torch.equal(model.linear.weight.grad.full_tensor(), plain.linear.weight.grad)
-    assert len(graphshard.programs(model)) == 2
+    assert len(graphshard.programs(model)) == 3  # of none, one, and several
 
 
 class _Adaptive(nn.Module):
@@ -353,11 +352,3 @@ def test_submodules_and_copies_ask_for_their_own(mesh: DeviceMesh) -> None:
         plain.inner.count.fill_(count)
         assert torch.equal(other(X), plain(X))
         assert torch.equal(other.inner(X, X), plain(X))
-
-
-def test_one_hot_in_c_is_asked_for(mesh: DeviceMesh) -> None:
-    model = graphshard.compile(_Net(lambda net, y, number: y[:, :2] * F.one_hot(number)), mesh, backend="eager")
-    model(X, torch.tensor([0, 1, 0]))
-    (program,) = graphshard.programs(model)
-    assert program.decided is not None
-    assert program.decided.guards[-1].expected == "1"
