@@ -38,7 +38,14 @@ from graphshard.capture.flat import FlatForward
 from graphshard.capture.hooks import hooks_of, refuse_hooks_of_all_modules, without_hooks_of_all_modules
 from graphshard.capture.late_gathers import settle_gathers
 from graphshard.capture.learned import Learned, Rerun
-from graphshard.capture.phase import erase_boundaries, erase_leaves, lift_constants, phase_of, read_numbers_again
+from graphshard.capture.phase import (
+    erase_boundaries,
+    erase_leaves,
+    lift_constants,
+    phase_of,
+    read_numbers_again,
+    read_sizes_in_forward,
+)
 from graphshard.capture.remembered import remembering_functions
 from graphshard.capture.rounding import capture_decompositions
 from graphshard.capture.tensor_axis import take_off_last_sums, take_off_wrapping
@@ -158,6 +165,7 @@ def capture(
     mark_checkpoints(joint, flat.regions)
     phase = phase_of(joint, flat)
     read_numbers_again(phase)
+    read_sizes_in_forward(phase)
     rewritten = write_again(phase, spec.forward_class.__name__, flat.regions.written)
     if spec.extended:
         settle_gathers(phase, spec.mesh.shard, spec.extended[0].mesh.get_group().group_name)

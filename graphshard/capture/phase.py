@@ -24,6 +24,7 @@ from graphshard.ir.graph import is_backward
 from graphshard.ir.program import Phase, Slot
 from graphshard.ir.sizes import expression
 from graphshard.ir.torch_internals import CheckpointPolicy
+from graphshard.ir.unbacked_internals import is_unknown
 
 
 def phase_of(joint: GraphModule, flat: FlatForward) -> Phase:
@@ -75,6 +76,24 @@ def read_numbers_again(phase: Phase) -> None:
     for node in phase.module.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
         if node.args[0] in inputs:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def read_sizes_in_forward(phase: Phase) -> None:
+    """Sizes that depend on values, and that backward reads of a tangent, are read of the output that it is of.
+
+    The partitioner takes the node that reads such a size for the one that makes it, which is forward's.
+    """
+    graph, outputs = phase.module.graph, dict(zip(phase.outputs, phase.results, strict=True))
+    tangents = {node: outputs[Slot("output", s.name)] for node, s in phase.slot_of().items() if s.kind == "tangent"}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
+        tangent, dim = node.args
+        if tangent in tangents and is_unknown(node.meta["val"]):
+            output = tangents[tangent]
+            with graph.inserting_after(output):
+                read = graph.call_function(torch.ops.aten.sym_size.int, (output, dim))
+            read.meta = {**output.meta, "val": node.meta["val"]}
+            node.replace_all_uses_with(read)
+            graph.erase_node(node)
 
 
 def lift_constants(phase: Phase) -> dict[str, torch.Tensor]:
