@@ -1,7 +1,7 @@
 """A program as JSON, at every stage before lowering: what one pass needs to run on it alone, in another process.
 
 {
- "format": 5,
+ "format": 7,
  "next": {"name": "bucket", "class": "graphshard.passes.bucket:Bucketing", "options": {}} or null,
  "symbols": {"s0": {"hint": 128, "range": [2, null]}},            dynamic sizes
  "phases": {"joint": {
@@ -41,7 +41,7 @@ from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.passes import Pass
 
-FORMAT = 6
+FORMAT = 7
 _PHASES = ("joint", "forward", "backward")
 # How many levels of a key's content have a line for each item; 1 for others.
 _LEVELS = {"phases": 3, "plan": 2, "params": 2}

@@ -313,7 +313,7 @@ def _manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, by
         (_replaced("a/../../evil", b""), r"a path that no artifact has"),
         (_replaced("a\\evil", b""), r"a path that no artifact has"),
         (lambda members: members.pop(MANIFEST), r"has no manifest\.json: it is not a \.gshard file"),
-        (_manifest(lambda facts: facts.update(format=1)), r"has format 1, this version of graphshard reads 8"),
+        (_manifest(lambda facts: facts.update(format=1)), r"has format 1, this version of graphshard reads 9"),
         (_manifest(lambda facts: facts.pop("format")), r"manifest\.json cannot be read"),
         (_manifest(lambda facts: facts.pop("members")), r"does not say what is in the file"),
         (_manifest(lambda facts: facts["members"]["summary.txt"].update(sha256="0" * 64)), r"summary\.txt was damaged"),
