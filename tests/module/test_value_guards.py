@@ -26,7 +26,7 @@ def mesh(fake_world: FakeWorld) -> DeviceMesh:
     return init_device_mesh("cpu", (1,))
 
 
-class _Net(nn.Module):
+class Asking(nn.Module):
     """Its forward is a function."""
 
     def __init__(self, function: Callable[[Any, Tensor, Tensor], Any]) -> None:
@@ -50,41 +50,41 @@ def _as_index(net: Any, y: Tensor, number: Tensor) -> Tensor:
 
 
 def test_each_value_has_a_program_and_the_log_says_why(mesh: DeviceMesh) -> None:
-    model, plain = graphshard.compile(_Net(_relu_if_any), mesh, backend="eager"), _Net(_relu_if_any)
+    model, plain = graphshard.compile(Asking(_relu_if_any), mesh, backend="eager"), Asking(_relu_if_any)
     for value in (1, 0, 1, 0, 5):
         assert torch.equal(model(X, torch.tensor([value])), plain(X, torch.tensor([value])))
     first, second = graphshard.programs(model)
     assert first.reason == "first call"
     assert re.fullmatch(
-        rf"_Net: a value was True and is False \({re.escape(__file__)}:\d+: "
+        rf"Asking: a value was True and is False \({re.escape(__file__)}:\d+: "
         r"return y\.relu\(\) if number\.any\(\) else y\)",
         second.reason,
     )
 
 
 def test_inductor_makes_them_too(mesh: DeviceMesh) -> None:
-    model, plain = graphshard.compile(_Net(_relu_if_any), mesh), _Net(_relu_if_any)
+    model, plain = graphshard.compile(Asking(_relu_if_any), mesh), Asking(_relu_if_any)
     for value in (1, 0, 1):
         torch.testing.assert_close(model(X, torch.tensor([value])), plain(X, torch.tensor([value])))
 
 
 def test_a_value_that_is_another_at_each_call_meets_the_limit(mesh: DeviceMesh) -> None:
-    model = graphshard.compile(_Net(_as_index), mesh, backend="eager", max_captures=2)
+    model = graphshard.compile(Asking(_as_index), mesh, backend="eager", max_captures=2)
     model(X, torch.tensor(0))
     model(X, torch.tensor(1))
     with pytest.raises(graphshard.CaptureLimitError) as caught:
         model(X, torch.tensor(2))
     assert re.search(
-        r"because of _Net: a value was 1 and is 2 \(.*return y\[int\(number\)\]\)\. Compute with tensors what depends "
+        r"because of Asking: a value was 1 and is 2 \(.*return y\[int\(number\)\]\)\. Compute with tensors what depends "
         r"on values: torch\.where, a mask, index_copy or gather, or raise max_captures in graphshard\.compile\.$",
         str(caught.value),
     )
-    assert torch.equal(model(X, torch.tensor(1)), _Net(_as_index)(X, torch.tensor(1)))
+    assert torch.equal(model(X, torch.tensor(1)), Asking(_as_index)(X, torch.tensor(1)))
 
 
 def test_numbers_that_are_only_computed_with_need_no_program_of_their_own(mesh: DeviceMesh) -> None:
     """What is read is asked for only if there is no other way to trace the forward."""
-    model = graphshard.compile(_Net(lambda net, y, number: (y, number.item())), mesh, backend="eager")
+    model = graphshard.compile(Asking(lambda net, y, number: (y, number.item())), mesh, backend="eager")
     assert [model(X, torch.tensor(value))[1] for value in (1, 2, 3)] == [1, 2, 3]
     (program,) = graphshard.programs(model)
     assert program.decided is None
@@ -92,7 +92,7 @@ def test_numbers_that_are_only_computed_with_need_no_program_of_their_own(mesh: 
 
 def test_numbers_are_asked_for_only_where_deciding_is_not_enough(mesh: DeviceMesh) -> None:
     model = graphshard.compile(
-        _Net(lambda net, y, number: (y.relu() if number > 3 else y, number.item())), mesh, backend="eager"
+        Asking(lambda net, y, number: (y.relu() if number > 3 else y, number.item())), mesh, backend="eager"
     )
     assert [model(X, torch.tensor(value))[1] for value in (1, 2, 3)] == [1, 2, 3]
     (program,) = graphshard.programs(model)
@@ -124,7 +124,7 @@ def _written(number: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_values_that_depend_on_more_are_errors(mesh: DeviceMesh, name: str) -> None:
-    model = graphshard.compile(_Net(UNKNOWN[name]), mesh, backend="eager")
+    model = graphshard.compile(Asking(UNKNOWN[name]), mesh, backend="eager")
     with pytest.raises(graphshard.CaptureError, match="condition depends on"):
         model(X, torch.ones(1))
 
@@ -139,7 +139,7 @@ def test_what_was_written_before_is_computed(mesh: DeviceMesh) -> None:
         values, places = total.sort()
         return y.relu() if places[0] == 1 and values[1] == 3 else y
 
-    model, plain = graphshard.compile(_Net(forward), mesh, backend="eager"), _Net(forward)
+    model, plain = graphshard.compile(Asking(forward), mesh, backend="eager"), Asking(forward)
     for number in ([2, 1], [2, 3], [3, 1], [2, 1]):
         assert torch.equal(model(X, torch.tensor(number)), plain(X, torch.tensor(number)))
     assert len(graphshard.programs(model)) == 3  # the last call reads the second value and finds another
@@ -149,20 +149,20 @@ def test_what_cannot_be_computed_of_other_values_raises_what_forward_raises(mesh
     def forward(net: Any, y: Tensor, number: Tensor) -> Tensor:
         return y.relu() if torch.arange(3)[number].sum() > 1 else y
 
-    model = graphshard.compile(_Net(forward), mesh, backend="eager")
+    model = graphshard.compile(Asking(forward), mesh, backend="eager")
     model(X, torch.tensor([1]))
     with pytest.raises((IndexError, RuntimeError), match="out of"):
         model(X, torch.tensor([7]))
-    assert torch.equal(model(X, torch.tensor([2])), _Net(forward)(X, torch.tensor([2])))
+    assert torch.equal(model(X, torch.tensor([2])), Asking(forward)(X, torch.tensor([2])))
 
 
 def test_without_values_it_is_an_error(mesh: DeviceMesh) -> None:
     with pytest.raises(graphshard.CaptureError, match="condition depends on the values of a tensor"):
-        graphshard.explain(_Net(_relu_if_any), (1,), example_inputs=(X, torch.ones(1, device="meta")))
+        graphshard.explain(Asking(_relu_if_any), (1,), example_inputs=(X, torch.ones(1, device="meta")))
 
 
 def test_programs_show_what_they_hold_for(mesh: DeviceMesh) -> None:
-    model = graphshard.compile(_Net(_relu_if_any), mesh, backend="eager")
+    model = graphshard.compile(Asking(_relu_if_any), mesh, backend="eager")
     model(X, torch.tensor([1]))
     (program,) = graphshard.programs(model)
     text = program.history[-1].text
@@ -177,21 +177,21 @@ def test_programs_show_what_they_hold_for(mesh: DeviceMesh) -> None:
 
 def _exported(folder: Path, *values: int) -> Path:
     calls = [graphshard.Call((X, torch.tensor([value]))) for value in values]
-    model = _Net(_relu_if_any)
+    model = Asking(_relu_if_any)
     return graphshard.export(model, (1,), folder / "net.gshard", calls=calls, backend="eager")
 
 
 def test_a_file_has_a_program_for_each_value_that_calls_have(mesh: DeviceMesh, tmp_path: Path) -> None:
-    plain = _Net(_relu_if_any)
-    model = graphshard.load(_exported(tmp_path, 1, 0), _Net(_relu_if_any), mesh)
+    plain = Asking(_relu_if_any)
+    model = graphshard.load(_exported(tmp_path, 1, 0), Asking(_relu_if_any), mesh)
     for value in (0, 1, 2):
         assert torch.equal(model(X, torch.tensor([value])), plain(X, torch.tensor([value])))
 
 
 def test_a_file_asks_for_conditions_on_sizes(mesh: DeviceMesh, tmp_path: Path) -> None:
     calls = [graphshard.Call((X, torch.tensor(number))) for number in ([1, 3, 3], [0, 0, 0])]
-    path = graphshard.export(_Net(_detection_loss), (1,), tmp_path / "net.gshard", calls=calls, backend="eager")
-    model, plain = graphshard.load(path, _Net(_detection_loss), mesh), _Net(_detection_loss)
+    path = graphshard.export(Asking(_detection_loss), (1,), tmp_path / "net.gshard", calls=calls, backend="eager")
+    model, plain = graphshard.load(path, Asking(_detection_loss), mesh), Asking(_detection_loss)
     for number in ([3, 4, 0], [0, -1, 0], [5, 5, 5]):
         assert torch.equal(model(X, torch.tensor(number)), plain(X, torch.tensor(number)))
     with pytest.raises(ArtifactError, match=r"a value was True and is False \(.*count > 0"):
@@ -199,7 +199,7 @@ def test_a_file_asks_for_conditions_on_sizes(mesh: DeviceMesh, tmp_path: Path) -
 
 
 def test_a_file_without_the_value_says_so(mesh: DeviceMesh, tmp_path: Path) -> None:
-    model = graphshard.load(_exported(tmp_path, 1), _Net(_relu_if_any), mesh)
+    model = graphshard.load(_exported(tmp_path, 1), Asking(_relu_if_any), mesh)
     with pytest.raises(ArtifactError, match=r"a value was True and is False \(.*number\.any.*Export it with calls="):
         model(X, torch.tensor([0]))
 
@@ -213,7 +213,7 @@ def _detection_loss(net: Any, y: Tensor, number: Tensor) -> Tensor:
 
 
 def test_conditions_on_sizes_and_numbers_have_two_programs(mesh: DeviceMesh) -> None:
-    model, plain = graphshard.compile(_Net(_detection_loss), mesh, backend="eager"), _Net(_detection_loss)
+    model, plain = graphshard.compile(Asking(_detection_loss), mesh, backend="eager"), Asking(_detection_loss)
     for number in ([1, 3, 3], [0, 0, 0], [5, 3, 3], [1, 0, 3], [1, 1, 0], [2, 2, 2]):
         assert torch.equal(model(X, torch.tensor(number)), plain(X, torch.tensor(number)))
     found = [[guard.expected for guard in program.decided.guards] for program in graphshard.programs(model)]
@@ -226,7 +226,7 @@ def _squeezed(net: Any, y: Tensor, number: Tensor) -> Tensor:
 
 
 def test_squeezing_what_may_be_one(mesh: DeviceMesh) -> None:
-    model, plain = graphshard.compile(_Net(_squeezed), mesh, backend="eager"), _Net(_squeezed)
+    model, plain = graphshard.compile(Asking(_squeezed), mesh, backend="eager"), Asking(_squeezed)
     for number in ([1, 1, 0], [0, 1, 0], [0, 0, 0], [1, 0, 0], [1, 1, 1]):
         ours, expected = model(X, torch.tensor(number)), plain(X, torch.tensor(number))
         assert torch.equal(ours, expected)
@@ -266,48 +266,10 @@ def test_many_numbers_are_no_constants(mesh: DeviceMesh) -> None:
     def forward(net: Any, y: Tensor, number: Tensor) -> Tensor:
         return y.sum() * sum(place for place in number.nonzero()[:, 0])
 
-    model = graphshard.compile(_Net(forward), mesh, backend="eager")
-    assert torch.equal(model(X, torch.ones(30)), _Net(forward)(X, torch.ones(30)))
+    model = graphshard.compile(Asking(forward), mesh, backend="eager")
+    assert torch.equal(model(X, torch.ones(30)), Asking(forward)(X, torch.ones(30)))
     with pytest.raises(graphshard.CaptureError, match="number of rounds depends on the values of a tensor"):
         model(X, torch.ones(5000))
-
-
-def _returned(net: Any, y: Tensor, number: Tensor) -> Any:
-    return y, f"{y.sum().item():.3f}"
-
-
-def _key(net: Any, y: Tensor, number: Tensor) -> Any:
-    return {f"loss {y.sum().item()}": y}
-
-
-def _kept(net: Any, y: Tensor, number: Tensor) -> Any:
-    net.message = str(y.sum().item())
-    return y
-
-
-@pytest.mark.parametrize("forward", [_returned, _key, _kept])
-def test_texts_of_unknown_numbers_are_errors(mesh: DeviceMesh, forward: Callable[..., Any]) -> None:
-    model = graphshard.compile(_Net(forward), mesh, backend="eager")
-    with pytest.raises(graphshard.CaptureError, match=r"text of a number .* Return the number, or the tensor"):
-        model(X, torch.ones(1))
-
-
-def test_texts_of_unknown_numbers_may_be_printed(mesh: DeviceMesh, capsys: pytest.CaptureFixture[str]) -> None:
-    def forward(net: Any, y: Tensor, number: Tensor) -> Tensor:
-        print(f"loss {y.sum().item():.3f}")
-        return y
-
-    model = graphshard.compile(_Net(forward), mesh, backend="eager")
-    assert torch.equal(model(X, torch.ones(1)), _Net(forward)(X, torch.ones(1)))
-    assert "loss \u2983" in capsys.readouterr().out
-
-
-def test_texts_of_known_numbers(mesh: DeviceMesh) -> None:
-    def forward(net: Any, y: Tensor, number: Tensor) -> Any:
-        return {f"{number.item():.1f}": y}
-
-    model = graphshard.compile(_Net(forward), mesh, backend="eager")
-    assert [*model(X, torch.tensor(0.5)), *model(X, torch.tensor(2.25))] == ["0.5", "2.2"]
 
 
 def test_arrays_are_only_read(mesh: DeviceMesh) -> None:
@@ -319,7 +281,7 @@ def test_arrays_are_only_read(mesh: DeviceMesh) -> None:
         return y * number
 
     number = torch.ones(1)
-    model = graphshard.compile(_Net(forward), mesh, backend="eager")
+    model = graphshard.compile(Asking(forward), mesh, backend="eager")
     with pytest.raises(graphshard.CaptureError, match=r"array\[0\] = 5\n[^\n]*\n.*read-only"):
         model(X, number)
     assert number.item() == 1
@@ -327,7 +289,7 @@ def test_arrays_are_only_read(mesh: DeviceMesh) -> None:
 
 def test_values_beside_dynamic_sizes(mesh: DeviceMesh) -> None:
     """One program for all sizes, for each value."""
-    model, plain = graphshard.compile(_Net(_relu_if_any), mesh, backend="eager"), _Net(_relu_if_any)
+    model, plain = graphshard.compile(Asking(_relu_if_any), mesh, backend="eager"), Asking(_relu_if_any)
     for rows, value in ((3, 1), (4, 1), (5, 0), (6, 1), (7, 0)):
         x, number = torch.randn(rows, 4), torch.full((rows,), value)
         for tensor in (x, number):
@@ -340,7 +302,7 @@ def test_submodules_and_copies_ask_for_their_own(mesh: DeviceMesh) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = _Net(lambda net, y, number: y.relu() if net.count else y)
+            self.inner = Asking(lambda net, y, number: y.relu() if net.count else y)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x, x)
