@@ -76,7 +76,8 @@ def test_a_value_that_is_another_at_each_call_meets_the_limit(mesh: DeviceMesh) 
         model(X, torch.tensor(2))
     assert re.search(
         r"because of Asking: a value was 1 and is 2 \(.*return y\[int\(number\)\]\)\. Compute with tensors what "
-        r"depends on values: torch\.where, a mask, index_copy or gather, or raise max_captures in graphshard\.compile\.$",
+        r"depends on values: torch\.where, a mask, index_copy or gather, or raise max_captures in graphshard\.compile"
+        r"\.$",
         str(caught.value),
     )
     assert torch.equal(model(X, torch.tensor(1)), Asking(_as_index)(X, torch.tensor(1)))
