@@ -18,7 +18,6 @@ from graphshard.ir.printer import describe
 from graphshard.ir.program import Program
 from graphshard.ir.sizes import numbers_in, symbols_of
 from graphshard.ir.torch_internals import fake_mode_of
-from graphshard.ir.tracing_internals import fake_kernels
 from graphshard.ir.unbacked_internals import is_unknown, new_symbols_dropped
 from graphshard.pipeline.violations import Violation
 
@@ -162,8 +161,9 @@ def wrong_values(graph: Graph, checked: Checked | None = None) -> Iterator[Viola
             if mode is None:
                 continue
             try:
-                with mode, new_symbols_dropped(mode), fake_kernels(MISSING), torch.no_grad():
-                    made = node.target(*args, **kwargs)
+                kernel = MISSING.get(node.target)
+                with mode, new_symbols_dropped(mode), torch.no_grad():
+                    made = kernel(mode, node.target, *args, **kwargs) if kernel else node.target(*args, **kwargs)
                 free = {symbol for n in numbers_in(made) if is_unknown(n) for symbol in n.node.expr.free_symbols}
                 free -= symbols_of(leaves)
                 makes = describe(val if free and _refines(val, made, free) else made)
