@@ -37,14 +37,14 @@ class _Net(nn.Module):
 
 class _Branching(_Net):
     def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:  # the culprit
+        if self.layers[0](x).sum() > 0:  # the culprit
             return super().forward(x)
         return x.sum()
 
 
 class _Numbering(_Net):
     def forward(self, x: Tensor) -> Tensor:
-        number = max(x[0, 0].item(), 1.0)  # the culprit
+        number = max(self.layers[0].weight[0, 0].item(), 1.0)  # the culprit
         return super().forward(x) + number
 
 
