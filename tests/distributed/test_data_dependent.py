@@ -80,14 +80,14 @@ class Listed(nn.Module):
 
 
 class Looped(nn.Module):
-    """Runs as many experts as were hit."""
+    """Runs as many experts as its router hits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        for row in torch.nonzero(x[:, 0] > 0):
+        for row in torch.nonzero(self.linear(x)[:, 0] > 0):
             x = x.index_add(0, row, self.linear(x[row]))
         return x.sum()
 

@@ -26,7 +26,7 @@ class Slow(nn.Module):
         self.branches = branches
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.branches and x.sum() > 0:
+        if self.branches and self.linear.weight.sum() > 0:
             x = -x
         for _ in range(BLOCKS):
             try:
