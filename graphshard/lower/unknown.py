@@ -51,6 +51,9 @@ def sums_as_sizes(module: GraphModule) -> GraphModule:
     return found
 
 
+_MEASURING = ("get_args", "benchmark_compiled_module")
+
+
 class _Again(Interpreter):
     """Computes the values of all nodes again."""
 
@@ -61,8 +64,12 @@ class _Again(Interpreter):
 
 def unknown_in(code: str) -> set[str]:
     """Sizes that depend on values and that Inductor's code reads, but nowhere makes: it would fail when it runs."""
-    steps = list(ast.walk(ast.parse(code))) if re.search(r"\bu\d+\b", code) else []
-    names = [step for step in steps if isinstance(step, ast.Name) and re.fullmatch(r"u\d+", step.id)]
-    made = {name.id for name in names if not isinstance(name.ctx, ast.Load)}
-    made |= {step.arg for step in steps if isinstance(step, ast.arg)}
-    return {name.id for name in names} - made
+    if not re.search(r"\bu\d+\b", code):
+        return set()
+    # What would measure the code makes inputs, and runs never.
+    runs = [each for each in ast.parse(code).body if getattr(each, "name", "") not in _MEASURING]
+    names = [step for each in runs for step in ast.walk(each) if isinstance(step, ast.Name)]
+    sizes = [name for name in names if re.fullmatch(r"u\d+", name.id)]
+    made = {name.id for name in sizes if not isinstance(name.ctx, ast.Load)}
+    made |= {step.arg for each in runs for step in ast.walk(each) if isinstance(step, ast.arg)}
+    return {name.id for name in sizes} - made
