@@ -84,7 +84,8 @@ class Guard:
 
     def near_buffers(self, given: Sequence[torch.Tensor]) -> Iterator[tuple[int, str]]:
         """Inputs of a call, by number, that share memory with a buffer and are none, with its name."""
-        return self._identities.near_buffers(given)
+        # Of a file, a program may be of another state of the module, and was not bound.
+        return iter(()) if self._unbound else self._identities.near_buffers(given)
 
     def tensors(self) -> list[torch.Tensor]:
         """The program's inputs behind those of the call."""
