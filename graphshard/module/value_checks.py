@@ -27,14 +27,17 @@ class ValueChecks:
         self._compute = GraphModule(nn.Module(), guards.module.graph)  # of a file it has another way to be called
         names = (name.rpartition(".") for name in guards.buffers)
         self._buffers = [(root.get_submodule(owner)._buffers, key) for owner, _, key in names]
-        # What depends on the device alone is computed once.
-        self._constant = not guards.inputs and not guards.buffers
-        self._last = ""
+        self._on_device: str | None = None  # what was found of values that depend on the device alone
 
     def change(self, tensors: Sequence[torch.Tensor]) -> str:
         """What is not as it was in a call with these tensors, in words; "" if the program can run."""
-        if self._constant and self._last:
-            return ""
+        if self._guards.inputs or self._guards.buffers:
+            return self._change(tensors)
+        if self._on_device is None:
+            self._on_device = self._change(tensors)
+        return self._on_device
+
+    def _change(self, tensors: Sequence[torch.Tensor]) -> str:
         given: list[Any] = [tensors[number] for number in self._guards.inputs]
         given += [held[key] for held, key in self._buffers]
         try:
@@ -43,7 +46,7 @@ class ValueChecks:
         except (RuntimeError, IndexError, ValueError) as error:
             return f"{self._label}: what forward asks for cannot be computed of these values ({error})"
         for value, guard in zip(values, self._guards.guards, strict=True):
-            self._last = text_of(value)
-            if self._last != guard.expected:
-                return f"{self._label}: a value was {guard.expected} and is {self._last} ({guard.line})"
+            found = text_of(value)
+            if found != guard.expected:
+                return f"{self._label}: a value was {guard.expected} and is {found} ({guard.line})"
         return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
 from graphshard.ir.errors import ArtifactError
+from graphshard.module.value_checks import ValueChecks
 from tests.ranks import FakeWorld
 
 X = torch.ones(3, 4)
@@ -315,3 +317,21 @@ def test_submodules_and_copies_ask_for_their_own(mesh: DeviceMesh) -> None:
         plain.inner.count.fill_(count)
         assert torch.equal(other(X), plain(X))
         assert torch.equal(other.inner(X, X), plain(X))
+
+
+def test_what_only_the_device_determines_stays_wrong(mesh: DeviceMesh) -> None:
+    """It is computed once, and a program that does not fit there fits at no later call."""
+
+    def forward(net: Any, y: Tensor, number: Tensor) -> Tensor:
+        return y.relu() if torch.linspace(0, 1, 4).sum() > 1 else y
+
+    model = graphshard.compile(Asking(forward), mesh, backend="eager")
+    model(X, torch.ones(1))
+    (program,) = graphshard.programs(model)
+    decided = program.decided
+    assert decided is not None
+    assert (decided.inputs, decided.buffers) == ((), ())
+    assert [ValueChecks(decided, model, "Net").change(()) for _ in range(2)] == ["", ""]
+    elsewhere = replace(decided, guards=(replace(decided.guards[0], expected="False"),))
+    checks = ValueChecks(elsewhere, model, "Net")
+    assert all("a value was False and is True" in checks.change(()) for _ in range(2))
