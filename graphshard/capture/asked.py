@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from graphshard.capture.lines import asking
-from graphshard.capture.outside import namespaces_of
+from graphshard.capture.outside import named
 from graphshard.capture.untraceable import Untraceable, is_users
 from graphshard.ir.state import Place
 from graphshard.ir.torch_internals import replaced
@@ -119,14 +119,8 @@ def no_ids(module: nn.Module, inputs: Iterable[Tensor], held: Iterable[tuple[Ten
             raise Untraceable("of tensors", "id")
         return id(value)
 
-    namespaces = [namespace for namespace in namespaces_of(module) if "id" not in namespace]
-    for namespace in namespaces:
-        namespace["id"] = id_of
-    try:
+    with named("id", id_of, module):
         yield
-    finally:
-        for namespace in namespaces:
-            del namespace["id"]
 
 
 def attributes_of(tensor: Tensor) -> tuple[str, ...]:

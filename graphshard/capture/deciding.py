@@ -26,7 +26,7 @@ from graphshard.capture.dynamic_shapes import WITHOUT_VALUES
 from graphshard.capture.guards import line_of
 from graphshard.capture.learned import Learned
 from graphshard.capture.lines import asking, outside_torch
-from graphshard.capture.origins import Formula, Given, Number, Origin, Step, in_order, is_origin, values_of
+from graphshard.capture.origins import Formula, Given, Number, OfTensor, Origin, Step, in_order, is_origin, values_of
 from graphshard.capture.untraceable import Untraceable
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.program import Slot
@@ -86,7 +86,7 @@ class Deciding:
             self._asked.setdefault((func, *args), (read, ValueGuard(text_of(asked), line)))
             return called(func, args, values)
 
-    def note(self, number: Any, tensor: Origin, dim: int | None = None) -> None:
+    def note(self, number: Any, tensor: OfTensor, dim: int | None = None) -> None:
         """A number that the trace does not know is a size of a tensor, or is in it."""
         if is_unknown(number) and number.node.expr.is_Symbol:
             self._numbers[number.node.expr] = Number(tensor, dim)
@@ -187,7 +187,7 @@ def _has_values(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and not tensor.is_meta and not hasattr(tensor, WITHOUT_VALUES)
 
 
-def _read(func: Callable[..., Any], args: tuple[Any, ...]) -> Origin:
+def _read(func: Callable[..., Any], args: tuple[Any, ...]) -> OfTensor:
     """What a function makes its result of, as numbers that tell whether it is the same."""
     first, *others = args
     if func in (Tensor.equal, torch.equal):

@@ -17,14 +17,14 @@ from __future__ import annotations
 import functools
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
 from graphshard.capture.deciding import Deciding
 from graphshard.capture.known_values import Assume, known_values
-from graphshard.capture.lines import package_of
+from graphshard.capture.lines import callers, package_of
 from graphshard.ir.tracing_internals import answer_tracing_checks
 
 log = logging.getLogger(__name__)
@@ -89,20 +89,14 @@ class EagerPath:
         if self.everyone:
             return True
         # torch's older names for a check ask on behalf of their callers.
-        asking = next(caller for caller in _callers(frame) if caller.f_code.co_name != "is_compiling")
+        asking = next(caller for caller in callers(frame) if caller.f_code.co_name != "is_compiling")
         if package_of(asking) == "torch" and _module(asking) not in _LIKE_USERS:
             return True
-        codes = {caller.f_code for caller in _callers(asking) if package_of(caller) not in ("torch", "graphshard")}
+        codes = {caller.f_code for caller in callers(asking) if package_of(caller) not in ("torch", "graphshard")}
         if codes & self.told:
             return True
         self.asked |= codes
         return False
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _module(frame: FrameType) -> str:

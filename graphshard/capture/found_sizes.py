@@ -9,7 +9,6 @@ lies outside; the slice that is traced in its place would be shorter.
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphshard.capture.guards import source_of
 from graphshard.capture.known_values import Assume
 from graphshard.capture.lines import user_place
 from graphshard.capture.untraceable import Untraceable
@@ -148,4 +148,4 @@ def _number(value: Any) -> Tensor:
 
 
 def _line(place: tuple[str, int] | None) -> str:
-    return "" if place is None else f"{place[0]}:{place[1]}: {linecache.getline(*place).strip()}"
+    return "" if place is None else source_of(*place)

@@ -45,7 +45,11 @@ def expected_truth(frame: FrameType) -> bool | None:
 
 def line_of(frame: FrameType) -> str:
     """Where a frame is: file, line, and the source of the line."""
-    file, line = frame.f_code.co_filename, frame.f_lineno
+    return source_of(frame.f_code.co_filename, frame.f_lineno)
+
+
+def source_of(file: str, line: int) -> str:
+    """A line by its file and number, with its source."""
     return f"{file}:{line}: {linecache.getline(file, line).strip()}"
 
 

@@ -131,7 +131,8 @@ class InBackward(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._runs:
             return func(*args, **kwargs)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._by_id.get(id(t), t), (args, kwargs))
+        if any(id(leaf) in self._by_id for leaf in pytree.arg_tree_leaves(*args, **kwargs)):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._by_id.get(id(t), t), (args, kwargs))
         result = func(*args, **kwargs)
         if str(getattr(func, "__name__", "")).endswith("_"):  # of __setitem__, too
             self._check_written()

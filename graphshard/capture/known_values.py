@@ -117,8 +117,7 @@ class _Readers(TorchFunctionMode):
         """
         if not any(map(self._deciding.knows, tensor.shape)):
             return (tensor,) if dim is None else (tensor, dim)
-        chosen = range(tensor.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-        left = {d % tensor.dim() for d in chosen}
+        left = {d % tensor.dim() for d in _dims(tensor, dim)}
         for d in sorted(left, reverse=True):
             if self._deciding.knows(tensor.shape[d]) and self._deciding.is_one(tensor.shape[d]):
                 tensor = tensor.select(d, 0)
@@ -167,8 +166,9 @@ class _Operators(TorchDispatchMode):
         step = self._origins.step(func, args, kwargs) if reads or sizes else None
         if step is None:
             return func(*args, **kwargs)
-        line = line_of(outside_torch(asking()))
-        values = self._deciding.made(step, line) if sizes and self._deciding.may_ask(func) else None
+        values = None
+        if sizes and self._deciding.may_ask(func):
+            values = self._deciding.made(step, line_of(outside_torch(asking())))
         if values is not None:
             device = next(leaf.device for leaf in pytree.arg_tree_leaves(*args) if isinstance(leaf, Tensor))
             made = [torch.tensor(v.tolist(), dtype=v.dtype, device=device).reshape(v.shape) for v in values]
@@ -184,10 +184,14 @@ class _Operators(TorchDispatchMode):
 
     def _check_squeezed(self, tensor: Tensor, dims: int | Sequence[int] | None = None) -> None:
         """Raise Untraceable if a squeeze takes out a dim whose size depends on values: torch takes it for another."""
-        chosen = range(tensor.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
-        sizes: list[Any] = [tensor.shape[dim] for dim in chosen]
+        sizes: list[Any] = [tensor.shape[dim] for dim in _dims(tensor, dims)]
         if any(self._deciding.is_one(size) for size in sizes if self._deciding.knows(size)):
             raise Untraceable("value", "squeeze")
+
+
+def _dims(tensor: Tensor, chosen: int | Sequence[int] | None) -> Sequence[int]:
+    """The dims that a squeeze looks at."""
+    return range(tensor.dim()) if chosen is None else [chosen] if isinstance(chosen, int) else chosen
 
 
 def _has_unknown_sizes(func: Any) -> bool:

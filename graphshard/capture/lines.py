@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
 from graphshard.capture.untraceable import is_users
@@ -40,3 +41,10 @@ def outside_torch(frame: FrameType) -> FrameType:
     while frame.f_back and package_of(frame) in ("torch", "graphshard"):
         frame = frame.f_back
     return frame
+
+
+def callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame, and those that wait for it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -35,7 +35,7 @@ class Given:
     slot: Slot
     tensor: Tensor
     fixed: bool = False
-    of: tuple[Origin, ...] = ()
+    of: tuple[OfTensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +54,10 @@ class Step:
     kwargs: Mapping[str, Any]
     index: int = 0
     fixed: bool = False
-    written: Origin | None = None
+    written: OfTensor | None = None
 
     @cached_property
-    def of(self) -> tuple[Origin, ...]:
+    def of(self) -> tuple[OfTensor, ...]:
         """What it is made of."""
         return tuple(leaf for leaf in pytree.arg_tree_leaves(*self.args, **self.kwargs) if is_origin(leaf))
 
@@ -66,9 +66,8 @@ class Step:
 class Number:
     """A size of a tensor along a dim, or the one number that is in it."""
 
-    tensor: Origin
+    tensor: OfTensor
     dim: int | None = None
-    fixed: bool = False
 
     @property
     def of(self) -> tuple[Origin, ...]:
@@ -90,7 +89,6 @@ class Formula:
 
     expression: sympy.Basic
     numbers: Mapping[sympy.Symbol, Number]
-    fixed: bool = False
 
     @property
     def of(self) -> tuple[Origin, ...]:
@@ -98,7 +96,8 @@ class Formula:
         return tuple(self.numbers.values())
 
 
-Origin = Given | Step | Number | Formula
+OfTensor = Given | Step
+Origin = OfTensor | Number | Formula
 
 
 def is_origin(leaf: Any) -> bool:
@@ -195,9 +194,9 @@ class Origins(TorchDispatchMode):
         """Whether a tensor is made of random numbers alone."""
         return tensor in self._drawn
 
-    def of(self, tensor: Tensor) -> Origin | None:
+    def of(self, tensor: Tensor) -> OfTensor | None:
         """How a tensor was made; None if a parameter, a random number or something unknown took part."""
-        origin: Origin | None = self._origins.get(tensor)
+        origin: OfTensor | None = self._origins.get(tensor)
         # Batch norm writes to its statistics without saying so.
         return None if isinstance(origin, Given) and is_written(tensor) else origin
 
@@ -242,7 +241,7 @@ class Origins(TorchDispatchMode):
                 del self._origins[tensor]
 
 
-def _writing(step: Step, before: Origin, *, fixed: bool) -> Step:
+def _writing(step: Step, before: OfTensor, *, fixed: bool) -> Step:
     """A step that writes to a copy of what was there before."""
     copy = Step(aten.clone.default, (before,), {}, fixed=before.fixed)
     args, kwargs = pytree.tree_map_only(

@@ -93,6 +93,19 @@ def exchanged(others: Mapping[int, Any], namespaces: Iterable[dict[str, Any]]) -
         yield
 
 
+@contextlib.contextmanager
+def named(name: str, value: Any, module: nn.Module) -> Iterator[None]:
+    """In the block, code that defines the model's classes finds this under a name of Python's; its own names stay."""
+    namespaces = [namespace for namespace in namespaces_of(module) if name not in namespace]
+    for namespace in namespaces:
+        namespace[name] = value
+    try:
+        yield
+    finally:
+        for namespace in namespaces:
+            del namespace[name]
+
+
 class Generator:
     """A generator of random numbers, and the state that it was in."""
 

@@ -17,8 +17,8 @@ import gc
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping
-from types import CodeType, FrameType, TracebackType
+from collections.abc import Mapping
+from types import CodeType, TracebackType
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphshard.capture.lines import callers
 from graphshard.capture.untraceable import Untraceable, is_users
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.subclasses import has_traced
@@ -38,9 +39,9 @@ _MOST = 10_000
 
 
 def remembering_functions() -> dict[CodeType, list[Any]]:
-    """The user's functions that remember results, by their code; this looks through all objects there are."""
+    """The user's functions that remember results, by their code; Python looks through all objects there are."""
     found: dict[CodeType, list[Any]] = {}
-    for value in gc.get_objects():
+    for value in gc.get_referrers(_TYPE):
         if type(value) is _TYPE:
             code = getattr(inspect.unwrap(value), "__code__", None)
             if code is not None and is_users(code.co_filename):
@@ -65,7 +66,7 @@ class Remembered(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        codes = [code for code in _codes_that_run(sys._getframe(1)) if code in self._functions]
+        codes = [f.f_code for f in callers(sys._getframe(1)) if f.f_code in self._functions] if self._functions else []
         if not codes:
             return func(*args, **kwargs)
         given = [leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, torch.Tensor)]
@@ -102,12 +103,6 @@ class _NoDraws(TorchDispatchMode):
 def _refusal(function: Any) -> Untraceable:
     code = inspect.unwrap(function).__code__
     return Untraceable("remembered", f"function {function.__qualname__}", (code.co_filename, code.co_firstlineno))
-
-
-def _codes_that_run(frame: FrameType | None) -> Iterator[CodeType]:
-    while frame is not None:
-        yield frame.f_code
-        frame = frame.f_back
 
 
 def _keeps_traced(function: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.capture.outside import namespaces_of
+from graphshard.capture.outside import named
 from graphshard.ir.tracing_internals import FakeTensor, FunctionalTensor
 
 
@@ -47,11 +47,5 @@ class _TypeOf(type, metaclass=_SaysWhat):
 @contextlib.contextmanager
 def types_as_in_eager_mode(module: nn.Module) -> Iterator[None]:
     """In the block `type` says of traced tensors what it says of those that they stand for."""
-    namespaces = [namespace for namespace in namespaces_of(module) if "type" not in namespace]
-    for namespace in namespaces:
-        namespace["type"] = _TypeOf
-    try:
+    with named("type", _TypeOf, module):
         yield
-    finally:
-        for namespace in namespaces:
-            del namespace["type"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -54,10 +53,9 @@ class Executables:
         self.known.setdefault(signature, []).append(installed)
         self._fits.clear()
 
-    def find(self, signature: Signature, leaves: Sequence[Any]) -> Installed | None:
-        """The program for a call: captured for its signature, or with dynamic sizes that its inputs fit."""
+    def find(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Installed | None:
+        """The program for a call with these tensors: captured for its signature, or with sizes that they fit."""
         self.misfits, self.changes, self.number, self.by_values = [], [], None, False
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for one in self.known.get(signature, ()):
             if self._holds(one, tensors):
                 return one

@@ -114,7 +114,8 @@ class Runner(Maker):
         if self.to_install and self.library is not None:
             self.to_install = False
             self.library.install(module, self)
-        found = self.executables.find(signature, leaves)
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        found = self.executables.find(signature, given)
         if found is None:
             if self.library is not None and self.sealed:
                 raise self.library.missing(self, signature)
@@ -123,7 +124,6 @@ class Runner(Maker):
         if found.guard.moved and not tracer.name:
             install_entries(module, self.call_entry)  # a forward may have been replaced, or put back
         program, state = found.executable.program, found.guard.state
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         check_inputs(program, found.guard, given)
         tensors = [*given, *found.guard.tensors()]
         for number in state.required:
