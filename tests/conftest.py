@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import FakeWorld, RankPool, Ranks, reset_distributed
@@ -65,3 +66,10 @@ def fake_world() -> Iterator[FakeWorld]:
 
     yield start
     reset_distributed()
+
+
+@pytest.fixture
+def mesh(fake_world: FakeWorld) -> DeviceMesh:
+    """A mesh of this process alone; modules whose tests want another have a fixture of this name."""
+    fake_world(1)
+    return init_device_mesh("cpu", (1,))

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.ir.errors import CaptureError
-from tests.ranks import FakeWorld
 
 
 class _Net(nn.Module):
@@ -28,12 +27,6 @@ class _Net(nn.Module):
         factor = 3 if self.ask(self, x) else 2
         y: Tensor = self.linear(x) * factor
         return y
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _x(*, requires_grad: bool = False) -> Tensor:

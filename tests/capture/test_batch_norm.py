@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
-from tests.ranks import FakeWorld
 
 
 class _Net(nn.Module):
@@ -32,12 +31,6 @@ NORMS = [
     nn.BatchNorm1d(4, momentum=None, track_running_stats=False),
     nn.BatchNorm2d(4, momentum=None),
 ]
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _seen(model: nn.Module, x: Tensor) -> dict[str, Tensor]:

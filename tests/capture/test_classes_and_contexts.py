@@ -15,21 +15,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.ir.errors import CaptureError
-from tests.ranks import FakeWorld
 
 X = torch.ones(2, 4)
 CONTEXT: ContextVar[float] = ContextVar("CONTEXT", default=2.0)
 EMPTY: ContextVar[float] = ContextVar("EMPTY")
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 class _Base(nn.Module):

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.ir.errors import ArtifactError, InputError
-from tests.ranks import FakeWorld
 
 
 class _Mode(enum.Enum):
@@ -48,12 +47,6 @@ class _Net(nn.Module):
             case np.bool_():
                 return y if given else -y
         return y * len(repr(given))
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _x() -> Tensor:

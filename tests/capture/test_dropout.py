@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
-from tests.ranks import FakeWorld
 
 KINDS = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -21,12 +20,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "three layers, no bias": {"num_layers": 3, "bias": False},
     "all dropped": {"dropout": 1.0},
 }
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _seen(model: nn.Module, x: Tensor) -> list[Tensor]:

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import graphshard
 from graphshard.capture.eager_kernels import eager_kernels
-from tests.ranks import FakeWorld
 
 SIZES: dict[str, dict[str, Any]] = {
     "linear": {"size": 5},
@@ -39,12 +38,6 @@ class Scaled(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.interpolate(self.w * x, mode=self.mode.partition(",")[0], **SIZES[self.mode])
         return (y * y.detach().cos()).sum()
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _compared(mesh: DeviceMesh, mode: str, backend: str) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:

@@ -14,14 +14,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 import graphshard
 from graphshard.ir.errors import GraphshardError
-from tests.ranks import FakeWorld
 
 PARTS = 8
 # Results that nobody has written to.
@@ -38,12 +37,6 @@ class _Net(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.op(*args, **kwargs)
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _copied(given: Any) -> Any:

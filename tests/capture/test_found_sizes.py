@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import graphshard
@@ -17,7 +17,6 @@ from graphshard.ir.errors import InputError, PassError
 from graphshard.ir.graph import aten
 from graphshard.pipeline.verify import verify
 from tests.helpers import captured
-from tests.ranks import FakeWorld
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 
@@ -67,12 +66,6 @@ WRONG = {
     "slice from": [5, 0, 0],
     "index": [0, 0, 1],
 }
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _step(model: nn.Module, x: Tensor, numbers: list[int]) -> tuple[Tensor, Any]:

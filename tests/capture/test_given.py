@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.ir.errors import CaptureError, InputError
-from tests.ranks import FakeWorld
 
 
 class _Net(nn.Module):
@@ -24,12 +23,6 @@ class _Net(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.body(self.linear, *args)
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _appends(linear: nn.Module, x: Tensor, kept: list[Tensor]) -> Tensor:

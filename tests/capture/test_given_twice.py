@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.export import Dim
 
 import graphshard
 from graphshard.ir.errors import ArtifactError
-from tests.ranks import FakeWorld
 
 
 class _Net(nn.Module):
@@ -27,12 +26,6 @@ class _Net(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.body(self.linear, *args)
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _pair(mesh: DeviceMesh, body: Callable[..., Any], **options: Any) -> tuple[nn.Module, nn.Module]:

@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.capture.guards import expected_truth
 from tests.capture.guarded import GUARDS, OTHERS, catches, refuse
-from tests.ranks import FakeWorld
 
 
 class _Asking:
@@ -55,12 +54,6 @@ class Guarded(nn.Module):
         refuse(tokens, weights)
         torch._check_tensor_all(weights > 0)
         return (self.embed(tokens).sum(-1) * weights).sum()
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def test_conditions_are_checked_after_each_call(mesh: DeviceMesh) -> None:

@@ -8,20 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as of_all
 from torch.utils.module_tracker import ModuleTracker
 
 import graphshard
-from tests.ranks import FakeWorld
 
 X = torch.ones(2, 4)
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _doubles(module: nn.Module, *rest: Any) -> Any:

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
-from tests.ranks import FakeWorld
 
 
 class _Net(nn.Module):
@@ -31,12 +30,6 @@ class _Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.body(self, x)
         return result
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _pair(mesh: DeviceMesh, body: Callable[..., Any]) -> tuple[_Net, _Net]:

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.operators import CHECKED
 from tests.helpers import captured
-from tests.ranks import FakeWorld
 
 
 class _Settings:
@@ -107,12 +106,6 @@ class _Statistics(_Net):
 class _Parameter(_Net):
     def hook(self, grad: Tensor) -> Tensor:
         return grad * self.linear.weight.detach().sum()
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 READERS = [_Number, _Setting, _OfClass, _Buffer, _Plain, _OfModule, _OfAnother, _Statistics, _Parameter]

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.ir.errors import CaptureError
-from tests.ranks import FakeWorld
 
 
 class _Net(nn.Module):
@@ -42,12 +41,6 @@ TOLD: dict[str, Callable[[Any, Tensor], Any]] = {
     "list": lambda net, y: y[0].tolist(),
     "in an attribute": _leave,
 }
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _seen(net: nn.Module) -> list[Any]:

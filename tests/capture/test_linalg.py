@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.ir.errors import CaptureError
-from tests.ranks import FakeWorld
 
 
 class _Scaled(nn.Module):
@@ -44,12 +43,6 @@ class _Suppresses(_Scaled):
 class _LeastSquares(_Scaled):
     def forward(self, x: Tensor) -> Tensor:
         return torch.linalg.lstsq(x * self.scale, x).solution
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="older code does not say what catches")

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from tests.capture import settings
-from tests.ranks import FakeWorld
 
 
 class _Config:
@@ -143,10 +142,9 @@ class _Net(nn.Module):
         return self.function(self.linear(x)).sum()
 
 
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> Iterator[DeviceMesh]:
-    fake_world(1)
-    yield init_device_mesh("cpu", (1,))
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    yield
     CONFIG.scale = SIMPLE.scale = ARGUMENTS.scale = settings.SCALE = settings.Inner.scale = SLOTTED.scale = 2.0
     object.__setattr__(FROZEN, "scale", 2.0)
     _set_default(2.0)

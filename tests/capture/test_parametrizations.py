@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrizations, parametrize
 
 import graphshard
 from graphshard.ir.errors import CaptureError
-from tests.ranks import FakeWorld
 
 
 class _Twice(nn.Module):
@@ -27,12 +26,6 @@ class _Twice(nn.Module):
         with parametrize.cached() if self.within else contextlib.nullcontext():
             y: Tensor = self.linear(x) + self.linear(2 * x)
             return y
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _step(model: nn.Module, around: bool) -> dict[str, Tensor]:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.ir.errors import CaptureError
-from tests.ranks import FakeWorld
 
 
 @functools.lru_cache(maxsize=8)
@@ -83,12 +82,10 @@ class _Writes(_Net):
         return y
 
 
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> None:
     for function in (_mask, _frequencies, _twice, _drawn, _Net.positions, _Net.scaled):
         function.cache_clear()
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.ir.errors import CaptureError
-from tests.ranks import FakeWorld
 
 
 class _Net(nn.Module):
@@ -155,12 +154,6 @@ class _Reads(_Net):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x) * self.computed
         return y
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _seen(model: nn.Module) -> list[Any]:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.ir.errors import CaptureError, InputError
-from tests.ranks import FakeWorld
 
 
 class _Cached(nn.Module):
@@ -30,12 +29,6 @@ class _Cached(nn.Module):
             getattr(self, self.writes).add_(1)
         y: Tensor = self.linear(x) + self.kv.sum() + self.k.sum()
         return y
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.parametrize(("writes", "other"), [("k", "kv"), ("kv", "k")])

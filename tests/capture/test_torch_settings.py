@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends.cuda import flash_sdp_enabled
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphshard
 from graphshard.ir.errors import CaptureError
-from tests.ranks import FakeWorld
 
 
 class _Net(nn.Module):
@@ -39,12 +38,6 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = self.linear(x).view(2, 64, 4, 4).transpose(1, 2)
         return F.scaled_dot_product_attention(q, q, q)
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 # What asks, what changes the answer, and what changes it back.

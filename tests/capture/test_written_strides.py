@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import graphshard
-from tests.ranks import FakeWorld
 
 WRITES: dict[str, Callable[[Tensor], Tensor]] = {
     "relu_": lambda x: x.relu_(),
@@ -39,12 +38,6 @@ class Pyramid(nn.Module):
         y = self.write(self.norm(self.stem(x)))
         y = F.interpolate(y, size=8, mode="nearest")
         return self.conv(y).square().mean()
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.parametrize("name", WRITES)

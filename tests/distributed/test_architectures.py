@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from benchmarks.architectures import compare
 from benchmarks.tiny_models import batch_of, tiny_model
-from tests.ranks import FakeWorld, Ranks
+from tests.ranks import Ranks
 
 QUICK = (
     "llama",  # returns a DynamicCache
@@ -36,12 +36,6 @@ def test_training_equals_fsdp2(ranks: Ranks, name: str) -> None:
     first, _ = ranks(2).run(compare, name, CHANGES.get(name, {}), share=False)
     assert "fsdp2" not in first, first["fsdp2"]
     assert (first["result"], first.get("difference")) == ("equal", 0.0), first.get("why")
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def test_caches_are_those_of_eager_mode(mesh: DeviceMesh) -> None:

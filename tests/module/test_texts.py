@@ -8,17 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from tests.module.test_value_guards import Asking, X
-from tests.ranks import FakeWorld
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _returned(net: Any, y: Tensor, number: Tensor) -> Any:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.ir.errors import UnsupportedError
-from tests.ranks import FakeWorld
 
 
 class _Net(nn.Module):
@@ -28,12 +27,6 @@ class _Net(nn.Module):
         h = self.first(x).tanh()
         self.feature = h * 2
         return h, self.second(self.feature), self.other(x)
-
-
-@pytest.fixture
-def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    fake_world(1)
-    return init_device_mesh("cpu", (1,))
 
 
 def _twins(mesh: DeviceMesh, backend: str = "eager") -> tuple[nn.Module, nn.Module]:
