@@ -91,7 +91,8 @@ class CheckpointRegions:
     ) -> Iterator[None]:
         """What is traced inside belongs to a new region. A checkpoint within a checkpoint belongs to the outer one."""
         self.depth += 1
-        drawing = NoDraws() if draws_anew and torch.is_grad_enabled() else contextlib.nullcontext()
+        draws_anew = draws_anew and torch.is_grad_enabled()
+        drawing = NoDraws(_draws_anew) if draws_anew else contextlib.nullcontext()
         try:
             if self.depth > 1:
                 with drawing:
@@ -219,6 +220,11 @@ def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
         yield regions
         # What was there knows tensors of the trace, which are not to outlive it.
         regions.enter_region, regions.buffers = _leave_nothing, dict
+
+
+def _draws_anew(func: Any) -> Untraceable:
+    """What a checkpoint with preserve_rng_state=False draws, eager mode draws anew in backward."""
+    return Untraceable("draws anew", f"operator {func}")
 
 
 def _policy_of(context_fn: Callable[[], tuple[Any, Any]] | None) -> _PolicyFn | None:

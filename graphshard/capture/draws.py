@@ -1,7 +1,8 @@
-"""Operators that draw random numbers, and regions of checkpoints that would draw others when they run again."""
+"""Operators that draw random numbers, and places where they must not, as eager mode draws at another time there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,11 +20,19 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class NoDraws(TorchDispatchMode):
-    """Raises Untraceable where random numbers are drawn that eager mode draws anew in backward."""
+    """Raises where random numbers are drawn.
+
+    Args:
+        refusal: the error for an operator that draws.
+    """
 
     supports_higher_order_operators = True
 
+    def __init__(self, refusal: Callable[[OpOverload], Untraceable]) -> None:
+        super().__init__()
+        self._refusal = refusal
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if draws(func, args, kwargs or {}):
-            raise Untraceable("draws anew", f"operator {func}")
+            raise self._refusal(func)
         return func(*args, **(kwargs or {}))

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphshard.capture.draws import NoDraws
 from graphshard.capture.lines import callers
 from graphshard.capture.untraceable import Untraceable, is_users
 from graphshard.ir.driver_internals import stands_in
@@ -73,7 +73,9 @@ class Remembered(TorchFunctionMode):
         if stands_in() or any(map(has_traced, given)):
             self._traced |= dict.fromkeys(codes)
             return func(*args, **kwargs)
-        with without_dispatch_modes(), _NoDraws(self._functions[codes[0]][0]):
+        function = self._functions[codes[0]][0]
+        # Random numbers would be drawn before those that the program draws, not between them.
+        with without_dispatch_modes(), NoDraws(lambda _: _refusal(function)):
             return func(*args, **kwargs)
 
     def __exit__(
@@ -85,19 +87,6 @@ class Remembered(TorchFunctionMode):
             function.cache_clear()
         if kept and (error is None or (isinstance(error, Exception) and not isinstance(error, Untraceable))):
             raise _refusal(kept[0])
-
-
-class _NoDraws(TorchDispatchMode):
-    """Random numbers would be drawn before those that the program draws, not between them."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self._function = function
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _refusal(self._function)
-        return func(*args, **(kwargs or {}))
 
 
 def _refusal(function: Any) -> Untraceable:

@@ -271,8 +271,10 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def arguments_of(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What an operator was given, by the names of its arguments."""
-    return {**dict(zip((argument.name for argument in func._schema.arguments), args)), **kwargs}
+    """What an operator was given, or takes where it was given nothing, by the names of its arguments."""
+    arguments = func._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return {**defaults, **dict(zip((argument.name for argument in arguments), args)), **kwargs}
 
 
 def written_by(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

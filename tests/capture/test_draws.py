@@ -54,6 +54,22 @@ def test_a_region_that_draws_nothing_or_the_same(
     assert torch.equal(ours.linear.weight.grad.full_tensor(), plain.linear.weight.grad)
 
 
+class _Attending(_Drawing):
+    def inner(self, x: Tensor) -> Tensor:
+        x = self.linear(x)[None, None]
+        return F.scaled_dot_product_attention(x, x, x)[0, 0]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_attention_without_dropout_draws_nothing(mesh: DeviceMesh, use_reentrant: bool) -> None:
+    """Its operator is one that may draw; it was an error, as the operator is called without dropout's rate."""
+    plain = _Attending(0.0, use_reentrant=use_reentrant, preserve_rng_state=False)
+    ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
+    for model in (plain, ours):
+        model(torch.arange(8.0).view(2, 4)).square().sum().backward()
+    assert torch.equal(ours.linear.weight.grad.full_tensor(), plain.linear.weight.grad)
+
+
 class _Twice(nn.Module):
     def __init__(self, cache: bool | None) -> None:
         super().__init__()

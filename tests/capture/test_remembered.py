@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,6 +35,13 @@ def _twice(x: Tensor) -> Tensor:
 
 
 @functools.cache
+def _attended(size: int) -> Tensor:
+    """Attention's operator may draw random numbers, but does not here."""
+    ones = torch.arange(4.0 * size).view(1, 1, size, 4)
+    return F.scaled_dot_product_attention(ones, ones, ones)[0, 0]
+
+
+@functools.cache
 def _drawn(size: int) -> Tensor:
     return torch.rand(size)
 
@@ -56,7 +64,7 @@ class _Net(nn.Module):
 class _Masked(_Net):
     def forward(self, x: Tensor) -> Tensor:
         cos, more = _frequencies(len(x))
-        y: Tensor = _mask(len(x)) @ self.linear(x) * cos + more["sin"] * x + self.positions(len(x))
+        y: Tensor = _mask(len(x)) @ self.linear(x) * cos + more["sin"] * x + self.positions(len(x)) + _attended(len(x))
         return y
 
 
@@ -84,7 +92,7 @@ class _Writes(_Net):
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered() -> None:
-    for function in (_mask, _frequencies, _twice, _drawn, _Net.positions, _Net.scaled):
+    for function in (_mask, _frequencies, _attended, _twice, _drawn, _Net.positions, _Net.scaled):
         function.cache_clear()
 
 
