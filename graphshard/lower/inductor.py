@@ -140,7 +140,7 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
             with _kept_by_inductor(region), whole_operators(), products():
                 compiled: Boxed = compile_fx_inner(module, inputs)
         if unknown := unknown_in(getattr(compiled, "source_code", None) or ""):
-            raise NameError(f"Inductor's code reads {', '.join(sorted(unknown))} and does not make it")
+            raise NameError(f"Inductor's code reads {', '.join(sorted(unknown))} before it makes it")
     except Exception as error:
         return functools.partial(_operators_instead, region, name, error)
 

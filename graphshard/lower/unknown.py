@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import copy
 import re
+import sys
 from typing import Any
 
 import torch
@@ -63,13 +64,21 @@ class _Again(Interpreter):
 
 
 def unknown_in(code: str) -> set[str]:
-    """Sizes that depend on values and that Inductor's code reads, but nowhere makes: it would fail when it runs."""
+    """Sizes that depend on values and that Inductor's code reads before it makes them, or that it makes nowhere."""
     if not re.search(r"\bu\d+\b", code):
         return set()
     # What would measure the code makes inputs, and runs never.
     runs = [each for each in ast.parse(code).body if getattr(each, "name", "") not in _MEASURING]
-    names = [step for each in runs for step in ast.walk(each) if isinstance(step, ast.Name)]
-    sizes = [name for name in names if re.fullmatch(r"u\d+", name.id)]
-    made = {name.id for name in sizes if not isinstance(name.ctx, ast.Load)}
-    made |= {step.arg for each in runs for step in ast.walk(each) if isinstance(step, ast.arg)}
-    return {name.id for name in sizes} - made
+    functions = [part for each in runs for part in (each.body if isinstance(each, ast.ClassDef) else [each])]
+    return set().union(*map(_unknown_in, functions))
+
+
+def _unknown_in(function: ast.stmt) -> set[str]:
+    steps = list(ast.walk(function))
+    names = [step for step in steps if isinstance(step, ast.Name) and re.fullmatch(r"u\d+", step.id)]
+    reads = [name for name in names if isinstance(name.ctx, ast.Load)]
+    made = {step.arg: 0 for step in steps if isinstance(step, ast.arg)}
+    for name in sorted(names, key=lambda name: name.lineno):
+        if not isinstance(name.ctx, ast.Load):
+            made.setdefault(name.id, name.lineno)
+    return {name.id for name in reads if name.lineno <= made.get(name.id, sys.maxsize)}
