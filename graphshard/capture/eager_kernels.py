@@ -69,10 +69,15 @@ def _layers(
     for number in range(num_layers):
         own = slice(directions * number, directions * (number + 1))
         x, ends = run(x, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer)
-        final += ends
+        final += pytree.tree_map(_shaped, ends, [*hidden[own]])
         if train and dropout and number < num_layers - 1:
             x = torch.dropout(x, dropout, train=True)
     return (x.transpose(0, 1) if batch_first else x), final
+
+
+def _shaped(end: Tensor, begin: Tensor) -> Tensor:
+    """A final state, with the shape of the initial one; torch 2.11 leaves a dim too many on those of an LSTM."""
+    return end if end.dim() == begin.dim() else end.reshape(begin.shape)
 
 
 def _chosen(op: OpOverload, key: DispatchKey, in_python: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

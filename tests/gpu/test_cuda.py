@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphshard
+from tests.distributed.twins import assert_same, fsdp2, grads_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from llama import Llama, LlamaConfig
@@ -75,6 +77,47 @@ def test_inductor_follows_eager(nccl, policy):
     graphshard.compile(compiled, nccl, mp_policy=policy)
     graphshard.compile(eager, nccl, mp_policy=policy, backend="eager")
     torch.testing.assert_close(train(compiled, 10), train(eager, 10), rtol=2e-2 if policy == BF16 else 1e-3, atol=1e-3)
+
+
+class Deciding(nn.Module):
+    """By a mask, of which `nn.TransformerEncoder` asks whether it is causal, a buffer and an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+        self.core = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(8), persistent=False)
+        self.register_buffer("queue", torch.zeros(8, 32))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.core(x, mask=self.mask)
+        start = int(self.pointer)
+        scores = y.mean(1) @ self.queue.to(y.dtype, copy=True).T
+        with torch.no_grad():
+            self.queue[start : start + 4] = y[:, 0]
+            self.pointer.copy_((self.pointer + 4) % 8)
+        return scores.relu() if (x.sum() > 0) and x.isfinite().all() else scores
+
+
+@pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
+def test_forward_decides_by_values(nccl, policy):
+    """Values on the GPU are conditions of programs; gradients, and the queue, have the bits of FSDP2."""
+    torch.manual_seed(0)
+    ours = Deciding().cuda()
+    theirs = fsdp2(copy.deepcopy(ours), nccl, mp_policy=policy)
+    graphshard.compile(ours, nccl, mp_policy=policy, backend="eager")
+    found = []
+    for net in (ours, theirs):
+        torch.manual_seed(1)
+        for _ in range(6):
+            scores = net(torch.randn(4, 8, 32, device="cuda"))
+            scores.float().square().mean().backward()
+        found.append({"scores": scores.detach(), "queue": net.queue, **grads_of(net)})
+    assert_same(*found, "six steps")
+    programs = graphshard.programs(ours)
+    assert 2 <= len(programs) <= 4
+    assert all(program.decided is not None for program in programs)
 
 
 def test_cpu_model_moves_to_the_mesh(nccl):
