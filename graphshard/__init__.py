@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from graphshard.measure.step import profile_step
     from graphshard.measure.step_profile import StepProfile
     from graphshard.module.compile_step import CompiledStep, compile_step
+    from graphshard.module.uncompiled import uncompiled
     from graphshard.passes import Pass
     from graphshard.pipeline.pipeline import Pipeline
     from graphshard.schedule.by_unit import PlanByUnit
@@ -114,6 +115,7 @@ __all__ = [
     "save_checkpoint",
     "save_measured",
     "schedule_graph",
+    "uncompiled",
     "unsharded_init",
     "what_if",
 ]
@@ -157,6 +159,7 @@ _HOMES = {
     "measure.step": ("profile_step",),
     "measure.step_profile": ("StepProfile",),
     "module.compile_step": ("CompiledStep", "compile_step"),
+    "module.uncompiled": ("uncompiled",),
     "passes": ("Pass",),
     "pipeline.pipeline": ("Pipeline",),
     "schedule.by_unit": ("PlanByUnit",),

@@ -31,15 +31,18 @@ from graphshard.ir.units import modules_of
 def unit_boundaries(
     module: nn.Module, units: Iterable[str], params: ParamTable, precision: Precision
 ) -> Iterator[None]:
-    """Within the block the root and the units treat their inputs and outputs as FSDP2's hooks would."""
+    """Within the block the root and the units treat their inputs and outputs as FSDP2's hooks would.
+
+    Hooks of the user's on the root run around that.
+    """
     sharded = {row.unit for row in params if not row.ignored}
     with contextlib.ExitStack() as stack:
         for unit in ("", *units):
             owners = [module] if not unit else list(map(module.get_submodule, modules_of(unit)))
             boundary = _Boundary(precision.of(unit), has_node=unit in sharded, modules=frozenset(owners))
             for owner in owners:
-                enter = owner.register_forward_pre_hook(boundary.enter, with_kwargs=True, prepend=True)
-                leave = owner.register_forward_hook(boundary.leave, always_call=True)
+                enter = owner.register_forward_pre_hook(boundary.enter, with_kwargs=True, prepend=bool(unit))
+                leave = owner.register_forward_hook(boundary.leave, always_call=True, prepend=not unit)
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
         yield
@@ -53,6 +56,10 @@ class _Boundary:
     has_node: bool
     modules: frozenset[nn.Module]
     left: set[nn.Module] = field(default_factory=set)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Boundary:
+        """Does nothing, in a copy that somebody has made of the module meanwhile."""
+        return _Boundary(MixedPrecisionPolicy(), has_node=False, modules=frozenset())
 
     def enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.policy.param_dtype is not None and self.policy.cast_forward_inputs:

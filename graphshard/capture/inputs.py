@@ -130,7 +130,10 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
 
 def _remedy(leaf: Any) -> str:
     if hasattr(leaf, "get_seq_length"):  # a cache of transformers, which forward would write to
-        return "Pass use_cache=False: model.generate(..., use_cache=False) runs compiled programs."
+        return (
+            "Pass use_cache=False: model.generate(..., use_cache=False) runs compiled programs, one for each length. "
+            "Or generate within `with graphshard.uncompiled(model):`, which takes caches."
+        )
     if type(leaf).__module__ == "numpy":
         return "Pass torch.from_numpy(array), or numbers."
     if isinstance(leaf, dist.Work):

@@ -29,6 +29,7 @@ from torch._inductor.virtualized import V
 from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.torch_version import TorchVersion
 
 from graphshard.ir.graph import WRONG_IN_PYTHON, interpolations
 from graphshard.ir.params import memory_order
@@ -55,6 +56,8 @@ from graphshard.lower.unknown import sums_as_sizes, unknown_in
 
 log = logging.getLogger(__name__)
 
+# Left out of packages. Before torch 2.13 their loader finds what it reads by the name of the wrapper's source.
+_SOURCES = (".cpp",) if TorchVersion(torch.__version__) >= "2.13" else (".kernel.cpp",)
 # Regions that a rank compiles, and functions that wait for their kernels.
 _Begun = tuple[Claim, dict[str, Callable[[], Boxed]]]
 
@@ -241,7 +244,7 @@ def package(region: Region, name: str) -> Package:
                 module, inputs = decompose(_without_sizes(sums_as_sizes(region.module)))
                 compiled: Any = compile_fx_inner(module, inputs, cpp_wrapper=True)
             path = os.path.join(directory, "region.pt2")
-            package_aoti(path, [file for file in compiled.filename if not str(file).endswith(".cpp")])
+            package_aoti(path, [file for file in compiled.filename if not str(file).endswith(_SOURCES)])
             return Package(Path(path).read_bytes())
         except Exception as error:
             log.debug("%s:\n%s", name, region.text, exc_info=True)

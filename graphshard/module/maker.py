@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 _TAKEN_FOR_INPUT = 2
 _OF_SIZES = "Pad inputs to a few sizes, keep numbers that change in buffers (register_buffer) or pass them as tensors"
 _OF_VALUES = "Compute with tensors what depends on values: torch.where, a mask, index_copy or gather"
+_WITHOUT_GRADIENTS = " Calls without gradients run without programs within `with graphshard.uncompiled(model):`."
 
 
 class Kept(NamedTuple):
@@ -117,6 +118,7 @@ class Maker:
             raise CaptureLimitError(
                 f"{tracer.label} was captured {number} times, which is max_captures; this call would be one more, "
                 f"because of {reason}. {remedy}, or raise max_captures in graphshard.compile."
+                f"{'' if signature.grad else _WITHOUT_GRADIENTS}"
             )
         check_same_modules(module, tracer.params)
         check_no_new_parameters(module, tracer.spec.params)

@@ -60,6 +60,8 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(cls.forward)
     def forward(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
+        if "_graphshard" not in self.__dict__:  # of a model that is uncompiled for now, called by what wraps this
+            return cls.forward(self, *args, **kwargs)
         return self._graphshard.call(self, args, kwargs)
 
     # torch.compile of what calls the model compiles the rest of it.

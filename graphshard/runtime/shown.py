@@ -38,8 +38,13 @@ def places_of(ref: ParamRef, aliases: Iterable[Alias], name: str) -> Places:
 
 @dataclass
 class Shown:
-    """What modules show, by the names of parameters in the model."""
+    """What modules show, by the names of parameters in the model.
 
+    Attributes:
+        kind: what they show.
+    """
+
+    kind: type[ShownParameter] = ShownParameter
     _now: dict[str, tuple[nn.Parameter, Places]] = field(default_factory=dict)
     _left: set[str] = field(default_factory=set)
     # Of earlier steps, to be used again.
@@ -102,7 +107,7 @@ class Shown:
             made.show(full)
             shown = made
         else:
-            shown = self._made[places.name] = ShownParameter.of(full, shard, places.name)
+            shown = self._made[places.name] = self.kind.of(full, shard, places.name)
         for owner, attribute in places.at:
             owner._parameters[attribute] = shown
         self._now[places.name] = shown, places

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import Self
 
 from graphshard.ir.device_meshes import axes_around
 from graphshard.ir.distributed_internals import dtensor_of
@@ -40,14 +41,14 @@ class ShownParameter(nn.Parameter):
     _nothing: torch.Tensor
     _dtype: torch.dtype
 
-    @staticmethod
-    def of(full: torch.Tensor, shard: nn.Parameter, path: str) -> ShownParameter:
+    @classmethod
+    def of(cls, full: torch.Tensor, shard: nn.Parameter, path: str) -> Self:
         """Show a tensor.
 
         Args:
             path: the parameter's name in the model.
         """
-        shown = torch.Tensor._make_subclass(ShownParameter, full.detach(), shard.requires_grad)
+        shown = torch.Tensor._make_subclass(cls, full.detach(), shard.requires_grad)
         shown._graphshard_shard, shown._path, shown._nothing = shard, path, full.new_empty(0)
         shown._written, shown._dtype = shown._version, full.dtype
         shown._follow(shard.requires_grad)
@@ -128,6 +129,17 @@ class ShownParameter(nn.Parameter):
             f"the gathered parameter {self._path} {what}, and gradients go to its shard. Do that before the model is "
             "called or unsharded, or call reshard() first."
         )
+
+
+class WholeParameter(ShownParameter):
+    """A full parameter that is taken for what it is where it is copied or written down, and not for its shard."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        memo[id(self)] = whole = nn.Parameter(self.data.clone(), self.requires_grad)
+        return whole
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
 def shown_dtensor(full: torch.Tensor, shard: nn.Parameter, row: ParamRow, path: str) -> nn.Parameter:

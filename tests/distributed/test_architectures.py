@@ -57,7 +57,7 @@ def test_caches_are_those_of_eager_mode(mesh: DeviceMesh) -> None:
 
 
 def test_generation(mesh: DeviceMesh) -> None:
-    """Without a cache compiled programs generate; with one, the message says so."""
+    """Without a cache compiled programs generate; with one, the message says what does."""
     model, _ = tiny_model("llama")
     plain = copy.deepcopy(model).eval()
     compiled = graphshard.compile(model.eval(), mesh, backend="eager")
@@ -65,6 +65,9 @@ def test_generation(mesh: DeviceMesh) -> None:
     expected = plain.generate(tokens, max_new_tokens=2, do_sample=False)
     assert torch.equal(compiled.generate(tokens, max_new_tokens=2, do_sample=False, use_cache=False), expected)
     with pytest.raises(
-        graphshard.InputError, match=r"(past_key_values|cache) is a DynamicCache, .* Pass use_cache=False: model"
+        graphshard.InputError,
+        match=r"(past_key_values|cache) is a DynamicCache, .* Pass use_cache=False: model.* `with graphshard.uncomp",
     ):
         compiled.generate(tokens, max_new_tokens=2, do_sample=False)
+    with graphshard.uncompiled(compiled):
+        assert torch.equal(compiled.generate(tokens, max_new_tokens=2, do_sample=False), expected)

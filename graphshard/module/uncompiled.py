@@ -1,0 +1,214 @@
+"""A compiled model as it was written, while it generates or is looked at: no programs, whole parameters, no gradients.
+
+    with graphshard.uncompiled(model):
+        tokens = model.generate(prompt, max_new_tokens=100)     caches, any length, code that no program takes
+
+Modules have the classes and forwards that they had before `compile`, and hold their whole parameters. What FSDP2's
+hooks do where values enter and leave a unit is done, so results have its bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphshard.capture.boundaries import unit_boundaries
+from graphshard.capture.entry import OF_UNITS, Entry, install_entries, without_entries
+from graphshard.ir.classes import users_class
+from graphshard.ir.errors import UnsupportedError
+from graphshard.ir.given import check_bool
+from graphshard.ir.operators import copied_to
+from graphshard.ir.subclasses import is_extended, shard_in
+from graphshard.ir.units import modules_of
+from graphshard.module.callchecks import check_materialized
+from graphshard.module.runner import Runner
+from graphshard.module.sharded_module import compiled_module
+from graphshard.runtime.shards import ParamRef
+from graphshard.runtime.shown import Places, Shown, places_of
+from graphshard.runtime.shown_parameter import WholeParameter
+from graphshard.runtime.unsharded import start_gathering
+
+# Models that are so now.
+_OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def uncompiled(model: nn.Module, *, reshard_after_forward: bool = False) -> Iterator[None]:
+    """In the block a compiled model is the module that it was made of, with whole parameters and without gradients.
+
+    For `generate()` with caches, code by others that wants plain parameters, `save_pretrained` and plain copies
+    (`copy.deepcopy`). All ranks enter it together. It is a decorator, too:
+    `model.generate = graphshard.uncompiled(model)(model.generate)`.
+
+    Args:
+        model: a compiled module.
+        reshard_after_forward: False gathers all parameters at once, and ranks may run what they like. True gathers
+            those of the root, and those of a unit for each of its calls, as FSDP2 does: all ranks must run the same
+            units, in the same order.
+
+    Raises:
+        ArgumentError: the module was not compiled.
+        UnsupportedError: a parameter decides itself what is gathered of it; or, in the block, a module is called with
+            gradients enabled, or a parameter was written to.
+    """
+    check_bool("reshard_after_forward", reshard_after_forward)
+    if model in _OPEN:
+        yield
+        return
+    model = compiled_module(model)
+    runner = model._graphshard
+    whole = _Whole(runner)
+    whole.check(model)
+    units = runner.tracer.spec.units
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        runner.unsharded.shown.hide()
+        stack.enter_context(_as_written(model, runner))
+        stack.callback(whole.hide)
+        whole.show([ref for ref in runner.tracer.params if not (reshard_after_forward and ref.row.unit)])
+        for unit in units if reshard_after_forward else ():
+            stack.enter_context(whole.during(unit, [model.get_submodule(path) for path in modules_of(unit)]))
+        device = runner.tracer.spec.device
+        stack.callback(model.register_forward_pre_hook(functools.partial(_begin, device), with_kwargs=True).remove)
+        spec = runner.tracer.spec
+        stack.enter_context(unit_boundaries(model, units, spec.params, spec.precision))
+        _OPEN.add(model)
+        stack.callback(_OPEN.discard, model)
+        yield
+        whole.check_unchanged()
+
+
+class _Whole:
+    """The whole parameters of a model: those that are gathered now, in the place of their shards."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._shown = Shown(WholeParameter)
+        # Gathered ones: where modules hold them, their shards, what was gathered, and its version.
+        self._held: dict[str, tuple[Places, nn.Parameter, torch.Tensor, int]] = {}
+
+    def check(self, model: nn.Module) -> None:
+        """Raise an error of this package's if parameters are not as they were, or cannot be gathered."""
+        tracer = self._runner.tracer
+        for ref in tracer.params:
+            if is_extended(ref.checked()) and not ref.row.ignored:
+                raise UnsupportedError(
+                    f"uncompiled: the parameter {ref.row.name} decides itself what is gathered of it "
+                    "(fsdp_pre_all_gather), which programs alone do. Call the compiled model instead."
+                )
+        for alias in self._runner.aliases:
+            alias.check()
+        check_materialized(model, tracer.params, tracer.spec.device, tracer.storage.device)
+
+    def show(self, refs: Sequence[ParamRef]) -> None:
+        """Gather parameters, and let modules hold them."""
+        runner, spec = self._runner, self._runner.tracer.spec
+        current = {row.name: row for row in runner.tracer.current_spec().params}
+        refs = [ref for ref in refs if not ref.row.ignored]
+        pairs = [(current[ref.row.name], ref.param) for ref in refs if ref.row.num_shards > 1]
+        gathered = start_gathering(pairs, spec.mesh, runner.groups, spec.device)
+        for ref in refs:
+            name = ref.row.name
+            if name in gathered:
+                full = gathered[name].wait()
+            else:
+                (local,) = copied_to([shard_in(ref.param).detach()], spec.device)
+                full = local.to(current[name].compute_dtype)
+            places = places_of(ref, runner.aliases, name)
+            if name in gathered:  # what is written to others is written to the parameter
+                self._held[name] = places, ref.param, full, full._version
+            self._shown.show(places, full)
+
+    def hide(self, refs: Sequence[ParamRef] | None = None) -> None:
+        """Let modules hold the shards again; by default all of them."""
+        names = None if refs is None else [ref.row.name for ref in refs]
+        self._shown.hide(names)
+        for name in list(self._held if names is None else names):
+            if name in self._held:
+                places, shard, *_ = self._held.pop(name)
+                for owner, attribute in places.at:  # somebody may have put another there
+                    owner._parameters[attribute] = shard
+
+    @contextlib.contextmanager
+    def during(self, unit: str, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Show the parameters of a unit from the first of its modules that runs to the last."""
+        refs = [ref for ref in self._runner.tracer.params if ref.row.unit == unit]
+        left: set[nn.Module] = set()
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if not left:
+                self.show(refs)
+                left.update(modules)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            left.discard(module)
+            if not left:
+                self.check_unchanged()
+                self.hide(refs)
+
+        with contextlib.ExitStack() as stack:
+            for module in modules:
+                stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            yield
+
+    def check_unchanged(self) -> None:
+        """Raise UnsupportedError if a gathered parameter was written to, or replaced, which its shard does not see."""
+        for name, (places, _, full, version) in self._held.items():
+            held = [owner._parameters.get(attribute) for owner, attribute in places.at]
+            same = all(param is not None and shard_in(param).data_ptr() == full.data_ptr() for param in held)
+            if not same or full._version != version:
+                raise UnsupportedError(
+                    f"the parameter {name} was written to, or replaced, within graphshard.uncompiled, where modules "
+                    "hold copies. Do that outside of the block, to the shards."
+                )
+
+
+@contextlib.contextmanager
+def _as_written(model: nn.Module, runner: Runner) -> Iterator[None]:
+    """Modules have their own classes and methods; what is set on them meanwhile stays."""
+    with contextlib.ExitStack() as stack:
+        for module in list(model.modules()):
+            ours = {name: value for name, value in vars(module).items() if type(value) is Entry or name in OF_UNITS}
+            stack.callback(_put_back, module, ours, type(module))
+            attributes = without_entries(module)
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            object.__setattr__(module, "__class__", users_class(module))
+        try:
+            yield
+        finally:
+            stack.close()
+            install_entries(model, runner.call_entry)  # around forwards that somebody has replaced meanwhile
+
+
+def _put_back(module: nn.Module, ours: dict[str, Any], cls: type[nn.Module]) -> None:
+    now = dict(module.__dict__)
+    for name, value in ours.items():
+        if type(value) is Entry and now.get(name, value.replaced) is value.replaced:
+            now.pop(name, None)
+    module.__dict__.clear()
+    module.__dict__.update({**ours, **now})
+    object.__setattr__(module, "__class__", cls)
+
+
+def _begin(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Before the model's forward: inputs are moved to the device, as FSDP2 moves them."""
+    if module not in _OPEN:  # a copy
+        return None
+    if torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters()):
+        raise UnsupportedError(
+            "a model is called with gradients enabled within graphshard.uncompiled, where none reaches its shards. "
+            "Leave the block to train it, or call it under torch.no_grad()."
+        )
+    given = pytree.tree_leaves((args, kwargs))
+    if all(leaf.device == device for leaf in given if isinstance(leaf, torch.Tensor)):
+        return None  # lists stay the caller's, to which forward may append
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
