@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -168,11 +168,15 @@ def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
     """While this is open, checkpointed functions are traced as what they are, and their nodes annotated."""
     regions = CheckpointRegions(namespaces_of(module))
 
-    def without_reentrant(context_fn: Any, early_stop: bool, preserve: bool) -> Iterator[None]:
+    def region(context_fn: Any, early_stop: bool, preserve: bool) -> Generator[None, None, None]:
         switched = torch_checkpoint._enable_checkpoint_early_stop
         stops_early = early_stop if switched is None else switched
         with regions.enter(_policy_of(context_fn), stops_early=stops_early, draws_anew=not preserve):
             yield
+
+    def without_reentrant(context_fn: Any, early_stop: bool, preserve: bool) -> Iterator[None]:
+        # Before torch 2.13 nobody tells the region of an error in it: it would end when the error is let go of.
+        return stack.enter_context(contextlib.closing(region(context_fn, early_stop, preserve)))
 
     def by_place(
         _fn: Any,

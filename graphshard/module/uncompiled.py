@@ -143,13 +143,13 @@ class _Whole:
         left: set[nn.Module] = set()
 
         def enter(module: nn.Module, args: Any) -> None:
-            if not left:
+            if not left and module in modules:  # and no copy of one
                 self.show(refs)
                 left.update(modules)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             left.discard(module)
-            if not left:
+            if not left and module in modules:
                 self.check_unchanged()
                 self.hide(refs)
 

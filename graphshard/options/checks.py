@@ -21,6 +21,7 @@ from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
 from graphshard.ir.text import brief, visible
+from graphshard.runtime.shown_parameter import behind
 
 # What gloo and NCCL add up.
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -130,6 +131,11 @@ def check_model(model: Any, *, in_parts: bool = False) -> None:
             raise ArgumentError(
                 f"{what}: {cls.__name__} cannot be compiled: {name} of {owner} has no shape yet. Call the model once "
                 "with an example of its inputs, before graphshard.compile and the optimizer."
+            )
+        if isinstance(tensor, nn.Parameter) and behind(tensor) is not tensor:
+            raise ArgumentError(
+                f"{what}: {cls.__name__} cannot be compiled: it is, and {name} is gathered within "
+                "graphshard.uncompiled. Leave the block, or compile a copy.deepcopy of it."
             )
     if cls.forward is nn.Module.forward:
         raise ArgumentError(

@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.traceback import get_current_meta
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
+from graphshard.capture.checkpoints import trace_checkpoints
 from graphshard.ir.errors import CaptureError
 
 
@@ -52,6 +55,25 @@ def test_a_region_that_draws_nothing_or_the_same(
         torch.manual_seed(0)
         model(torch.ones(2, 4)).square().sum().backward()
     assert torch.equal(ours.linear.weight.grad.full_tensor(), plain.linear.weight.grad)
+
+
+def _fails_in_a_region(kept: list[Any]) -> None:
+    name = "_checkpoint_without_reentrant_generator"
+    with trace_checkpoints(nn.Linear(4, 4)):
+        begin = getattr(torch_checkpoint, f"{name}_impl", None) or getattr(torch_checkpoint, name)
+        kept.append(begin(F.relu))
+        next(kept[0])
+        assert "custom" in get_current_meta()
+        raise ZeroDivisionError
+
+
+def test_an_error_ends_its_region() -> None:
+    """Torch before 2.13 did not end it: the next captures took their nodes for parts of it."""
+    kept: list[Any] = []
+    with pytest.raises(ZeroDivisionError):
+        _fails_in_a_region(kept)
+    assert "custom" not in get_current_meta()
+    kept[0].close()
 
 
 class _Attending(_Drawing):

@@ -239,6 +239,16 @@ def _optimizes(model: nn.Module) -> None:
     torch.optim.SGD(model.parameters(), lr=1)
 
 
+def _compiles(model: nn.Module) -> None:
+    graphshard.compile(model, world_mesh(), backend="eager")
+
+
+def _copies_shards(model: nn.Module) -> None:
+    """Of units that are not gathered now; the original is left alone."""
+    twin = copy.deepcopy(model)
+    twin(torch.ones(2, 4))
+
+
 def _fails(model: nn.Module) -> None:
     raise ZeroDivisionError("of the user")
 
@@ -255,6 +265,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     ),
     "trains a block": (_trains_a_block, UnsupportedError, "a gradient reached the gathered parameter blocks.0"),
     "optimizes": (_optimizes, UnsupportedError, "parameter .* was given to an optimizer"),
+    "compiles": (_compiles, ArgumentError, "cannot be compiled: it is, and stem.weight is gathered within"),
+    "copies shards": (_copies_shards, RuntimeError, "mixed torch.Tensor and DTensor"),
     "fails": (_fails, ZeroDivisionError, "of the user"),
 }
 
@@ -264,7 +276,7 @@ def _refused(rank: int, world_size: int, case: str) -> None:
     act, kind, message = REFUSED[case]
     model, x = graphshard.compile(Net(), world_mesh(), backend="eager"), torch.ones(2, 4)
     expected = model(x)
-    reshard = case == "writes in a unit"
+    reshard = case in ("writes in a unit", "copies shards")
     with pytest.raises(kind, match=message), graphshard.uncompiled(model, reshard_after_forward=reshard):
         act(model)
     assert torch.equal(model(x), expected)
