@@ -46,6 +46,11 @@ _WITH_EFFECTS = (
     *("send", "recv", "isend", "irecv", "batch_isend_irecv", "all_gather_object", "gather_object"),
     *("broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"),
 )
+# Those of torch.distributed.nn.functional, which differentiate what writes to tensors that torch makes for them.
+_DIFFERENTIATED = (
+    *("broadcast", "gather", "scatter", "reduce", "reduce_scatter", "all_gather", "all_to_all", "all_to_all_single"),
+    *("all_reduce", "_all_gather_base"),
+)
 
 
 @contextlib.contextmanager
@@ -58,19 +63,25 @@ def functional_collectives_only(module: nn.Module) -> Iterator[None]:
     Raises, in the block:
         Untraceable: names the function.
     """
-    functions = [getattr(dist, name) for name in _WITH_EFFECTS if hasattr(dist, name)]
-    others = {id(function): _refused(function) for function in functions}
-    with exchanged(others, [vars(dist), *namespaces_of(module)]):
+    functions = {f"torch.distributed.{name}": getattr(dist, name) for name in _WITH_EFFECTS if hasattr(dist, name)}
+    namespaces = [vars(dist), *namespaces_of(module)]
+    package = sys.modules.get("torch.distributed.nn")  # whoever calls its functions has imported it
+    if package is not None:
+        own = vars(package.functional)
+        functions |= {f"torch.distributed.nn.functional.{name}": own[name] for name in _DIFFERENTIATED if name in own}
+        namespaces += [vars(package), own]
+    others = {id(function): _refused(function, name) for name, function in functions.items()}
+    with exchanged(others, namespaces):
         yield
 
 
-def _refused(function: Callable[..., Any]) -> Callable[..., Any]:
+def _refused(function: Callable[..., Any], called: str) -> Callable[..., Any]:
     capturing = threading.get_ident()
 
     @functools.wraps(function)
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == capturing and is_users(sys._getframe(1).f_code.co_filename):
-            raise Untraceable("collective", f"torch.distributed.{function.__name__}")
+            raise Untraceable("collective", called)
         return function(*args, **kwargs)
 
     return refuse

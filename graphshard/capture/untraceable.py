@@ -118,9 +118,10 @@ _ADVICE = {
         "collections that hold them."
     ),
     "collective": (
-        "This collective writes to what it is given, or sends without a result, which no program has. Use those of "
-        "torch.distributed._functional_collectives, which return tensors, such as all_reduce(x, 'sum', group), or "
-        "communicate outside of the call."
+        "This collective writes to tensors, or sends without a result, which no program has. Use those of "
+        "torch.distributed._functional_collectives, which return tensors, such as all_reduce(x, 'sum', group), or, "
+        "where gradients flow back to other ranks, all_gather_tensor_autograd(x, 0, group). Or communicate outside of "
+        "the call."
     ),
     "outside": (
         "It is not torch's, so each call would see the value of the capture. Draw with torch's generator (torch.rand, "

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
 from torch.distributed import broadcast
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,6 +53,8 @@ CALLS: dict[str, Callable[[Tensor], object]] = {
     "send": lambda x: dist.send(x, 1),
     "barrier": lambda x: dist.barrier(),
     "all_gather_object": lambda x: dist.all_gather_object([None, None], "here"),
+    "nn.functional.all_gather": lambda x: differentiable.all_gather(x),
+    "nn.functional.all_reduce": lambda x: torch.distributed.nn.all_reduce(x),
 }
 
 
