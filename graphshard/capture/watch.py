@@ -87,6 +87,8 @@ class Watch(TorchDispatchMode):
             raise Untraceable("operator", f"operator {func}")
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise Untraceable("generator", f"operator {func}")
+        if getattr(func, "namespace", "") == "c10d":  # by a process group's own method, or a name that was not found
+            raise Untraceable("collective", f"operator {func}")
         if func in _NESTED:
             raise Untraceable("nested", f"operator {func}")
         if func in _EMBEDDINGS and arguments_of(func, args, kwargs).get("sparse"):

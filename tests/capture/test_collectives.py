@@ -70,3 +70,27 @@ def test_those_that_write(fake_world: FakeWorld, name: str) -> None:
     assert "Use those of torch.distributed._functional_collectives, which return tensors" in message
     x = torch.ones(2)
     assert dist.all_reduce(x) is None  # what was exchanged is back
+
+
+class _Kept:
+    reduce = staticmethod(dist.all_reduce)
+
+
+UNSEEN: dict[str, Callable[[Tensor], object]] = {
+    "allreduce_": lambda x: _Kept.reduce(x),
+    "allreduce_ ": lambda x: dist.group.WORLD.allreduce([x]).wait(),
+    "_allgather_base_": lambda x: dist.group.WORLD._allgather_base(torch.empty(8), x).wait(),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+@pytest.mark.parametrize("allow", [(), ("random",)])
+def test_those_that_are_called_otherwise(fake_world: FakeWorld, name: str, allow: tuple[str, ...]) -> None:
+    """The message said that forward draws with Python's `random`, and to allow that."""
+    fake_world(2)
+    model = graphshard.compile(_Net(UNSEEN[name]), init_device_mesh("cpu", (2,)), backend="eager", allow=allow)
+    with pytest.raises(CaptureError) as caught:
+        model(torch.ones(2, 4))
+    message = str(caught.value)
+    assert re.search(r"cannot capture _Net\.forward at .*test_collectives\.py:\d+\n", message), message
+    assert f"(operator c10d.{name.strip()}.default)" in message
