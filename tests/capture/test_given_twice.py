@@ -126,7 +126,6 @@ def test_a_program_from_a_file(mesh: DeviceMesh, tmp_path: Path, example: Callab
             ours(x, x)
 
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # of torch.export.load, in torch 2.11
 def test_an_example_stands_for_all_calls(tmp_path: Path) -> None:
     """A file of plain torch is not told which inputs are one tensor."""
     plain, x = _Net(lambda linear, x, y: linear(x) + y), torch.ones(2, 4)
