@@ -31,7 +31,13 @@ from graphshard.capture.lines import asking, outside_torch, package_of
 from graphshard.capture.origins import Origins, is_origin, values_of
 from graphshard.capture.untraceable import Untraceable, is_users
 from graphshard.ir.tracing_internals import interceptable_reads, is_traced
-from graphshard.ir.unbacked_internals import conditions_on_sizes, is_unknown, numbers_as_text, without_any_modes
+from graphshard.ir.unbacked_internals import (
+    conditions_on_sizes,
+    is_unknown,
+    numbers_as_text,
+    numbers_not_cancelled,
+    without_any_modes,
+)
 
 # Told a tensor, the truth value that it must have, and the line that asks.
 Assume = Callable[[Tensor, bool, str], None]
@@ -53,6 +59,7 @@ def known_values(assume: Assume, deciding: Deciding) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(interceptable_reads(readers.read))
         stack.enter_context(conditions_on_sizes(readers.decide, readers.check))
+        stack.enter_context(numbers_not_cancelled(readers.cancelled))
         stack.enter_context(numbers_as_text(lambda: is_users(asking().f_code.co_filename)))
         for mode in (origins, _Operators(origins, deciding), readers):
             stack.enter_context(mode)
@@ -79,6 +86,23 @@ class _Readers(TorchFunctionMode):
         frame = asking("torch")
         if package_of(frame) != "torch":
             self._assume(as_tensor(condition), True, line_of(frame))
+
+    def cancelled(self, number: torch.SymBool | torch.SymFloat) -> bool | None:
+        """The truth of what algebra takes for a constant, such as whether a number is nan, if it guards an exception.
+
+        Returns:
+            None, if torch asks, and not the user.
+
+        Raises:
+            Untraceable: it does not just that; a run that may ask for numbers knows it.
+        """
+        if not is_users(asking().f_code.co_filename):
+            return None
+        expected = self.decide(number) if isinstance(number, torch.SymBool) else None
+        if expected is None:
+            self._deciding.may_ask(Tensor.item)
+            raise Untraceable("value", "item")
+        return expected
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return self.read(func, *args, **(kwargs or {}))

@@ -50,3 +50,21 @@ def test_texts_of_known_numbers(mesh: DeviceMesh) -> None:
 
     model = graphshard.compile(Asking(forward), mesh, backend="eager")
     assert [*model(X, torch.tensor(0.5)), *model(X, torch.tensor(2.25))] == ["0.5", "2.2"]
+
+
+def test_zeros_keep_their_sign(mesh: DeviceMesh) -> None:
+    """And a number that is found out for its text has one program for each value."""
+
+    def forward(net: Any, y: Tensor, number: Tensor) -> Any:
+        value = float(number)
+        return str(value), y * [1, 2][int(value > 0)]
+
+    model = graphshard.compile(Asking(forward), mesh, backend="eager")
+    assert [model(X, torch.tensor(value))[0] for value in (0.0, -0.0, 0.0, 2.0, 2.0)] == [
+        "0.0",
+        "-0.0",
+        "0.0",
+        "2.0",
+        "2.0",
+    ]
+    assert len(graphshard.programs(model)) == 3
