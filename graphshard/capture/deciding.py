@@ -184,8 +184,7 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...]) -> OfTensor:
     """What a function makes its result of, as numbers that tell whether it is the same."""
     first, *others = args
     if func in (Tensor.equal, torch.equal):
-        equal = Step(aten.eq.Tensor, (first, *others), {})
-        return Step(aten.all.default, (equal,), {})
+        return Step(aten.equal.default, (first, *others), {})
     if func is Tensor.__contains__:
         compare = aten.eq.Tensor if is_origin(others[0]) else aten.eq.Scalar
         return Step(aten.any.default, (Step(compare, (first, *others), {}),), {})
@@ -204,7 +203,7 @@ def _add(graph: Graph, step: Step, nodes: Mapping[Origin, Node]) -> Node:
     if step.written is not None:
         return nodes[step.written]
     returns = step.run._schema.returns
-    is_one = len(returns) == 1 and returns[0].type.isSubtypeOf(torch._C.TensorType.get())
+    is_one = len(returns) == 1 and not isinstance(returns[0].type, torch._C.ListType)
     return node if is_one else graph.call_function(operator.getitem, (node, step.index))
 
 

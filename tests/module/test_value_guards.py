@@ -110,9 +110,16 @@ def _asks_of_integers(net: Any, y: Tensor, number: Tensor) -> Tensor:
     return y * sum(2**i for i, truth in enumerate(truths) if truth)
 
 
+def _equal_places(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    """There may be more or fewer places than these."""
+    places = number.nonzero()[:, 0]
+    return y.relu() if torch.equal(places, torch.tensor([0, 0])) else y[places]
+
+
 ASKED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], list[Any]]] = {
     "floats": (_asks_of_a_float, [1.0, float("nan"), float("inf"), 0.3, 1.0]),
     "integers": (_asks_of_integers, [1, -2, 2, 3, 1]),
+    "equal of several sizes": (_equal_places, [[1, 0, 0], [1, 1, 0], [1, 1, 1], [0, 0, 0]]),
 }
 
 
