@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphshard.capture.deciding import DECIDERS, READERS, Deciding, called
-from graphshard.capture.guards import expected_truth, line_of
+from graphshard.capture.guards import expected_truth, line_of, only_prints
 from graphshard.capture.lines import asking, outside_torch, package_of
 from graphshard.capture.origins import Origins, is_origin, values_of
 from graphshard.capture.untraceable import Untraceable, is_users
@@ -60,7 +60,7 @@ def known_values(assume: Assume, deciding: Deciding) -> Iterator[None]:
         stack.enter_context(interceptable_reads(readers.read))
         stack.enter_context(conditions_on_sizes(readers.decide, readers.check))
         stack.enter_context(numbers_not_cancelled(readers.cancelled))
-        stack.enter_context(numbers_as_text(lambda: is_users(asking().f_code.co_filename)))
+        stack.enter_context(numbers_as_text(readers.has_no_text))
         for mode in (origins, _Operators(origins, deciding), readers):
             stack.enter_context(mode)
         yield
@@ -103,6 +103,19 @@ class _Readers(TorchFunctionMode):
             self._deciding.may_ask(Tensor.item)
             raise Untraceable("value", "item")
         return expected
+
+    def has_no_text(self, number: torch.SymInt | torch.SymFloat | torch.SymBool) -> bool:
+        """Whether the text of a number is asked for that is not known; torch may ask for the name of the symbol.
+
+        Raises:
+            Untraceable: it is not only printed, and inputs and buffers determine it; a run that may ask knows it.
+        """
+        frame = asking()
+        if not is_users(frame.f_code.co_filename):
+            return False
+        if self._deciding.knows(number) and not only_prints(frame) and not self._deciding.may_ask(None):
+            raise Untraceable("text", str(number.node))
+        return True
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return self.read(func, *args, **(kwargs or {}))

@@ -138,7 +138,7 @@ def _not_cancelled(original: Callable[..., Any], ask: Callable[[Any], Any]) -> C
 
 
 @contextlib.contextmanager
-def numbers_as_text(is_asked: Callable[[], bool]) -> Iterator[None]:
+def numbers_as_text(is_asked: Callable[[Any], bool]) -> Iterator[None]:
     """Within the block, the text of a number that is not known is `UNKNOWN_TEXT`, if that is asked for.
 
     Without that it is the name of a symbol, which looks like text of the user's, and there is none of a given format.
@@ -150,9 +150,11 @@ def numbers_as_text(is_asked: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
-def _as_text(original: Callable[..., str], is_asked: Callable[[], bool]) -> Callable[..., str]:
+def _as_text(original: Callable[..., str], is_asked: Callable[[Any], bool]) -> Callable[..., str]:
     def text(self: Any, *form: str) -> str:
-        return UNKNOWN_TEXT.format(self.node) if not self.node.is_constant() and is_asked() else original(self, *form)
+        return (
+            UNKNOWN_TEXT.format(self.node) if not self.node.is_constant() and is_asked(self) else original(self, *form)
+        )
 
     return text
 
