@@ -173,7 +173,12 @@ class _Readers(TorchFunctionMode):
     def decided(self, func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
         """Whether a function reads what inputs and buffers determine, and may, and what it returns then."""
         made = self._made(args)
-        if made is None or not self._deciding.may_ask(func):
+        if made is None:
+            return False, None
+        is_truth = func in (Tensor.item, Tensor.tolist) and args[0].dtype is torch.bool
+        if not self._deciding.may_ask(Tensor.__bool__ if is_truth else func):
+            if is_truth:  # `flag.item() is True` would ask nobody
+                raise Untraceable("value", "item")
             return False, None
         return True, self._deciding.ask(func, made, line_of(outside_torch(asking())))
 

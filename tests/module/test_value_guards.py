@@ -110,6 +110,14 @@ def _asks_of_integers(net: Any, y: Tensor, number: Tensor) -> Tensor:
     return y * sum(2**i for i, truth in enumerate(truths) if truth)
 
 
+def _asks_what_it_is(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    return y * (2 if isinstance(number.item(), int) else 3) * (5 if type(number.item()) is float else 7)
+
+
+def _is_true(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    return y.relu() if number.any().item() is True else y
+
+
 def _equal_places(net: Any, y: Tensor, number: Tensor) -> Tensor:
     """There may be more or fewer places than these."""
     places = number.nonzero()[:, 0]
@@ -119,6 +127,8 @@ def _equal_places(net: Any, y: Tensor, number: Tensor) -> Tensor:
 ASKED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], list[Any]]] = {
     "floats": (_asks_of_a_float, [1.0, float("nan"), float("inf"), 0.3, 1.0]),
     "integers": (_asks_of_integers, [1, -2, 2, 3, 1]),
+    "classes": (_asks_what_it_is, [1, 2, 0.5, 1]),
+    "is True": (_is_true, [1, 0, 1]),
     "equal of several sizes": (_equal_places, [[1, 0, 0], [1, 1, 0], [1, 1, 1], [0, 0, 0]]),
 }
 
