@@ -104,6 +104,10 @@ def _asks_of_a_float(net: Any, y: Tensor, number: Tensor) -> Tensor:
     return y * sum(2**i for i, truth in enumerate(truths) if truth)
 
 
+def _absolute(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    return y.relu() if abs(number.item()) > 1 else y
+
+
 def _asks_of_integers(net: Any, y: Tensor, number: Tensor) -> Tensor:
     v = int(number)
     truths = (abs(v) > 1, v / 2 == 0.5, v % 3 == 2, v * 0.1 * 3 > 0.9, 6 // v > 1)
@@ -118,18 +122,18 @@ def _is_true(net: Any, y: Tensor, number: Tensor) -> Tensor:
     return y.relu() if number.any().item() is True else y
 
 
-def _equal_places(net: Any, y: Tensor, number: Tensor) -> Tensor:
-    """There may be more or fewer places than these."""
-    places = number.nonzero()[:, 0]
-    return y.relu() if torch.equal(places, torch.tensor([0, 0])) else y[places]
+def _equal_numbers(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    """There may be more or fewer than these."""
+    return y.relu() if torch.equal(number[number > 0], torch.tensor([5, 5])) else y
 
 
 ASKED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], list[Any]]] = {
     "floats": (_asks_of_a_float, [1.0, float("nan"), float("inf"), 0.3, 1.0]),
     "integers": (_asks_of_integers, [1, -2, 2, 3, 1]),
+    "absolute": (_absolute, [1, -2, 2, -1, 0]),
     "classes": (_asks_what_it_is, [1, 2, 0.5, 1]),
     "is True": (_is_true, [1, 0, 1]),
-    "equal of several sizes": (_equal_places, [[1, 0, 0], [1, 1, 0], [1, 1, 1], [0, 0, 0]]),
+    "equal of several sizes": (_equal_numbers, [[5, 0, 0], [5, 5, 0], [5, 5, 5], [0, 0, 0]]),
 }
 
 
