@@ -146,6 +146,18 @@ def test_numbers_are_those_of_python(mesh: DeviceMesh, name: str) -> None:
         assert torch.equal(model(X, number).nan_to_num(), plain(X, number).nan_to_num()), value
 
 
+def test_numbers_beside_those_that_are_followed(mesh: DeviceMesh) -> None:
+    """What forward sets at each call is followed, and compared with a number of the next."""
+
+    def forward(net: Any, y: Tensor, number: Tensor) -> Tensor:
+        last, net.last = getattr(net, "last", None), number.item()
+        return y.relu() if last == net.last else y
+
+    model, plain = graphshard.compile(Asking(forward), mesh, backend="eager"), Asking(forward)
+    for value in (1, 2, 2, 1, 1):
+        assert torch.equal(model(X, torch.tensor(value)), plain(X, torch.tensor(value)))
+
+
 def test_a_guard_against_nan(mesh: DeviceMesh) -> None:
     """It is checked after the call, of a number that depends on parameters, too."""
 
