@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from graphshard.capture.dynamic_shapes import WITHOUT_VALUES
 from graphshard.capture.guards import line_of
@@ -71,8 +69,11 @@ class Deciding:
         self._asked: dict[tuple[Any, ...], tuple[Origin, ValueGuard]] = {}
         self._numbers: dict[sympy.Symbol, Number] = {}
 
-    def may_ask(self, func: Callable[..., Any]) -> bool:
-        """Whether a function may read values of inputs; if not, the next run may be allowed to."""
+    def may_ask(self, func: Callable[..., Any] | None) -> bool:
+        """Whether a function may read values of inputs; if not, the next run may be allowed to.
+
+        An operator, or None, stands for all numbers and sizes.
+        """
         wanted = 1 if func in DECIDERS else 2 if func in READERS else 3
         self._learned.wanted = max(self._learned.wanted, wanted)
         return self._learned.decides >= wanted
@@ -110,10 +111,11 @@ class Deciding:
         """What an expression of such numbers is; None if there are others in it, or forward may not ask."""
         numbers = {symbol: self._numbers.get(symbol) for symbol in expression.free_symbols}
         known = {symbol: number for symbol, number in numbers.items() if number is not None}
-        if len(known) < len(numbers) or not self.may_ask(Tensor.__bool__):
+        asked = Formula(expression, known)
+        # Torch has reordered what is rounded: where the numbers themselves are asked for, Python computes with them.
+        if len(known) < len(numbers) or not self.may_ask(Tensor.__bool__ if asked.is_exact else None):
             return None
         with without_any_modes():
-            asked = Formula(expression, known)
             (value,) = values_of([asked], on_host=stands_in())
             if not known:
                 return value
@@ -156,21 +158,12 @@ class Deciding:
                 nodes[origin] = _read_number(graph, origin, nodes)
             elif isinstance(origin, Formula):
                 numbers = {symbol: Proxy(nodes[number]) for symbol, number in origin.numbers.items()}
-                nodes[origin] = sympy_interp(_Operators, numbers, origin.expression).node
+                nodes[origin] = origin.compute(numbers).node
         graph.output(tuple(nodes[origin] for origin, _ in self._asked.values()))
         guards = tuple(guard for _, guard in self._asked.values())
         return ValueGuards(
             GraphModule(torch.nn.Module(), graph), tuple(inputs.values()), tuple(buffers.values()), guards
         )
-
-
-class _Operators(PythonReferenceAnalysis):
-    """Makes operators of Python's of a condition."""
-
-    @staticmethod
-    def not_(value: Any) -> Any:
-        """The other truth value; what torch has for it is a method."""
-        return operator.eq(value, False)
 
 
 def called(func: Callable[..., Any], args: tuple[Any, ...], values: Iterable[Tensor]) -> Any:
@@ -191,8 +184,7 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...]) -> OfTensor:
     """What a function makes its result of, as numbers that tell whether it is the same."""
     first, *others = args
     if func in (Tensor.equal, torch.equal):
-        equal = Step(aten.eq.Tensor, (first, *others), {})
-        return Step(aten.all.default, (equal,), {})
+        return Step(aten.equal.default, (first, *others), {})
     if func is Tensor.__contains__:
         compare = aten.eq.Tensor if is_origin(others[0]) else aten.eq.Scalar
         return Step(aten.any.default, (Step(compare, (first, *others), {}),), {})
@@ -211,7 +203,7 @@ def _add(graph: Graph, step: Step, nodes: Mapping[Origin, Node]) -> Node:
     if step.written is not None:
         return nodes[step.written]
     returns = step.run._schema.returns
-    is_one = len(returns) == 1 and returns[0].type.isSubtypeOf(torch._C.TensorType.get())
+    is_one = len(returns) == 1 and not isinstance(returns[0].type, torch._C.ListType)
     return node if is_one else graph.call_function(operator.getitem, (node, step.index))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import linecache
+import re
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -41,6 +42,12 @@ def expected_truth(frame: FrameType) -> bool | None:
     jumping, staying = ways.returns(ways.places[step.argval]), ways.returns(index + 1)
     jumps_if = "TRUE" in step.opname
     return None if jumping == staying else jumps_if == jumping
+
+
+def only_prints(frame: FrameType) -> bool:
+    """Whether the line of a frame prints, logs or warns, and does nothing else with a text."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return re.match(r"(print|[\w.]*(log|warn)\w*(\.\w+)*|[\w.]+\.write)\(", line) is not None
 
 
 def line_of(frame: FrameType) -> str:

@@ -26,12 +26,18 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphshard.capture.deciding import DECIDERS, READERS, Deciding, called
-from graphshard.capture.guards import expected_truth, line_of
+from graphshard.capture.guards import expected_truth, line_of, only_prints
 from graphshard.capture.lines import asking, outside_torch, package_of
 from graphshard.capture.origins import Origins, is_origin, values_of
 from graphshard.capture.untraceable import Untraceable, is_users
 from graphshard.ir.tracing_internals import interceptable_reads, is_traced
-from graphshard.ir.unbacked_internals import conditions_on_sizes, is_unknown, numbers_as_text, without_any_modes
+from graphshard.ir.unbacked_internals import (
+    conditions_on_sizes,
+    is_unknown,
+    numbers_as_text,
+    numbers_not_cancelled,
+    without_any_modes,
+)
 
 # Told a tensor, the truth value that it must have, and the line that asks.
 Assume = Callable[[Tensor, bool, str], None]
@@ -53,7 +59,8 @@ def known_values(assume: Assume, deciding: Deciding) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(interceptable_reads(readers.read))
         stack.enter_context(conditions_on_sizes(readers.decide, readers.check))
-        stack.enter_context(numbers_as_text(lambda: is_users(asking().f_code.co_filename)))
+        stack.enter_context(numbers_not_cancelled(readers.cancelled))
+        stack.enter_context(numbers_as_text(readers.has_no_text))
         for mode in (origins, _Operators(origins, deciding), readers):
             stack.enter_context(mode)
         yield
@@ -79,6 +86,36 @@ class _Readers(TorchFunctionMode):
         frame = asking("torch")
         if package_of(frame) != "torch":
             self._assume(as_tensor(condition), True, line_of(frame))
+
+    def cancelled(self, number: torch.SymBool | torch.SymFloat) -> bool | None:
+        """The truth of what algebra takes for a constant, such as whether a number is nan, if it guards an exception.
+
+        Returns:
+            None, if torch asks, and not the user.
+
+        Raises:
+            Untraceable: it does not just that; a run that may ask for numbers knows it.
+        """
+        if not is_users(asking().f_code.co_filename):
+            return None
+        expected = self.decide(number) if isinstance(number, torch.SymBool) else None
+        if expected is None:
+            self._deciding.may_ask(Tensor.item)
+            raise Untraceable("value", "item")
+        return expected
+
+    def has_no_text(self, number: torch.SymInt | torch.SymFloat | torch.SymBool) -> bool:
+        """Whether the text of a number is asked for that is not known; torch may ask for the name of the symbol.
+
+        Raises:
+            Untraceable: it is not only printed, and inputs and buffers determine it; a run that may ask knows it.
+        """
+        frame = asking()
+        if not is_users(frame.f_code.co_filename):
+            return False
+        if self._deciding.knows(number) and not only_prints(frame) and not self._deciding.may_ask(None):
+            raise Untraceable("text", str(number.node))
+        return True
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return self.read(func, *args, **(kwargs or {}))
@@ -136,7 +173,12 @@ class _Readers(TorchFunctionMode):
     def decided(self, func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
         """Whether a function reads what inputs and buffers determine, and may, and what it returns then."""
         made = self._made(args)
-        if made is None or not self._deciding.may_ask(func):
+        if made is None:
+            return False, None
+        is_truth = func in (Tensor.item, Tensor.tolist) and args[0].dtype is torch.bool
+        if not self._deciding.may_ask(Tensor.__bool__ if is_truth else func):
+            if is_truth:  # `flag.item() is True` would ask nobody
+                raise Untraceable("value", "item")
             return False, None
         return True, self._deciding.ask(func, made, line_of(outside_torch(asking())))
 

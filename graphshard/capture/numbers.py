@@ -17,6 +17,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.lines import user_line
@@ -113,6 +114,8 @@ def _computed(name: str, *, reflected: bool = False) -> Callable[..., Any]:
     compute = NUMBER_OPERATORS[name]
 
     def operation(self: FollowedNumber, *others: Any) -> Any:
+        if any(isinstance(other, (torch.SymInt, torch.SymFloat, torch.SymBool)) for other in others):
+            return compute(*map(fixed, (*others, self) if reflected else (self, *others)))  # of what a tensor holds
         if any(type(other) not in (int, float, bool, FollowedNumber) for other in others):
             return NotImplemented
         operands = (*others, self) if reflected else (self, *others)

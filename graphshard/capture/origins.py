@@ -6,6 +6,7 @@ values of the call for which forward is traced, or at a later call.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,11 +14,13 @@ from typing import Any
 
 import sympy
 import torch
-from sympy.logic.boolalg import BooleanAtom
+from sympy.core.relational import Relational
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphshard.ir.program import Slot
@@ -95,6 +98,39 @@ class Formula:
         """The numbers."""
         return tuple(self.numbers.values())
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether Python finds the same, in whatever order it computes: not of what is rounded, or may be nan."""
+        parts = self.expression.args if isinstance(self.expression, Relational) else (self.expression,)
+        if all(part.is_Symbol or part.is_Number for part in parts):
+            return True
+        return all(
+            part.is_integer for part in sympy.preorder_traversal(self.expression) if isinstance(part, sympy.Expr)
+        )
+
+    def compute(self, numbers: Mapping[sympy.Symbol, Any]) -> Any:
+        """It, of Python's numbers, or of what stands for them."""
+        return sympy_interp(_Operators, dict(numbers), self.expression)
+
+
+class _Operators(PythonReferenceAnalysis):
+    """Makes operators of Python's of a formula."""
+
+    @staticmethod
+    def not_(value: Any) -> Any:
+        """The other truth value; what torch has for it is a method."""
+        return operator.eq(value, False)
+
+    @staticmethod
+    def abs(value: Any) -> Any:
+        """Of an integer; Python's function takes nothing that stands for one."""
+        return value * ((value > 0) * 2 - 1)
+
+    @staticmethod
+    def int_truediv(value: Any, other: Any) -> Any:
+        """The quotient of integers; what torch has for it is a formula again."""
+        return value / other
+
 
 OfTensor = Given | Step
 Origin = OfTensor | Number | Formula
@@ -130,7 +166,7 @@ def values_of(origins: list[Origin], *, on_host: bool) -> list[Any]:
             known[origin] = origin.read(known[origin.tensor])
             continue
         if isinstance(origin, Formula):
-            known[origin] = _number(origin.expression.subs({s: known[n] for s, n in origin.numbers.items()}))
+            known[origin] = origin.compute({symbol: known[number] for symbol, number in origin.numbers.items()})
             continue
         args, kwargs = pytree.tree_map_only((Given, Step), known.__getitem__, (origin.args, dict(origin.kwargs)))
         if on_host:
@@ -138,13 +174,6 @@ def values_of(origins: list[Origin], *, on_host: bool) -> list[Any]:
         made = pytree.tree_leaves(origin.run(*args, **kwargs))
         known[origin] = made[origin.index] if origin.written is None else known[origin.written]
     return [known[origin] for origin in origins]
-
-
-def _number(value: sympy.Basic) -> bool | int | float:
-    """A number of sympy's as one of Python's."""
-    if isinstance(value, BooleanAtom):
-        return bool(value)
-    return int(value) if value.is_integer else float(value)
 
 
 # Makes random numbers from 0 to 1, of which 1 is none; what is certain about comparing them with a number.

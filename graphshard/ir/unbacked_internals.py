@@ -31,6 +31,7 @@ __all__ = [
     "new_unknown_size",
     "numbers_as_text",
     "numbers_found",
+    "numbers_not_cancelled",
     "without_any_modes",
 ]
 
@@ -103,14 +104,41 @@ def numbers_found(find: Callable[[sympy.Basic], bool | int | float | None]) -> I
             value = find(node.expr)
             if value is None:
                 raise
-            return sympy.sympify(value)
+            return value
 
     with replaced(ShapeEnv, "evaluate_sym_node", evaluated):
         yield
 
 
 @contextlib.contextmanager
-def numbers_as_text(is_asked: Callable[[], bool]) -> Iterator[None]:
+def numbers_not_cancelled(ask: Callable[[Any], Any]) -> Iterator[None]:
+    """Within the block, what torch believes to know of any number, and nan, infinity and rounding decide, is asked for.
+
+        v != v, v - v == 0, v < inf         of a symbol these are constants
+
+    Args:
+        ask: given such a number or truth value; what it returns is in its place, and None leaves it to torch.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in ("eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float"):
+            original = getattr(torch.SymFloat, f"__{name}__")
+            stack.enter_context(replaced(torch.SymFloat, f"__{name}__", _not_cancelled(original, ask)))
+        yield
+
+
+def _not_cancelled(original: Callable[..., Any], ask: Callable[[Any], Any]) -> Callable[..., Any]:
+    def asked(self: torch.SymFloat, *other: Any) -> Any:
+        result = original(self, *other)
+        number = result if other else self
+        is_lost = isinstance(number, (torch.SymFloat, torch.SymBool)) and not number.node.expr.free_symbols
+        found = ask(number) if is_lost else None
+        return result if found is None else found
+
+    return asked
+
+
+@contextlib.contextmanager
+def numbers_as_text(is_asked: Callable[[Any], bool]) -> Iterator[None]:
     """Within the block, the text of a number that is not known is `UNKNOWN_TEXT`, if that is asked for.
 
     Without that it is the name of a symbol, which looks like text of the user's, and there is none of a given format.
@@ -122,9 +150,11 @@ def numbers_as_text(is_asked: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
-def _as_text(original: Callable[..., str], is_asked: Callable[[], bool]) -> Callable[..., str]:
+def _as_text(original: Callable[..., str], is_asked: Callable[[Any], bool]) -> Callable[..., str]:
     def text(self: Any, *form: str) -> str:
-        return UNKNOWN_TEXT.format(self.node) if not self.node.is_constant() and is_asked() else original(self, *form)
+        return (
+            UNKNOWN_TEXT.format(self.node) if not self.node.is_constant() and is_asked(self) else original(self, *form)
+        )
 
     return text
 

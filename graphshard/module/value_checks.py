@@ -43,7 +43,7 @@ class ValueChecks:
         try:
             with torch.no_grad(), disable_autocast():
                 values = self._compute(*given)
-        except (RuntimeError, IndexError, ValueError) as error:
+        except (RuntimeError, IndexError, ValueError, ArithmeticError) as error:
             return f"{self._label}: what forward asks for cannot be computed of these values ({error})"
         for value, guard in zip(values, self._guards.guards, strict=True):
             found = text_of(value)

@@ -50,3 +50,44 @@ def test_texts_of_known_numbers(mesh: DeviceMesh) -> None:
 
     model = graphshard.compile(Asking(forward), mesh, backend="eager")
     assert [*model(X, torch.tensor(0.5)), *model(X, torch.tensor(2.25))] == ["0.5", "2.2"]
+
+
+def test_texts_decide(mesh: DeviceMesh) -> None:
+    """A text of a number that is not known is in no dict."""
+
+    def forward(net: Any, y: Tensor, number: Tensor) -> Any:
+        return y.relu() if str(number.item()) in {"1": None} else y
+
+    model, plain = graphshard.compile(Asking(forward), mesh, backend="eager"), Asking(forward)
+    for value in (1, 2, 1):
+        assert torch.equal(model(X, torch.tensor(value)), plain(X, torch.tensor(value)))
+
+
+def test_what_is_only_printed_decides_nothing(mesh: DeviceMesh, capsys: pytest.CaptureFixture[str]) -> None:
+    def forward(net: Any, y: Tensor, number: Tensor) -> Tensor:
+        print(f"number {number.item()}")
+        return y
+
+    model = graphshard.compile(Asking(forward), mesh, backend="eager")
+    for value in (1, 2, 3):
+        model(X, torch.tensor(value))
+    assert len(graphshard.programs(model)) == 1
+    assert "number \u2983" in capsys.readouterr().out
+
+
+def test_zeros_keep_their_sign(mesh: DeviceMesh) -> None:
+    """And a number that is found out for its text has one program for each value."""
+
+    def forward(net: Any, y: Tensor, number: Tensor) -> Any:
+        value = float(number)
+        return str(value), y * [1, 2][int(value > 0)]
+
+    model = graphshard.compile(Asking(forward), mesh, backend="eager")
+    assert [model(X, torch.tensor(value))[0] for value in (0.0, -0.0, 0.0, 2.0, 2.0)] == [
+        "0.0",
+        "-0.0",
+        "0.0",
+        "2.0",
+        "2.0",
+    ]
+    assert len(graphshard.programs(model)) == 3

@@ -96,15 +96,98 @@ def test_numbers_are_asked_for_only_where_deciding_is_not_enough(mesh: DeviceMes
     assert [guard.expected for guard in program.decided.guards] == ["False"]
 
 
+def _asks_of_a_float(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    """Of a symbol all of this is known; of nan, infinity and rounded numbers it is not."""
+    v = number.item()
+    sums = (v + 0.1) + 0.2 == v + (0.1 + 0.2)
+    truths = (v != v, v == v, v - v == 0, v * 0 == 0, v < float("inf"), 0 < v < 2, sums)
+    return y * sum(2**i for i, truth in enumerate(truths) if truth)
+
+
+def _absolute(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    return y.relu() if abs(number.item()) > 1 else y
+
+
+def _asks_of_integers(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    v = int(number)
+    truths = (abs(v) > 1, v / 2 == 0.5, v % 3 == 2, v * 0.1 * 3 > 0.9, 6 // v > 1)
+    return y * sum(2**i for i, truth in enumerate(truths) if truth)
+
+
+def _asks_what_it_is(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    return y * (2 if isinstance(number.item(), int) else 3) * (5 if type(number.item()) is float else 7)
+
+
+def _is_true(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    return y.relu() if number.any().item() is True else y
+
+
+def _equal_numbers(net: Any, y: Tensor, number: Tensor) -> Tensor:
+    """There may be more or fewer than these."""
+    return y.relu() if torch.equal(number[number > 0], torch.tensor([5, 5])) else y
+
+
+ASKED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], list[Any]]] = {
+    "floats": (_asks_of_a_float, [1.0, float("nan"), float("inf"), 0.3, 1.0]),
+    "integers": (_asks_of_integers, [1, -2, 2, 3, 1]),
+    "absolute": (_absolute, [1, -2, 2, -1, 0]),
+    "classes": (_asks_what_it_is, [1, 2, 0.5, 1]),
+    "is True": (_is_true, [1, 0, 1]),
+    "equal of several sizes": (_equal_numbers, [[5, 0, 0], [5, 5, 0], [5, 5, 5], [0, 0, 0]]),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_numbers_are_those_of_python(mesh: DeviceMesh, name: str) -> None:
+    forward, values = ASKED[name]
+    model, plain = graphshard.compile(Asking(forward), mesh, backend="eager"), Asking(forward)
+    for value in values:
+        number = torch.tensor(value)
+        assert torch.equal(model(X, number).nan_to_num(), plain(X, number).nan_to_num()), value
+
+
+def test_numbers_beside_those_that_are_followed(mesh: DeviceMesh) -> None:
+    """What forward sets at each call is followed, and compared with a number of the next."""
+
+    def forward(net: Any, y: Tensor, number: Tensor) -> Tensor:
+        last, net.last = getattr(net, "last", None), number.item()
+        return y.relu() if last == net.last else y
+
+    model, plain = graphshard.compile(Asking(forward), mesh, backend="eager"), Asking(forward)
+    for value in (1, 2, 2, 1, 1):
+        assert torch.equal(model(X, torch.tensor(value)), plain(X, torch.tensor(value)))
+
+
+def test_a_guard_against_nan(mesh: DeviceMesh) -> None:
+    """It is checked after the call, of a number that depends on parameters, too."""
+
+    def forward(net: Any, y: Tensor, number: Tensor) -> Tensor:
+        total = y.sum().item()
+        if total != total:
+            raise ValueError("nan")
+        return y
+
+    model = graphshard.compile(Asking(forward), mesh, backend="eager")
+    assert torch.equal(model(X, X), Asking(forward)(X, X))
+    with pytest.raises(graphshard.InputError, match=r"raises an exception for these inputs at .*if total != total"):
+        model(X * float("nan"), X)
+
+
 UNKNOWN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "parameter": lambda net, y, number: y if net.linear.weight.sum() > 0 else -y,
     "computed from a parameter": lambda net, y, number: y if (y.sum() + number).sum() > 0 else -y,
+    "nan of a parameter": lambda net, y, number: _unless_nan(y),
     "random": lambda net, y, number: y if torch.rand_like(number).sum() > 0.5 else -y,
     # It writes to its statistics without saying so.
     "statistics after batch norm": lambda net, y, number: _after_norm(net, y, number),
     "written by what a parameter made": lambda net, y, number: y if number.clone().add_(y.sum()) > 0 else -y,
     "a view was written": lambda net, y, number: y if _written(number, y).sum() > 0 else -y,
 }
+
+
+def _unless_nan(y: Tensor) -> Tensor:
+    total = y.sum().item()
+    return y if total == total else -y
 
 
 def _after_norm(net: Any, y: Tensor, number: Tensor) -> Tensor:
