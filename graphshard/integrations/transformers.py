@@ -8,12 +8,14 @@ The same for its subclasses, such as those of trl. The Trainer's accelerator com
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.integrations import accelerate
 from graphshard.ir.errors import ArgumentError
+from graphshard.module.uncompiled import uncompiled
 
 TrainerT = TypeVar("TrainerT")
 
@@ -47,14 +49,23 @@ def use_graphshard(
 
 
 def _callback() -> Any:
-    """Takes back, when training begins, what the Trainer does to `generate` of a model of FSDP2's.
+    """Exchanges, when training begins, what the Trainer does to `generate` of a model of FSDP2's.
 
-    It lets the method gather the root's parameters. A compiled model is called by `generate` as it is.
+    It lets the method gather the root's parameters, and forwards gather the others. Here all are gathered at once, so
+    that ranks may generate as many tokens as they like.
     """
     from transformers import TrainerCallback
 
     class OwnGenerate(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            others["model"].__dict__.pop("generate", None)
+            model = others["model"]
+            model.__dict__.pop("generate", None)
+            if hasattr(model, "generate"):
+                model.generate = MethodType(_generate, model)  # of a copy of the model it is the copy's
 
     return OwnGenerate()
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    with uncompiled(model):
+        return type(model).generate(model, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,46 @@ def _saves(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_whole_model_is_saved_and_generates(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_saves, str(tmp_path))
+
+
+class Pairs(Rows):
+    """Of a sequence and the one that is to be made of it."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index].flip(0)}
+
+
+def _predicts(rank: int, world_size: int, folder: str) -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+    from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config
+    from transformers import T5ForConditionalGeneration as T5
+
+    with launched():
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+        plain = T5(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+        args = Seq2SeqTrainingArguments(
+            folder, per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=2, learning_rate=0.1,
+            report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no", predict_with_generate=True,
+            generation_config=GenerationConfig(max_new_tokens=7, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1),
+        )  # fmt: skip
+        trainer = Seq2SeqTrainer(model=copy.deepcopy(plain), args=args, train_dataset=Pairs(8), eval_dataset=Pairs(8))
+        use_graphshard(trainer, plugin=FullyShardedDataParallelPlugin(fsdp_version=2), backend="eager")
+        trainer.train()
+        captured = len(graphshard.programs(trainer.model))
+        found = trainer.predict(Pairs(8)).predictions
+        assert len(graphshard.programs(trainer.model)) <= captured + 1  # the one that computes the loss
+        plain.load_state_dict({name: value.full_tensor() for name, value in trainer.model.state_dict().items()})
+        plain.eval()
+        expected = plain.generate(Pairs(8).rows, generation_config=args.generation_config)
+        assert found[:, :8].tolist() == expected.tolist()  # the Trainer pads to a maximal length
+        copied = copy.deepcopy(trainer.model)
+        assert copied.generate.__self__ is copied
+
+
+def test_evaluation_generates(ranks: Ranks, tmp_path: Path) -> None:
+    """With caches, of which no program is made."""
+    ranks(2).run(_predicts, str(tmp_path), share=False)
 
 
 def test_something_else_is_no_trainer() -> None:
