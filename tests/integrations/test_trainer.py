@@ -141,10 +141,11 @@ def _predicts(rank: int, world_size: int, folder: str) -> None:
         torch.manual_seed(0)
         sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
         plain = T5(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+        special = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
         args = Seq2SeqTrainingArguments(
             folder, per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=2, learning_rate=0.1,
             report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no", predict_with_generate=True,
-            generation_config=GenerationConfig(max_new_tokens=7, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1),
+            generation_config=GenerationConfig(max_new_tokens=7, **special),
         )  # fmt: skip
         trainer = Seq2SeqTrainer(model=copy.deepcopy(plain), args=args, train_dataset=Pairs(8), eval_dataset=Pairs(8))
         use_graphshard(trainer, plugin=FullyShardedDataParallelPlugin(fsdp_version=2), backend="eager")
