@@ -97,3 +97,18 @@ def test_inductor_follows_eager(nccl: DeviceMesh, name: str, policy: str) -> Non
         losses.append(torch.stack(_trained(net, batch)))
     tolerance = 3e-2 if policy == "bf16" else 1e-3
     torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("reshard", [False, True], ids=["at once", "unit by unit"])
+def test_generation(nccl: DeviceMesh, reshard: bool) -> None:  # noqa: F811
+    """Without programs, from a prompt on the CPU: the bits of FSDP2, and its tokens; training goes on behind it."""
+    model, batch = _given("llama")
+    theirs = fsdp2(copy.deepcopy(model), nccl, mp_policy=POLICIES["bf16"])
+    ours = graphshard.compile(model, nccl, mp_policy=POLICIES["bf16"], backend="eager")
+    prompt = batch["input_ids"][:, :4]
+    with torch.no_grad(), graphshard.uncompiled(ours, reshard_after_forward=reshard):
+        assert_same(*({"logits": net(input_ids=prompt.cpu()).logits} for net in (ours, theirs)), "logits")
+        tokens = [net.generate(prompt, max_new_tokens=5, do_sample=False) for net in (ours, theirs)]
+    assert torch.equal(*tokens)
+    losses = [_trained(net, batch, 2) for net in (ours, theirs)]
+    assert_same(*(dict(enumerate(found)) for found in losses), "losses")
