@@ -59,7 +59,7 @@ def uncompiled(model: nn.Module, *, reshard_after_forward: bool = False) -> Iter
             gradients enabled, or a parameter was written to.
     """
     check_bool("reshard_after_forward", reshard_after_forward)
-    if model in _OPEN:
+    if isinstance(model, nn.Module) and model in _OPEN:
         yield
         return
     model = compiled_module(model)

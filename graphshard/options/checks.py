@@ -21,7 +21,7 @@ from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
 from graphshard.ir.text import brief, visible
-from graphshard.runtime.shown_parameter import behind
+from graphshard.runtime.shown_parameter import WholeParameter
 
 # What gloo and NCCL add up.
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -132,7 +132,7 @@ def check_model(model: Any, *, in_parts: bool = False) -> None:
                 f"{what}: {cls.__name__} cannot be compiled: {name} of {owner} has no shape yet. Call the model once "
                 "with an example of its inputs, before graphshard.compile and the optimizer."
             )
-        if isinstance(tensor, nn.Parameter) and behind(tensor) is not tensor:
+        if isinstance(tensor, WholeParameter):
             raise ArgumentError(
                 f"{what}: {cls.__name__} cannot be compiled: it is, and {name} is gathered within "
                 "graphshard.uncompiled. Leave the block, or compile a copy.deepcopy of it."

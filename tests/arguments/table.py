@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,13 @@ KEYWORDS = r"\b(example_kwargs|kwargs|inputs?)\b"
 # A file that is not there, or another than it should be, is named by its path.
 FILE = r"\bpath\b|cannot be read|cannot (save|load)"
 NO_UNITS: tuple[Any, ...] = ("layers.*", 3, [3], ["nope"], [None], Hostile(), [Hostile()])
+
+
+@functools.wraps(graphshard.uncompiled)
+def uncompiled(*args: Any, **kwargs: Any) -> None:
+    """What it is given is looked at where the block begins."""
+    with graphshard.uncompiled(*args, **kwargs):
+        pass
 
 
 def rows(folder: Path, mesh: DeviceMesh, compiled: nn.Module, file: Path) -> Iterator[Row]:
@@ -174,6 +182,8 @@ def _of_compiled(model: nn.Module) -> Iterator[Row]:
     yield Row(graphshard.register_forward_method, "model", bad.UNCOMPILED, {"method": "forward"})
     no_methods = (None, 3, "", "nope", "a.b", "\0", bad.LONG, b"forward", ["forward"], "training", ".", "layers.")
     yield Row(graphshard.register_forward_method, "method", (*no_methods, Hostile()), {"model": model})
+    yield Row(uncompiled, "model", bad.UNCOMPILED)
+    yield Row(uncompiled, "reshard_after_forward", bad.NO_BOOLS, {"model": model})
     yield Row(graphshard.bisect, "model", bad.UNCOMPILED, {"args": INPUTS})
     yield Row(graphshard.bisect, "args", bad.NO_INPUTS[:9], {"model": model}, INPUT)
     yield Row(graphshard.bisect, "kwargs", bad.NO_KWARGS[:7], {"model": model}, KEYWORDS)

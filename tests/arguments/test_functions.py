@@ -53,6 +53,7 @@ FUNCTIONS = (
     *(
         "programs",
         "register_forward_method",
+        "uncompiled",
         "compile_step",
         "measure_regions",
         "profile_step",
