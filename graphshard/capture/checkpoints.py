@@ -175,7 +175,7 @@ def trace_checkpoints(module: nn.Module) -> Iterator[CheckpointRegions]:
             yield
 
     def without_reentrant(context_fn: Any, early_stop: bool, preserve: bool) -> Iterator[None]:
-        # Before torch 2.13 nobody tells the region of an error in it: it would end when the error is let go of.
+        # Torch 2.11 does not tell the region of an error in it: it would end when the error is let go of.
         return stack.enter_context(contextlib.closing(region(context_fn, early_stop, preserve)))
 
     def by_place(

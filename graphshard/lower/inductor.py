@@ -56,7 +56,7 @@ from graphshard.lower.unknown import sums_as_sizes, unknown_in
 
 log = logging.getLogger(__name__)
 
-# Left out of packages. Before torch 2.13 their loader finds what it reads by the name of the wrapper's source.
+# Left out of packages. The loader of torch 2.11 finds what it reads by the source of the wrapper; 2.12's was not tried.
 _SOURCES = (".cpp",) if TorchVersion(torch.__version__) >= "2.13" else (".kernel.cpp",)
 # Regions that a rank compiles, and functions that wait for their kernels.
 _Begun = tuple[Claim, dict[str, Callable[[], Boxed]]]

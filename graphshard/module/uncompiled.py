@@ -25,6 +25,7 @@ from graphshard.ir.classes import users_class
 from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.given import check_bool
 from graphshard.ir.operators import copied_to
+from graphshard.ir.params import ParamRow
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.ir.units import modules_of
 from graphshard.module.callchecks import check_materialized
@@ -107,12 +108,16 @@ class _Whole:
             alias.check()
         check_materialized(model, tracer.params, tracer.spec.device, tracer.storage.device)
 
+    @functools.cached_property
+    def _rows(self) -> dict[str, ParamRow]:
+        """Rows of all parameters as they are when the block begins, and not anew for each call of each unit."""
+        return {row.name: row for row in self._runner.tracer.current_spec().params}
+
     def show(self, refs: Sequence[ParamRef]) -> None:
         """Gather parameters, and let modules hold them."""
         runner, spec = self._runner, self._runner.tracer.spec
-        current = {row.name: row for row in runner.tracer.current_spec().params}
         refs = [ref for ref in refs if not ref.row.ignored]
-        pairs = [(current[ref.row.name], ref.param) for ref in refs if ref.row.num_shards > 1]
+        pairs = [(self._rows[ref.row.name], ref.param) for ref in refs if ref.row.num_shards > 1]
         gathered = start_gathering(pairs, spec.mesh, runner.groups, spec.device)
         for ref in refs:
             name = ref.row.name
@@ -120,7 +125,7 @@ class _Whole:
                 full = gathered[name].wait()
             else:
                 (local,) = copied_to([shard_in(ref.param).detach()], spec.device)
-                full = local.to(current[name].compute_dtype)
+                full = local.to(self._rows[name].compute_dtype)
             places = places_of(ref, runner.aliases, name)
             if name in gathered:  # what is written to others is written to the parameter
                 self._held[name] = places, ref.param, full, full._version

@@ -68,7 +68,7 @@ def _fails_in_a_region(kept: list[Any]) -> None:
 
 
 def test_an_error_ends_its_region() -> None:
-    """Torch before 2.13 did not end it: the next captures took their nodes for parts of it."""
+    """Torch 2.11 did not end it: the next captures took their nodes for parts of it."""
     kept: list[Any] = []
     with pytest.raises(ZeroDivisionError):
         _fails_in_a_region(kept)
