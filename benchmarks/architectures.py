@@ -1,13 +1,20 @@
 """Which architectures of transformers are captured, and whether they train as FSDP2 trains them.
 
-    python -m benchmarks.architectures                        all of them, or what a file of results still lacks
-    python -m benchmarks.architectures llama clip 'qwen*'     these, again
-    python -m benchmarks.architectures --show                 the table of what was measured
+    python -m benchmarks.architectures                                    all of them
+    python -m benchmarks.architectures llama clip 'qwen*'                 these
+    python -m benchmarks.architectures --sample 80 --seed 1               80 that plain torch can train, in random order
+    python -m benchmarks.architectures --json results.json                those that the file does not have yet
+    python -m benchmarks.architectures --json results.json --show         the table of the file
+    python -m benchmarks.architectures --padding llama gpt2 bert t5       with padding and an `attention_mask`
 
 Every model has random weights and small sizes (`tiny_models.py`). Plain torch trains it for two steps on one batch per
-rank; what it cannot train is skipped, with the reason. Then graphshard (`backend="eager"`) and FSDP2 train copies of it
-on two gloo ranks. Losses, gradients and parameters are compared bit by bit. FSDP2 refuses scalar parameters: it is told
-to ignore them, and their gradients are averaged by hand.
+rank; a model that it cannot train is skipped, with the reason. Then graphshard (`backend="eager"`) and FSDP2 train
+copies of it on two gloo ranks. Losses, gradients and parameters are compared bit by bit. FSDP2 refuses scalar
+parameters: it is told to ignore them, and their gradients are averaged by hand.
+
+Results: `equal` bits, `rounding` (a relative difference below 1e-4), `WRONG` (a larger one), `refused` (an error of
+graphshard), `failed` (another error), `crashed` (a rank died, or took too long). A model with a graph break is split:
+the column `split` has the reason, and the result is of the split model.
 
 The ranks are kept alive from model to model. One that dies or takes too long is started again.
 """
@@ -17,7 +24,9 @@ from __future__ import annotations
 import argparse
 import copy
 import fnmatch
+import functools
 import json
+import random
 import re
 import time
 import warnings
@@ -47,51 +56,73 @@ Batch = Callable[[], dict[str, Any]]
 
 def main() -> None:
     args = _parse_args()
-    path = Path(args.results)
-    results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    path: Path | None = args.json
+    results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path is not None and path.exists() else {}
     with RankPool() as pool:
-        for name in [] if args.show else _chosen(args.names, results):
+        for name in [] if args.show else _chosen(args, results):
+            if args.sample is not None and sum(r["result"] != "skipped" for r in results.values()) >= args.sample:
+                break
             print(f"{name:32}", end="", flush=True)
             results[name] = _measured(pool, name, args)
             print(_line(results[name]), flush=True)
-            path.write_text(json.dumps(results, indent=1, sort_keys=True))
+            if path is not None:
+                path.write_text(json.dumps(results, indent=1, sort_keys=True))
     _print(results)
 
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="model types or patterns of them")
-    parser.add_argument("--results", default="architectures.json", help="file of results, read and written")
+    parser.add_argument("--json", type=Path, help="file of results, read and written")
+    parser.add_argument("--sample", type=int, help="stop when this number of models was not skipped; in random order")
+    parser.add_argument("--seed", type=int, default=0, help="of the random order")
+    parser.add_argument("--padding", action="store_true", help="pass an attention_mask with padding")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each model")
     parser.add_argument("--without-cache", action="store_true", help="use_cache=False")
     parser.add_argument("--show", action="store_true", help="print what was measured, and measure nothing")
     return parser.parse_args()
 
 
-def _chosen(patterns: list[str], results: dict[str, Any]) -> list[str]:
+def _chosen(args: argparse.Namespace, results: dict[str, Any]) -> list[str]:
     known = architectures()
-    if not patterns:
-        return [name for name in known if name not in results]
-    return [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    if args.names:
+        return [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in args.names)]
+    if args.sample is not None:
+        random.Random(args.seed).shuffle(known)
+    return [name for name in known if name not in results]
 
 
 def _line(result: dict[str, Any]) -> str:
-    return " ".join(str(result[key]) for key in ("task", "result", "difference", "capture_s", "why") if key in result)
+    keys = ("task", "result", "difference", "capture_s", "capture_cpu_s", "why", "split")
+    return " ".join(str(result[key]) for key in keys if key in result)
 
 
 def _measured(pool: RankPool, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """What the ranks found, or how they ended."""
     changes = {"use_cache": False} if args.without_cache else {}
     try:
-        first, *_ = pool.run(WORLD, compare, name, changes, timeout=args.timeout, share=False)
+        run = functools.partial(compare, padding=args.padding)
+        first, *_ = pool.run(WORLD, run, name, changes, timeout=args.timeout)
     except RankError as error:
         return {"result": "crashed", "why": str(error).splitlines()[0]}
     assert isinstance(first, dict)
     return first
 
 
-def compare(rank: int, world_size: int, name: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Train an architecture with plain torch, FSDP2 and graphshard, on one rank of several."""
+def compare(
+    rank: int,
+    world_size: int,
+    name: str,
+    changes: dict[str, Any],
+    *,
+    padding: bool = False,
+) -> dict[str, Any]:
+    """Train an architecture with plain torch, FSDP2 and graphshard, on one rank of several.
+
+    Args:
+        changes: to the model's configuration.
+        padding: pass an `attention_mask` in which some tokens are padding.
+    """
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -101,7 +132,7 @@ def compare(rank: int, world_size: int, name: str, changes: dict[str, Any]) -> d
         size = sum(param.numel() for param in model.parameters())
         if size > MOST_PARAMETERS:
             raise ValueError(f"{size} parameters: benchmarks/tiny_models.py does not know how to make it small")
-        make = _batches(model, task, rank)
+        make = _batches(model, task, rank, padding=padding)
         plain = copy.deepcopy(model)
         expected = _trained(plain, make, averaged=list(plain.parameters()))
     except Exception as error:
@@ -115,12 +146,12 @@ def compare(rank: int, world_size: int, name: str, changes: dict[str, Any]) -> d
     return found | _with_graphshard(model, mesh, make, expected)
 
 
-def _batches(model: Any, task: str, rank: int) -> Callable[[int], dict[str, Any]]:
+def _batches(model: Any, task: str, rank: int, *, padding: bool) -> Callable[[int], dict[str, Any]]:
     """The batch of a step; as many tokens stand for an image as the model asks for."""
 
     def make(step: int, image_tokens: int) -> dict[str, Any]:
         torch.manual_seed(1000 * step + rank)
-        return batch_of(model, task, image_tokens)
+        return batch_of(model, task, image_tokens, padding=padding)
 
     try:
         with torch.no_grad():
@@ -147,15 +178,33 @@ def _with_fsdp2(model: nn.Module, mesh: DeviceMesh, make: Callable[[int], dict[s
 
 
 def _with_graphshard(
-    model: nn.Module, mesh: DeviceMesh, make: Callable[[int], dict[str, Any]], expected: dict[str, Tensor]
+    model: nn.Module,
+    mesh: DeviceMesh,
+    make: Callable[[int], dict[str, Any]],
+    expected: dict[str, Tensor],
 ) -> dict[str, Any]:
     import graphshard
 
+    def compiled(*, fullgraph: bool) -> nn.Module:
+        example = make(0)
+        return graphshard.compile(
+            copy.deepcopy(model),
+            mesh,
+            backend="eager",
+            example_kwargs=example,
+            fullgraph=fullgraph,
+        )
+
+    split: dict[str, str] = {}
+    begin, cpu = time.perf_counter(), time.process_time()
     try:
-        begin = time.perf_counter()
-        compiled = graphshard.compile(copy.deepcopy(model), mesh, backend="eager", example_kwargs=make(0))
-        capture_s = round(time.perf_counter() - begin, 2)
-        trained = _trained(compiled, make)
+        try:
+            sharded = compiled(fullgraph=True)
+        except Exception as error:  # of forward, or what the tracer takes for one
+            split["split"] = _reason(error)
+            sharded = compiled(fullgraph=False)
+        capture_s, capture_cpu_s = round(time.perf_counter() - begin, 2), round(time.process_time() - cpu, 2)
+        trained = _trained(sharded, make)
     except Exception as error:
         refused = type(error).__module__.startswith("graphshard")
         return {"result": "refused" if refused else "failed", "why": _reason(error)}
@@ -164,7 +213,9 @@ def _with_graphshard(
         "result": "equal" if difference == 0 else "rounding" if difference < 1e-4 else "WRONG",
         "difference": float(f"{difference:.1e}"),
         "capture_s": capture_s,
+        "capture_cpu_s": capture_cpu_s,
         **({"why": where} if where else {}),
+        **split,
     }
 
 
@@ -227,11 +278,21 @@ def _reason(error: Exception) -> str:
 
 def _print(results: dict[str, dict[str, Any]]) -> None:
     table = Table(box=None)
-    for heading in ("architecture", "task", "parameters", "result", "difference", "capture, s", "why"):
+    for heading in (
+        "architecture",
+        "task",
+        "parameters",
+        "result",
+        "difference",
+        "capture, s",
+        "CPU, s",
+        "why",
+        "split",
+    ):
         table.add_column(heading, no_wrap=True)
     for name, result in results.items():
         if result["result"] != "skipped":
-            keys = ("task", "parameters", "result", "difference", "capture_s", "why")
+            keys = ("task", "parameters", "result", "difference", "capture_s", "capture_cpu_s", "why", "split")
             table.add_row(name, *(str(result.get(key, "")) for key in keys))
     Console(width=200).print(table)
     print(", ".join(f"{count} {result}" for result, count in Counter(r["result"] for r in results.values()).items()))

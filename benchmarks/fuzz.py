@@ -64,7 +64,7 @@ def _run(pool: RankPool, options: argparse.Namespace) -> int:
 def outcome(pool: RankPool, program: Program) -> str:
     """What `differences` says of a program on ranks, or the error that ended it; "" if all is equal."""
     try:
-        found = pool.run(program.world_size, differences, program, timeout=240.0, grace=5.0, share=program.share)
+        found = pool.run(program.world_size, differences, program, timeout=240.0, grace=5.0)
     except RankError as error:
         return f"ranks: {str(error).splitlines()[0]}"
     return next((f for f in found if f), "")

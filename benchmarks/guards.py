@@ -1,8 +1,8 @@
 """Microseconds that each call takes to find its program, and to check what that was captured for.
 
-attributes  what forward read: attributes, hooks, globals
+guards      what forward read: attributes, hooks, globals, inputs
 modes       whether each submodule is in training
-signature   all that programs are found by: modes, inputs, dtypes of parameters and others
+signature   what programs are found by besides: modes, dtypes of parameters and others
 
     python -m benchmarks.guards [--layers 2 32]
 
@@ -21,10 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils import _pytree as pytree
 
 import graphshard
-from graphshard.capture.modes import Modes
+from graphshard.module.modes import Modes
 from graphshard.module.sharded_module import ShardedModule
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -47,12 +46,12 @@ def main() -> None:
         assert isinstance(model, ShardedModule)
         ((installed,),) = model._graphshard.executables.known.values()
         modules = sum(1 for _ in model.modules())
-        leaves, structure = pytree.tree_flatten(((tokens, tokens), {}))
+        scope = {"module": model, "args": (tokens, tokens), "kwargs": {}}
         tracer = model._graphshard.tracer
         looks = {
-            "attributes": lambda: installed.guard.change([tokens, tokens]),  # noqa: B023 - called at once
+            "guards": lambda: installed.guard.change(scope),  # noqa: B023 - called at once
             "modes": Modes(model).now,
-            "signature": lambda: hash(tracer.signature(model, leaves, structure)),  # noqa: B023 - called at once
+            "signature": lambda: hash(tracer.signature(model)),  # noqa: B023 - called at once
         }
         times = (f"{name} {_microseconds(look, options.looks):.0f} us" for name, look in looks.items())
         print(f"{layers} layers, {modules} modules: {', '.join(times)}")

@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     begin = time.monotonic()
     with RankPool() as pool:
-        ranks = pool.run(2, soak, args.steps, args.models, args.gigabytes, timeout=24 * 3600.0, grace=10.0, share=False)
+        ranks = pool.run(2, soak, args.steps, args.models, args.gigabytes, timeout=24 * 3600.0, grace=10.0)
     print("rank part       done     MB  descriptors  threads  tasks")
     for rank, found in enumerate(ranks):
         for each in found:

@@ -3,8 +3,8 @@
     python -m benchmarks.startup [--layers 2 8] [--backend inductor eager] [--without-export]
 
 One rank, in a fresh process each time. "cached" finds Inductor's kernels of an earlier run in its cache, and "kept" the
-program of an earlier launch in graphshard's; they take turns. "watched" is the launch that fills graphshard's cache: it
-watches the capture and writes the program, and finds Inductor's kernels. Importing torch and graphshard and making the
+program of an earlier launch in graphshard's; they take turns. "written" is the launch that fills graphshard's cache: it
+writes the program, and finds Inductor's kernels. Importing torch and graphshard and making the
 model are not counted.
 """
 
@@ -29,7 +29,7 @@ def main() -> None:
     if args.child:
         print(json.dumps(_child(args)))
         return
-    print(f"{'layers':>6} {'backend':>8} {'export':>8} {'compile':>8} {'cached':>8} {'watched':>8}", end="")
+    print(f"{'layers':>6} {'backend':>8} {'export':>8} {'compile':>8} {'cached':>8} {'written':>8}", end="")
     print(f" {'kept':>8} {'load':>8}")
     for layers in args.layers:
         for backend in args.backend:
@@ -43,7 +43,7 @@ def _measure(layers: int, backend: str, repeats: int, *, export: bool) -> None:
         kernels, kept = f"{directory}/compile", f"{directory}/kept"
         exported = _run("export", common, f"{directory}/export") if export else nan
         compiled = _run("compile", common, kernels)
-        watched = _run("compile", common, kernels, kept)
+        written = _run("compile", common, kernels, kept)
         turns: dict[str, list[float]] = {"cached": [], "kept": [], "load": [nan]}
         for _ in range(repeats):
             turns["cached"].append(_run("compile", common, kernels))
@@ -52,7 +52,7 @@ def _measure(layers: int, backend: str, repeats: int, *, export: bool) -> None:
                 turns["load"].append(_run("load", common, f"{directory}/load"))
     cached, found = (statistics.median(turns[name]) for name in ("cached", "kept"))
     loaded = statistics.median(turns["load"][1:] or [nan])
-    numbers = f"{exported:8.1f} {compiled:8.1f} {cached:8.2f} {watched:8.2f} {found:8.2f} {loaded:8.2f}"
+    numbers = f"{exported:8.1f} {compiled:8.1f} {cached:8.2f} {written:8.2f} {found:8.2f} {loaded:8.2f}"
     print(f"{layers:6} {backend:>8} {numbers}", flush=True)
 
 

@@ -199,11 +199,20 @@ def _small_list(name: str, value: list[int]) -> list[int] | None:
 # --- batches -----------------------------------------------------------------------------------------------
 
 
-def batch_of(model: PreTrainedModel, task: str, image_tokens: int = 0) -> dict[str, Any]:
-    """Random inputs by the names of the arguments of forward; `image_tokens` stand for an image's features."""
+def batch_of(model: PreTrainedModel, task: str, image_tokens: int = 0, *, padding: bool = False) -> dict[str, Any]:
+    """Return random inputs by the names of the arguments of forward.
+
+    Args:
+        image_tokens: number of tokens that stand for an image's features.
+        padding: pass an `attention_mask` for `input_ids`, whose first row ends with three tokens of padding.
+    """
     taken = inspect.signature(model.forward).parameters
     wanted = [name for name in _INPUTS if name in taken and _wanted(name, task, model)]
-    return {name: _INPUTS[name](model, image_tokens) for name in wanted}
+    batch = {name: _INPUTS[name](model, image_tokens) for name in wanted}
+    if padding and "input_ids" in batch and "attention_mask" in taken:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, -3:] = 0
+    return batch
 
 
 def _wanted(name: str, task: str, model: PreTrainedModel) -> bool:

@@ -3,7 +3,7 @@
     python examples/export_and_load.py
 
 needs no GPU and no download. The first process has no process group and no weights: it could be a laptop that
-exports for a cluster. Every rank loads the same file, and neither traces nor compiles anything.
+exports for a cluster. Every rank loads the same file, and plans and compiles nothing.
 """
 
 from __future__ import annotations

@@ -16,14 +16,16 @@ from typing_extensions import Unpack
 
 from graphshard.artifact.load import artifact_path, library_for
 from graphshard.cache.kept import cache_at
-from graphshard.capture.inputs import flat_call
 from graphshard.debug.dump import dump_directory, recorder
+from graphshard.frontend.call_inputs import flat_call
+from graphshard.frontend.graph_breaks import GraphBreak
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import path_of
 from graphshard.ir.program import Program
 from graphshard.ir.text import brief
 from graphshard.lower.backends import begin_compiling
+from graphshard.module.kept_program import EqualProgram
 from graphshard.module.parts import shard_unit
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.replaying import CudaGraphsChoice, replaying
@@ -34,6 +36,7 @@ from graphshard.options.checks import check_examples, check_model, default_mesh
 from graphshard.options.experts import experts_by_name
 from graphshard.options.meshes import DataParallelMeshDims, data_and_tensor
 from graphshard.options.options import CompileArguments, ModelArguments, Options, PlacementFn
+from graphshard.options.program_options import resolve_model
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ModuleOrListT = TypeVar("ModuleOrListT", bound="nn.Module | list[nn.Module]")
@@ -59,7 +62,10 @@ def compile(
     keeps its class by `isinstance`. Call it, its submodules, its optimizer and its state_dict as before.
 
     Args:
-        model: any module; on the CPU, on the mesh's device, or on the meta device.
+        model: any module; on the CPU, on the mesh's device, or on the meta device. Or a program of
+            it: the `ExportedProgram` that `torch.export.export` returned, or the path of a .pt2 file that
+            `torch.export.save` wrote. It keeps what was decided at export: the mode (train() or eval()), dtypes, and
+            sizes that were not declared dynamic.
         mesh: mesh of "cpu" or "cuda" devices; None is all ranks, on CUDA where there is any. Of two axes the first
             replicates and the second shards (HSDP); size 1 of the second is plain data parallelism (DDP). An axis
             "tp" is one that parameters are distributed over already, by
@@ -97,28 +103,29 @@ def compile(
             `({0: Dim("batch"), 1: Dim("sequence", max=4096)},)` or `{"tokens": {0: Dim.AUTO}}`: one program serves all
             their sizes from 2 on. `torch._dynamo.mark_dynamic` on the inputs of the first call does the same.
         example_inputs, example_kwargs: inputs of a call; with them the program is compiled now instead of at the
-            first call. Only shapes, dtypes and non-tensor values matter.
-        max_captures: how many input signatures may be captured before a call with a new one is an error.
-        allow: sources of values that are not torch's and that forward may ask while it is captured, such as
-            `("random",)`: every call sees the value of the capture. Any of "random", "numpy.random", "time", "os"
-            (also its questions about files), "io" (files), "datetime", "uuid", "secrets"; what is not named is an error
-            that names the line.
+            first call; those of a module that is split are compiled when its units are called. Only shapes, dtypes and
+            non-tensor values matter.
+        max_captures: the number of programs that the model keeps, and so does each submodule or method that is called
+            on its own. Beyond it the least recently used program is evicted, with one warning, and captured again when
+            a call needs it. Programs of `artifact` do not count.
+        fullgraph: True makes it a `CaptureError` if forward cannot be traced whole. False splits such a module: Python
+            runs its forward, and each unit inside is captured by itself; a warning names the line and the reason.
         passes: the passes between capture and lowering; see `Pipeline` for how to insert, replace and disable some.
         verify: when the rules of `graphshard.pipeline.rules` are checked: "off", "ends" (after capture and before
             lowering) or "each" (after every pass, too). None takes GRAPHSHARD_VERIFY, or "ends".
         dump: directory to write every stage, the plan, the code that runs and an HTML report to; None takes
             GRAPHSHARD_DUMP. GRAPHSHARD_DUMP_RANKS chooses ranks: "0" (default), "0,3" or "all".
         artifact: a file of `graphshard.export`. If it fits this model, mesh, machine and these arguments, its programs
-            run and nothing is compiled for the calls that it was exported for. Otherwise the module is compiled, and
-            the log says why.
-        cache: where programs are kept, so that the next launch of the job neither traces nor compiles: a directory,
+            run and nothing is compiled for the calls that it was exported for: the first call of each kind is traced,
+            and its graph names the program. Otherwise the module is compiled, and the log says why.
+        cache: where programs are kept, so that the next launch of the job traces and does not compile: a directory,
             True for `~/.cache/graphshard`, or False for nowhere. None takes GRAPHSHARD_CACHE, which is a directory,
-            "on" or "off", or True. What is kept is used if all that it was made of is the same.
+            "on" or "off", or True. What is kept is used for an equal trace.
         cuda_graphs: True launches the regions between two collectives as one CUDA graph, from their third call on;
             "auto" does so where it pays by the profile. What goes into a graph and comes out of it is copied.
 
     Returns:
-        The same object.
+        The same object; of a program the module that was made of it, which has the parameters under their names.
 
     Raises:
         ArgumentError: an argument is wrong; nothing was changed.
@@ -127,6 +134,7 @@ def compile(
         CaptureError: the module cannot be captured from the example inputs; nothing was changed.
     """
     chosen = options_given(compile, options)
+    model, chosen = resolve_model(model, chosen)
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
     given = mesh
@@ -141,19 +149,21 @@ def compile(
     runner = make_runner(model, tracer, mesh, recorder(dump_directory(dump, dist.get_rank())), kept, graphs)
     if file is None and kept is None:
         begin_compiling(chosen.backend, tracer.spec.device)
-    library = None if file is None else library_for(file, model, runner, given)
+    if file is not None:
+        library_for(file, model, runner, given)
     prepared = None
     if example_inputs is not None or example_kwargs is not None:
         leaves, structure = flat_call(tuple(example_inputs or ()), dict(example_kwargs or {}))
         leaves = tracer.on_device(leaves, structure)
-        signature = tracer.signature(model, leaves, structure)
-        if library is None or not library.serves(signature):
-            args, kwargs = pytree.tree_unflatten(leaves, structure)
-            prepared = signature, runner.build(model, args, kwargs, signature)
-
+        signature = tracer.signature(model)
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        made = runner.build_or_break(model, args, kwargs, signature)
+        assert not isinstance(made, EqualProgram)  # the first one has no other to be equal to
+        if isinstance(made, GraphBreak):
+            runner.split.expect(made, signature, model)
+        else:
+            prepared = signature, made
     shard(model, runner)
-    if library is not None:
-        library.install(model, runner)
     if prepared is not None:
         runner.install(model, *prepared)
     return model
@@ -184,8 +194,9 @@ def fully_shard(
             for `compile`, but for the parameters of this unit only. `mp_policy` is one policy, and `ignored_params` may
             be one set for all calls. Parameters may be DTensors on another axis, such as mesh["tp"], of the mesh that
             `mesh` is a part of.
-        backend, activation, memory_limit, hardware, dynamic_shapes, max_captures, allow, passes, verify: as for
-            `compile`. They are for the model as a whole: those of the outermost call count, and another may not differ.
+        backend, activation, memory_limit, hardware, dynamic_shapes, max_captures, fullgraph, passes, verify: as
+            for `compile`. They are for the model as a whole: those of the outermost call count, and another may not
+            differ.
 
     Returns:
         The same object.

@@ -20,6 +20,7 @@ from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.recomputed import IN_FORWARD, RANDOM_STATE, SAVE
 from graphshard.ir.sizes import lift_sizes
 from graphshard.ir.strides import laid_out
+from graphshard.ir.subgraph import give_attributes, take_attributes
 from graphshard.ir.torch_internals import hint, min_cut_partition, run_and_save_rng_state, run_with_rng_state
 from graphshard.ir.transport import landing
 from graphshard.passes.accumulate_gradients import mark_sums
@@ -83,7 +84,10 @@ def _split(joint: Phase, num_outputs: int) -> tuple[GraphModule, GraphModule]:
     output, results = joint.module.graph.output_node(), joint.results
     output.meta.pop("desc", None)  # one for each result
     joint.set_results([*results[:num_outputs], *marked, *results[num_outputs:]])
+    subgraphs = give_attributes(joint.module)  # which the partitioner looks for
     forward, backward = min_cut_partition(joint.module, num_outputs + len(marked))
+    for module in (forward, backward):
+        take_attributes(module, subgraphs)
     results = _results(forward)
     forward.graph.output_node().args = ((*results[:num_outputs], *results[num_outputs + len(marked) :]),)
     return forward, backward

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import sys
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +99,32 @@ def export_net(
         graphshard.Call((torch.zeros(2, 3, WIDTH),), entry=LAYER),
     ]
     return graphshard.export(model, mesh, path, calls=calls or everything, backend="eager", **options)
+
+
+@contextlib.contextmanager
+def nothing_is_compiled() -> Iterator[None]:
+    """Let whatever plans or compiles fail, C++ compilers included, while the block is open. Traces may be made."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("something is planned or compiled")
+
+    compiling = (
+        "graphshard.module.tracer.run_pipeline",
+        "graphshard.module.tracer.Short.finish",
+        "graphshard.module.maker.lower",
+        "graphshard.ir.torch_internals.min_cut_rematerialization_partition",
+        "torch._functorch.partitioners.min_cut_rematerialization_partition",
+        "subprocess.Popen",
+        "os.system",
+    )
+    loaded = "torch._inductor.compile_fx" in sys.modules
+    with contextlib.ExitStack() as stack:
+        for name in compiling:
+            stack.enter_context(mock.patch(name, refuse))
+        stack.enter_context(mock.patch.dict(os.environ, {"PATH": "/nowhere", "CXX": "", "CC": ""}))
+        yield
+    # Other tests of this process may have imported it before.
+    assert loaded or "torch._inductor.compile_fx" not in sys.modules
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, bytes]], None]) -> Path:

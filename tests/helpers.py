@@ -8,6 +8,7 @@ step(program, model, [(x0,), (x1,)])                    what both ranks compute
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.capture import CaptureSpec, capture
-from graphshard.capture.inputs import apart
+from graphshard.frontend.call_inputs import apart
+from graphshard.frontend.capture import capture
+from graphshard.frontend.dynamo_capture import TracedFunction
+from graphshard.frontend.graph_breaks import GraphBreak, raise_break, traced_or_break
+from graphshard.frontend.spec import CaptureSpec
+from graphshard.frontend.unit_boundary import boundary_class
 from graphshard.ir.graph import WAIT, fake, is_collective
 from graphshard.ir.make_table import build_table
 from graphshard.ir.mesh import Mesh
@@ -124,7 +129,6 @@ def captured(
     reshard_after_forward: bool | None = None,
     grad: bool = True,
     dynamic_shapes: Any = None,
-    allow: tuple[str, ...] = (),
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Program:
     """What `graphshard.compile(model, mesh, ...)` captures for `model(*args, **kwargs)`; all tensors are different."""
@@ -138,10 +142,14 @@ def captured(
         precision=precision,
         reshard_after_forward=reshard_after_forward,
     )
-    spec = CaptureSpec(table, names, mesh, device, precision, type(model), dynamic_shapes, allow=allow)
+    spec = CaptureSpec(table, names, mesh, device, precision, type(model), dynamic_shapes)
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     given, named = pytree.tree_unflatten(apart(leaves), structure)
-    return capture(model, given, named, spec, grad=grad)
+    trace = functools.partial(capture, model, given, named, spec, TracedFunction("test"), boundary_class, grad=grad)
+    try:
+        return traced_or_break(f"{type(model).__name__}.forward", trace)
+    except GraphBreak as error:
+        raise_break(error)
 
 
 def through(program: Program, last: str, *, planner: PlanByUnit = COALESCED) -> Program:

@@ -16,6 +16,8 @@ of n ranks takes the first n of them, and each test sends them a function of its
         [3, 3]       <-- value or traceback -------
                                                      leave the group (at the next run, if all went well)
 
+Ranks see graphshard's environment variables as the test has set them, for this run.
+
 Each run has process groups of its own. Kept ones would add up (sockets, threads), and their names would
 depend on the order of tests. Leaving at once after an error wakes the ranks that wait for the failing one.
 
@@ -69,6 +71,9 @@ START_TIMEOUT = 300.0
 # Of all ranks but the first.
 UNVERIFIED = {"GRAPHSHARD_VERIFY": "off"}
 
+# How the names of graphshard's environment variables begin.
+OURS = "GRAPHSHARD_"
+
 
 class RankError(Exception):
     """A rank raised, died or hung. The message holds the traceback or stack of each, root cause first."""
@@ -100,16 +105,16 @@ class RankPool:
         *args: Any,
         timeout: float = 300.0,
         grace: float = 20.0,
-        share: bool = True,
     ) -> list[Any]:
         """Call `function(rank, world_size, *args)` on every rank; return the values, in the order of ranks.
 
         `function` is sent by name, so it sits at the top level of its module. Arguments and values are sent
-        by value, tensors too. The ranks have `timeout` seconds, and `grace` after the first error. With `share`
-        the first rank captures for all of them; see tests/sharing.py.
+        by value, tensors too. The ranks have `timeout` seconds, and `grace` after the first error.
         """
         __tracebackhide__ = True
-        request = pickle.dumps(_Request(next(self._runs), world_size, share, pickle.dumps((function, args))))
+        environment = {name: value for name, value in os.environ.items() if name.startswith(OURS)}
+        call = pickle.dumps((function, args))
+        request = pickle.dumps(_Request(next(self._runs), world_size, call, environment))
         try:
             self._start(world_size)
             chosen = self._ranks[:world_size]
@@ -145,8 +150,7 @@ class RankPool:
         assert self._store is not None
         missing = range(len(self._ranks), world_size)
         for rank in missing:
-            own = {"PYTHONHASHSEED": str(rank)} if rank == 0 else {"PYTHONHASHSEED": str(rank), **UNVERIFIED}
-            with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ, **own}):
+            with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ, "PYTHONHASHSEED": str(rank)}):
                 self._ranks.append(_Rank.start(rank, self._store.port, self._directory))
         if missing:
             _raise_errors(_collect(self._ranks[missing.start :], START_TIMEOUT, grace=0.0))
@@ -180,8 +184,8 @@ class _Request:
 
     number: int
     world_size: int
-    share: bool
     call: bytes  # the pickled function and its arguments; loading it imports the test's module
+    environment: dict[str, str]  # of graphshard, as the test process has it
 
 
 def _collect(ranks: list[_Rank], timeout: float, grace: float) -> list[_Answer]:
@@ -307,26 +311,22 @@ def _leave_with_parent() -> None:
 
 
 def _answer(request: _Request, store: dist.Store, rank: int) -> _Answer:
+    with mock.patch.dict(os.environ):  # undone for the next run
+        for name in [name for name in os.environ if name.startswith(OURS)]:
+            del os.environ[name]
+        os.environ.update(request.environment if rank == 0 else request.environment | UNVERIFIED)
+        return _answer_here(request, store, rank)
+
+
+def _answer_here(request: _Request, store: dist.Store, rank: int) -> _Answer:
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=request.world_size)
         function, args = pickle.loads(request.call)
-        share = _shared_captures(store, rank) if request.share else contextlib.nullcontext()
         torch.manual_seed(0)  # last, as the first run of a module imports it here
-        with share:
-            return _Answer(rank, value=pickle.dumps(function(rank, request.world_size, *args)))
+        return _Answer(rank, value=pickle.dumps(function(rank, request.world_size, *args)))
     except BaseException as error:  # SystemExit and pytest.fail, too
         summary = "".join(traceback.format_exception_only(error)).strip()
         return _Answer(rank, error=summary, detail=traceback.format_exc(), time=time.monotonic())
-
-
-def _shared_captures(store: dist.Store, rank: int) -> contextlib.AbstractContextManager[None]:
-    if "graphshard" not in sys.modules:  # a test of the pool alone
-        return contextlib.nullcontext()
-    if "GRAPHSHARD_TEST_CACHE" in os.environ:  # it watches captures
-        return contextlib.nullcontext()
-    from tests.sharing import shared_captures
-
-    return shared_captures(store, rank)
 
 
 def reset_distributed() -> None:

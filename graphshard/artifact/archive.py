@@ -29,7 +29,7 @@ from graphshard.artifact.signing import Signer, check_signature
 from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.files import read_file, replacing
 
-FORMAT = 9
+FORMAT = 11
 MANIFEST = "manifest.json"
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")

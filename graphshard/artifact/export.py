@@ -27,11 +27,10 @@ from graphshard.artifact.members import Captured, MeshPrograms, StoredRegion, wr
 from graphshard.artifact.places import Plans, merged, num_places, tracer_at
 from graphshard.artifact.signing import signer_of
 from graphshard.artifact.stored_options import describe_options
-from graphshard.capture.inputs import apart
-from graphshard.capture.signature import same_of
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.debug.dump import dump_directory, recorder
+from graphshard.frontend.call_inputs import apart
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_bool, check_choice, check_count, is_int, path_of
 from graphshard.ir.mesh import Mesh, MeshLike
@@ -44,6 +43,7 @@ from graphshard.options.arguments import options_given, takes_options
 from graphshard.options.checks import check_containers, check_examples, check_model
 from graphshard.options.options import CompileArguments, Options
 from graphshard.options.pretended import Parallelize, shape_of
+from graphshard.options.program_options import example_of, resolve_model
 from graphshard.schedule.agreed import Share
 
 Mode = Literal["training", "inference", "both"]
@@ -121,7 +121,8 @@ def export(
     `hardware` is also the machine that the summary's prediction is for; None predicts for an H100, or for CPUs.
 
     Args:
-        model: any module.
+        model: any module, or an exported program of one, as for `compile`; its example inputs are used if none are
+            given.
         mesh: a DeviceMesh, the shape of one such as `(8,)`, `{"shard": 8}` or, to replicate over the first axis and to
             shard over the second, `(2, 4)` or `{"replicate": 2, "shard": 4}`; or a list of those: one file for all of
             them. Regions do not depend on the number of ranks, except those that pack shards.
@@ -156,7 +157,9 @@ def export(
         CaptureError: the module cannot be captured from the inputs.
         ArtifactError: something of a program cannot be stored.
     """
-    chosen = options_given(export, options)
+    model, chosen = resolve_model(model, options_given(export, options))
+    if example_inputs is None and example_kwargs is None and not calls:
+        example_inputs, example_kwargs = example_of(model)
     check_model(model)
     check_examples(model, example_inputs, example_kwargs)
     target = _target(path)
@@ -290,7 +293,8 @@ def _calls(inputs: Any, kwargs: Any, mode: str, calls: Any) -> list[Call]:
 def _one_and_several(call: Call) -> list[Call]:
     """An example that is given one tensor twice stands for calls with several, too, which have another program."""
     leaves, structure = pytree.tree_flatten((tuple(call.inputs), dict(call.kwargs)))
-    if not same_of(leaves):
+    tensors = [id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if len(set(tensors)) == len(tensors):
         return [call]
     inputs, kwargs = pytree.tree_unflatten(apart(leaves), structure)
     return [call, replace(call, inputs=inputs, kwargs=kwargs)]

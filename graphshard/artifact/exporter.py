@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.artifact.members import Captured, StoredBackward, StoredRegion, stored_region
 from graphshard.artifact.places import period_of
-from graphshard.capture.inputs import count_tokens, stand_ins
+from graphshard.codec.graph_digest import graph_digest
 from graphshard.codec.lowered import encode_lowered
 from graphshard.codec.partitioned import encode_partitioned
 from graphshard.codec.passes import encode_pass
@@ -21,6 +21,8 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.multiplications import flop_of
 from graphshard.explain.predict import Bound, bound_of, explained
 from graphshard.explain.training import Training
+from graphshard.frontend.call_inputs import count_tokens, stand_ins
+from graphshard.frontend.graph_breaks import GraphBreak, raise_break
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.params import even_pieces
 from graphshard.ir.program import Phase, Program, Region
@@ -78,25 +80,40 @@ class Exporter:
 
         Raises:
             ArgumentError: `entry` is no submodule, or `gradients` are no outputs.
+            GraphBreak: forward cannot be traced whole.
         """
         tracer, module = self.tracer, self.model
         if entry:
             module = self._submodule(entry)
             tracer = tracer.entry(entry, "forward", module)
-        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        leaves = tracer.on_device(stand_ins(leaves, meta_only=True), structure)
+        given, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        leaves = tracer.on_device(stand_ins(given, meta_only=True), structure)
         with torch.set_grad_enabled(grad):
             signature = tracer.signature(module, leaves, structure)
+        # A trace knows that a tensor on the meta device has no values.
+        leaves = [was if isinstance(was, torch.Tensor) and was.is_meta else leaf for was, leaf in zip(given, leaves)]
         call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
         self.show("capture")
+        digests: list[str] = []
+
+        def digest(program: Program) -> None:
+            digests.append(graph_digest(program))
+
         recorder = self.recorder(f"{tracer.label}-{self._count}")
         observer = _Watch(tracer.options.level, recorder, tracer.pipeline.passes, self.show, costs=self.costs)
         passes = tracer.pipeline
         if self.share is not None and not even_pieces(tracer.spec.mesh, tracer.spec.params):
             passes = Pipeline(agreed(passes, self.share))
-        program, partitioned = tracer.trace(
-            module, call_args, call_kwargs, observer, "exported", grad=grad, passes=passes
-        )
+        # Sizes of other calls would be symbols in a trace that comes after theirs.
+        try:
+            program, partitioned = replace(tracer).trace(
+                module, call_args, call_kwargs, observer, "exported", grad=grad, passes=passes, find=digest
+            )
+        except GraphBreak as error:
+            raise_break(error)
+        few = tracer.trace_alone(module, call_args, call_kwargs, grad=grad, few=True)
+        if few is not None and len(few.taken) == len(program.taken):  # no block has inputs of its own
+            digest(few)
         program.capture = self._count
         self._count += 1
         text = program.history[-1].text
@@ -112,7 +129,8 @@ class Exporter:
             backwards = list(further.all(wanted))
             prediction = self._prediction(program, observer, leaves)
             start = encode_partitioned(partitioned, program)
-        return Captured(entry, signature, data, backwards, text, plan, start, prediction, period_of(program))
+        trace, period = program.history[0].text, period_of(program)
+        return Captured(entry, digests, signature, data, backwards, text, trace, plan, start, prediction, period)
 
     def lower(self, program: Program, observer: Observer) -> None:
         """Compile its regions and write its executors."""

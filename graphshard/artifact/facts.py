@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graphshard.capture.signature import Signature
+from graphshard.frontend.signature import Signature
 from graphshard.ir.mesh import Mesh
 from graphshard.lower.backends import Backend
 
@@ -31,8 +31,6 @@ class Model:
     """See `fingerprint.model_facts`."""
 
     model: str
-    code: str
-    modules: dict[str, str]
     buffers: dict[str, str]
 
 
@@ -65,6 +63,7 @@ class StoredOptions:
     backend: Backend
     passes: dict[str, str]
     dynamic_shapes: str | None
+    dims: str | None
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ class ProgramFacts:
 
     file: str
     entry: str
+    digests: list[str]
     signature: Signature
     backwards: list[Backward]
     phases: list[str]

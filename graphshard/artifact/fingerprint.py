@@ -1,8 +1,7 @@
 """What the programs of an artifact depend on, and what to do where it is not the same here.
 
-A fingerprint is plain JSON, field by field. Everything that could change a result is a field; what the mesh's size
-changes (numbers of shards) is kept for each mesh. The options are in `stored_options.py`. The inputs are compared call
-by call, as in-process programs are.
+A fingerprint is plain JSON, field by field. What the mesh's size changes (numbers of shards) is kept for each mesh. The
+options are in `stored_options.py`. What forward computes is compared call by call: by the digest of its trace.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.capture.code import code_hash
 from graphshard.codec.values import encode, short_name
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import ArtifactError
@@ -42,11 +40,7 @@ _REMEDY = {
     "matmul_precision": "Call torch.set_float32_matmul_precision with the former, or export again.",
     "deterministic": "Call torch.use_deterministic_algorithms accordingly, or export again.",
     "model": "Load it into that class of model, or export this one.",
-    "code": "The source of the model's modules, or of what they call, was changed: export again.",
-    "attributes": "Make the model with the same configuration, or export again.",
     "buffers": "Make the model with the same configuration, or export again.",
-    "modules": "Make the model with the same configuration, or export again.",
-    "hooks": "Register the same hooks on submodules before loading, or export again.",
     "parameter names": "Make the model with the same parameters, tied alike, or export again.",
     "parameter shape": "Make the model with the same configuration, or export again.",
     "parameter dtype": "Convert the model before loading, or export again.",
@@ -96,8 +90,6 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
     return {
         # Without its module, which is __main__ for who runs it as a script.
         "model": users_class(model).__qualname__,
-        "code": code_hash(model),
-        "modules": {name: users_class(module).__qualname__ for name, module in model.named_modules() if name},
         "buffers": {name: f"{short_name(buffer.dtype)}{list(buffer.shape)}" for name, buffer in model.named_buffers()},
     }
 

@@ -1,4 +1,4 @@
-"""Load what `graphshard.export` wrote: check, shard, bind. Nothing is traced and nothing compiled."""
+"""Load what `graphshard.export` wrote: check, shard, and let traces of calls choose programs. Nothing is compiled."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ from typing_extensions import Unpack
 from graphshard.artifact.cubins import capabilities_of, check_capability
 from graphshard.artifact.fingerprint import (
     MODEL_FIELDS,
-    Difference,
     differences,
     environment,
     model_facts,
     refuse,
-    shown,
     table_differences,
 )
-from graphshard.artifact.library import StoredPrograms, read_programs
+from graphshard.artifact.library import read_programs
 from graphshard.artifact.members import Artifact, read_artifact
 from graphshard.artifact.places import groups_found, shape_here
 from graphshard.artifact.signing import trusted
 from graphshard.artifact.stored_options import check_same_options, restored_options
-from graphshard.capture.hooks import HOOKS
 from graphshard.codec.converter import read
+from graphshard.frontend.exported_program import module_of
 from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.errors import ArgumentError, ArtifactError, GraphshardError
 from graphshard.ir.given import path_of
@@ -40,10 +38,7 @@ from graphshard.ir.make_table import build_table, named_parameters
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
-from graphshard.ir.state import MISSING
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
-from graphshard.module.guard import differences as state_differences
-from graphshard.module.places import owner_of
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.runner import Runner
 from graphshard.options.arguments import options_given, takes_options
@@ -68,16 +63,18 @@ def load(
 ) -> ModuleT:
     """Shard a module and run it by the programs of a file that `graphshard.export` wrote, in place.
 
-    Nothing is traced or compiled: not now, and not at a call. A call that the file has no program for is an error.
-    Everything that the programs depend on is compared first; nothing in the file is executed before. The file holds
-    native code: load only what you would run.
+    Nothing is planned or compiled: not now, and not at a call. The first call of each kind traces forward, to be sure
+    that the file's program is that of the model's code as it is now. A call that the file has no program for is an
+    error. The machine, the mesh, options, parameters and buffers are compared first; nothing in the file is executed
+    before. The file holds native code: load only what you would run.
 
     Arguments that are not described here are those of `graphshard.compile`. They need not be given: they are those of
     the export, and what is given must be equal. Only `max_captures` and `verify` are not compared.
 
     Args:
         path: the same file on every rank.
-        model: as it was exported, on the CPU, on the mesh's device, or on the meta device.
+        model: as it was exported, on the CPU, on the mesh's device, or on the meta device; or the exported program
+            that was given to `graphshard.export`.
         mesh: as for `graphshard.compile`; one of those that the file was exported for.
         trust: the ed25519 public key of whoever exported the file, as a PEM file or as an object of the package
             cryptography, or a list of several: a file that none of them signed is refused before anything of it is
@@ -92,6 +89,7 @@ def load(
         ArgumentError: an argument is wrong.
     """
     options_given(load, options)
+    model = module_of(model)
     check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
     data, axes, tensor, experts, _ = axes_of(model, mesh, Options())
@@ -110,17 +108,16 @@ def load(
         tracer = prepare(model, wanted, axes, device, tensor=tensor, experts=experts)
         check_same_options(artifact.path, stored, params, tracer, given=options.keys())
         runner = make_runner(model, tracer, data)
-        library = read_programs(artifact, index, model, runner)
-        _check_state(artifact, model, library)
-        runner.groups.update(groups_found(library.ready or (), runner.groups, all_ranks))
+        library, programs = read_programs(artifact, index, model, runner)
+        runner.groups.update(groups_found(programs, runner.groups, all_ranks))
+    library.check_same(model, runner)
     runner.library, runner.sealed = library, True
     shard(model, runner)
-    library.install(model, runner)
     return model
 
 
-def library_for(path: Path, model: nn.Module, runner: Runner, mesh: DeviceMesh) -> StoredPrograms | None:
-    """The programs of a file for a runner; None, and a warning that says why, if it does not fit.
+def library_for(path: Path, model: nn.Module, runner: Runner, mesh: DeviceMesh) -> None:
+    """Give the programs of a file to a runner. Log a warning that says why if it does not fit.
 
     Args:
         mesh: as it was given to `compile`.
@@ -135,14 +132,12 @@ def library_for(path: Path, model: nn.Module, runner: Runner, mesh: DeviceMesh) 
             params = artifact.params(index)
             _check_model(artifact, model, params, spec.mesh, spec.experts)
             check_same_options(artifact.path, artifact.meshes[index]["options"], params, runner.tracer)
-            library = read_programs(artifact, index, model, runner)
-            _check_state(artifact, model, library)
-            runner.groups.update(groups_found(library.ready or (), runner.groups, all_ranks))
+            library, programs = read_programs(artifact, index, model, runner)
+            runner.groups.update(groups_found(programs, runner.groups, all_ranks))
+        library.check_same(model, runner)
         runner.library = library
     except ArtifactError as error:
         log.warning("compiling instead of loading: %s", error)
-        return None
-    return library
 
 
 @contextlib.contextmanager
@@ -199,24 +194,6 @@ def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh, shape: di
     return fits[None] if None in fits else fits[rank % len(fits)]
 
 
-def _check_state(artifact: Artifact, model: nn.Module, library: StoredPrograms) -> None:
-    """Raise ArtifactError if something that a program reads on modules is another than when it was exported."""
-    for record, program in zip(library.records, library.ready or ()):
-        for place, was, now in state_differences(program.state, model.get_submodule(record.entry)):
-            field = "hooks" if place.path[-1][1] in HOOKS else "attributes"
-            where = f"{record.entry}.{place}" if record.entry else str(place)
-            refuse(artifact.path, iter([Difference(field, where, shown(was), shown(now))]))
-        for write in program.state.writes:
-            try:
-                found = owner_of(model.get_submodule(record.entry), write.place)
-            except (AttributeError, TypeError, LookupError):
-                found = MISSING
-            if found is MISSING:
-                raise ArtifactError(
-                    f"{artifact.path}: a program leaves something at {write.place}, which is not there."
-                )
-
-
 def _check_model(
     artifact: Artifact, model: nn.Module, params: ParamTable, mesh: Mesh, experts: ExpertMeshes | None
 ) -> None:
@@ -234,5 +211,4 @@ def _check_model(
     names = () if experts is None else experts.params
     table = build_table(model, mesh=one, units=(), precision=Precision(), reshard_after_forward=None, experts=names)
     refuse(artifact.path, table_differences(params, table, MODEL_FIELDS))
-    for field in ("buffers", "modules", "code"):
-        refuse(artifact.path, differences({field: exported[field]}, here))
+    refuse(artifact.path, differences({"buffers": exported["buffers"]}, here))

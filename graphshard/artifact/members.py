@@ -4,6 +4,7 @@ manifest.json                       what it was made for (the fingerprint), its 
 summary.txt                         for people
 meshes/0.json                       the parameter table on that mesh
 programs/0.json  0.txt  0.plan.json   the code that calls regions and collectives, its scheduled graph as text, its plan
+programs/0.trace.txt                the graph that was traced, as text, to say what another trace computes instead
 programs/0.partitioned.json         where another backward of it begins
 programs/0.backward-1.json          its backward for gradients through output 1
 programs/0.backward-0-no-sync-first.json   its backward for the first of several microbatches
@@ -28,10 +29,10 @@ from graphshard.artifact.cubins import cubin_file, gpu_file, kernel_facts
 from graphshard.artifact.facts import Facts
 from graphshard.artifact.signing import Signer
 from graphshard.artifact.summary import summarize
-from graphshard.capture.signature import Signature
 from graphshard.codec.converter import read, write
 from graphshard.codec.gpu_code import cubin_name, encode_gpu_code
 from graphshard.codec.lowered import encode_region
+from graphshard.frontend.signature import Signature
 from graphshard.ir.errors import ArtifactError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
@@ -69,10 +70,12 @@ class Captured:
 
     Attributes:
         entry: name of the submodule that is called; "" is the model.
-        signature: the calls it serves.
+        digests: of the traces that it serves, see `graph_digest`: of all blocks, and of a few of equal ones.
+        signature: the call that it was captured for. It describes the program, and does not choose it.
         data: the lowered program, see `codec/lowered.py`.
         backwards: further backwards.
         text: the scheduled graphs, as they print.
+        trace: the traced graph, as it prints.
         plan: JSON.
         partitioned: where another backward begins, see `codec/partitioned.py`; None if there is none.
         prediction: what a step is expected to take, as text; "" for inference.
@@ -80,10 +83,12 @@ class Captured:
     """
 
     entry: str
+    digests: Sequence[str]
     signature: Signature
     data: Mapping[str, Any]
     backwards: Sequence[StoredBackward]
     text: str
+    trace: str
     plan: str
     partitioned: Mapping[str, Any] | None = None
     prediction: str = ""
@@ -194,7 +199,7 @@ def _members(facts: Mapping[str, Any]) -> Iterator[str]:
     for index, mesh in enumerate(facts["meshes"]):
         yield f"meshes/{index}.json"
         for program in mesh["programs"]:
-            yield from (f"{program['file']}{ending}" for ending in (".json", ".txt", ".plan.json"))
+            yield from (f"{program['file']}{ending}" for ending in (".json", ".txt", ".trace.txt", ".plan.json"))
             yield from partitioned_file(program)
             yield from (backward_file(program["file"], row) for row in program["backwards"])
     for key, region in facts["regions"].items():
@@ -288,6 +293,7 @@ def _add_program(file: str, captured: Captured, members: dict[str, bytes]) -> di
     """Add a program's members; what the manifest says of it."""
     members[f"{file}.json"] = _json(captured.data)
     members[f"{file}.txt"] = captured.text.encode()
+    members[f"{file}.trace.txt"] = captured.trace.encode()
     members[f"{file}.plan.json"] = captured.plan.encode()
     if captured.partitioned is not None:
         members[f"{file}.partitioned.json"] = _json(captured.partitioned)
@@ -296,6 +302,7 @@ def _add_program(file: str, captured: Captured, members: dict[str, bytes]) -> di
     return {
         "file": file,
         "entry": captured.entry,
+        "digests": list(captured.digests),
         "signature": write(captured.signature),
         "backwards": [backward.row for backward in captured.backwards],
         "phases": list(captured.data["phases"]),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphshard.artifact.exporter import in_mode
-from graphshard.capture.inputs import apart
+from graphshard.frontend.call_inputs import apart
+from graphshard.frontend.graph_breaks import GraphBreak, raise_break
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import replacing
 from graphshard.ir.make_table import places_of
@@ -40,7 +42,10 @@ def export_plain(tracer: Tracer, model: nn.Module, args: Sequence[Any], kwargs: 
     call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
     with in_mode(model, False), torch.no_grad():
         observer = Observer(tracer.options.level, None, tracer.pipeline.passes)
-        program, _ = tracer.trace(model, call_args, call_kwargs, observer, "exported", grad=False)
+        try:
+            program, _ = tracer.trace(model, call_args, call_kwargs, observer, "exported", grad=False)
+        except GraphBreak as error:
+            raise_break(error)
         plain = _Plain(program, model)
         dynamic = _for_plain(model, args, kwargs, tracer.options.dynamic_shapes)
         exported = torch.export.export(plain, call_args, call_kwargs, dynamic_shapes=dynamic, strict=False)
@@ -65,7 +70,13 @@ class _Plain(nn.Module):
     def __init__(self, program: Program, model: nn.Module) -> None:
         super().__init__()
         program.phases["forward"].module.recompile()  # after what passes did to the graph
-        self._program: list[Program] = [program]  # in a list, so that it is no submodule
+        # In lists, so that they are no submodules. Dynamo's bytecode leaves attributes on a copy of the model.
+        self._program: list[Program] = [program]
+        tensors = (*model.parameters(), *model.buffers())
+        self._model = [copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})]
+        self._call: Callable[..., Any] = self._run_leaves
+        if program.trace is not None:
+            self._call = program.trace.replay(self._run_traced)
         for name, param in places_of(model).items():
             self._owner(name).register_parameter(name.rpartition(".")[2], param)
         for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -81,9 +92,20 @@ class _Plain(nn.Module):
         return owner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._model[0], args, kwargs)
+
+    def _run_traced(self, *inputs: Any) -> Any:
+        """Run the graph with the inputs that Dynamo's bytecode reads; the bytecode makes the output of the results."""
+        taken = [inputs[index] for index in self._program[0].taken]
+        return self._run([torch.tensor(value) if isinstance(value, float) else value for value in taken])
+
+    def _run_leaves(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a graph that was not traced, whose inputs are the tensors of the call."""
+        return self._run([leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+
+    def _run(self, tensors: list[Any]) -> Any:
         (program,) = self._program
         phase: Phase = program.phases["forward"]
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         inputs: list[Any] = []
         for slot in phase.inputs:
             if slot.kind == "param":
@@ -92,7 +114,8 @@ class _Plain(nn.Module):
                 inputs.append(tensors[int(slot.name)])
             elif slot.kind == "size":
                 size = next(size for size in program.sizes if size.name == slot.name)
-                inputs.append(tensors[size.source[0]].shape[size.source[1]])
+                given, dim = size.source
+                inputs.append(tensors[given] if dim < 0 else tensors[given].shape[dim])
             else:
                 constant = program.constants.get(slot.name)
                 inputs.append(constant if constant is not None else self.get_buffer(slot.name))

@@ -17,13 +17,16 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
+from torch.export import Dim
 
 from graphshard.artifact.facts import Policy
 from graphshard.artifact.fingerprint import differences, refuse, table_differences
 from graphshard.codec.passes import encode_pass
 from graphshard.codec.values import Decoder, encode
+from graphshard.ir.errors import ArtifactError
 from graphshard.ir.make_table import places_of
 from graphshard.ir.params import ParamTable
+from graphshard.ir.text import brief
 from graphshard.ir.units import modules_of
 from graphshard.module.tracer import Tracer
 from graphshard.passes import MakePlan, Offload, Pass
@@ -41,7 +44,7 @@ ROWS = {
 
 NOT_COMPARED = {
     "max_captures": "limits what is captured later, and is the same program",
-    "allow": "is about what may be captured, and the value that was is in the program",
+    "fullgraph": "is about modules that cannot be captured, and this was",
     "verify": "checks the program, and is the same program",
 }
 
@@ -115,6 +118,7 @@ def restored_options(stored: Mapping[str, Any], model: nn.Module, rows: ParamTab
         "ignored_params": [named[row.name] for row in rows if row.ignored],
         "units": [unit if len(unit) > 1 else unit[0] for unit in units],
         "backend": stored["backend"],
+        **({} if stored["dims"] is None else {"dynamic_shapes": decode_shapes(stored["dims"])}),
     }
 
 
@@ -174,6 +178,63 @@ def _shapes(shapes: Any) -> str | None:
     return f"{name}({getattr(shapes, 'min', None)}, {getattr(shapes, 'max', None)})" if name else str(shapes)
 
 
+def encode_shapes(shapes: Any) -> str | None:
+    """Return `dynamic_shapes` as JSON that `decode_shapes` reads; None for none, or where one is computed of another.
+
+    {"x": {0: Dim("n", max=8)}, "y": None}   ->   {"dict": [["x", {"dict": [[0, {"dim": ["n", 0, 8]}]]}], ["y", null]]}
+    """
+    try:
+        return None if shapes is None else json.dumps(_shapes_as_data(shapes))
+    except TypeError:
+        return None
+
+
+def _shapes_as_data(shapes: Any) -> Any:
+    if shapes is None or type(shapes) in (int, str):
+        return shapes
+    if isinstance(shapes, Mapping):
+        return {"dict": [[key, _shapes_as_data(value)] for key, value in shapes.items()]}
+    if isinstance(shapes, (list, tuple)):
+        return {type(shapes).__name__: list(map(_shapes_as_data, shapes))}
+    if isinstance(shapes, type(Dim.AUTO)):
+        hint = next((name for name in _HINTS if shapes == getattr(Dim, name)), None)
+        if hint is not None:
+            return {"hint": hint}
+    if type(shapes) is Dim:
+        ends = (shapes.min, shapes.max if type(shapes.max) is int else None)
+        return {"dim": [shapes.__name__, *ends]}
+    raise TypeError(type(shapes).__name__)
+
+
+def decode_shapes(text: str) -> Any:
+    """Inverse of `encode_shapes`. Dimensions of one name are one `Dim`.
+
+    Raises:
+        ArtifactError: nothing is written so.
+    """
+    dims: dict[tuple[str, int, int | None], Any] = {}
+
+    def shapes_of(data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        ((kind, content),) = data.items()
+        if kind == "dict":
+            return {key: shapes_of(value) for key, value in content}
+        if kind in ("list", "tuple"):
+            return {"list": list, "tuple": tuple}[kind](map(shapes_of, content))
+        if kind == "hint" and content in _HINTS:
+            return getattr(Dim, content)
+        name, least, most = content
+        return dims.setdefault((name, least, most), Dim(name, min=least, max=most))
+
+    try:
+        return shapes_of(json.loads(text))
+    except Exception as error:
+        raise ArtifactError(f"dims {brief(text)} are no dynamic shapes ({error!r}).") from error
+
+
+_HINTS = ("AUTO", "DYNAMIC", "STATIC")
+
 FACTS = (
     Fact("units", ("units",), _units),
     Fact("mp_policy", ("mp_policy",), lambda tracer: _policy(tracer.spec.precision.default)),
@@ -183,4 +244,5 @@ FACTS = (
     Fact("backend", ("backend",), lambda tracer: tracer.options.backend),
     Fact("passes", ("passes", "activation", "memory_limit", "hardware"), _passes, done=True),
     Fact("dynamic_shapes", ("dynamic_shapes",), lambda tracer: _shapes(tracer.options.dynamic_shapes), done=True),
+    Fact("dims", ("dynamic_shapes",), lambda tracer: encode_shapes(tracer.options.dynamic_shapes), done=True),
 )

@@ -23,7 +23,7 @@ def summarize(facts: Mapping[str, Any]) -> str:
     backend = meshes[0]["options"]["backend"]
     orders = dict.fromkeys(mesh["options"]["passes"]["(order)"] for mesh in meshes)
     lines = [
-        f"model      {model['model']}, code {model['code'][:12]}",
+        f"model      {model['model']}",
         f"made with  graphshard {environment['graphshard']}, torch {environment['torch']}, {backend}",
         f"device     {_device(environment, regions)}",
         *(f"passes     {order}" for order in orders),

@@ -1,6 +1,6 @@
 """The directory of what was compiled: one file for each program, that is whole or not there. It needs no torch.
 
-~/.cache/graphshard/3f0c....-81aa....gscache      a program: what it is for, and what must be the same, are in the name
+~/.cache/graphshard/3f0c....gscache      a program: the name is the digest of all that it depends on
 
 `ir/checked_files.py` says what a file looks like; its first line is for `graphshard cache list`. One that is damaged
 is removed when somebody reads it. The oldest that nobody uses are removed when there are too
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphshard.ir.checked_files import WRITES_FOR, DamagedError, remove, remove_left_behind, remove_oldest, used
+from graphshard.ir.checked_files import WRITES_FOR, DamagedError, remove, remove_left_behind, remove_oldest
 from graphshard.ir.errors import ArgumentError
 
 VARIABLE = "GRAPHSHARD_CACHE"
@@ -27,7 +27,7 @@ ENDING = ".gscache"
 LIMIT = 4 << 30
 _ON = ("on", "1", "yes", "true")
 _OFF = ("", "off", "0", "no", "false")
-_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.gscache")
+_NAME = re.compile(r"[0-9a-f]{32}\.gscache")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -118,22 +118,9 @@ def files(directory: Path) -> list[Path]:
     return []
 
 
-def candidates(directory: Path, key: str) -> list[Path]:
-    """The files under a key, the last used first.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    try:
-        found = [path for path in directory.iterdir() if path.name.startswith(f"{key}-") and _NAME.fullmatch(path.name)]
-    except FileNotFoundError:
-        return []
-    return sorted(found, key=used, reverse=True)
-
-
-def name_of(key: str, digest: str) -> str:
-    """The name of a file: what it is for, and what it was made of."""
-    return f"{key}-{digest}{ENDING}"
+def name_of(key: str) -> str:
+    """Return the name of the file under a key."""
+    return f"{key}{ENDING}"
 
 
 def shrink(directory: Path, limit: int, keep: Path | None = None) -> int:

@@ -29,18 +29,16 @@ from torch.fx import Graph, GraphModule
 from torch.utils import _pytree as pytree
 
 from graphshard import passes
-from graphshard.capture.signature import Signature
 from graphshard.codec.graphs import check_phase, decode_graph, encode_graph
-from graphshard.codec.state import CLASSES, read_state, write_state
 from graphshard.codec.structures import decode_structure, describe_structure, described_structure, encode_structure
 from graphshard.codec.values import Decoder, encode, named, short_name, strings, unsupported
 from graphshard.cost.profile import Profile
+from graphshard.frontend.signature import Signature
 from graphshard.ir import plain
 from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.plain import Overrides, class_reader, new_converter, typed
 from graphshard.ir.program import Extent, Phase, Planner, Program, Region, Size, Stage
 from graphshard.ir.text import brief
-from graphshard.ir.value_guards import ValueGuards
 from graphshard.passes import Pass
 from graphshard.passes.activation_checkpointing import Activation
 from graphshard.schedule.agreed import AgreedPlanner
@@ -119,6 +117,12 @@ def _decode_extent(data: Any, _: Any) -> Extent:
     return value if type(value) is int else _decode(data, torch.SymInt)
 
 
+def _decode_number(data: Any, _: Any) -> Any:
+    """Read what stands for a size, or for a float that is an input of a call."""
+    value = _DECODER.get().value(data)
+    return value if isinstance(value, torch.SymFloat) else _decode(data, torch.SymInt)
+
+
 def _decode_module(data: Any, _: Any) -> GraphModule:
     decoder = _DECODER.get()
     return decoder.module_of(decode_graph(data, decoder))
@@ -186,11 +190,11 @@ _OVERRIDES: Overrides = {
     Program: {
         "lowering_seconds": override(unstruct_hook=lambda _: 0.0),
         "regions": override(unstruct_hook=list, struct_hook=_empty_regions),
+        "trace": override(unstruct_hook=lambda _: None, struct_hook=lambda *_: None),  # of this process
     },
     Stage: {"text": override(unstruct_hook=lambda _: ""), "seconds": override(unstruct_hook=lambda _: 0.0)},
     Phase: {"module": override(rename="nodes")},
     Region: {"module": override(rename="nodes")},
-    ValueGuards: {"module": override(rename="nodes")},
     Signature: {
         "structure": override(
             unstruct_hook=lambda spec: encode_structure(spec, "inputs"),
@@ -209,7 +213,7 @@ def _converter() -> Converter:
         torch.dtype: (short_name, lambda data, _: named("dtype", data)),
         torch.device: (str, lambda data, _: torch.device(typed(data, str))),
         torch.Tensor: (_encode, _decode),
-        torch.SymInt: (_encode, _decode),
+        torch.SymInt: (_encode, _decode_number),
         OpOverload: (_encode, _decode),
         GraphModule: (lambda module: encode_graph(module.graph, _NAMES.get()), _decode_module),
         pytree.TreeSpec: (describe_structure, lambda data, _: described_structure(data)),
@@ -219,9 +223,6 @@ def _converter() -> Converter:
     for kind, (unstructure, structure) in ways.items():
         converter.register_unstructure_hook(kind, unstructure)
         converter.register_structure_hook(kind, structure)
-    for kind in CLASSES.values():
-        converter.register_unstructure_hook(kind, write_state)
-        converter.register_structure_hook(kind, read_state)
     converter.register_structure_hook(Activation, _decode_activation)
     converter.register_unstructure_hook(Size, _encode_size)
     converter.register_unstructure_hook_func(lambda kind: kind == Planner, _encode_planner)

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from graphshard.codec.values import Decoder, encode, encode_target, identifier
+from graphshard.codec.values import CODECS, Decoder, encode, encode_target, identifier
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.plain import typed
+from graphshard.ir.printer import print_graph
 from graphshard.ir.program import Phase
+from graphshard.ir.subgraph import Subgraph, subgraph_of
 from graphshard.ir.torch_internals import CheckpointPolicy
 
 _STACKS = {"modules": "nn_module_stack", "fwd_modules": "fwd_nn_module_stack"}
@@ -26,11 +28,20 @@ def encode_graph(graph: Graph, names: Mapping[Any, str] = MappingProxyType({})) 
     return [_encode_node(node, names, known) for node in graph.nodes]
 
 
-def decode_graph(nodes: list[dict[str, Any]], decoder: Decoder) -> Graph:
+def decode_graph(nodes: list[dict[str, Any]], decoder: Decoder, *, of_call: bool = False) -> Graph:
+    """Read a graph.
+
+    Args:
+        of_call: an operator is given the graph, which may return one value instead of a list.
+    """
     graph = Graph()
     decoder.nodes.clear()
     for item in typed(nodes, list):
         _decode_node(item, graph, decoder)
+    for output in graph.find_nodes(op="output"):
+        kinds = (tuple, list, Node) if of_call else (tuple, list)
+        if len(output.args) != 1 or not isinstance(output.args[0], kinds):
+            raise ArgumentError(f"{output.name} returns no list of values")
     return graph
 
 
@@ -64,8 +75,13 @@ def _encode_node(node: Node, names: Mapping[Any, str], known: dict[tuple[str, ..
             modules = {call: name for call, (name, _) in calls.items()}
             first = known.setdefault((key, *modules, *modules.values()), node.name)
             data[key] = first if first != node.name else modules
-    data["meta"] = {key: _encode_mark(value) for key, value in node.meta.items() if _is_plain(key, value)}
+    data["meta"] = encode_marks(node.meta)
     return data
+
+
+def encode_marks(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file holds of `node.meta` besides the value and the modules."""
+    return {key: _encode_mark(value) for key, value in meta.items() if _is_plain(key, value)}
 
 
 def _decode_node(data: dict[str, Any], graph: Graph, decoder: Decoder) -> None:
@@ -78,8 +94,6 @@ def _decode_node(data: dict[str, Any], graph: Graph, decoder: Decoder) -> None:
     args = tuple(decoder.value(arg) for arg in data["args"])
     kwargs = {identifier(key): decoder.value(arg) for key, arg in data["kwargs"].items()}
     callee = decoder.target(target) if op == "call_function" else identifier(target)
-    if op == "output" and not (len(args) == 1 and isinstance(args[0], (tuple, list))):
-        raise ArgumentError(f"{name} returns no list of values")
     node = graph.create_node(op, callee, args, kwargs, name=name)
     if node.name != name:  # a graph that makes up names avoids some that passes give
         node.name = name
@@ -88,7 +102,7 @@ def _decode_node(data: dict[str, Any], graph: Graph, decoder: Decoder) -> None:
     for key, stack in _STACKS.items():
         if key in data:
             node.meta[stack] = _decode_stack(data[key], stack, decoder)
-    node.meta.update(_decode_marks(data["meta"], decoder))
+    node.meta.update(decode_marks(data["meta"], decoder))
     decoder.nodes[name] = node
 
 
@@ -106,7 +120,8 @@ def _encode_mark(value: Any) -> Any:
     return value.name if isinstance(value, CheckpointPolicy) else encode(value)
 
 
-def _decode_marks(data: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+def decode_marks(data: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+    """Inverse of `encode_marks`; raises `ArgumentError` for what it does not write."""
     marks = {key: decoder.value(value) for key, value in data.items()}
     for key, value in marks.items():
         if not _is_plain(key, value):
@@ -114,3 +129,18 @@ def _decode_marks(data: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
     if "recompute" in marks:
         marks["recompute"] = CheckpointPolicy[marks["recompute"]]
     return marks
+
+
+def _encode_subgraph(subgraph: Subgraph, names: Mapping[Any, str]) -> Any:
+    return encode_graph(subgraph.graph, names)
+
+
+def _decode_subgraph(data: Any, decoder: Decoder) -> Subgraph:
+    around, decoder.nodes = decoder.nodes, {}
+    try:
+        return subgraph_of(decode_graph(data, decoder, of_call=True), print_graph)
+    finally:
+        decoder.nodes = around
+
+
+CODECS[Subgraph] = "graph", _encode_subgraph, _decode_subgraph

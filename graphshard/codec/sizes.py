@@ -3,7 +3,9 @@
     {"s0": {"hint": 128, "range": [2, null]}}    in the example inputs; the least and the largest, which may be open
 
 What was taken for granted of the sizes beyond their ranges concerns calls: only lowered programs have it stored, as
-conditions such as "Eq(Mod(s0*s1, 8), 0)".
+conditions such as "Eq(Mod(s0*s1, 8), 0)". Numbers of calls that are no sizes have no least one; floats have no range:
+
+    {"s1": {"hint": -3, "range": [null, null]}, "s2": {"hint": 0.1, "range": null}}
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch.fx import Graph
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.sizes import SymNumber, numbers_in
 from graphshard.ir.torch_internals import hint, new_size
-from graphshard.ir.unbacked_internals import is_unknown, new_unknown_float, new_unknown_size
+from graphshard.ir.unbacked_internals import is_unknown, new_number, new_unknown_float, new_unknown_size
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -53,9 +55,16 @@ _COMPARISONS: dict[type, Callable[..., Any]] = {
 }
 
 
-def encode_symbols(sizes: Iterable[tuple[str, torch.SymInt]]) -> dict[str, Any]:
-    """What is known of dynamic sizes, by name."""
-    return {name: {"hint": hint(size), "range": _range(size)} for name, size in sizes}
+def encode_symbols(sizes: Iterable[tuple[str, SymNumber]]) -> dict[str, Any]:
+    """Return what is known of dynamic sizes and numbers, by name."""
+    return {name: _known(size) for name, size in sizes}
+
+
+def _known(size: SymNumber) -> dict[str, Any]:
+    if isinstance(size, torch.SymFloat):
+        return {"hint": float(size.node.hint), "range": None}
+    assert isinstance(size, torch.SymInt)
+    return {"hint": hint(size), "range": _range(size)}
 
 
 def encode_unknown(graphs: Iterable[Graph]) -> dict[str, Any]:
@@ -84,9 +93,13 @@ def decode_symbols(data: Mapping[str, Any], mode: Any) -> dict[str, SymNumber]:
     for name, item in data.items():
         ends = item["range"] or ()
         numbers = [number for number in (item["hint"], *ends) if number is not None]
-        if not name.isidentifier() or not all(type(n) is int and n >= 0 for n in numbers):
+        is_number = item["hint"] is not None and (not ends or ends[0] is None or ends[0] < 0)
+        sized = all(type(n) is int and (n >= 0 or is_number) for n in numbers)
+        if not name.isidentifier() or not (sized or (is_number and not ends and type(item["hint"]) is float)):
             raise ArgumentError(f"{name!r}: {item} is no size")
-        if item["hint"] is not None:
+        if is_number:
+            found[name] = new_number(mode, name, item["hint"])
+        elif item["hint"] is not None:
             found[name] = new_size(mode, name, item["hint"], *ends)
         else:
             found[name] = new_unknown_size(mode, *ends) if ends else new_unknown_float(mode)

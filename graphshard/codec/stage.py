@@ -41,7 +41,7 @@ from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.passes import Pass
 
-FORMAT = 7
+FORMAT = 8
 _PHASES = ("joint", "forward", "backward")
 # How many levels of a key's content have a line for each item; 1 for others.
 _LEVELS = {"phases": 3, "plan": 2, "params": 2}

@@ -7,6 +7,8 @@
     {"operator": "aten.bernoulli.p"}
     {"tensor": ["float32", [4, 4], [4, 1], "cpu"]}    a fake tensor: dtype, shape, stride, device; no values
     {"size": "s0*s1"}                        a dynamic number, by the names of the program's sizes
+    {"dict": {"BACKEND": "AUTO"}}            with strings as keys
+    {"graph": [...]}                         a graph that a higher-order operator is given, node by node
     {"unsupported": "Generator"}             anything else: it is written, so that a dump never fails, but not read
 
 Reading looks names up in tables; it imports and evaluates nothing.
@@ -32,6 +34,7 @@ from graphshard.codec.sizes import SIZE_OPERATORS, parse_size
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.plain import typed
 from graphshard.ir.sizes import SymNumber, rename
+from graphshard.ir.subgraph import HIGHER_ORDER
 from graphshard.ir.torch_internals import (
     dispatcher_operators,
     fake_tensor,
@@ -45,12 +48,17 @@ _TARGETS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "run_and_save_rng_state": run_and_save_rng_state,
     "run_with_rng_state": run_with_rng_state,
+    **{f"higher_order.{name}": operator for name, operator in HIGHER_ORDER.items()},
     **{f"size.{function.__name__}": function for function in SIZE_OPERATORS},
 }
 _NAMES = {target: name for name, target in _TARGETS.items()}
 _THEMSELVES = frozenset({type(None), bool, int, str})
 # Types whose values are attributes of torch, such as torch.float32 and torch.strided.
 _TAGS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
+
+
+# Types that other files write and read, with the tag, the writer and the reader: graphs are made of values.
+CODECS: dict[type, tuple[str, Callable[[Any, Mapping[Any, str]], Any], Callable[[Any, Decoder], Any]]] = {}
 
 
 @functools.cache
@@ -89,6 +97,11 @@ def encode(value: Any, names: Mapping[Any, str] = MappingProxyType({})) -> Any:
         return {"operator": str(value)}
     if isinstance(value, SymNumber):
         return {"size": rename(value, names)}
+    if isinstance(value, dict) and all(type(key) is str for key in value):
+        return {"dict": {key: encode(item, names) for key, item in value.items()}}
+    if type(value) in CODECS:
+        known, write, _ = CODECS[type(value)]
+        return {known: write(value, names)}
     tag = _TAGS.get(type(value))
     return {tag: short_name(value)} if tag else unsupported(value)
 
@@ -162,6 +175,8 @@ class Decoder:
                 return self._tensor(*content)
             case "tuple":
                 return tuple(map(self.value, content))
+            case "dict":
+                return {typed(key, str): self.value(item) for key, item in typed(content, dict).items()}
             case "slice":
                 return slice(*map(self.value, content))
             case "complex":
@@ -176,6 +191,9 @@ class Decoder:
                 return self.target(content)
             case "unsupported":
                 raise ArgumentError(f"it holds a value of type {content}, which a file cannot hold")
+        for known, _, read in CODECS.values():
+            if tag == known:
+                return read(content, self)
         raise ArgumentError(f"{json.dumps(data)[:60]} is no value")
 
     def target(self, name: str) -> Callable[..., Any]:

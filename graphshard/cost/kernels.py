@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from graphshard.cost.higher_order import runs_graphs, runs_of
 from graphshard.cost.multiplications import Attention, Gemm, Scalar, dtype_of, is_multiplication, multiplies, sizes
 from graphshard.ir.graph import aten, base_of, is_alias, is_part
 from graphshard.ir.sizes import is_size
@@ -65,11 +66,15 @@ def kernels_of(nodes: Sequence[Node], *, fused: bool = True) -> list[tuple[list[
     """The kernels of a run of compute nodes as `work_of` has them, each with its operators."""
     kernels = [node for node in nodes if node.op == "call_function" and not (is_alias(node) or is_part(node))]
     kernels = [node for node in kernels if not is_size(node)]  # a number of the host
-    return [
-        (group, _alone(group[0]) if _stands_alone(group[0]) else _fused(group))
-        for group in (_fuse(kernels) if fused else [[kernel] for kernel in kernels])
-        if not (fused and _is_free(group))
-    ]
+    found = []
+    for group in _fuse(kernels) if fused else [[kernel] for kernel in kernels]:
+        if runs_graphs(group[0]):
+            graphs, times = runs_of(group[0])
+            once = [work for graph in graphs for work in work_of(list(graph.graph.nodes), fused=fused)]
+            found += [(group, work) for work in once * times]
+        elif not (fused and _is_free(group)):
+            found.append((group, _alone(group[0]) if _stands_alone(group[0]) else _fused(group)))
+    return found
 
 
 def _is_free(group: list[Node]) -> bool:
@@ -206,4 +211,4 @@ _UNFUSED = frozenset(
 
 
 def _stands_alone(node: Node) -> bool:
-    return node.target in _UNFUSED or is_multiplication(node)
+    return node.target in _UNFUSED or is_multiplication(node) or runs_graphs(node)

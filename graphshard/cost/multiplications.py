@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
+from graphshard.cost.higher_order import ATTENTIONS, calls_run
 from graphshard.ir.graph import aten
 from graphshard.ir.torch_internals import hint
 
@@ -77,7 +78,7 @@ def _hinted(val: torch.Tensor) -> Shape:
 def flop_of(nodes: Iterable[Node]) -> dict[str, Scalar]:
     """FLOPs of the multiplications, convolutions and attention among some nodes, by dtype."""
     found: dict[str, Scalar] = {}
-    for node in nodes:
+    for node in calls_run(nodes):
         if node.op == "call_function" and (flop := multiplies(node)[1]):
             dtype = dtype_of(node.all_input_nodes[0])
             found[dtype] = found.get(dtype, 0) + flop
@@ -86,7 +87,7 @@ def flop_of(nodes: Iterable[Node]) -> dict[str, Scalar]:
 
 def dtype_of(node: Node) -> str:
     """Name of a value's dtype, such as "bfloat16"; that of the first part if there are several."""
-    val = node.meta["val"]
+    val = node.meta.get("val")  # an assertion has none
     tensor = next((v for v in val if isinstance(v, torch.Tensor)), None) if isinstance(val, (tuple, list)) else val
     return str(getattr(tensor, "dtype", torch.float32)).removeprefix("torch.")
 
@@ -98,7 +99,7 @@ def is_multiplication(node: Node) -> bool:
 
 
 def _packet(node: Node) -> Any:
-    return getattr(node.target, "overloadpacket", None)
+    return node.target if node.target in ATTENTIONS else getattr(node.target, "overloadpacket", None)
 
 
 def multiplies(node: Node) -> tuple[Any, Scalar, tuple[Gemm, ...] | Attention]:
@@ -124,6 +125,9 @@ def _kernel_of(operator: str) -> str:
 
 def _arguments(node: Node) -> dict[str, Any]:
     """Arguments by name, with shapes in the place of tensors."""
+    if node.target in ATTENTIONS:
+        tensors: Any = node.args[:3]
+        return dict(zip(("query", "key", "value"), map(sizes, tensors)))
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
     given = {**dict(zip(names, node.args)), **node.kwargs}
@@ -180,6 +184,8 @@ def _attends(values: dict[str, Any], *, backward: bool) -> Attention:
 
 
 _COUNTS: dict[Any, Callable[[dict[str, Any], Any], Any]] = {
+    ATTENTIONS[0]: _attention,
+    ATTENTIONS[1]: _attention_backward,
     aten.mm: _mm,
     aten.addmm: _addmm,
     aten.bmm: _bmm,

@@ -2,6 +2,7 @@
 
 DIR/rank0/Llama-0/
   index.html                 the report: open it in a browser
+  00-exported.pt2            the captured program as an ExportedProgram; exported.txt is its text
   00-capture.txt             a stage, repeated blocks folded; `graphshard show --full` unfolds
   00-capture.json            the stage for `graphshard repro`
   01-insert-collectives.txt .diff .json ...
@@ -24,14 +25,15 @@ from types import MappingProxyType
 import torch
 
 from graphshard.codec.stage import program_to_json
+from graphshard.debug.stage_files import EXPORTED, EXPORTED_TEXT
 from graphshard.debug.standalone import executor_source, region_source
 from graphshard.debug.summary import SUMMARY, Regions, StageSummary, Summary, read_summary
 from graphshard.ir.aid import Aid
-from graphshard.ir.errors import ArgumentError
-from graphshard.ir.files import file_name, write_text
+from graphshard.ir.errors import ArgumentError, GraphshardError
+from graphshard.ir.files import file_name, replacing, write_text
 from graphshard.ir.given import path_of
 from graphshard.ir.program import Program, Stage
-from graphshard.ir.text import brief
+from graphshard.ir.text import brief, visible
 from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
 from graphshard.pipeline.observe import Recorder
@@ -125,6 +127,8 @@ class Dump:
         index = len(program.history) - 1
         stem = stem_of(index, stage)
         self._write(f"{stem}.txt", stage.folded)
+        if not index:
+            self._export(program)
         if index:
             before = program.history[index - 1]
             names = f"{stem_of(index - 1, before)}.txt", f"{stem}.txt"
@@ -133,6 +137,17 @@ class Dump:
         if not program.regions:
             self._write(f"{stem}.json", program_to_json(program, next_pass=next_pass))
         self._summarize(program)
+
+    def _export(self, program: Program) -> None:
+        """Write the program that no pass has seen as torch's, or why that cannot be."""
+        try:
+            exported = program.exported
+        except GraphshardError as error:
+            self._write(EXPORTED_TEXT, f"# {error}\n")
+            return
+        self._write(EXPORTED_TEXT, visible(str(exported)) + "\n")
+        with replacing(self.directory / EXPORTED) as temporary, temporary.open("wb") as file:
+            torch.export.save(exported, file)
 
     def failed(self, program: Program, name: str, error: Exception) -> None:
         """Write the error with which a pass ended, and a report of what there is."""

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from graphshard.codec.stage import plan_of
-from graphshard.debug.stage_files import StageFile, existing, stages_in
+from graphshard.debug.stage_files import EXPORTED, EXPORTED_TEXT, StageFile, existing, stages_in
 from graphshard.debug.summary import SUMMARY, Summary, read_summary
+from graphshard.frontend.pt2_reader import read_program
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.plan import Plan
 from graphshard.ir.terminal import say, styled
@@ -30,7 +31,9 @@ def show_path(path: Path, *, full: bool) -> None:
         ArgumentError: nothing is there, or it cannot be read.
     """
     found = existing(path)
-    if not found.is_dir():
+    if found.suffix == ".pt2":
+        say(str(read_program(found)))
+    elif not found.is_dir():
         say(StageFile.at(found).text(full=full), end="")
     elif (found / SUMMARY).exists():
         _show_dump(found, _console())
@@ -49,6 +52,8 @@ def _show_dump(directory: Path, console: Console) -> None:
     axes = [f"{size} ranks on axis {axis!r}" for axis, size in summary.axes.items()]
     versions = [f"torch {summary.torch}"] if summary.torch else []
     console.print(styled(", ".join([*axes, *versions])))
+    if (directory / EXPORTED).exists():
+        console.print(styled(f"captured: {EXPORTED}, an ExportedProgram of torch; {EXPORTED_TEXT} is its text"))
     console.print(_stage_table(summary))
     plan = _plan(directory)
     if plan is not None:

@@ -22,6 +22,8 @@ from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
 from graphshard.ir.terminal import say, styled
 
+# What capture returned as torch's `ExportedProgram`, and its text, which is not a stage that passes have made.
+EXPORTED, EXPORTED_TEXT = "00-exported.pt2", "exported.txt"
 _ENDINGS = (".txt", ".json")
 # A stage of a large model has some megabytes.
 _MOST_BYTES = 1 << 30

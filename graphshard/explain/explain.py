@@ -61,10 +61,11 @@ def explain(
     is saved and what backward computes again. `offload_policy` copies on a link of its own and takes state off the
     device; pinned or not is the same, and the optimizer's time stays the device's. `backend="eager"` runs the same plan
     with a kernel for each operator. `dynamic_shapes` predicts the program for all sizes at those of the example.
-    `verify` checks rules only if it is given. `max_captures` changes nothing, as there is one program.
+    `verify` checks rules only if it is given. `max_captures` and `fullgraph` change nothing, as there is one program.
 
     Args:
-        model: any module, on the CPU or on the meta device.
+        model: any module, on the CPU or on the meta device, or an exported program of one, as for `compile`; its
+            example inputs are used if none are given.
         mesh: a DeviceMesh, or the shape of one that need not exist: `(64,)` or `{"shard": 64}`; with two axes the first
             replicates: `(8, 64)`. With `parallelize` sizes by names of axes, such as `{"dp": 16, "tp": 8}`, as
             `compile` knows them. Of a DeviceMesh any axes that `compile` takes. An axis "pp" beside others has the

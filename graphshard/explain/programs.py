@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.capture.capture import CaptureSpec
-from graphshard.capture.repeats import check_alike, find_repeats
 from graphshard.cost.costs import Costs
 from graphshard.explain.cut import lists_of
 from graphshard.explain.subject import Place, Subject, at_place, device_given, with_found
 from graphshard.explain.symbols import spread_ranks
 from graphshard.explain.training import Training
+from graphshard.frontend.equal_blocks import check_alike, find_repeats
+from graphshard.frontend.spec import CaptureSpec
 from graphshard.ir.alike import few_of
 from graphshard.ir.errors import GraphshardError
 from graphshard.ir.mesh import Mesh

@@ -13,7 +13,7 @@ from graphshard.explain.training import Training
 from graphshard.options.options import Options
 
 # Options that a capture depends on, and those that programs do besides, before and after the plan.
-_CAPTURED = ("units", "mp_policy", "ignored_params", "shard_placement_fn", "dynamic_shapes", "allow", "verify")
+_CAPTURED = ("units", "mp_policy", "ignored_params", "shard_placement_fn", "dynamic_shapes", "verify")
 _SHAPING = ("reshard_after_forward", "offload_policy", "activation", "passes")
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.inputs import count_tokens
-from graphshard.capture.repeats import check_alike
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work
 from graphshard.cost.profile import Profile
@@ -24,6 +22,8 @@ from graphshard.explain.programs import Programs, whose
 from graphshard.explain.scheduled import Scheduled, schedule_regions
 from graphshard.explain.staged import PipelineStep, stages_of
 from graphshard.explain.subject import Place, at_place, device_given, place_of, sizes_of, standing_in, without_pipeline
+from graphshard.frontend.call_inputs import count_tokens
+from graphshard.frontend.equal_blocks import check_alike
 from graphshard.ir.collector import collector_paused
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_bool, check_function, check_seconds, is_int
@@ -34,6 +34,7 @@ from graphshard.ir.stamp import all_blocks
 from graphshard.ir.text import brief
 from graphshard.ir.units import find_units
 from graphshard.options.checks import check_examples, check_model
+from graphshard.options.program_options import example_of, resolve_model
 from graphshard.schedule.known import while_unchanged
 
 # No tensor has more dims.
@@ -48,6 +49,9 @@ class Study(Programs):
     _kernels: Scheduled = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        self.model, self.options = resolve_model(self.model, self.options)
+        if self.example_inputs is None and self.example_kwargs is None:
+            self.example_inputs, self.example_kwargs = example_of(self.model)
         check_model(self.model)
         check_examples(self.model, self.example_inputs, self.example_kwargs)
         precision_of(self.options.mp_policy, find_units(self.model, self.options.units))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,12 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.capture import CaptureSpec, capture
-from graphshard.capture.few_blocks import capture_few
-from graphshard.capture.inputs import apart, moved_to, stand_in
+from graphshard.codec.joint_reader import joint_program
 from graphshard.cost.multiplications import flop_of
 from graphshard.explain.even import assume_even
 from graphshard.explain.symbols import Inputs, symbolize
+from graphshard.frontend.call_inputs import apart, moved_to, stand_in
+from graphshard.frontend.capture import capture_example
+from graphshard.frontend.graph_breaks import GraphBreak, raise_break, traced_or_break
+from graphshard.frontend.spec import CaptureSpec
 from graphshard.ir.driver_internals import stand_in as stand_in_for
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_choice, check_count, is_int
@@ -197,6 +200,18 @@ class Subject:
     flop: dict[str, float] = field(default_factory=dict)
     at: dict[str, int] = field(default_factory=dict)
 
+    def _traced(self, model: nn.Module, inputs: Inputs, spec: CaptureSpec) -> Program:
+        """Capture all blocks, or those that stand for them.
+
+        Raises:
+            CaptureError: forward cannot be traced.
+        """
+        trace = functools.partial(capture_example, model, *inputs, spec, self.repeats)
+        try:
+            return traced_or_break(f"{spec.forward_class.__name__}.{spec.method}", trace)
+        except GraphBreak as error:
+            raise_break(error)
+
     def capture(self, model: nn.Module, spec: CaptureSpec) -> Program:
         """The program of the first mesh; the graph is the same on all."""
         if self.program is None:
@@ -206,10 +221,9 @@ class Subject:
             inputs = pytree.tree_unflatten(moved_to(self.device, apart(leaves), structure), structure)
 
             def trace(inputs: Inputs) -> Program:
-                if repeats is None:
-                    program = capture(model, *inputs, spec, grad=True)
-                else:
-                    program = capture_few(model, *inputs, spec, repeats)
+                program = joint_program(model, *inputs, spec.params, spec.mesh, spec.device, grad=True)
+                if program is None or repeats is not None:
+                    program = self._traced(model, inputs, spec)
                 (phase,) = program.phases.values()
                 assume_even(phase.module.graph)
                 return program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "fake_world",
     "flattened_mesh",
     "group_of",
+    "is_checkpointed",
     "is_part",
     "is_replicated",
     "joined_mesh",
@@ -45,8 +47,11 @@ __all__ = [
     "sharded_like",
     "split_mesh",
     "started",
+    "take_checkpoint_hooks",
     "track_draws",
 ]
+
+_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
 
 
 def sharded_like(local: torch.Tensor, param: DTensor) -> DTensor:
@@ -228,6 +233,28 @@ def track_draws(mesh: DeviceMesh) -> None:
 def is_replicated(module: nn.Module) -> bool:
     """Whether torch's composable `replicate` was applied to the module itself."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether torch's composable `checkpoint` was applied to the module itself."""
+    return "checkpoint" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+def take_checkpoint_hooks(module: nn.Module) -> tuple[tuple[str, Any], ...] | None:
+    """Remove the hooks of torch's composable `checkpoint`; return its settings, None if it was not applied."""
+    if not is_checkpointed(module):
+        return None
+    settings: dict[str, Any] = {}
+    for attribute in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = module.__dict__[attribute]
+        ours = [key for key, hook in hooks.items() if getattr(hook, "__module__", "") == _CHECKPOINT]
+        for key in ours:
+            settings |= inspect.getclosurevars(hooks[key]).nonlocals
+        module.__dict__[attribute] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in ours)
+    names = ("preserve_rng_state", "determinism_check", "debug", "early_stop")
+    known = [(name, settings[name]) for name in names if name in settings]
+    contexts = settings.get("user_context_fns")
+    return tuple([*known, ("context_fn", contexts)] if contexts is not None else known)
 
 
 def register_as(module: nn.Module, function: Any, state: Any) -> None:

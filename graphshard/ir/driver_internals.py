@@ -67,7 +67,9 @@ def stand_in(capability: Capability, *, among: Sequence[Capability] = ()) -> Ite
         ArgumentError: a package that this takes is missing, or torch is built otherwise than this knows.
     """
     with contextlib.ExitStack() as stack:
+        stack.callback(_forget_devices)  # Dynamo asks whether there is Triton, too
         _answer(capability, stack)
+        _forget_devices()
         for name in _BY_KIND if len(among) > 1 else ():
             stack.enter_context(replaced(torch.cuda, name, _for_torch(name, getattr(torch.cuda, name), among)))
         token = _capability.set(capability)
@@ -183,8 +185,7 @@ _KEEPING = ("torch._inductor.utils", "torch._inductor.runtime.hints", "torch.uti
 
 def _forget_devices() -> None:
     """Let torch find out about devices anew: what it knows is of the GPU before, or of none."""
-    for name in _KEEPING:
-        module = importlib.import_module(name)
+    for module in (sys.modules[name] for name in _KEEPING if name in sys.modules):
         for value in [*vars(module).values(), *vars(getattr(module, "DeviceProperties", module)).values()]:
             cached = getattr(value, "__func__", value)
             if hasattr(cached, "cache_clear"):

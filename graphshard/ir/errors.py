@@ -52,10 +52,6 @@ class CaptureError(GraphshardError, RuntimeError):
     """The module's forward cannot be turned into a graph that does the same."""
 
 
-class CaptureLimitError(GraphshardError, RuntimeError):
-    """The module was captured for more input signatures than `max_captures` allows."""
-
-
 class MaterializationError(GraphshardError, RuntimeError):
     """A parameter or buffer is still on the meta device when the module is called."""
 

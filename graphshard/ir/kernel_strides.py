@@ -102,9 +102,14 @@ _IN_HALF = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 _RULED = {*_ON_CPU, *_ANYWHERE, *_IN_HALF}
 
 
-def new_tracing_mode() -> FakeTensorMode:
-    """A mode to trace a forward with, whose tensors have the strides of the kernels."""
-    mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+def new_tracing_mode(sizes: ShapeEnv | None = None) -> FakeTensorMode:
+    """Return a mode to trace a forward with, whose tensors have the strides of the kernels.
+
+    Args:
+        sizes: where dynamic sizes live that are known already.
+    """
+    env = ShapeEnv(tracked_fakes=[]) if sizes is None else sizes
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, export=True)
     dispatch = mode.dispatch
 
     # Of the instance, not of a subclass: rules of higher-order operators are found by the class of the mode.

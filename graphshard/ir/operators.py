@@ -157,21 +157,6 @@ def _download(value: Tensor) -> Tensor:
     return host
 
 
-def _checked(value: Tensor, status: Tensor, operator: str, is_matrix: bool) -> Tensor:
-    torch.ops.aten._linalg_check_errors(status, operator, is_matrix=is_matrix)
-    return value.clone()
-
-
-def _cumulated(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, count: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """By torch's kernel: it computes in more digits than the statistics have, and none of its results has those."""
-    mean, var = mean.clone(), var.clone()
-    cudnn = torch.backends.cudnn.enabled
-    torch.batch_norm(x, weight, bias, mean, var, True, 1.0 / float(count), eps, cudnn)
-    return mean, var
-
-
 def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -254,17 +239,6 @@ RELOAD = _define(
 )
 ARRIVED = _define("arrived(Tensor copy) -> Tensor", _arrived, torch.empty_like)
 DOWNLOAD = _define("download(Tensor value) -> Tensor", _download, lambda value: torch.empty_like(value, device="cpu"))
-CHECKED = _define(
-    "checked(Tensor value, Tensor status, str operator, bool is_matrix) -> Tensor",
-    _checked,
-    lambda value, status, operator, is_matrix: torch.empty_like(value),
-)
-CUMULATED = _define(
-    "cumulated(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor var, Tensor count, float eps)"
-    " -> (Tensor, Tensor)",
-    _cumulated,
-    lambda x, weight, bias, mean, var, count, eps: (torch.empty_like(mean), torch.empty_like(var)),
-)
 # Copies to the device, and all that has to do with copies; none of it computes.
 UPLOADS = frozenset({UPLOAD, RELOAD})
 COPIES = UPLOADS | {ARRIVED, DOWNLOAD}

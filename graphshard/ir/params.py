@@ -31,6 +31,9 @@ from graphshard.ir.units import units_within
 # Of a parameter, what can be changed from call to call: see `ParamRow.settings`.
 Settings = tuple[bool, bool, float | None, bool, bool]
 
+# Attribute of a full parameter that a shard has replaced: its name.
+REPLACED = "_graphshard_replaced"
+
 
 @dataclass(frozen=True)
 class ParamRow:

@@ -27,6 +27,7 @@ from graphshard.ir.layout import collectives
 from graphshard.ir.operators import NAMING_GROUPS
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SymNumber, expression, is_size, numbers_in, rename
+from graphshard.ir.subgraph import subgraphs_of
 from graphshard.ir.text import visible
 from graphshard.ir.torch_internals import CheckpointPolicy
 
@@ -83,11 +84,15 @@ def print_program(program: Program, known: Lines | None = None) -> str:
     """
     number(program)
     texts = [f"{name}:\n{print_phase(phase, known)}" for name, phase in program.phases.items()]
-    if (decided := program.decided) is not None:
-        given = [*(f"input:{number}" for number in decided.inputs), *(f"buffer:{name}" for name in decided.buffers)]
-        expected = [guard.expected for guard in decided.guards]
-        texts.append(f"holds while:\n{print_graph(decided.module.graph, given, expected)}")
+    if subgraphs := print_subgraphs(*(phase.module.graph for phase in program.phases.values())):
+        texts.append(subgraphs)
     return "\n".join(texts)
+
+
+def print_subgraphs(*graphs: Graph) -> str:
+    """Return the graphs that operators of some graphs are given, each once."""
+    found = {name: each.text for graph in graphs for name, each in subgraphs_of(graph).items()}
+    return "\n".join(f"{name}:  # argument of a call\n{text}" for name, text in found.items())
 
 
 def print_phase(phase: Phase, known: Lines | None = None) -> str:
@@ -139,7 +144,8 @@ def print_graph(
     lines: list[str] = []
     for node in graph.nodes:
         if node.op == "output":
-            for value, label in zip(node.args[0], outputs, strict=True):
+            results = node.args[0] if isinstance(node.args[0], (tuple, list)) else [node.args[0]]  # of a subgraph
+            for value, label in zip(results, outputs, strict=True):
                 comment = module_of(value) if label == "saved" else ""
                 lines.append(
                     _commented(f"  return {_arg(value, numbers)}" + (f" as {label}" if label else ""), comment)

@@ -16,18 +16,16 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from graphshard.ir.captured import Captured
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.fold import fold
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.plan import Plan
 from graphshard.ir.repeats import Few
-from graphshard.ir.state import ModuleState
 from graphshard.ir.torch_internals import uncompiled
-from graphshard.ir.value_guards import ValueGuards
 
-# A size or a stride: a number, or a dynamic one.
-Extent = int | torch.SymInt
+Extent = int | torch.SymInt  # a size or a stride
 SlotKind = Literal[
     "param",
     "part",
@@ -173,7 +171,7 @@ class Size:
 
     Attributes:
         name: "s0", "s1" in the order in which inputs show them.
-        source: the index of an input of the step and the dimension whose size it is.
+        source: the index of an input of the step and the dimension whose size it is; -1 if the input is the number.
         value: what stands for it in the fake values of the graphs.
     """
 
@@ -228,7 +226,7 @@ class UnitMemory:
 
 
 @dataclass
-class Program:
+class Program(Captured):
     """Everything the compiler knows about one captured signature of a module.
 
     Attributes:
@@ -257,12 +255,13 @@ class Program:
         reason: why this program was captured.
         next_number: number of the next value to be printed; numbers are kept from stage to stage.
         checks: of the outputs of forward that follow those of the module.
-        state: what it reads and leaves on the module besides parameters and buffers.
-        decided: values of inputs and buffers by which forward has decided; None if there are none.
         offloaded: shards, gradients and so optimizer state live on the host; graphs copy them to and from the device.
         on_host: names of what forward saves on the host until backward.
         bound: seconds that a step takes at least, whatever else units save for backward, where that was decided
             together with the plan; None where it was given.
+        trace: guards, and bytecode around the program, of the call that was traced; None if it comes from a file.
+        taken: which of the trace's graph inputs are the program's inputs, in order.
+        digest: of what was traced; "" if nothing was.
         few: of many equal groups of blocks the graphs, and `params`, have few, and this says what all are; else None.
     """
 
@@ -291,12 +290,13 @@ class Program:
     reason: str = ""
     next_number: int = 0
     checks: tuple[Check | Condition, ...] = ()
-    state: ModuleState = field(default_factory=ModuleState)
-    decided: ValueGuards | None = None
     offloaded: bool = False
     on_host: frozenset[str] = frozenset()
     bound: float | None = None
     few: Few | None = None
+    trace: Any = None
+    taken: tuple[int, ...] = ()
+    digest: str = ""
 
     @property
     def all_params(self) -> ParamTable:

@@ -10,11 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch.fx import Graph, Node
 
 from graphshard.ir.graph import base_of, is_backward, is_part, with_parts
 from graphshard.ir.torch_internals import CheckpointPolicy
 
+# How often eager mode runs a node again in backward.
+REPEATED = "graphshard_repeated"
+# To which region a node of backward belongs.
+BACKWARD_OF = "graphshard_backward_of"
 RANDOM_STATE = "random_state"
 IN_FORWARD = "in_forward"
 RECOMPUTE, SAVE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
@@ -51,3 +56,9 @@ def maker_of(node: Node) -> Node:
     while is_part(node):
         node = base_of(node.all_input_nodes[0])
     return node
+
+
+def is_in_checkpoint() -> bool:
+    """Return whether a region of torch.utils.checkpoint runs now that backward will run again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) if torch.is_grad_enabled() else None
+    return hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")

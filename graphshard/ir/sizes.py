@@ -23,7 +23,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from graphshard.ir.program import Phase, Size, Slot
+from graphshard.ir.program import Phase, Program, Size, Slot
 
 SymNumber: TypeAlias = torch.SymInt | torch.SymFloat | torch.SymBool
 _SYM = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -52,8 +52,12 @@ def evaluate(expr: Any, sizes: Mapping[sympy.Symbol, Any]) -> Any:
 
 
 def given_sizes(sizes: Sequence[Size], tensors: Sequence[torch.Tensor]) -> dict[str, int]:
-    """The sizes of a call's inputs, by name."""
-    return {size.name: tensors[size.source[0]].shape[size.source[1]] for size in sizes}
+    """Return the sizes of a call's inputs, by name."""
+    return {size.name: _given_size(tensors[size.source[0]], size.source[1]) for size in sizes}
+
+
+def _given_size(tensor: torch.Tensor, dim: int) -> Any:
+    return tensor.shape[dim] if dim >= 0 else tensor.item()
 
 
 def is_size(node: Node) -> bool:
@@ -129,6 +133,8 @@ class SizeBuilder:
         expr = expression(value.meta["val"]) if isinstance(value, Node) and is_size(value) else expression(value)
         if not isinstance(expr, sympy.Basic):
             return expr
+        if expr not in self._made and not self.knows(expr):
+            return value
         if expr not in self._made:
             before = set(self._graph.nodes)
             with self._graph.inserting_after(self._last):
@@ -138,6 +144,10 @@ class SizeBuilder:
                 node.meta["val"] = node.target(*args, **kwargs)
                 self._last = node
         return self._made[expr]
+
+    def knows(self, expr: Any) -> bool:
+        """Return whether all symbols of an expression are `size` inputs; floats are numbers in tensors at first."""
+        return not isinstance(expr, sympy.Basic) or expr.free_symbols <= self._env.keys()
 
     def keep(self, node: Node) -> bool:
         """Use a node that is there, if it computes a size from sizes and is the first to do so."""
@@ -174,7 +184,7 @@ def lift_sizes(phase: Phase, sizes: tuple[Size, ...]) -> None:
         if node in given.values():
             continue
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), build)
-        if is_size(node) and not build.keep(node):
+        if is_size(node) and build.knows(expression(node.meta["val"])) and not build.keep(node):
             old.append(node)
     results = zip(phase.results, phase.outputs, strict=True)
     kept = [(v, slot) for v, slot in results if slot.kind != "size" and not (slot.kind == "saved" and _is_number(v))]
@@ -189,3 +199,11 @@ def lift_sizes(phase: Phase, sizes: tuple[Size, ...]) -> None:
 
 def _is_number(value: Any) -> bool:
     return not isinstance(value, Node) or is_size(value)
+
+
+def conditions_of(program: Program) -> frozenset[str]:
+    """Return the conditions on dynamic sizes under which a program was traced and compiled."""
+    if not program.sizes:
+        return frozenset()
+    known = program.sizes[0].value.node.shape_env
+    return frozenset(str(known.replace(guard.expr)) for guard in known.guards)

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.torch_internals import FakeTensor, FunctionalTensor
-from graphshard.ir.tracing_internals import is_traced
 
 # Those that stand for plain tensors while something is traced among them.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
@@ -70,11 +69,6 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not is_subclass(tensor):
         return [tensor]
     return [part for value in _tensors_in(tensor) for part in parts_of(value)]
-
-
-def has_traced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or a part of it, belongs to a function that AOTAutograd traces."""
-    return any(map(is_traced, parts_of(tensor)))
 
 
 def rebuilt(like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache
-from torch._logging import trace_structured
+from torch._logging import getArtifactLogger, trace_structured
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -44,6 +44,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 # Size, for estimates, of what depends on values.
 _GUESS = 64
+
+# Prints with `TORCH_LOGS=recompiles`: torch gives its handlers to loggers under "torch" only.
+recompiles_log = getArtifactLogger("torch.graphshard", "recompiles")
 
 # What becomes of a gradient.
 Fate = Literal["accumulated", "returned", "dropped"]
@@ -66,7 +69,6 @@ __all__ = [
     "fate_at",
     "forget_sources",
     "hint",
-    "hooks_of_all_modules",
     "inductor_cache",
     "keeps_code",
     "load_package",
@@ -74,6 +76,7 @@ __all__ = [
     "modes_of_functions",
     "new_fake_mode",
     "new_size",
+    "recompiles_log",
     "replaced",
     "run_and_save_rng_state",
     "run_with_rng_state",
@@ -208,16 +211,16 @@ def disable_autocast() -> torch._C._DisableAutocast:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value of an attribute for a while; an inherited one is inherited again afterwards."""
-    own = vars(owner).get(name)
+    """Give an attribute another value while the block is open; an inherited one is inherited again afterwards."""
+    is_own, own = name in vars(owner), vars(owner).get(name)  # which may be None
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own is None:
-            delattr(owner, name)
-        else:
+        if is_own:
             setattr(owner, name, own)
+        else:
+            delattr(owner, name)
 
 
 def uncompiled(root: nn.Module, graph: Graph) -> GraphModule:
@@ -239,26 +242,6 @@ def cached_casts(cached: bool) -> Iterator[None]:
     finally:
         torch.set_autocast_cache_enabled(enabled)
         torch.clear_autocast_cache()
-
-
-@contextlib.contextmanager
-def hooks_while_tracing() -> Iterator[None]:
-    """In the block `saved_tensors_hooks` are called although AOTAutograd traces, which switches them off."""
-    before = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
-    try:
-        yield
-    finally:
-        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
-
-
-def hooks_of_all_modules() -> tuple[dict[int, Any], ...]:
-    """What `torch.nn.modules.module.register_module_forward_hook` and its like fill."""
-    return (
-        torch.nn.modules.module._global_forward_pre_hooks,
-        torch.nn.modules.module._global_forward_hooks,
-        torch.nn.modules.module._global_backward_pre_hooks,
-        torch.nn.modules.module._global_backward_hooks,
-    )
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import copy
 import functools
 import itertools
 import logging
+import operator
 import os
 import tempfile
 import types
@@ -36,12 +37,14 @@ from graphshard.ir.params import memory_order
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
 from graphshard.ir.strides import laid_out
+from graphshard.ir.subgraph import with_attributes
 from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.ir.wanted import still_wanted
 from graphshard.lower import kept_dims
 from graphshard.lower.cache import writable_cache
 from graphshard.lower.cpp_internals import Batch, load, pending_in
 from graphshard.lower.cpu_internals import wait_for_cpu
+from graphshard.lower.float_inputs import float_inputs, floats_as_tensors, with_float_inputs
 from graphshard.lower.libraries import EXTERN_KERNELS, KeptRegion, Kernels, trimmed
 from graphshard.lower.numbers import numbers_as_tensors
 from graphshard.lower.one_hots import OneHots, has_one_hots
@@ -139,7 +142,7 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
         # Random numbers come from torch's generators, in program order, as in eager mode.
         collecting = batch.collecting() if on_cpu else batch.triton.not_waiting()
         with config.patch(fallback_random=True, **options), collecting as scopes:
-            module, inputs = decompose(sums_as_sizes(region.module))
+            module, inputs = decompose(floats_as_tensors(sums_as_sizes(region.module)))
             with _kept_by_inductor(region), whole_operators(), products():
                 compiled: Boxed = compile_fx_inner(module, inputs)
         if unknown := unknown_in(getattr(compiled, "source_code", None) or ""):
@@ -154,7 +157,8 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
             batch.triton.load(scopes) if isinstance(scopes, Scopes) else load(scopes)
         except Exception as error:
             return _operators_instead(region, name, error)
-        return kept_dims.with_dims(compiled, outputs) if loses and not options else compiled
+        run = with_float_inputs(compiled, float_inputs(region.module))
+        return kept_dims.with_dims(run, outputs) if loses and not options else run
 
     return finish
 
@@ -295,9 +299,14 @@ def decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     outputs = outputs_of(module)
     with torch.no_grad(), outputs[0].fake_mode:
-        decomposed = make_fx(numbers_as_tensors(module), _decompositions(), tracing_mode="real")(*inputs)
+        decomposed = make_fx(with_attributes(numbers_as_tensors(module)), _decompositions(), tracing_mode="real")(
+            *inputs
+        )
         if has_one_hots(decomposed.graph):
             decomposed = make_fx(OneHots(decomposed).run, _decompositions(), tracing_mode="real")(*inputs)
+    for part in decomposed.graph.find_nodes(op="call_function", target=operator.getitem):
+        if not part.users:  # for the CPU there is no logsumexp of flex_attention
+            decomposed.graph.erase_node(part)
     (output,) = decomposed.graph.find_nodes(op="output")
     output.args = (tuple(map(_pinned, output.args[0], outputs)),)
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))

@@ -6,11 +6,12 @@ import copy
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from graphshard.ir.graph import is_part, is_view, restride
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import evaluate, expression, is_size, size_inputs, sizes_in
+from graphshard.ir.subgraph import with_attributes
 from graphshard.ir.torch_internals import use_boxed_calls
 from graphshard.lower.copies import copies_of
 from graphshard.lower.regions import Boxed, reshape_views
@@ -18,11 +19,30 @@ from graphshard.lower.regions import Boxed, reshape_views
 
 def compile_eager(region: Region) -> Boxed:
     """Run the region's ATen operators one by one, freeing each value at its last use."""
-    graph = copy.deepcopy(region.module.graph)
+    module = with_attributes(region.module)
+    graph = copy.deepcopy(module.graph)
     reshape_views(graph)
     use_boxed_calls(graph)
-    forward: Boxed = GraphModule(region.module, graph).forward
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention_backward):
+        _mark_buffers(node)
+    forward: Boxed = GraphModule(module, graph).forward
     return forward
+
+
+def _mark_buffers(node: Node) -> None:
+    """Let tensors that score_mod reads require gradients: the operator computes gradients of no others."""
+    given: Any = node.args[12]
+    buffers, graph = list(given), node.graph
+    for index, buffer in enumerate(buffers):
+        value = buffer.meta["val"] if isinstance(buffer, Node) else None
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            with graph.inserting_before(node):
+                buffers[index] = graph.call_function(_requiring_grad, (buffer,))
+    node.update_arg(12, tuple(buffers))
+
+
+def _requiring_grad(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.detach().requires_grad_()
 
 
 def compile_operators(region: Region) -> Boxed:

@@ -35,14 +35,14 @@ from graphshard.ir.graph import (
     is_view,
     module_of,
 )
-from graphshard.ir.printer import describe, print_graph
+from graphshard.ir.printer import describe, print_graph, print_subgraphs
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.sizes import SYMBOLS, is_size, rename, size_inputs, symbols_of
 from graphshard.ir.torch_internals import uncompiled
 from graphshard.ir.units import unit_of
 from graphshard.ir.wanted import still_wanted
 from graphshard.lower.executor import Boxed, Executor
-from graphshard.lower.kernels import GpuCode
+from graphshard.lower.region_call import RegionCall
 
 log = logging.getLogger(__name__)
 
@@ -50,38 +50,6 @@ log = logging.getLogger(__name__)
 Compiled = Generator[tuple[str, Boxed], None, None]
 # Makes regions callable, by name, in an order of its own; is given a function to show progress with.
 Compiler = Callable[[dict[str, Region], Callable[[str], None]], Compiled]
-
-
-class RegionCall:
-    """A compiled region; it takes a list of inputs and empties it, so that each can be freed at its last use.
-
-    `within` is not None for one of dynamic sizes: those of the program it was compiled for. Compilation relies on what
-    is known of them by then, and may find out more (that one is always 2, say), so other programs do not use it.
-
-    Not a module: global module hooks, which debugging tools install, must not see regions.
-    """
-
-    def __init__(self, fn: Boxed, within: object = None) -> None:
-        self.fn = fn
-        self.within = within
-
-    @property
-    def source(self) -> str:
-        """Code of the generated kernels; "" for a region that runs operator by operator."""
-        return str(getattr(self.fn, "source_code", ""))
-
-    @property
-    def codes(self) -> tuple[GpuCode, ...]:
-        """What was compiled for GPUs where there was none, for each kind of them."""
-        return tuple(getattr(self.fn, "codes", ()))
-
-    @property
-    def can_be_captured(self) -> bool:
-        """Whether what it launches can be part of a CUDA graph."""
-        return bool(getattr(self.fn, "can_be_captured", True))
-
-    def __call__(self, inputs: list[Any]) -> Any:
-        return self.fn(inputs)
 
 
 def lower(
@@ -248,7 +216,10 @@ def executor(graph: Graph, regions: Mapping[str, RegionCall]) -> Executor:
     for name, region in regions.items():
         setattr(root, name, region)
     reshape_views(graph)
-    return Executor(root, graph)
+    made = Executor(root, graph)
+    for region in regions.values():
+        region.callers.add(made)
+    return made
 
 
 def _where(run: list[Node], units: Sequence[str]) -> str:
@@ -283,7 +254,7 @@ def _inputs(run: list[Node], sizes: Mapping[Any, Node]) -> list[Node]:
     kernels = {node for node in run if not is_view(node)}
     roots = [root for node in run if node in kernels for source in node.all_input_nodes for root in _roots(source)]
     read = dict.fromkeys(root for root in roots if root not in kernels and not is_size(root))
-    vals = [node.meta["val"] for node in (*read, *run)] if sizes else []
+    vals = [node.meta.get("val") for node in (*read, *run)] if sizes else []
     used = set().union(*map(symbols_of, vals))
     # Sizes that depend on values may be arguments only.
     given = [root for root in roots if is_size(root) and root.op == "placeholder"]
@@ -324,10 +295,16 @@ def extract(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Extract
             copy(node)
     graph.output(tuple(env[node] for node in outputs))
     names = {symbol: f"n{index}" for index, symbol in enumerate(size_inputs(graph))}
-    signature = ["size" if is_size(n) else _layout(fake(n), names) for n in inputs]
+    signature = [_number(n) if is_size(n) else _layout(fake(n), names) for n in inputs]
     text = print_graph(graph, signature, [""] * len(outputs), canonical=True)
+    if subgraphs := print_subgraphs(graph):
+        text = f"{text}\n{subgraphs}"
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return Extract(key, text, graph)
+
+
+def _number(node: Node) -> str:
+    return "float" if isinstance(node.meta["val"], torch.SymFloat) else "size"
 
 
 def _layout(val: torch.Tensor, names: Mapping[Any, str]) -> str:

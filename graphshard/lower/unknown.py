@@ -29,7 +29,7 @@ def sums_as_sizes(module: GraphModule) -> GraphModule:
     unknown = [size for size in numbers_in(values) if isinstance(size, torch.SymInt) and is_unknown(size)]
     known = {expression(size): size for size in unknown if expression(size).is_Symbol}
     dims = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
-    sums = {expression(size) for size in dims if symbols_of(size) - known.keys()}
+    sums = {expression(size) for size in dims if is_unknown(size) and symbols_of(size) - known.keys()}
     mode = next((fake_mode_of(value) for value in values if isinstance(value, torch.Tensor)), None)
     if not sums or mode is None:
         return module
@@ -48,15 +48,15 @@ def sums_as_sizes(module: GraphModule) -> GraphModule:
 
     assert mode.shape_env is not None
     with mode, torch.no_grad(), mode.shape_env.ignore_fresh_unbacked_symbols():  # those that are read of tensors again
-        _Again(found).run(*map(like, values))
+        ValueInterpreter(found).run(*map(like, values))
     return found
 
 
 _MEASURING = ("get_args", "benchmark_compiled_module")
 
 
-class _Again(Interpreter):
-    """Computes the values of all nodes again."""
+class ValueInterpreter(Interpreter):
+    """Run a graph under fake inputs; `meta["val"]` of each node becomes its value."""
 
     def run_node(self, n: Node) -> Any:
         n.meta["val"] = value = super().run_node(n)

@@ -4,10 +4,10 @@
 `FSDPModule`. `runner.py` runs each call by the program for its signature, which `maker.py` captures and lowers if there
 is none. `agreement.py` is how ranks make the same plans and find out if they did not make the same programs.
 
-* **A guard asks for objects, not for values** (`guard.py`): a call compares identities, at 0.1 us each, and values only
-  of what has contents or was replaced. Programs of one signature are tried in order, so that an attribute that is
-  switched back finds the old one. Programs from files know descriptions instead of objects, and are bound anew where
-  one differs. Which of these objects are one, also with inputs of the call, is asked at each call (`identities.py`).
+* **Dynamo's guards choose the program of a call** (`traced_guard.py`), on the real module. The signature has what they
+  do not see: modes, parameters, autocast. Programs of one signature are tried in order, so that an attribute that is
+  switched back finds the old one. A joint program, which has no forward to trace, compares its inputs
+  (`joint_guard.py`).
 * **Divergence is checked through the rendezvous store**, not by a collective: a rank that is in another collective
   could not answer one. Only parameters and what is communicated are compared, so shapes of inputs may differ.
 * **Ranks agree before they compile, and meet again when they have compiled.** Compilers take minutes. Who differs

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from graphshard.frontend.graph_breaks import GraphBreak
 from graphshard.ir.params import ParamRow
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
@@ -21,6 +22,9 @@ from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.peers import Peers
 from graphshard.runtime.waiting import MAKES
 from graphshard.schedule.agreed import agreed
+
+# What ranks say of their traces: the largest counts.
+_WHOLE, _RAISED, _BROKEN, _DIFFERENTIATES = range(4)
 
 
 @dataclass
@@ -98,6 +102,48 @@ class Agreement:
         self._known.add(text)
         return True
 
+    def all_load(self, program: Program | None) -> bool:
+        """Return whether a program of a file may be run: in the first call, every rank has found the same one.
+
+        Later ones may be run by a rank alone: ranks have compared the programs of the file when they read it.
+        """
+        if self.peers is not None and not self._known:
+            return self.all_have(program)
+        if program is not None:
+            self._known.add(agreed_text(program))
+        return program is not None
+
+    @contextlib.contextmanager
+    def on_graph_breaks(self) -> Iterator[None]:
+        """While a module is captured: one that cannot be traced on some rank is split on all ranks.
+
+        All ranks make their first program in the same call. Later ones are not asked, as in `all_have`.
+
+        Raises:
+            GraphBreak: here, or on another rank.
+        """
+        if self.peers is None or self._known:
+            yield
+            return
+
+        def hear(most: int) -> None:
+            if most:
+                found = GraphBreak(
+                    "forward", "Another rank cannot trace it.", "The log of that rank names the line.", is_own=True
+                )
+                _agree(found, most)
+                found.raised = "an exception" if most == _RAISED else ""
+                raise found
+
+        try:
+            with self.peers.listening(hear):
+                yield
+        except GraphBreak as error:
+            own = _DIFFERENTIATES if error.differentiates else _RAISED if error.raised else _BROKEN
+            _agree(error, self.peers.most(own))
+            raise
+        hear(self.peers.most(_WHOLE))
+
     def compiled(self) -> None:
         """Wait until the other ranks have compiled a new program, too, and raise `PeerError` if one cannot."""
         if self.peers is not None:
@@ -120,6 +166,13 @@ class Agreement:
 
     def _most(self, number: int) -> int:
         return self._planning.most(number)
+
+
+def _agree(error: GraphBreak, most: int) -> None:
+    """Let a graph break be what it is for all ranks, which split the module alike."""
+    error.differentiates = most == _DIFFERENTIATES
+    if most > _RAISED:
+        error.raised = ""
 
 
 def agreed_text(program: Program) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -13,6 +14,32 @@ from graphshard.ir.make_table import places_of
 from graphshard.ir.params import ParamTable
 from graphshard.ir.torch_internals import transform_of
 from graphshard.runtime.shards import ParamRef, aliases
+
+
+class SubmoduleCheck:
+    """Check of a module in each call: its submodules are those that were there before; it takes microseconds.
+
+    Args:
+        module: that is called.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._look()
+
+    def check(self, params: Sequence[ParamRef], table: ParamTable) -> None:
+        """Raise ParameterError if a module that has parameters was exchanged, added or removed."""
+        if self._now() != self._held:
+            check_same_modules(self.module, params)
+            check_no_new_parameters(self.module, table)
+            self._look()
+
+    def _look(self) -> None:
+        self._children = [part._modules for part in self.module.modules() if part._modules]
+        self._held = self._now()
+
+    def _now(self) -> list[nn.Module | None]:
+        return list(itertools.chain.from_iterable(map(dict.values, self._children)))
 
 
 def check_same_modules(module: nn.Module, params: Sequence[ParamRef]) -> None:

@@ -4,8 +4,7 @@
 
 It is the program that capturing all blocks makes (`tests/module/test_few_blocks.py` compares them value by value), or
 `Uneven`. Where the plan, or what is gathered at once, is not the same for each block, the partitioned program is
-stamped, and all else is of all blocks. What forward reads of a block's attributes is looked up in all of them, so that
-a change of any is noticed.
+stamped, and all else is of all blocks.
 """
 
 from __future__ import annotations
@@ -13,27 +12,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from graphshard.capture.capture import CaptureSpec
-from graphshard.capture.few_blocks import capture_few
-from graphshard.capture.repeats import check_alike, find_repeats
-from graphshard.capture.witness import text_at, witness_of
+from graphshard.frontend.equal_blocks import check_alike, find_repeats
+from graphshard.frontend.spec import CaptureSpec
 from graphshard.ir.alike import few_of
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
-from graphshard.ir.repeats import TEMPLATE, Few, Repeats, Uneven
+from graphshard.ir.repeats import Few, Repeats, Uneven
 from graphshard.ir.stamp import backward_of_all, stamp
-from graphshard.ir.state import MISSING, ModuleState, Place, Read
 from graphshard.lower.regions import outline
-from graphshard.module.places import look_up
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, Partition, Pass
 from graphshard.pipeline.few import stamped
@@ -52,7 +46,7 @@ VARIABLE = "GRAPHSHARD_EVERY_BLOCK"
 def repeats_of(module: nn.Module, spec: CaptureSpec, options: Options) -> Repeats | None:
     """Equal blocks of which a few are enough; None if there are none, or if options look at the model as a whole."""
     by_budget = isinstance(options.activation, (int, float)) or options.activation == "auto"
-    whole = options.passes is not None or by_budget or options.dynamic_shapes is not None or bool(spec.followed)
+    whole = options.passes is not None or by_budget or options.dynamic_shapes is not None
     communicates = any((spec.tensor, spec.whole, spec.experts, spec.extended))
     if whole or communicates or os.environ.get(VARIABLE) == "1":
         return None
@@ -117,6 +111,7 @@ class Short:
 
 
 def program_of_few(
+    trace: Callable[..., Program],
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -130,6 +125,7 @@ def program_of_few(
     """Capture few blocks, and run the passes up to the partition.
 
     Args:
+        trace: of few blocks.
         title: gives the program its name.
         watching: is around the capture.
 
@@ -140,47 +136,36 @@ def program_of_few(
     at = next((index for index, step in enumerate(passes) if isinstance(step, Partition)), None)
     if at is None:
         raise Uneven("there is no partition")
-    check_alike(spec, repeats)
     start = time.perf_counter()
     with watching():
-        program = capture_few(module, args, kwargs, spec, repeats)
-    _check(program, repeats)
+        program = trace_few(trace, module, args, kwargs, spec, repeats)
     title(program)
     observer.after(program, "capture", 0, time.perf_counter() - start)
     for step in passes[: at + 1]:
         run_pass(step, program, observer)
-    program.state = replace(program.state, reads=(*program.state.reads, *_reads(program.state, module, repeats)))
     return Short(program, few_of(program, repeats, spec.params), passes[at + 1 :])
 
 
-def _check(program: Program, repeats: Repeats) -> None:
+def trace_few(
+    trace: Callable[..., Program],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    spec: CaptureSpec,
+    repeats: Repeats,
+) -> Program:
+    """Trace a few of equal blocks, and check that they stand for all.
+
+    Raises:
+        Uneven: they do not.
+    """
+    check_alike(spec, repeats)
+    program = trace(module, args, kwargs, spec, repeats)
+    _check(program)
+    return program
+
+
+def _check(program: Program) -> None:
     """Raise Uneven for what a program has besides its graph that may differ between blocks."""
-    state = program.state
-    if state.writes or state.conditions or state.numbers or program.checks or program.sizes or program.decided:
-        raise Uneven("forward depends on numbers, or leaves something")
-    if any(repeats.place_of(place.module) for places in state.inputs for place in places):
-        raise Uneven("blocks have tensors that are no buffers")
-
-
-def _reads(state: ModuleState, module: nn.Module, repeats: Repeats) -> Iterator[Read]:
-    """What blocks that were left out would have read: what the template did, there."""
-    names = {id(part): name for name, part in module.named_modules()}
-    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    for read in state.reads:
-        place = repeats.place_of(read.place.module)
-        if place is not None and place[0] == TEMPLATE:
-            yield from (_read_at(group, read, module, repeats, names, own) for group in repeats.missing)
-
-
-def _read_at(
-    group: int, read: Read, module: nn.Module, repeats: Repeats, names: dict[int, str], own: Collection[int]
-) -> Read:
-    place = Place(repeats.name_at(group, read.place.module), read.place.path)
-    value = look_up(module, place).now()
-    text = "missing" if value is MISSING else text_at(place, value, names, read.free)
-    blocks = re.compile(rf"{re.escape(repeats.path)}\.\d+")
-    if text != blocks.sub(lambda found: repeats.name_at(group, found[0]), read.text):
-        raise Uneven(f"{place} is {text}, and {read.place} is {read.text}")
-    if value is MISSING:
-        return Read(place, text, (), MISSING)
-    return Read(place, text, read.free, value if id(value) in own else witness_of(value, free=read.free))
+    if program.checks or program.sizes:
+        raise Uneven("forward depends on numbers")

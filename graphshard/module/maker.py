@@ -6,26 +6,29 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.signature import Signature
-from graphshard.ir.errors import CaptureLimitError
+from graphshard.codec.graph_digest import graph_digest
+from graphshard.frontend.graph_breaks import GraphBreak, raise_break
+from graphshard.frontend.signature import Signature
 from graphshard.ir.program import Program
 from graphshard.ir.progress import progress
-from graphshard.ir.state import Place
+from graphshard.ir.sizes import conditions_of
 from graphshard.ir.torch_internals import forget_sources, without_dispatch_modes
 from graphshard.lower.backends import begin_compiling, compiler_for
-from graphshard.lower.regions import RegionCall, lower
+from graphshard.lower.regions import lower
 from graphshard.module.agreement import Agreement
 from graphshard.module.callchecks import check_no_new_parameters, check_same_modules
 from graphshard.module.executables import Executables
+from graphshard.module.kept_program import Cache, EqualProgram, FoundProgram, Kept, Search
+from graphshard.module.library import Library
+from graphshard.module.recapture_reason import Reason
 from graphshard.module.tracer import Tracer
 from graphshard.options.table import check_activation
 from graphshard.pipeline.observe import Observer, Recorder
@@ -34,41 +37,6 @@ from graphshard.runtime.step import BackwardFactory, Strides, Variant
 from graphshard.runtime.unsharded import Unsharded
 
 log = logging.getLogger(__name__)
-# Changes of a number after which it is taken for one that is another at each call.
-_TAKEN_FOR_INPUT = 2
-_OF_SIZES = "Pad inputs to a few sizes, keep numbers that change in buffers (register_buffer) or pass them as tensors"
-_OF_VALUES = "Compute with tensors what depends on values: torch.where, a mask, index_copy or gather"
-_WITHOUT_GRADIENTS = " Calls without gradients run without programs within `with graphshard.uncompiled(model):`."
-
-
-class Kept(NamedTuple):
-    """A program that an earlier launch has compiled; `partitioned` makes where another backward of it begins."""
-
-    program: Program
-    partitioned: Callable[[], Partitioned] | None
-    compiled: dict[str, RegionCall]
-
-
-class Search(Protocol):
-    """For a program that may have been kept."""
-
-    def find(self) -> Kept | None:
-        """The program, if there is one that was made of the same."""
-
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Around the capture, if there is none."""
-
-    def keep(self, program: Program, partitioned: Partitioned | None) -> None:
-        """Keep what was captured, when it is lowered."""
-
-
-class Cache(Protocol):
-    """Programs of earlier launches."""
-
-    def search(
-        self, maker: Maker, module: nn.Module, signature: Signature, tensors: Sequence[torch.Tensor]
-    ) -> Search | None:
-        """For the program of a call; None if it cannot be kept."""
 
 
 @dataclass(kw_only=True)
@@ -82,6 +50,8 @@ class Maker:
         executables: the programs that there are.
         unsharded: what is gathered by hand, of which nothing is shown while a program is captured.
         cache: programs of earlier launches; None keeps none.
+        library: programs of a file; None if there is no file.
+        sealed: the programs of the file are all there are to be, and a call without one is an error.
     """
 
     tracer: Tracer
@@ -90,71 +60,118 @@ class Maker:
     executables: Executables = field(default_factory=Executables)
     unsharded: Unsharded = field(default_factory=Unsharded)
     cache: Cache | None = None
+    library: Library | None = None
+    sealed: bool = False
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _rerun: set[str] = field(default_factory=set)
     _partitioned: dict[Signature, Partitioned | Callable[[], Partitioned] | None] = field(default_factory=dict)
-    _changed: Counter[Place] = field(default_factory=Counter)
+    _of_file: dict[Signature, Kept] = field(default_factory=dict)
 
     @property
     def passes(self) -> Pipeline:
         """The tracer's, with a planner that plans alike on all ranks."""
         return self.agreement.pipeline(self.tracer.pipeline)
 
-    def build(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Program:
-        """Capture, shard, schedule and lower a program; the module stays as it is."""
-        reason = self.executables.reason(signature)
-        with self.agreement.together(self.tracer.label, reason):
-            return self._build(module, args, kwargs, signature, reason)
+    def build_or_break(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
+    ) -> Program | GraphBreak | EqualProgram:
+        """Trace, shard, schedule and lower a program; the module stays as it is.
+
+        A graph break is returned: other ranks have it, too, and split the module as this one does. A program of an
+        earlier call that computes the same is returned with this call's trace.
+        """
+        call = self.tracer.signature(module, *pytree.tree_flatten((args, kwargs)))
+        reason = self.executables.reason(signature, call)
+        with self.agreement.together(self.tracer.label, reason.text):
+            try:
+                return self._build(module, args, kwargs, signature, call, reason)
+            except GraphBreak as error:
+                if self.tracer.options.fullgraph or (self.sealed and error.raised and error.is_own):
+                    raise_break(error)
+                if self.library is not None and self.sealed:
+                    raise self.library.untraceable(self, call, error) from error
+                return error
 
     @forget_sources()
     @without_dispatch_modes()
     def _build(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature, reason: str
-    ) -> Program:
-        tracer, number = self.tracer, len(self.executables)
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        signature: Signature,
+        call: Signature,
+        reason: Reason,
+    ) -> Program | EqualProgram:
+        tracer, number = self.tracer, self.executables.added
         self.unsharded.shown.hide()
-        if number >= tracer.options.max_captures:
-            remedy = _OF_VALUES if self.executables.by_values else _OF_SIZES
-            raise CaptureLimitError(
-                f"{tracer.label} was captured {number} times, which is max_captures; this call would be one more, "
-                f"because of {reason}. {remedy}, or raise max_captures in graphshard.compile."
-                f"{'' if signature.grad else _WITHOUT_GRADIENTS}"
-            )
         check_same_modules(module, tracer.params)
         check_no_new_parameters(module, tracer.spec.params)
         if not tracer.name:
             check_activation(tracer.options, tracer.label, tracer.spec.units)
-        self._follow_number()
-        log.info("capture %d of %s: %s", number, tracer.label, reason)
+        self.executables.log.capture(tracer.label, number, reason)
         with progress(f"graphshard: {tracer.label}") as show:
             recorder = self.recorder(f"{tracer.label}-{number}")
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            search = self.cache.search(self, module, signature, tensors) if self.cache and recorder is None else None
-            if search is not None:
-                show("look for it in the cache")
-            kept = search.find() if search is not None else None
-            if self.agreement.all_have(kept.program if kept is not None else None):
+            search: Search | None = None
+            digest = ""
+
+            def found(traced: Program) -> Kept | None:
+                nonlocal search, digest
+                digest = graph_digest(traced)
+                equal = self.executables.with_digest(signature, digest)
+                # Compilation may have relied on further conditions on sizes, which guards of this trace lack.
+                if equal is not None and conditions_of(equal.executable.program) <= conditions_of(traced):
+                    raise EqualProgram(equal, traced)
+                if self.library is not None:
+                    stored = self._load(module, args, kwargs, call, traced)
+                    if stored is not None:
+                        stored.program.capture = number
+                        return stored
+                if self.cache and recorder is None:
+                    search = self.cache.search(self, module, signature, tensors, traced)
+                    show("look for it in the cache")
+                kept = search.find() if search is not None else None
+                if not self.agreement.all_have(kept.program if kept is not None else None):
+                    return None
                 assert kept is not None
-                tracer.compiled.update(kept.compiled)
-                self._partitioned[signature] = kept.partitioned
                 kept.program.capture = number
+                kept.program.trace, kept.program.taken, kept.program.digest = traced.trace, traced.taken, digest
+                return kept
+
+            def use(kept: Kept) -> Program:
+                tracer.compiled.update(kept.compiled)
+                if kept.of_file:
+                    self._of_file[signature] = kept
+                else:
+                    self._partitioned[signature] = kept.partitioned
+                kept.program.keep_captured(tracer.recapture(module, args, kwargs, grad=signature.grad))
                 return kept.program
+
             show("capture")
             begin_compiling(tracer.options.backend, tracer.spec.device)
-            watching = search.watching if search is not None else contextlib.nullcontext
             observer = Observer(tracer.options.level, recorder, tracer.pipeline.passes, show)
-            program, partitioned = tracer.trace(
-                module,
-                args,
-                kwargs,
-                observer,
-                reason,
-                grad=signature.grad,
-                number=number,
-                passes=self.passes,
-                watching=watching,
-                few=recorder is None,
-            )
+            try:
+                program, partitioned = tracer.trace(
+                    module,
+                    args,
+                    kwargs,
+                    observer,
+                    reason.text,
+                    grad=signature.grad,
+                    number=number,
+                    passes=self.passes,
+                    # With fullgraph a break is the error of this rank, which the others are told.
+                    watching=contextlib.nullcontext if tracer.options.fullgraph else self.agreement.on_graph_breaks,
+                    few=recorder is None,
+                    find=found,
+                )
+            except FoundProgram as made:
+                return use(made.kept)
+            except EqualProgram as equal:
+                log.info("%s computes the same and serves this call, too", equal.installed.executable.program.title)
+                return equal
+            program.digest = digest
             self._partitioned[signature] = partitioned
             show("compare with the other ranks")
             new = self.agreement.check(program)
@@ -163,31 +180,43 @@ class Maker:
             observer.lowered(program, tracer.compiled)
             if new:
                 self.agreement.compiled()
-            if search is not None and program.decided is None:  # another launch begins with other values
+            if search is not None:
                 show("keep")
                 search.keep(program, partitioned() if callable(partitioned) else partitioned)
         return program
 
-    def _follow_number(self) -> None:
-        """A number that has changed twice may change at each call: it becomes an input, if it can be one."""
-        place = self.executables.number
-        if place is None:
-            return
-        self._changed[place] += 1
-        if self._changed[place] == _TAKEN_FOR_INPUT:
-            self.tracer.follow(place)
-        elif self._changed[place] == _TAKEN_FOR_INPUT + 1:
-            log.warning(
-                "%s is captured again for each value of %s: the code computes with it where a number must be known. "
-                "Keep it in a buffer (register_buffer), or pass it into the call as a tensor. Now: %s",
-                self.tracer.label,
-                place,
-                self.executables.changes[-1],
-            )
+    def _load(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Signature, traced: Program
+    ) -> Kept | None:
+        """Return the program of the file for a trace; None, and a warning, if it is to be compiled.
+
+        Where numbers or sizes are symbols because they have changed, the file may have a program for these very ones.
+
+        Raises:
+            ArtifactError: there is none, and nothing is to be compiled.
+        """
+        assert self.library is not None
+        kept = self.library.find(self, module, traced)
+        if kept is None and (traced.sizes or self.executables.added):
+            alone = self.tracer.trace_alone(module, args, kwargs, grad=call.grad)
+            assert alone is not None
+            traced = alone
+            kept = self.library.find(self, module, alone)
+        if self.agreement.all_load(None if kept is None else kept.program):
+            return kept
+        if self.sealed and kept is not None:  # the other ranks have another one, or none
+            self.agreement.check(kept.program)
+            return kept
+        missing = self.library.missing(self, call, traced)
+        if self.sealed:
+            raise missing
+        expected = self.tracer.name in self.library.entries
+        log.log(logging.WARNING if expected else logging.INFO, "compiling instead of loading: %s", missing)
+        return None
 
     def backwards(self, program: Program, signature: Signature) -> BackwardFactory | None:
-        """Makes other backwards of a program that was built for a signature; None if it has none."""
-        partitioned = self._partitioned.get(signature)
+        """Return what makes other backwards of the program that was just built for a signature; None if it has none."""
+        partitioned = self._partitioned.pop(signature, None)
         return None if partitioned is None else functools.partial(self.rerun, program, partitioned)
 
     def rerun(
@@ -221,6 +250,5 @@ class Maker:
                 self.agreement.check_accumulation(other)
             show("lower")
             lower(other, compiler_for(tracer.options.backend), tracer.compiled, show)
-        self.executables.conditions_changed()
         observer.lowered(other, tracer.compiled)
         return replace(other, history=[])  # texts take memory, and this lives as long as the module

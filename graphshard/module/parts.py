@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graphshard.capture.entry import without_entries
+from graphshard.frontend.entry import without_entries
 from graphshard.ir.classes import users_class
 from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.distributed_internals import is_part, mesh_of_both
@@ -30,7 +30,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow
 from graphshard.ir.text import brief
 from graphshard.ir.units import MODULE_SEPARATOR, modules_of
-from graphshard.module.maker import Cache
+from graphshard.module.kept_program import Cache
 from graphshard.module.prepare import device_of, make_runner, prepare, shard
 from graphshard.module.replan import take_over_plan
 from graphshard.module.runner import Runner

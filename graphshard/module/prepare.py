@@ -1,6 +1,6 @@
 """The two halves of `compile`: check the options and make a tracer; shard the module and let a runner run it.
 
-Between them programs are captured, or loaded. `export` needs the first half only, and no mesh.
+Between them programs are captured, or read from a file. `export` needs the first half only, and no mesh.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, even_pieces
 from graphshard.module.agreement import Agreement
-from graphshard.module.maker import Cache
+from graphshard.module.compiled_classes import class_of
+from graphshard.module.kept_program import Cache
 from graphshard.module.runner import Runner
 from graphshard.module.sharded_module import attach, retie, sharded_class
 from graphshard.module.tracer import Tracer
@@ -69,6 +70,7 @@ def prepare(
         options=options,
         pipeline=pipeline_of(options, spec.mesh, costs),
         storage=_storage(options, device),
+        class_of=class_of,
     )
 
 

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Collection
+import functools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.entry import install_entries
-from graphshard.capture.inputs import flat_call
-from graphshard.capture.signature import Signature
+from graphshard.frontend.call_inputs import flat_call
+from graphshard.frontend.entry import install_entries
+from graphshard.frontend.graph_breaks import GraphBreak
+from graphshard.frontend.signature import Signature
 from graphshard.ir.program import Program
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.torch_internals import forget_sources
-from graphshard.module.callchecks import check_materialized, check_not_transformed, check_still_trained
+from graphshard.module.callchecks import (
+    SubmoduleCheck,
+    check_materialized,
+    check_not_transformed,
+    check_still_trained,
+)
+from graphshard.module.eviction import evict_programs
 from graphshard.module.executables import Executables, Installed
-from graphshard.module.guard import Guard
-from graphshard.module.held import check_held, check_inputs
-from graphshard.module.leave import leave
+from graphshard.module.joint_guard import JointGuard
+from graphshard.module.kept_program import EqualProgram
 from graphshard.module.maker import Maker
+from graphshard.module.split_module import SplitModule, SplitState, as_written, check_not_recomputed
+from graphshard.module.traced_guard import TracedGuard
 from graphshard.module.tracer import Tracer, entry_name
-from graphshard.module.value_checks import ValueChecks
 from graphshard.options.passes import Direction
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.accumulation import Accumulation
@@ -36,22 +43,9 @@ from graphshard.runtime.custom import Custom
 from graphshard.runtime.groups import whole_mesh
 from graphshard.runtime.replays import Replaying
 from graphshard.runtime.shards import Alias, aliases
-from graphshard.runtime.step import BackwardFactory, Executable
+from graphshard.runtime.step import Executable
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
 from graphshard.runtime.values import Values
-
-
-class Library(Protocol):
-    """Programs that need not be captured, because a file has them."""
-
-    def serves(self, signature: Signature) -> bool:
-        """Whether there is a program for calls of the model with this very signature."""
-
-    def install(self, module: nn.Module, runner: Runner) -> None:
-        """Bind all programs to a module, the model or a copy of it, that the runner runs."""
-
-    def missing(self, runner: Runner, signature: Signature) -> Exception:
-        """The error for a call for which there is no program."""
 
 
 @dataclass(kw_only=True)
@@ -65,15 +59,15 @@ class Runner(Maker):
         programs: of the model and all its entries, newest last.
         entries: runners of submodules and methods that were called on their own, by name.
         methods: that the user has registered.
-        library: programs loaded from a file; if they are all there is to be (`sealed`), a call without one is an error.
-            Binding them asks the other ranks, so a copy, which may be made on one rank only, does so when it is called
-            (`to_install`).
         reshard_chosen: parameters for which somebody chose after `compile` whether backward gathers them again.
         prefetched: units that are gathered when one has arrived, by direction and its name.
         reductions_under_way: how many units' gradients may be on their way at once, as chosen for units.
         custom: collectives that the user runs, by unit.
         event: that the next call waits for before it gathers.
         replaying: what launches runs of regions by one launch each; None leaves them to themselves.
+        path: of the module in the model.
+        model_runner: of the whole model; None for that itself.
+        split_state: of modules that Python runs.
     """
 
     mesh: DeviceMesh
@@ -83,59 +77,72 @@ class Runner(Maker):
     entries: dict[str, Runner] = field(default_factory=dict)
     methods: list[str] = field(default_factory=list)
     materialized: bool = False
+    submodules: SubmoduleCheck | None = None
     accumulation: Accumulation = field(default_factory=Accumulation)
-    library: Library | None = None
-    sealed: bool = False
-    to_install: bool = False
     reshard_chosen: set[str] = field(default_factory=set)
     prefetched: dict[tuple[Direction, str], tuple[str, ...]] = field(default_factory=dict)
     reductions_under_way: dict[str, int] = field(default_factory=dict)
     custom: Custom = field(default_factory=Custom)
     event: torch.Event | None = None
     replaying: Replaying | None = None
+    path: str = ""
+    model_runner: Runner | None = None
+    split_state: SplitState = field(default_factory=SplitState)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
         tracer = self.tracer
         if not tracer.name:  # the model's own runner does it for its entries
             self._follow_unsharded(tracer)
+        if self.submodules is None or self.submodules.module is not module:
+            self.submodules = SubmoduleCheck(module)
         params = [ref.checked() for ref in tracer.params]
+        self.submodules.check(tracer.params, tracer.spec.params)
         for alias in self.aliases:
             alias.check()
+        return self._run(module, args, kwargs, params)
+
+    def _run(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], params: Sequence[nn.Parameter]
+    ) -> Any:
+        """Run one call by the program whose guards hold; trace it if there is none.
+
+        Args:
+            params: of the module, as they are now.
+        """
+        tracer, executables = self.tracer, self.executables
         leaves, structure = flat_call(args, kwargs)
         check_not_transformed(leaves)
-        leaves = tracer.on_device(leaves, structure)
-        signature = tracer.signature(module, leaves, structure, params)
+        # Where Python runs forward, objects of any type may go from one unit to the next.
+        moved = leaves if self.split_state.open else tracer.on_device(leaves, structure)
+        if any(leaf is not was for leaf, was in zip(moved, leaves)):
+            args, kwargs = pytree.tree_unflatten(moved, structure)
+        signature = tracer.signature(module, params=params)
         if not self.materialized:
             check_materialized(module, tracer.params, tracer.spec.device, tracer.storage.device)
             self.materialized = True
         if signature.grad and (added_up := self.accumulation.added_up):
             check_still_trained(added_up, tracer.params, tracer.model_names)
-        if self.to_install and self.library is not None:
-            self.to_install = False
-            self.library.install(module, self)
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        found = self.executables.find(signature, given)
+        scope = {"module": module, "args": args, "kwargs": kwargs}
+        found = None if self.split.is_forced else executables.find(signature, scope)
         if found is None:
-            if self.library is not None and self.sealed:
-                raise self.library.missing(self, signature)
-            args, kwargs = pytree.tree_unflatten(leaves, structure)
-            found = self.install(module, signature, self.build(module, args, kwargs, signature))
+            if self.split.covers(signature):
+                return self.split.call(module, args, kwargs)
+            made = self.build_or_break(module, args, kwargs, signature)
+            if isinstance(made, GraphBreak):
+                return self.split.begin(made, signature, module, args, kwargs)
+            if isinstance(made, EqualProgram):
+                found = self._share(made, signature, module)
+            else:
+                found = self.install(module, signature, made)
         if found.guard.moved and not tracer.name:
             install_entries(module, self.call_entry)  # a forward may have been replaced, or put back
-        program, state = found.executable.program, found.guard.state
-        check_inputs(program, found.guard, given)
-        tensors = [*given, *found.guard.tensors()]
-        for number in state.required:
-            tensors[number].requires_grad_()
-        results = found.executable(tensors)
-        if state.writes:
-            leave(state, module, results, tensors)
-        if "backward" in program.phases:
+        result = found.guard.run(module, args, kwargs)
+        if "backward" in found.executable.program.phases:
             self.unsharded.calls[tracer.name] += 1
         if self.unsharded.full and not tracer.name:
             self.unsharded.show_after_call(tracer.params, self.aliases)
-        return pytree.tree_unflatten(results[: program.out_spec.num_leaves], program.out_spec)
+        return result
 
     def call_entry(
         self, name: str, method: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -144,6 +151,9 @@ class Runner(Maker):
 
         The submodule's name is "" for the model itself.
         """
+        if self.split_state.runs_in_python(name, self.tracer.spec.units):
+            check_not_recomputed(name)
+            return as_written(module, method)(*args, **kwargs)
         entry = self.entry(name, method, module)
         self._follow_unsharded(entry.tracer)
         return entry.call(module, args, kwargs)
@@ -152,8 +162,22 @@ class Runner(Maker):
         """The runner of a submodule, or of another method, that is called on its own."""
         entry = entry_name(name, method)
         if entry not in self.entries:
-            self.entries[entry] = self._with_tracer(module, self.tracer.entry(name, method, module))
+            self.entries[entry] = self.entry_runner(module, self.tracer.entry(name, method, module), name)
         return self.entries[entry]
+
+    def entry_runner(self, module: nn.Module, tracer: Tracer, path: str) -> Runner:
+        """Return a runner of programs that are for a submodule, under its path in the model."""
+        return self._with_tracer(module, tracer, path=path, model_runner=self)
+
+    @property
+    def of_model(self) -> Runner:
+        """The runner of the whole model."""
+        return self.model_runner or self
+
+    @functools.cached_property
+    def split(self) -> SplitModule:
+        """Calls that Python runs."""
+        return SplitModule(self)
 
     def for_copy(self, module: nn.Module) -> Runner:
         """A runner for a copy of the module: nothing captured yet, compiled regions and loaded programs shared."""
@@ -163,13 +187,13 @@ class Runner(Maker):
             programs=[],
             accumulation=copy.deepcopy(self.accumulation),
             unsharded=Unsharded(kept=set(self.unsharded.kept)),
-            to_install=self.library is not None,
             methods=list(self.methods),
             reshard_chosen=set(self.reshard_chosen),
             prefetched=dict(self.prefetched),
             reductions_under_way=dict(self.reductions_under_way),
             custom=self.custom.copy(),
             event=None,
+            split_state=SplitState(),
         )
         twin.change(list(self.unsharded.full), held=False)
         return twin
@@ -183,9 +207,10 @@ class Runner(Maker):
             executables=Executables(),
             entries={},
             materialized=False,
+            submodules=None,
             agreement=self.agreement.anew(),
             _partitioned={},
-            _changed=Counter(),
+            _of_file={},
             **changes,
         )
 
@@ -270,18 +295,13 @@ class Runner(Maker):
         return whole_mesh(self.mesh, self.tracer.spec.tensor)
 
     @forget_sources()
-    def install(
-        self, module: nn.Module, signature: Signature, program: Program, make_backward: BackwardFactory | None = None
-    ) -> Installed:
-        """Check that the other ranks made the same program, and bind it to the module and the mesh."""
+    def install(self, module: nn.Module, signature: Signature, program: Program) -> Installed:
+        """Check that the other ranks made the same program, and bind it."""
         self.agreement.check(program)
-        follows_strides, defers = False, make_backward is None
-        if make_backward is None:
-            make_backward = self.backwards(program, signature)
-            follows_strides = make_backward is not None and self.tracer.options.backend == "eager"
+        of_file = self._of_file.pop(signature, None)
+        make_backward = self.backwards(program, signature) if of_file is None else of_file.make_backward
+        follows_strides = of_file is None and make_backward is not None and self.tracer.options.backend == "eager"
         tracer, names = self.tracer, self.tracer.model_names
-        guard = Guard(program.state, module, tracer.spec.forward_class.__name__)
-        check_held(program, module, guard, signature)
         codes = Codes(program, self.mesh, self.groups, self.agreement.peers, self.custom, self.replaying)
         values = Values(program, module, tracer.params, self.mesh, names, self.unsharded, tracer.spec.experts)
         executable = Executable(
@@ -296,11 +316,24 @@ class Runner(Maker):
             self.custom,
             self.aliases,
             follows_strides=follows_strides,
-            defers=defers,
+            defers=of_file is None,
         )
-        decided = program.decided
-        checks = None if decided is None else ValueChecks(decided, module, tracer.spec.forward_class.__name__)
-        installed = Installed(executable, guard, checks)
-        self.executables.add(signature, installed)
         self.programs.append(program)
+        return self._add(Installed(executable, guard_of(program, module, executable), of_file is not None), signature)
+
+    def _share(self, equal: EqualProgram, signature: Signature, module: nn.Module) -> Installed:
+        """Let a program serve calls of another trace that is equal: such as with another tag, or a longer list."""
+        guard = guard_of(equal.traced, module, equal.installed.executable)
+        # Of a file, the program itself stays.
+        return self._add(replace(equal.installed, guard=guard, used=0, loaded=False), signature)
+
+    def _add(self, installed: Installed, signature: Signature) -> Installed:
+        self.executables.add(signature, installed)
+        evict_programs(self.executables, self.programs, self.tracer, self.accumulation, self.replaying)
         return installed
+
+
+def guard_of(program: Program, module: nn.Module, executable: Executable) -> TracedGuard | JointGuard:
+    """Return what tells whether a program serves a call: Dynamo's guards, or the inputs of a joint program."""
+    kind = JointGuard if program.trace is None else TracedGuard
+    return kind(program, module, executable)

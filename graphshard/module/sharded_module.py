@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.capture.entry import OF_UNITS, Entry, install_entries
+from graphshard.frontend.entry import OF_UNITS, Entry, install_entries
 from graphshard.ir.errors import ArgumentError
-from graphshard.ir.state import MISSING
+from graphshard.ir.sentinel import MISSING
 from graphshard.ir.text import brief
 from graphshard.module.runner import Runner
 from graphshard.module.unit_module import UnitModule, become_units, unit_class

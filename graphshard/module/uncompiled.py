@@ -17,16 +17,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.boundaries import unit_boundaries
-from graphshard.capture.entry import OF_UNITS, Entry, install_entries, without_entries
+from graphshard.frontend.entry import OF_UNITS, Entry, install_entries, without_entries
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.given import check_bool
 from graphshard.ir.operators import copied_to
 from graphshard.ir.params import ParamRow
+from graphshard.ir.precision import Precision
 from graphshard.ir.subclasses import is_extended, shard_in
+from graphshard.ir.tracing_internals import cast_tensors
 from graphshard.ir.units import modules_of
 from graphshard.module.callchecks import check_materialized
 from graphshard.module.runner import Runner
@@ -79,7 +81,7 @@ def uncompiled(model: nn.Module, *, reshard_after_forward: bool = False) -> Iter
         device = runner.tracer.spec.device
         stack.callback(model.register_forward_pre_hook(functools.partial(_begin, device), with_kwargs=True).remove)
         spec = runner.tracer.spec
-        stack.enter_context(unit_boundaries(model, units, spec.params, spec.precision))
+        stack.enter_context(_casting(model, units, spec.precision))
         _OPEN.add(model)
         stack.callback(_OPEN.discard, model)
         yield
@@ -192,6 +194,39 @@ def _as_written(model: nn.Module, runner: Runner) -> Iterator[None]:
         finally:
             stack.close()
             install_entries(model, runner.call_entry)  # around forwards that somebody has replaced meanwhile
+
+
+@contextlib.contextmanager
+def _casting(model: nn.Module, units: Sequence[str], precision: Precision) -> Iterator[None]:
+    """Cast inputs and outputs of the root and of units, as FSDP2's hooks do; the user's on the root run around that."""
+    with contextlib.ExitStack() as stack:
+        for unit in ("", *units):
+            casts = _Casts(precision.of(unit))
+            for owner in map(model.get_submodule, modules_of(unit) if unit else [""]):
+                enter = owner.register_forward_pre_hook(casts.enter, with_kwargs=True, prepend=bool(unit))
+                leave = owner.register_forward_hook(casts.leave, always_call=True, prepend=not unit)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+        yield
+
+
+class _Casts:
+    """Hooks of the modules of a unit."""
+
+    def __init__(self, policy: MixedPrecisionPolicy) -> None:
+        self._policy = policy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Casts:
+        """Return hooks that do nothing, for a copy that somebody makes of the module meanwhile."""
+        return _Casts(MixedPrecisionPolicy())
+
+    def enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._policy.param_dtype is not None and self._policy.cast_forward_inputs:
+            return cast_tensors((args, kwargs), self._policy.param_dtype)
+        return args, kwargs
+
+    def leave(self, _: nn.Module, args: Any, output: Any) -> Any:
+        return output if self._policy.output_dtype is None else cast_tensors(output, self._policy.output_dtype)
 
 
 def _put_back(module: nn.Module, ours: dict[str, Any], cls: type[nn.Module]) -> None:

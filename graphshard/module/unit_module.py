@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from graphshard.frontend.unit_boundary import BoundaryModule
 from graphshard.ir.classes import MADE_OF, users_class
 from graphshard.ir.distributed_internals import register_as
 from graphshard.ir.errors import ArgumentError, UnsupportedError
@@ -31,7 +32,7 @@ from graphshard.options.passes import Direction
 from graphshard.runtime.unsharded import UnshardHandle
 
 
-class UnitModule(Unsupported, CustomCollectives, FSDPModule, nn.Module):
+class UnitModule(Unsupported, CustomCollectives, FSDPModule, BoundaryModule):
     """Mixed into the classes of the model and of its units' modules."""
 
     _graphshard_unit: UnitOf

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from graphshard.capture.entry import OF_UNITS, Entry, is_compiled
+from graphshard.frontend.entry import OF_UNITS, Entry, is_compiled
 from graphshard.ir.classes import users_class
 from graphshard.ir.distributed_internals import ShardPlacementResult, is_replicated
 from graphshard.ir.errors import ArgumentError, UnsupportedError

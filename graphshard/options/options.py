@@ -53,8 +53,8 @@ class Options:
     memory_limit: int | None = None
     hardware: Hardware | None = None
     dynamic_shapes: DynamicShapes | None = None
-    max_captures: int = 8
-    allow: Sequence[str] = ()
+    max_captures: int = 32
+    fullgraph: bool = False
     passes: Pipeline | None = None
     verify: Level | None = None
 
@@ -77,7 +77,7 @@ class _OfModel(TypedDict, total=False):
     memory_limit: int | None
     dynamic_shapes: DynamicShapes | None
     max_captures: int
-    allow: Sequence[str]
+    fullgraph: bool
     passes: Pipeline | None
     verify: Level | None
 

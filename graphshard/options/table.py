@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from graphshard.capture.capture import CaptureSpec
+from graphshard.frontend.spec import CaptureSpec
 from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import is_int
@@ -91,7 +91,6 @@ def capture_spec(
         precision,
         type(model),
         options.dynamic_shapes,
-        allow=tuple(options.allow),
         tensor=tensor,
         experts=experts,
         whole=_whole_mesh(model, table, known) or whole,

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.outside import SOURCES
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_bool, check_choice, check_count, is_int
 from graphshard.ir.precision import check_policy
@@ -144,6 +143,10 @@ def _max_captures(value: Any) -> None:
     check_count("max_captures", value)
 
 
+def _fullgraph(value: Any) -> None:
+    check_bool("fullgraph", value)
+
+
 def _passes(value: Any) -> None:
     if not (value is None or isinstance(value, Pipeline)):
         raise ArgumentError(
@@ -154,12 +157,6 @@ def _passes(value: Any) -> None:
 
 def _verify(value: Any) -> None:
     check_choice("verify" if value is not None else _VERIFY, level_of(value), get_args(Level))
-
-
-def _allow(value: Any) -> None:
-    known = isinstance(value, (list, tuple)) and all(isinstance(name, str) and name in SOURCES for name in value)
-    if not known:
-        raise ArgumentError(f"allow must be a tuple of some of {', '.join(map(repr, SOURCES))}, got {brief(value)}.")
 
 
 # By option, what raises ArgumentError if a value is wrong by itself. `hardware` is checked where its file is read.
@@ -175,7 +172,7 @@ CHECKS: Mapping[str, Callable[[Any], None]] = {
     "memory_limit": _memory_limit,
     "dynamic_shapes": _dynamic_shapes,
     "max_captures": _max_captures,
-    "allow": _allow,
+    "fullgraph": _fullgraph,
     "passes": _passes,
     "verify": _verify,
 }

@@ -35,8 +35,9 @@ from graphshard.ir.plan import Prediction
 from graphshard.ir.program import Program
 from graphshard.passes import ActivationCheckpointing, MakePlan, OffloadActivations, Pass
 from graphshard.passes.activation_checkpointing import mark, ranked, within_share
-from graphshard.schedule.agreed import AgreedPlanner, within
+from graphshard.schedule.agreed import AgreedPlanner
 from graphshard.schedule.by_cost import PlanByCost
+from graphshard.schedule.memory_limit import within
 
 log = logging.getLogger(__name__)
 
@@ -103,15 +104,18 @@ def decide(passes: tuple[Pass, ...], program: Program, run: Run) -> tuple[Pass, 
         policy = tuple(made["kept"]) if "kept" in made else made["share"]
         return (ActivationCheckpointing(policy), *passes[1:at], *away)
 
-    if agreed is None or even:
-        made = decided(by_cost.memory_limit)
+    limit = by_cost.memory_limit
+    if agreed is None:
+        made = decided(limit)
+    elif even:
+        made = agreed.decide_once(program, lambda: decided(limit))
     else:
-        agreeing = replace(agreed, planner=searching)
 
         def peak(made: dict[str, Any]) -> int:
             """Of the rank that takes most."""
             copy = _copied(program)
             run(chosen(made), copy)
+            agreeing = replace(agreed, planner=searching, known={})
             try:
                 prediction = agreeing(copy).prediction
             except InfeasibleError as error:
@@ -119,7 +123,7 @@ def decide(passes: tuple[Pass, ...], program: Program, run: Run) -> tuple[Pass, 
             assert prediction is not None, "a plan by cost has a prediction"
             return prediction.peak_bytes
 
-        made = within(by_cost.memory_limit, decided, peak)
+        made = agreed.decide_once(program, lambda: within(limit, decided, peak))
     program.bound = made["bound"]
     return (*chosen(made), *passes[at:])
 
@@ -134,8 +138,8 @@ def same_share(passes: tuple[Pass, ...], program: Program) -> tuple[Pass, ...]:
         return passes
     if not isinstance(share, (int, float)) or share in (0, 1):
         return passes
-    kept = agreed.share(program, lambda: _by_name(program, share))["kept"]
-    return (ActivationCheckpointing(tuple(kept)), *passes[1:])
+    made = agreed.decide_once(program, lambda: agreed.share(program, lambda: _by_name(program, share)))
+    return (ActivationCheckpointing(tuple(made["kept"])), *passes[1:])
 
 
 def _by_name(program: Program, share: float) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from graphshard.ir.missing_kernels import MISSING
 from graphshard.ir.printer import describe
 from graphshard.ir.program import Program
 from graphshard.ir.sizes import numbers_in, symbols_of
+from graphshard.ir.subgraph import Subgraph
 from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.ir.unbacked_internals import is_unknown, new_symbols_dropped
 from graphshard.pipeline.violations import Violation
@@ -27,6 +28,7 @@ _WRITTEN = (
     *(int, float, bool, complex, str, type(None), slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     torch._ops.OpOverload,  # of a random operator that is computed again
+    Subgraph,
 )
 
 

@@ -63,6 +63,10 @@ class Accumulation:
         """Names of parameters of which earlier microbatches have left gradients."""
         return {left.name for left in self.sums if left.kind != "pending"}
 
+    def may_be_left(self) -> set[str]:
+        """Return names of parameters of which backwards have left gradients, or may, as calls are still to come."""
+        return {left.name for left in self.sums} | {name for call in self.calls for name in call.executable.trained}
+
     def begin(self) -> None:
         """A call outside of backward: what the last one left to a part of it that never came is forgotten."""
         if number_of_backward() == -1:

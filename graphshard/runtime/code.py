@@ -70,6 +70,11 @@ class Codes:
         self._others[phase.module] = program
         return phase
 
+    @property
+    def other_programs(self) -> list[Program]:
+        """Programs that are a backward alone."""
+        return list(self._others.values())
+
     def _bind(self, name: str, phase: Phase) -> None:
         launches = [node for node in phase.module.graph.nodes if is_collective(node)]
         if launches:

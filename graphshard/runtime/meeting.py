@@ -130,8 +130,9 @@ class Meeting:
             seen = found
 
     def most(self) -> int:
-        """The largest number that ranks have left; all of them have, where the meeting has ended."""
-        return int(self.store.get(f"{self.name} most"))
+        """The largest number that ranks have left so far, 0 before one has; of all, where the meeting has ended."""
+        key = f"{self.name} most"
+        return int(self.store.get(key)) if self.store.check([key]) else 0
 
     def forget(self) -> None:
         """Remove what a meeting has left in the store, which all others have left."""

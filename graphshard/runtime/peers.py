@@ -85,6 +85,7 @@ class Peers:
         self._attempt = self._met = 0
         self._asked = 0.0
         self._failure_seen = ("", 0.0)
+        self._hear: Callable[[int], None] | None = None
         self.standing = Standing(ranks, store, prefix)
         self.groups = self.standing.groups
 
@@ -106,6 +107,15 @@ class Peers:
         finally:
             self.standing.doing = before
 
+    @contextlib.contextmanager
+    def listening(self, hear: Callable[[int], None]) -> Iterator[None]:
+        """In the block, which takes its time, tell `hear` the largest number that others have come with; 0 before."""
+        self._hear = hear
+        try:
+            yield
+        finally:
+            self._hear = None
+
     def _still_wanted(self) -> None:
         """While this rank makes a program, which takes its time: raise PeerError if another has failed to, or ended."""
         now = time.monotonic()
@@ -121,6 +131,8 @@ class Peers:
                 if now < self._failure_seen[1] + _FAILS_ALIKE:
                     return
                 raise PeerError(end.message, rank=end.rank)
+            if self._hear is not None:
+                self._hear(meeting.most())
             self.standing.check_meeting(self.standing.number + 1)
             following = self.ranks[(self.ranks.index(self.rank) + 1) % len(self.ranks)]
             if not self._store.check([str(following)]):

@@ -101,7 +101,11 @@ class Replaying:
     def of(self, program: Program, executor: Executor) -> _Replays:
         """Who launches the runs of an executor of a program."""
         names = program.region_names
-        return _Replays(self, program.device, executor, lambda call: program.regions[names[call.region]])
+        return _Replays(self, program, executor, lambda call: program.regions[names[call.region]])
+
+    def forget(self, programs: Sequence[Program]) -> None:
+        """Drop the runs of programs that were evicted, with the graphs that nobody else holds."""
+        self.runs[:] = [run for run in self.runs if not any(run.program is program for program in programs)]
 
 
 @dataclass(frozen=True)
@@ -109,14 +113,14 @@ class _Replays:
     """Those of one executor: `graphshard.lower.replays.Replays`."""
 
     replaying: Replaying
-    device: torch.device
+    program: Program
     executor: Executor
     region: Callable[[Call], Region]
 
     def wants(self, call: Call) -> bool:
         """Whether a region launches the same kernels in each call."""
         can_be = getattr(self.executor, call.region).can_be_captured
-        return can_be and can_be_replayed(self.region(call).module, self.device)
+        return can_be and can_be_replayed(self.region(call).module, self.program.device)
 
     def runs(self, lines: Sequence[Line], kept: Set[Variable], own: Set[Variable]) -> Sequence[range]:
         """All of the lines, or those that save time."""
@@ -137,7 +141,7 @@ class _Replays:
 
     def replay(self, run: Run, code: Boxed) -> Boxed:
         """What runs in the place of a run."""
-        self.replaying.runs.append(Replayed(self.replaying.arena, run, code))
+        self.replaying.runs.append(Replayed(self.replaying.arena, run, code, self.program))
         return self.replaying.runs[-1]
 
 
@@ -159,9 +163,10 @@ class _Seen:
 
 
 class Replayed:
-    """A run: its code at first, and then a graph of it for each of a few shapes."""
+    """A run of a program: its code at first, and then a graph of it for each of a few shapes."""
 
-    def __init__(self, arena: Arena, run: Run, code: Boxed) -> None:
+    def __init__(self, arena: Arena, run: Run, code: Boxed, program: Program | None = None) -> None:
+        self.program = program
         self._arena, self._run, self._code = arena, run, code
         self._seen: OrderedDict[Key, _Seen] = OrderedDict()
         # How often each lasting input was elsewhere than before, where a graph or a warm-up has found it.

@@ -19,7 +19,7 @@ from graphshard.ir.device_meshes import ExpertMeshes, axes_around, axes_of_mesh,
 from graphshard.ir.distributed_internals import dtensor_of, joined_mesh, sharded_like
 from graphshard.ir.errors import ParameterError
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.params import REPLACED, ParamRow, ParamTable
 from graphshard.ir.subclasses import (
     carry_attributes,
     is_extended,
@@ -73,6 +73,7 @@ def shard_module(
         for name, param in owner._parameters.items():
             if param is not None and table[f"{dot}{name}"].name in shards:
                 owner._parameters[name] = shards[table[f"{dot}{name}"].name]
+                param.__dict__[REPLACED] = f"{dot}{name}"  # who holds it elsewhere trains it no more
         for name, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 owner._buffers[name] = buffer.to(device)

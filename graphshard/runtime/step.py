@@ -123,6 +123,11 @@ class Executable:
         """Of what backward computes gradients, in their order: "param" or "input"."""
         return tuple(slot.of or "" for slot in self._grads)
 
+    @property
+    def programs(self) -> list[Program]:
+        """The program, and those of its other backwards."""
+        return [self.program, *self._codes.other_programs]
+
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Run the program on the tensors it is given; return the leaves of the result, and what follows them."""
         if self._backwards:

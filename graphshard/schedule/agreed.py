@@ -32,12 +32,11 @@ from graphshard.ir.program import Phase, Program
 from graphshard.ir.repeats import TEMPLATE, Uneven
 from graphshard.ir.stamp import all_blocks
 from graphshard.passes import MakePlan, Pass
-from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit, first_use, gathered_of, last_input
 from graphshard.schedule.few import planned_in_short, unfolded_positions
 from graphshard.schedule.known import collectives_of, layout_of, within_one_plan
-from graphshard.schedule.peak import peak_of
+from graphshard.schedule.memory_limit import keeping, peak_with, told_if_over, within
 from graphshard.schedule.ways import own_collectives
 
 log = logging.getLogger(__name__)
@@ -49,9 +48,6 @@ Share = Callable[[Program, Callable[[], dict[str, Any]]], dict[str, Any]]
 
 # The largest of the numbers that ranks call it with, together.
 Most = Callable[[int], int]
-
-# How often the first rank plans with less memory, as another rank takes too much, before it plans with the least.
-_ATTEMPTS = 4
 
 # Said by a rank whose program the first rank's plan does not serve: more bytes than any takes.
 _NO_PLAN = 1 << 62
@@ -69,12 +65,24 @@ class AgreedPlanner:
         share: what the first rank makes for a program (plain data), on all ranks, which call it together.
         most: the largest number of all ranks.
         known: plans, and what they were made for, by the collectives that they serve.
+        decided: what the first rank decided before the plan, by the parameters that are trained.
     """
 
     planner: PlanByCost
     share: Share
     most: Most = int
     known: dict[str, tuple[Plan, Outline]] = field(default_factory=dict)
+    decided: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def decide_once(self, program: Program, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what the ranks decided together for the first program that trains these parameters.
+
+        One rank may meet another size alone, so later ones are not decided anew.
+        """
+        trained = json.dumps(sorted(slot.name for slot in program.phases["joint"].outputs if slot.kind == "grad"))
+        if trained not in self.decided:
+            self.decided[trained] = decide()
+        return self.decided[trained]
 
     @within_one_plan()
     def __call__(self, program: Program) -> Plan:
@@ -85,19 +93,27 @@ class AgreedPlanner:
         if even_pieces(program.mesh, program.all_params):
             return planned_in_short(program, self._plan, self._plan)
         program = program if program.few is None else all_blocks(program)
-        limit = self.planner.memory_limit
-        if limit is None:
-            return self._of_pieces(program)
+        limit, mine = self.planner.memory_limit, communication(program)
+        if limit is None or mine in self.known:
+            return told_if_over(self._of_pieces(program), program, self.planner)
         found, peak = within(limit, lambda at: self._fitting(program, at), lambda found: found[1])
         assert found.prediction is not None, "a plan by cost has a prediction"
-        return replace(found, prediction=replace(found.prediction, peak_bytes=peak))
+        found = replace(found, prediction=replace(found.prediction, peak_bytes=peak))
+        self.known[mine] = found, outline(program, found.kept)
+        return found
 
     def _plan(self, program: Program) -> Plan:
+        """Return the first rank's plan for the first program that communicates so, moved to this one.
+
+        One rank may meet another size alone, and ranks meet different sizes in one step, so there is one plan for all
+        sizes, also under a limit of memory.
+        """
         mine = communication(program)
-        # Under a limit of memory other sizes may need another plan.
-        if mine not in self.known or self.planner.memory_limit is not None:
+        if mine not in self.known:
             self.known[mine] = self._shared(program, mine, self.planner) or self._own(program)
-        return fit(*self.known[mine], program) or self.planner(program)
+            return fit(*self.known[mine], program) or self.planner(program)
+        plan = fit(*self.known[mine], program) or self.planner(program)
+        return told_if_over(plan, program, self.planner)
 
     def _own(self, program: Program) -> tuple[Plan, Outline]:
         """A plan of this rank's: the check that follows says what differs."""
@@ -131,8 +147,7 @@ class AgreedPlanner:
         plan, peak = None if shared is None else fit(*shared, program), _NO_PLAN
         if plan is not None:
             assert plan.prediction is not None, "a plan by cost has a prediction"
-            peak = peak_of(plan, _keeping(program, plan.kept), planner.costs, planner.optimizer_states)
-            peak = max(peak, plan.prediction.peak_bytes)
+            peak = max(peak_with(plan, program, self.planner), plan.prediction.peak_bytes)
         most = self.most(peak)
         if plan is None or most == _NO_PLAN:
             row = next(row for row in program.all_params if not row.has_even_pieces(program.mesh))
@@ -172,44 +187,6 @@ def agreed(passes: Iterable[Pass], share: Share, most: Most = int) -> tuple[Pass
     )
 
 
-def within(limit: int, find: Callable[[int], T], peak: Callable[[T], int]) -> T:
-    """What is found for a limit of the first rank with which every rank is within `limit`.
-
-    Args:
-        find: what it is; raises `InfeasibleError`, with the least for which there is one.
-        peak: bytes of the rank that takes most.
-
-    Raises:
-        InfeasibleError: even with the least on the first rank another one takes more; it has the bytes of that.
-    """
-    at = limit
-    for attempt in range(_ATTEMPTS):
-        try:
-            found = find(at)
-        except InfeasibleError as error:
-            return _with_least(limit, find, peak, error)
-        if (most := peak(found)) <= limit:
-            return found
-        at = max(1, at - (most - limit)) if attempt < _ATTEMPTS - 2 else 1
-    raise AssertionError("nothing fits in a byte")
-
-
-def _with_least(limit: int, find: Callable[[int], T], peak: Callable[[T], int], refused: InfeasibleError) -> T:
-    found = find(refused.smallest)
-    most = peak(found)
-    if most <= limit:
-        return found
-    if most <= refused.smallest:
-        raise refused
-    raise InfeasibleError(
-        f"no schedule fits in a memory_limit of {limit:,} bytes. The least possible is {most:,} bytes: pieces of "
-        "parameters have different sizes on ranks of an axis along which the model communicates, and one of these "
-        f"takes that where the first rank takes {refused.smallest:,}. Cut dims that the size of the axis divides, or "
-        "use smaller units, a smaller batch, more ranks, or activation checkpointing.",
-        most,
-    )
-
-
 def communication(program: Program) -> str:
     """What programs that share a plan have in common: each phase's collectives, and what they send.
 
@@ -246,7 +223,7 @@ def _sent(row: ParamRow, kind: CollectiveKind, mesh: Mesh) -> str:
 def outline(program: Program, kept: Sequence[str] = ()) -> dict[str, tuple[int, dict[str, int]]]:
     """What a plan for a program, in which parameters are kept gathered, has positions in."""
     found = {}
-    for name, phase in _keeping(program, kept).phases.items():
+    for name, phase in keeping(program, kept).phases.items():
         layout = layout_of(phase)
         at = {
             (c.kind, c.axis, c.params[0]): (first_use if c.kind == "gather" else last_input)([c], layout)
@@ -292,15 +269,7 @@ def fit(plan: Plan, made_for: Outline, program: Program) -> Plan | None:
         if program.few is not None:
             raise Uneven("ranks have graphs of other sizes")
         moved = replace(plan, events=events)
-    return replace(moved, gathered_bytes=gathered_of(moved, _keeping(program, plan.kept)))
-
-
-def _keeping(program: Program, kept: Sequence[str]) -> Program:
-    if not kept:
-        return program
-    program = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
-    keep_gathered(program, kept)
-    return program
+    return replace(moved, gathered_bytes=gathered_of(moved, keeping(program, plan.kept)))
 
 
 def _fit_events(

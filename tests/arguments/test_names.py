@@ -75,6 +75,8 @@ def test_a_name_is_captured_and_dumped(
     for path in written:
         assert re.fullmatch(r"[\w.~-]+", path.name), path
         assert path.parent.name.isprintable()
+        if path.suffix == ".pt2":  # a zip of torch's
+            continue
         text = path.read_bytes().decode()
         if path.suffix == ".py":
             calls = [node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]

@@ -21,7 +21,7 @@ def first_launch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     launches = Launches(folder, folder / "cache", init_device_mesh("cpu", (1,)))
     launches.run()
     reset_distributed()
-    assert launches.captured
+    assert launches.compiled
     assert len(launches.files()) == 1
     return launches.cache
 

@@ -101,13 +101,13 @@ class Launches:
     Attributes:
         folder: where the sources are.
         cache: where programs are kept.
-        captured: whether the last launch has captured.
+        compiled: whether the last launch has compiled.
     """
 
     folder: Path
     cache: Path
     mesh: DeviceMesh
-    captured: bool = field(default=False, init=False)
+    compiled: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.write("cached_helper", HELPER)
@@ -140,12 +140,12 @@ class Launches:
         model = module.Net(module.Config())
         prepare(module, model)
         x = torch.linspace(-1, 1, 8).view(2, 4) if x is None else x
-        with mock.patch.object(tracer, "capture", wraps=tracer.capture) as capture, self.importing():
+        with mock.patch.object(tracer, "run_pipeline", wraps=tracer.run_pipeline) as passes, self.importing():
             options = {"backend": "eager", "cache": self.cache, **options}
             graphshard.compile(model, self.mesh, **options)
             loss = model(x)
             loss.backward()
-        self.captured = capture.called
+        self.compiled = passes.called
         grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
         return loss.detach(), grads
 

@@ -28,12 +28,11 @@ from graphshard.ir.errors import ArgumentError
 from tests.cache.launches import Launches, messages
 from tests.ranks import FakeWorld
 
-KEY = "0" * 32
 MEMBERS = {"a.json": b"{}", "b.so": os.urandom(1 << 20)}
 
 
 def _name(number: int) -> str:
-    return entries.name_of(KEY, f"{number:032x}")
+    return entries.name_of(f"{number:032x}")
 
 
 def _write_for_ever(directory: str, number: int) -> None:
@@ -161,11 +160,11 @@ def test_a_damaged_file_is_noticed_and_written_again(launches: Launches, caplog:
     path.write_bytes(path.read_bytes()[:-1])
     with caplog.at_level(logging.WARNING, "graphshard.cache"):
         launches.run()
-    assert launches.captured
+    assert launches.compiled
     assert f"{path} is not whole, or was changed" in messages(caplog)
     assert "the program is compiled again" in messages(caplog)
     launches.run()
-    assert not launches.captured
+    assert not launches.compiled
 
 
 def test_contents_that_were_not_written(launches: Launches, caplog: pytest.LogCaptureFixture) -> None:
@@ -176,7 +175,7 @@ def test_contents_that_were_not_written(launches: Launches, caplog: pytest.LogCa
     checked_files.write(launches.cache / name, {"model": facts["model"]}, members)
     with caplog.at_level(logging.WARNING, "graphshard.cache"):
         launches.run()
-    assert launches.captured
+    assert launches.compiled
     assert messages(caplog).count("removed, and the program is compiled again") == 1
 
 
@@ -187,7 +186,7 @@ def test_another_format(launches: Launches, caplog: pytest.LogCaptureFixture) ->
         checked_files.write(launches.cache / name, {"model": "m"}, members)
     with caplog.at_level(logging.WARNING, "graphshard.cache"):
         launches.run()
-    assert launches.captured
+    assert launches.compiled
     assert "not whole" in messages(caplog)
 
 
@@ -195,7 +194,7 @@ def test_a_directory_that_cannot_be_written(empty: Launches, caplog: pytest.LogC
     empty.cache.write_text("a file")
     with caplog.at_level(logging.WARNING, "graphshard.cache"):
         empty.run()
-    assert empty.captured
+    assert empty.compiled
     said = messages(caplog)
     assert said.count("\n") == 0
     assert str(empty.cache) in said
@@ -218,7 +217,7 @@ def test_a_directory_in_which_others_could_put_code(
     files = launches.files()
     with caplog.at_level(logging.WARNING, "graphshard.cache"):
         launches.run()
-    assert launches.captured
+    assert launches.compiled
     assert messages(caplog).count("is not used: other users could put code there") == 1
     assert "GRAPHSHARD_CACHE=DIRECTORY" in messages(caplog)
     assert launches.files() == files
@@ -237,10 +236,10 @@ def test_a_directory_that_can_only_be_read(
     monkeypatch.setattr(checked_files, "replacing", fail)
     with caplog.at_level(logging.WARNING, "graphshard.cache"):
         empty.run()
-        assert not empty.captured
+        assert not empty.compiled
         assert not messages(caplog)
         empty.run(x=torch.ones(3, 4))
-    assert empty.captured
+    assert empty.compiled
     assert messages(caplog).count("cannot be written") == 1
     assert os.strerror(code) in messages(caplog)
 
@@ -255,7 +254,7 @@ def test_a_home_folder_that_is_not_there(
     monkeypatch.setenv(entries.VARIABLE, "on")
     with caplog.at_level(logging.WARNING, "graphshard.cache"):
         empty.run(cache=None)
-    assert empty.captured
+    assert empty.compiled
     assert messages(caplog).count("nobody/.cache/graphshard cannot be ") == 1
 
 
@@ -264,10 +263,10 @@ def test_another_rank_writes_it(empty: Launches, monkeypatch: pytest.MonkeyPatch
     asked: list[Path] = []
     monkeypatch.setattr(checked_files, "is_being_written", lambda path: asked.append(path) or len(asked) == 1)
     empty.run()
-    assert empty.captured
+    assert empty.compiled
     assert not empty.files()
     empty.run()
-    assert empty.captured
+    assert empty.compiled
     assert empty.files() == [asked[-1].name]
 
 
@@ -294,13 +293,13 @@ def test_what_is_kept_without_being_asked_for(
     monkeypatch.delenv(entries.VARIABLE)
     with caplog.at_level(logging.INFO, "graphshard.cache"):
         empty.run(cache=None)
-    assert empty.captured
+    assert empty.compiled
     assert f" kept in {tmp_path / 'graphshard'}" in messages(caplog)
     empty.run(cache=None)
-    assert not empty.captured
+    assert not empty.compiled
     monkeypatch.setenv(entries.VARIABLE, "off")
     empty.run(cache=None)
-    assert empty.captured
+    assert empty.compiled
 
 
 def test_every_unit_asks_and_one_warning_is_given(
@@ -327,7 +326,7 @@ def test_a_file_that_cannot_be_renamed(
         monkeypatch.setattr(module, name, fail)
     with caplog.at_level(logging.WARNING, "graphshard.cache"):
         empty.run()
-    assert empty.captured
+    assert empty.compiled
     assert messages(caplog).count("Stale file handle") == 1
     assert not list(empty.cache.iterdir())
 
@@ -342,7 +341,7 @@ def test_no_room_is_left(empty: Launches, caplog: pytest.LogCaptureFixture) -> N
 
     with mock.patch.object(Path, "write_bytes", write_bytes), caplog.at_level(logging.WARNING, "graphshard.cache"):
         empty.run()
-    assert empty.captured
+    assert empty.compiled
     assert messages(caplog).count("No space left on device") == 1
     assert not list(empty.cache.iterdir())
 
@@ -360,7 +359,7 @@ def test_a_user_without_a_home_folder(
     monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError("uid not found: 12345")))
     with caplog.at_level(logging.WARNING, "graphshard.cache"):
         empty.run(cache=None)
-    assert empty.captured
+    assert empty.compiled
     assert "cannot be at ~/.cache, as there is no such home folder" in messages(caplog)
     assert "GRAPHSHARD_CACHE=DIRECTORY. Nothing is kept." in messages(caplog)
     assert main(["cache", "list"]) == 2
@@ -382,7 +381,7 @@ def test_off(empty: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dump_has_every_stage(launches: Launches, tmp_path: Path) -> None:
     """So what was kept is not used."""
     launches.run(dump=tmp_path / "dump")
-    assert launches.captured
+    assert launches.compiled
     assert list((tmp_path / "dump").rglob("*capture*"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from pathlib import Path
 from unittest import mock
@@ -14,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import graphshard
-from graphshard.cache.watching import _remembers_nothing
 from graphshard.module import tracer
 from tests.ranks import FakeWorld, reset_distributed
 
@@ -30,7 +28,7 @@ def _gpt2() -> nn.Module:
 
 @pytest.mark.parametrize("make", [_llama, _gpt2], ids=["Llama", "GPT-2"])
 def test_models_are_kept(make, fake_world: FakeWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The second time nothing is captured, and the loss is the same."""
+    """The second time nothing is compiled, and the loss is the same."""
     caplog.set_level(logging.INFO, "graphshard.cache")
     found = []
     for launch in range(3):  # what transformers warns of once, it says in the first
@@ -39,20 +37,10 @@ def test_models_are_kept(make, fake_world: FakeWorld, tmp_path: Path, caplog: py
         model = make()
         model.generation_config._original_object_hash = launch  # what hash() returns is another in each process
         tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
-        with mock.patch.object(tracer, "capture", wraps=tracer.capture) as capture:
+        with mock.patch.object(tracer, "run_pipeline", wraps=tracer.run_pipeline) as passes:
             graphshard.compile(model, init_device_mesh("cpu", (1,)), backend="eager", cache=tmp_path)
             loss = model(tokens, labels=tokens, use_cache=False, return_dict=False)[0]
-        found.append((capture.call_count, loss.detach()))
+        found.append((passes.call_count, loss.detach()))
         reset_distributed()
     assert found[-1][0] == 0, caplog.text
     assert all(torch.equal(loss, found[0][1]) for _, loss in found)
-
-
-def test_what_warns_once_remembers_nothing() -> None:
-    warned, known = functools.lru_cache(None)(lambda text: None), functools.lru_cache(None)(lambda x: x)
-    few = functools.lru_cache(2)(lambda x: x)
-    for cache in (warned, known, few):
-        cache("a")
-    assert _remembers_nothing(warned)
-    assert not _remembers_nothing(known)
-    assert not _remembers_nothing(few)

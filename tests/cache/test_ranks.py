@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphshard
 from graphshard.cache import kept
 from graphshard.module import tracer
+from graphshard.module.kept_program import Kept
 from graphshard.runtime import peers
 from tests.distributed.twins import load_example
 from tests.ranks import RankPool, Ranks
@@ -29,7 +29,7 @@ from tests.ranks import RankPool, Ranks
 def _train(
     rank: int, world_size: int, cache: str, backend: str, *, without: int = -1, steps: int = 3
 ) -> tuple[list[Tensor], int, list[str]]:
-    """Losses of the example, how often it was captured, and what the cache said."""
+    """Losses of the example, how often it was compiled, and what the cache said."""
     llama = load_example("llama")
     torch.manual_seed(0)
     model = llama.Llama(llama.LlamaConfig(layers=2, dim=32, heads=2, seq=16))
@@ -40,7 +40,7 @@ def _train(
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        with mock.patch.object(tracer, "capture", wraps=tracer.capture) as capture:
+        with mock.patch.object(tracer, "run_pipeline", wraps=tracer.run_pipeline) as passes:
             mesh = init_device_mesh("cpu", (world_size,))
             graphshard.compile(model, mesh, backend=backend, cache=False if rank == without else cache)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -55,7 +55,7 @@ def _train(
                 losses.append(loss.detach())
     finally:
         logger.removeHandler(handler)
-    return losses, capture.call_count, said
+    return losses, passes.call_count, said
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
@@ -64,31 +64,31 @@ def _same(one: list[Any], other: list[Any]) -> bool:
 
 def test_ranks_find_it_together(ranks: Ranks, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
-    first = ranks(2).run(_train, cache, "eager", share=False)
+    first = ranks(2).run(_train, cache, "eager")
     assert [each[1] for each in first] == [1, 1]
     assert len(os.listdir(cache)) == 1
-    second = ranks(2).run(_train, cache, "eager", share=False)
+    second = ranks(2).run(_train, cache, "eager")
     assert [each[1] for each in second] == [0, 0]
     assert _same(first, second)
 
 
 def test_one_rank_is_late(ranks: Ranks, tmp_path: Path) -> None:
-    """A rank that captures asks now and then whether the others are there; what runs for that is no part of forward."""
+    """A rank that waits asks now and then whether the others are there."""
     cache = str(tmp_path / "cache")
-    first = ranks(2).run(_train_late, cache, share=False)
+    first = ranks(2).run(_train_late, cache)
     assert [each[1] for each in first] == [1, 1]
     assert len(os.listdir(cache)) == 1
 
 
 def _train_late(rank: int, world_size: int, cache: str) -> Any:
-    watching = kept.Search.watching
+    find = kept.Search.find
 
-    def late(search: kept.Search) -> contextlib.AbstractContextManager[None]:
+    def late(search: kept.Search) -> Kept | None:
         time.sleep(2.0 if rank == 1 else 0.0)
-        return watching(search)
+        return find(search)
 
     with (
-        mock.patch.object(kept.Search, "watching", late),
+        mock.patch.object(kept.Search, "find", late),
         mock.patch.multiple(peers, _ASKS_EVERY=0.0 if rank == 0 else 600.0, _ASK_A_SECOND=1e9),
     ):
         return _train(rank, world_size, cache, "eager")
@@ -97,8 +97,8 @@ def _train_late(rank: int, world_size: int, cache: str) -> Any:
 def test_one_rank_has_nothing(ranks: Ranks, tmp_path: Path) -> None:
     """All capture: none waits for the other, and none runs another program."""
     cache = str(tmp_path / "cache")
-    first = ranks(2).run(_train, cache, "eager", share=False)
-    second = ranks(2).run(_train_without, cache, share=False)
+    first = ranks(2).run(_train, cache, "eager")
+    second = ranks(2).run(_train_without, cache)
     assert [each[1] for each in second] == [1, 1]
     assert _same(first, second)
 
@@ -109,11 +109,11 @@ def _train_without(rank: int, world_size: int, cache: str) -> Any:
 
 def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
-    ranks(2).run(_train, cache, "eager", share=False)
-    found = ranks(1).run(_train, cache, "eager", share=False)
+    ranks(2).run(_train, cache, "eager")
+    found = ranks(1).run(_train, cache, "eager")
     assert [each[1] for each in found] == [1]
-    assert [each[1] for each in ranks(1).run(_train, cache, "eager", share=False)] == [0]
-    assert [each[1] for each in ranks(2).run(_train, cache, "eager", share=False)] == [0, 0]
+    assert [each[1] for each in ranks(1).run(_train, cache, "eager")] == [0]
+    assert [each[1] for each in ranks(2).run(_train, cache, "eager")] == [0, 0]
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +131,10 @@ def other_processes() -> Iterator[Ranks]:
 
 @pytest.mark.slow
 def test_another_process_with_inductor(ranks: Ranks, other_processes: Ranks, tmp_path: Path) -> None:
-    """Nothing is traced, no compiler is there, Inductor is not imported, and losses have the same bits."""
+    """No compiler is there, Inductor is not imported, and losses have the same bits."""
     cache = str(tmp_path / "cache")
-    first = ranks(2).run(_train, cache, "inductor", share=False)
-    second = other_processes(2).run(_train_alone, cache, share=False)
+    first = ranks(2).run(_train, cache, "inductor")
+    second = other_processes(2).run(_train_alone, cache)
     assert [each[1] for each in second] == [0, 0]
     assert _same(first, second)
 

@@ -59,7 +59,7 @@ def printed(capsys: pytest.CaptureFixture[str], *args: Any, status: int = 0) -> 
 def test_show(net_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "show", net_file)
     for part in (
-        "model      Net, code ",
+        "model      Net\n",
         f"made with  graphshard {graphshard.__version__}, torch {torch.__version__.partition('+')[0]}, eager",
         "device     cpu, any",
         "bucket, reorder",

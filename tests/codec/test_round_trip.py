@@ -21,7 +21,6 @@ from torch.export import Dim
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.signature import Signature, leaf_key
 from graphshard.codec.converter import PASSES, read, write
 from graphshard.codec.graphs import encode_graph
 from graphshard.codec.lowered import decode_lowered, decode_region, encode_lowered, encode_region
@@ -31,12 +30,12 @@ from graphshard.codec.stage import program_from_json, program_to_json
 from graphshard.codec.values import Decoder, to_json
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Profile, load_profile
+from graphshard.frontend.signature import Signature, leaf_key
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.plan import Bucket, Event, Plan, Prediction
 from graphshard.ir.program import Phase, Planner, Program, Region, Size, Slot, Stage, UnitMemory
 from graphshard.ir.sizes import size_inputs
-from graphshard.ir.state import UNSEEN, Read
 from graphshard.ir.torch_internals import new_fake_mode, new_size
 from graphshard.lower.operators import compile_operators
 from graphshard.lower.regions import lower
@@ -48,7 +47,12 @@ from tests.helpers import Blocks, captured, through
 
 # Fields that are blank when they come back: times, objects of another process, and the texts of earlier stages, which
 # have files of their own.
-BLANK = {(Program, "lowering_seconds"): 0.0, (Stage, "seconds"): 0.0, (Stage, "text"): "", (Read, "witness"): UNSEEN}
+BLANK = {
+    (Program, "lowering_seconds"): 0.0,
+    (Program, "trace"): None,
+    (Stage, "seconds"): 0.0,
+    (Stage, "text"): "",
+}
 # Types whose fields are not those of a file: they are stored as a whole.
 WHOLE = (torch.Tensor, torch.SymInt, GraphModule, pytree.TreeSpec, Profile, Phase)
 NAMES = iter(f"x{index}" for index in range(10**6))
@@ -187,7 +191,7 @@ def test_lowered_programs_keep_every_field() -> None:
     compiled = {}
     lower(program, lambda regions, _: ((key, compile_operators(region)) for key, region in regions.items()), compiled)
     program = replace(
-        program, **{name: getattr(filled(Program), name) for name in ("history", "saved", "communication")}
+        program, trace=None, **{name: getattr(filled(Program), name) for name in ("history", "saved", "communication")}
     )
     found = decode_lowered(stored(encode_lowered(program, model)), compiled, model, torch.device("cpu"))
     for name in (each.name for each in fields(Program) if each.name not in ("regions", "lowering_seconds")):

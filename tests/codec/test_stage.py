@@ -352,8 +352,8 @@ def test_options_of_another_version_are_a_problem_not_an_error(blocks: list[Save
         ("", "not JSON, cut off perhaps"),
         ("[" * 100_000, "not JSON"),
         ("[]", 'has no "format"'),
-        ('{"format": 1}', "format 1 is not 7"),
-        ('{"format": 7}', "'phases' is missing"),
+        ('{"format": 1}', "format 1 is not 8"),
+        ('{"format": 8}', "'phases' is missing"),
     ],
     ids=["empty", "deep", "list", "format", "bare"],
 )

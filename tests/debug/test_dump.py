@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import graphshard
 from graphshard import Pass, Pipeline, Program
 from graphshard.codec.stage import program_from_json
+from graphshard.debug.dump import Dump
+from graphshard.debug.show import show_path
 from graphshard.ir.errors import ArgumentError, PassError
 from graphshard.ir.files import write_text
 from graphshard.ir.fold import fold
@@ -52,6 +54,7 @@ def test_files(dump: Path) -> None:
     stems = [f"{i:02d}-{name}" for i, name in enumerate(STAGES)]
     wanted = {f"{stem}.txt" for stem in stems} | {f"{stem}.diff" for stem in stems[1:]}
     wanted |= {f"{stem}.json" for stem in stems[:-1]}
+    wanted |= {"00-exported.pt2", "exported.txt"}
     wanted |= {"forward.py", "backward.py", "plan.json", "saved.txt", "index.html", "summary.json"}
     assert {name for name in names if not name.startswith("regions")} == wanted
     assert names - wanted == {f"regions/region_{i}.py" for i in range(len(names - wanted))}
@@ -193,6 +196,7 @@ def test_a_crash_leaves_the_stages_up_to_it(fake_world: FakeWorld, tmp_path: Pat
     assert sorted(path.stem for path in dump.glob("*.txt")) == [
         *(f"{i:02d}-{name}" for i, name in enumerate(STAGES[:5])),
         "error",
+        "exported",
     ]
     error = (dump / "error.txt").read_text()
     assert "KeyError: 'no such thing'" in error
@@ -254,3 +258,25 @@ def test_folded_text_is_dumped(fake_world: FakeWorld, tmp_path: Path) -> None:
     text = (tmp_path / "rank0" / "Blocks-0" / "10-reorder.txt").read_text()
     assert "times" in text
     assert fold(text) == text
+
+
+def test_the_captured_program_is_torchs(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stage 0 can be loaded, compiled and shown."""
+    loaded = torch.export.load(dump / "00-exported.pt2")
+    assert "GRADIENT_TO_PARAMETER" in str(loaded.graph_signature)
+    assert "GRADIENT_TO_PARAMETER target='layers.0.weight'" in (dump / "exported.txt").read_text()
+    show_path(dump, full=False)
+    assert "captured: 00-exported.pt2, an ExportedProgram of torch" in capsys.readouterr().out
+    show_path(dump / "00-exported.pt2", full=False)
+    assert "GRADIENT_TO_PARAMETER target='layers.0.weight'" in capsys.readouterr().out
+
+
+def test_a_program_that_torch_has_no_signature_for(fake_world: FakeWorld, tmp_path: Path) -> None:
+    """The file says why, and compilation goes on."""
+    program = compiled(fake_world, None)
+    dump = Dump(tmp_path / "dump")
+    (made,) = graphshard.programs(program)
+    made.__dict__.pop("_captured")
+    dump._export(made)
+    assert "# exported: the program Blocks-0 was read from a file" in (dump.directory / "exported.txt").read_text()
+    assert not (dump.directory / "00-exported.pt2").exists()

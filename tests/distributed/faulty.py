@@ -107,7 +107,7 @@ class Job:
 
 
 def capture_error(job: Job) -> None:
-    model = job.model()
+    model = job.model(fullgraph=True)
     model.branches = job.odd
     job.fault()
     job.steps(model, 1)

@@ -107,7 +107,6 @@ class Program:
     changes: str = "no"
     clip: bool = False
     steps: int = 3
-    share: bool = True
     backend: str = "eager"
 
 
@@ -189,7 +188,6 @@ def random_program(seed: int, *, backend: str = "eager") -> Program:
         input_grad=draw.random() < 0.3,
         changes=draw.choice(["no"] * 6 + ["eval", "validate", "attribute", "freeze"]),
         clip=draw.random() < 0.3,
-        share=draw.random() < 0.7,
         backend=backend,
     )
 

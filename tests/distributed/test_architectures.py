@@ -33,7 +33,7 @@ CHANGES: dict[str, dict[str, Any]] = {"wav2vec2": {"apply_spec_augment": False}}
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_training_equals_fsdp2(ranks: Ranks, name: str) -> None:
     """Losses, gradients and parameters of two steps on two ranks, each with its own batches."""
-    first, _ = ranks(2).run(compare, name, CHANGES.get(name, {}), share=False)
+    first, _ = ranks(2).run(compare, name, CHANGES.get(name, {}))
     assert "fsdp2" not in first, first["fsdp2"]
     assert (first["result"], first.get("difference")) == ("equal", 0.0), first.get("why")
 

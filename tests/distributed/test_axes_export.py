@@ -21,9 +21,9 @@ from graphshard.artifact.members import read_artifact
 from tests.distributed.context_parallel import ATTENTIONS, VOCAB, Decoder
 from tests.distributed.expert_parallel import WIDTH, Moe
 from tests.distributed.tensor_parallel import Mlps, Tied, mesh_of, mlps, rows, tied
-from tests.distributed.test_load import nothing_is_compiled
 from tests.distributed.test_plans_of_meshes import Odd, few_rows, odd
 from tests.distributed.twins import assert_same, grads_of
+from tests.exported import nothing_is_compiled
 from tests.ranks import Ranks
 
 SHAPE = {"dp": 2, "tp": 2}
@@ -162,7 +162,7 @@ def test_losses_of_compile(ranks: Ranks, tmp_path: Path, name: str) -> None:
     assert not dist.is_initialized()
     stored = [row["place"] for row in read_artifact(path).meshes]
     assert stored == ([None] if places == 1 else list(range(places)))
-    reasons = ranks(4).run(as_compiled, str(path), name, share=False)
+    reasons = ranks(4).run(as_compiled, str(path), name)
     assert reasons == [["exported"]] * 4
 
 
@@ -214,7 +214,7 @@ def test_as_many_ranks_on_other_axes(ranks: Ranks, tmp_path: Path) -> None:
         make(), shape, path, example_inputs=batch(), parallelize=parallelize, backend="eager", device="cpu"
     )
     was = "mesh was {'dp': 2, 'cp': 2} when it was exported and is "
-    for narrower, none, order, flat in ranks(4).run(_context_of_others, str(path), share=False):
+    for narrower, none, order, flat in ranks(4).run(_context_of_others, str(path)):
         assert was + "{'dp': 1, 'cp': 4} here" in narrower
         assert was + "{'dp': 4} here" in none
         assert "data axes that replicate are outermost" in order
@@ -236,7 +236,7 @@ def test_neighbours_without_a_group(ranks: Ranks, tmp_path: Path) -> None:
     graphshard.export(
         make(), shape, path, example_inputs=batch(), parallelize=parallelize, backend="eager", device="cpu"
     )
-    for rank, message in enumerate(ranks(4).run(_of_nobody, str(path), share=False)):
+    for rank, message in enumerate(ranks(4).run(_of_nobody, str(path))):
         first = rank // 2 * 2
         assert f"communicates among neighbours (dp/2), ranks [{first}, {first + 1}] here, and this process" in message
         assert "Make the model as it was made for the export" in message

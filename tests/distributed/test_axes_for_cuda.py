@@ -30,8 +30,9 @@ pytestmark = [
 
 CUDA = torch.device("cuda", 0)
 # Attention of the others is a GPU's own operator.
-RUN_ANYWHERE = ("tied", "experts")
-RUN_ANYWHERE_SLOW = ("mlps", "ring", "neighbours", "context alone", "experts and replicas")
+# Experts make tensors in forward: on a CPU the trace is another one.
+RUN_ANYWHERE = ("tied",)
+RUN_ANYWHERE_SLOW = ("mlps", "ring", "neighbours", "context alone")
 
 
 def _tied(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -111,7 +112,7 @@ def test_programs_for_gpus_have_the_bits_of_compile(ranks: Ranks, tmp_path: Path
     artifact = read_artifact(path)
     assert [row["place"] for row in artifact.meshes] == ([None] if places == 1 else list(range(places)))
     assert b'"cuda' in artifact.archive.members["programs/0.json"]
-    assert ranks(4).run(as_compiled, str(_for_cpu(path)), name, "h100", share=False) == [["exported"]] * 4
+    assert ranks(4).run(as_compiled, str(_for_cpu(path)), name, "h100") == [["exported"]] * 4
 
 
 def _export_mlps(folder: Path, **options: Any) -> Path:

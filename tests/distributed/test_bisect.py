@@ -183,7 +183,7 @@ def _along_axes(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "tensor" else pytest.mark.slow) for n in AXES])
 def test_along_other_axes(ranks: Ranks, name: str) -> None:
     """Pieces of parameters are gathered and reduced over the axes that shard them, and partial sums are added up."""
-    ranks(4).run(_along_axes, name, share=False)
+    ranks(4).run(_along_axes, name)
 
 
 def _sums_that_are_cut(rank: int, world_size: int) -> None:
@@ -196,7 +196,7 @@ def _sums_that_are_cut(rank: int, world_size: int) -> None:
 
 
 def test_sums_of_which_each_rank_has_a_piece(ranks: Ranks) -> None:
-    ranks(4).run(_sums_that_are_cut, share=False)
+    ranks(4).run(_sums_that_are_cut)
 
 
 def _refused(rank: int, world_size: int, fault: Pass, message: str) -> None:

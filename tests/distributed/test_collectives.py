@@ -119,8 +119,9 @@ def _with_comm_debug_mode(rank: int, world_size: int) -> list[Counts]:
     return counts
 
 
-def test_torch_s_own_count(ranks: Ranks) -> None:
+def test_torch_s_own_count(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """`CommDebugMode`, which users have, sees the same."""
+
     for ours, theirs in ranks(2).run(_with_comm_debug_mode):
         assert ours == theirs == (2 * BLOCKS + 1, BLOCKS + 1)
 

@@ -58,7 +58,7 @@ def _beside_fsdp2(rank: int, world_size: int, shape: tuple[int, ...], name: str,
 @pytest.mark.parametrize("policy", POLICIES)
 def test_equal_to_fsdp2(ranks: Ranks, name: str, policy: str) -> None:
     """Two data ranks of two context ranks each."""
-    for lines in ranks(4).run(_beside_fsdp2, (2, 2), name, policy, False, share=False):
+    for lines in ranks(4).run(_beside_fsdp2, (2, 2), name, policy, False):
         kind = {"gathered": "joined_together", "by heads": "exchanged", "ring": "exchanging"}[name]  # beside a product
         assert f"forward: {kind} over dp_shard_cp/2" in lines
 
@@ -67,12 +67,12 @@ def test_equal_to_fsdp2(ranks: Ranks, name: str, policy: str) -> None:
 def test_meshes(ranks: Ranks, shape: tuple[int, ...]) -> None:
     """Context ranks alone, on a mesh of their own, and beside replicas."""
     size = 4 if len(shape) == 3 else 2
-    ranks(size).run(_beside_fsdp2, shape, "ring", "fp32", False, share=False)
+    ranks(size).run(_beside_fsdp2, shape, "ring", "fp32", False)
 
 
 def test_an_axis_that_fsdp2_code_has_flattened(ranks: Ranks) -> None:
     """The group that the model names is found among the neighbours on it."""
-    ranks(4).run(_beside_fsdp2, (2, 2), "ring", "fp32", True, share=False)
+    ranks(4).run(_beside_fsdp2, (2, 2), "ring", "fp32", True)
 
 
 def _beside_one_rank(rank: int, world_size: int, name: str) -> None:
@@ -90,7 +90,7 @@ def _beside_one_rank(rank: int, world_size: int, name: str) -> None:
 )
 def test_gradients_are_those_of_whole_sequences(ranks: Ranks, name: str) -> None:
     """Inductor's regions, too: the mean over two ranks of half a sequence each is one rank's."""
-    ranks(2).run(_beside_one_rank, name, share=False)
+    ranks(2).run(_beside_one_rank, name)
 
 
 def _among_others(rank: int, world_size: int) -> str:
@@ -102,7 +102,7 @@ def _among_others(rank: int, world_size: int) -> str:
 
 
 def test_ranks_that_are_no_neighbours(ranks: Ranks) -> None:
-    for rank, message in enumerate(ranks(4).run(_among_others, share=False)):
+    for rank, message in enumerate(ranks(4).run(_among_others)):
         assert (
             f"communicates by _c10d_functional.all_to_all_single.default with ranks [{rank % 2}, {rank % 2 + 2}]"
             in message
@@ -149,5 +149,5 @@ def _over_the_data_axis(rank: int, world_size: int) -> list[str]:
 
 def test_collectives_over_the_sharding_axis(ranks: Ranks) -> None:
     """Which are the model's own, beside those of its parameters."""
-    for lines in ranks(2).run(_over_the_data_axis, share=False):
+    for lines in ranks(2).run(_over_the_data_axis):
         assert lines == ["forward: reduced over shard", "backward: reducing over shard"]

@@ -81,7 +81,7 @@ def test_equal_to_fsdp2(ranks: Ranks, product: str, policy: str) -> None:
 
     The shared part is computed while tokens are on their way back.
     """
-    for lines in ranks(4).run(_beside_fsdp2, (2, 2), product, policy, share=False):
+    for lines in ranks(4).run(_beside_fsdp2, (2, 2), product, policy):
         assert {"forward: exchanged over ep", "forward: exchanging over ep"} <= set(lines)
 
 
@@ -92,7 +92,7 @@ def test_equal_to_fsdp2(ranks: Ranks, product: str, policy: str) -> None:
 )
 def test_meshes(ranks: Ranks, shape: tuple[int, ...]) -> None:
     """Axes of one rank, and replicas, over which gradients of experts are reduced, too."""
-    ranks(4 if len(shape) == 3 else 2).run(_beside_fsdp2, shape, "one by one", "fp32", share=False)
+    ranks(4 if len(shape) == 3 else 2).run(_beside_fsdp2, shape, "one by one", "fp32")
 
 
 WAYS = {
@@ -110,7 +110,7 @@ def _as_fsdp2_code(rank: int, world_size: int, way: str) -> None:
 @pytest.mark.parametrize("way", [pytest.param("placements", marks=needs_placements), "units"])
 def test_code_for_fsdp2(ranks: Ranks, way: str) -> None:
     """Parameters of one unit on two meshes, and units on meshes of their own."""
-    ranks(4).run(_as_fsdp2_code, way, share=False)
+    ranks(4).run(_as_fsdp2_code, way)
 
 
 def _with_function(rank: int, world_size: int) -> None:
@@ -123,7 +123,7 @@ def _with_function(rank: int, world_size: int) -> None:
 @needs_placements
 def test_a_mesh_for_each_parameter(ranks: Ranks) -> None:
     """The function that FSDP2 takes is what `compile` takes."""
-    ranks(4).run(_with_function, share=False)
+    ranks(4).run(_with_function)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -138,7 +138,7 @@ def _with_options(rank: int, world_size: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(ranks: Ranks, name: str) -> None:
-    ranks(4).run(_with_options, name, share=False)
+    ranks(4).run(_with_options, name)
 
 
 def _microbatches(rank: int, world_size: int) -> None:
@@ -153,7 +153,7 @@ def _microbatches(rank: int, world_size: int) -> None:
 
 def test_microbatches(ranks: Ranks) -> None:
     """Gradients that are not reduced are added up as FSDP2 does it."""
-    ranks(4).run(_microbatches, share=False)
+    ranks(4).run(_microbatches)
 
 
 def _divided(rank: int, world_size: int) -> None:
@@ -169,7 +169,7 @@ def _divided(rank: int, world_size: int) -> None:
 
 def test_a_divisor_for_experts(ranks: Ranks) -> None:
     """As code for FSDP2 sets it, so that a mean over all tokens comes out."""
-    ranks(4).run(_divided, share=False)
+    ranks(4).run(_divided)
 
 
 def _with_tensor_parallelism(rank: int, world_size: int) -> list[str]:
@@ -201,7 +201,7 @@ def _with_tensor_parallelism(rank: int, world_size: int) -> list[str]:
 @needs_placements
 def test_beside_tensor_parallelism(ranks: Ranks) -> None:
     """What is cut over a tensor axis, and experts that are dealt out to all ranks."""
-    for lines in ranks(4).run(_with_tensor_parallelism, share=False):
+    for lines in ranks(4).run(_with_tensor_parallelism):
         assert {"forward: exchanged over ep", "forward: joined over tp"} <= set(lines)
 
 
@@ -224,7 +224,7 @@ def _checkpointed(rank: int, world_size: int, folder: Path) -> None:
 
 def test_a_checkpoint_is_resumed_with_experts_dealt_out_otherwise(ranks: Ranks, tmp_path: Path) -> None:
     """Two experts on each of two ranks, and one on each of four."""
-    ranks(4).run(_checkpointed, tmp_path, share=False)
+    ranks(4).run(_checkpointed, tmp_path)
 
 
 def _whole_steps(rank: int, world_size: int) -> None:
@@ -242,7 +242,7 @@ def _whole_steps(rank: int, world_size: int) -> None:
 
 
 def test_steps_as_one_program(ranks: Ranks) -> None:
-    ranks(4).run(_whole_steps, share=False)
+    ranks(4).run(_whole_steps)
 
 
 def _beside_one_rank(rank: int, world_size: int) -> None:
@@ -261,4 +261,4 @@ def _beside_one_rank(rank: int, world_size: int) -> None:
 
 def test_gradients_are_those_of_one_rank_with_all_experts(ranks: Ranks) -> None:
     """Inductor's regions, too: the mean over the tokens of all ranks."""
-    ranks(4).run(_beside_one_rank, share=False)
+    ranks(4).run(_beside_one_rank)

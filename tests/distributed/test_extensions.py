@@ -125,7 +125,7 @@ def _train_noting(rank: int, world_size: int) -> dict[str, list[bool]]:
 
 def test_out_is_never_passed(ranks: Ranks) -> None:
     """FSDP2 passes it from the second gather on, to be written into; a program makes the parameter anew, same bits."""
-    for given in ranks(2).run(_train_noting, share=False):
+    for given in ranks(2).run(_train_noting):
         assert given["ours"]
         assert not any(given["ours"])
         assert any(given["theirs"])
@@ -147,7 +147,7 @@ def _train_on_two_axes(rank: int, world_size: int) -> None:
 
 
 def test_replicas(ranks: Ranks) -> None:
-    ranks(4).run(_train_on_two_axes, share=False)
+    ranks(4).run(_train_on_two_axes)
 
 
 def _meta(rank: int, world_size: int) -> None:

@@ -55,7 +55,7 @@ def test_capture_error(case: str) -> None:
     assert_all_say(
         found,
         "PeerError",
-        "rank 1 makes a program of Net (first call) and failed: CaptureError: graphshard cannot capture Net.forward at",
+        "rank 1 makes a program of Net (first call) and failed: GraphBreak: graphshard cannot capture Net.forward at",
         "if self.branches and x.sum() > 0:",
         but=(ODD,),
     )

@@ -43,7 +43,7 @@ def _dumps(rank: int, world_size: int, folder: Path) -> tuple[list[str], set[str
 
 
 def test_the_dump_of_one_rank_stops(ranks: Ranks, tmp_path: Path) -> None:
-    (said, files), (warned, left) = ranks(2).run(_dumps, tmp_path, share=False)
+    (said, files), (warned, left) = ranks(2).run(_dumps, tmp_path)
     assert said == []
     assert len(warned) == 1, (files, left)
     assert warned[0].startswith(f"the dump to {tmp_path}/rank1 stops, and training goes on: OSError: [Errno 27]")

@@ -182,7 +182,7 @@ def test_what_comes_in_between(ranks: Ranks) -> None:
     for taken in ranks(2).run(_between):
         assert taken.pop("nothing") > 1
         # The program that comes after the first change comes after the second one, too.
-        assert taken == {**dict.fromkeys(taken, 0), "unsharded": 1, "setting": 1}
+        assert taken == {**dict.fromkeys(taken, 0), "other shape": 1, "unsharded": 1, "setting": 1}
 
 
 def _not_recorded(rank: int, world_size: int) -> None:

@@ -104,7 +104,7 @@ def _with_handle(net: Net) -> Net:
 CASES = {
     "lazy": (lambda: Net(_collects), 2),
     "once": (lambda: _with_handle(Net(_removes_after_one_call)), 2),
-    "both": (lambda: Net(_registers_and_removes), 1),
+    "both": (lambda: Net(_registers_and_removes), 3),
     "method": (lambda: Net(_registers_a_method), 2),
 }
 
@@ -127,4 +127,4 @@ def _steps(rank: int, world_size: int, case: str) -> int:
 @pytest.mark.parametrize("case", CASES)
 def test_hooks_are_left_as_in_eager_mode(ranks: Ranks, case: str) -> None:
     """Where forward leaves other hooks, the next call is captured again."""
-    assert ranks(2).run(_steps, case, share=False) == [CASES[case][1]] * 2
+    assert ranks(2).run(_steps, case) == [CASES[case][1]] * 2

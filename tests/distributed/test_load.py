@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from tests.distributed.twins import fsdp2, world_mesh
-from tests.exported import WIDTH, Net, Small, batch, hf_llama
+from tests.exported import WIDTH, Net, Small, batch, hf_llama, nothing_is_compiled
 from tests.ranks import RankError, Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -56,36 +53,6 @@ def exported_elsewhere(what: str, tmp_path_factory: pytest.TempPathFactory) -> P
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-m", "tests.exported", what, str(path)], cwd=ROOT, env=environment, check=True)
     return path
-
-
-@contextlib.contextmanager
-def nothing_is_compiled() -> Iterator[None]:
-    """Whatever traces or compiles fails, and there is no program to run, C++ compilers included."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("something is traced or compiled")
-
-    tracing = (
-        "torch.export.export",
-        "torch._functorch.aot_autograd.aot_export_joint_with_descriptors",
-        "torch._functorch.aot_autograd.aot_module_simplified",
-        "torch.fx.experimental.proxy_tensor.make_fx",
-        "torch._functorch.partitioners.min_cut_rematerialization_partition",
-        "graphshard.capture.capture.capture",
-        "graphshard.module.tracer.capture",
-        "graphshard.module.maker.lower",
-        "graphshard.ir.torch_internals.min_cut_rematerialization_partition",
-        "subprocess.Popen",
-        "os.system",
-    )
-    loaded = "torch._inductor.compile_fx" in sys.modules
-    with contextlib.ExitStack() as stack:
-        for name in tracing:
-            stack.enter_context(mock.patch(name, refuse))
-        stack.enter_context(mock.patch.dict(os.environ, {"PATH": "/nowhere", "CXX": "", "CC": ""}))
-        yield
-    # Other tests of this process may have imported it before.
-    assert loaded or "torch._inductor.compile_fx" not in sys.modules
 
 
 def first_ranks(*shape: int) -> DeviceMesh | None:
@@ -306,13 +273,13 @@ def test_microbatches_on_two_axes_have_the_bits_of_compile(ranks: Ranks, microba
 def _compile_what_is_missing(
     rank: int, world_size: int, path: Path, shape: tuple[int, ...], reshard_after_forward: int | None = None
 ) -> None:
-    """Backwards that the file lacks begin in it: the model is not captured again."""
+    """Backwards that the file lacks begin in it: the passes before the partition do not run again."""
     mesh = first_ranks(*shape)
     torch.manual_seed(1)
     model = Net()
     options = {"backend": "eager", "reshard_after_forward": reshard_after_forward}
     twin = graphshard.compile(copy.deepcopy(model), mesh, **options)
-    with mock.patch("graphshard.module.tracer.capture", side_effect=AssertionError("captured")):
+    with mock.patch("graphshard.module.tracer.run_pipeline", side_effect=AssertionError("passes run")):
         graphshard.compile(model, mesh, **options, artifact=path)
         found = [_accumulate(model, rank, setting, "logits") for setting in SETTINGS[: len(shape)]]
     for setting, ours in zip(SETTINGS, found):

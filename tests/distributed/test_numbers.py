@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -60,13 +59,13 @@ def _read_only(net: Any, x: Tensor) -> Tensor:
     return x * net.scale + net.scale / 3
 
 
-# How many programs: a comparison has two outcomes; what only the user changes is followed after its second change.
+# How many programs: of the first value and of all others; a comparison has two outcomes.
 BODIES: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
     "warm-up": (_warm_up, 2),
-    "a moving mean": (_moving, 1),
-    "everywhere": (_everywhere, 1),
-    "in a region": (_in_a_region, 1),
-    "changed by the user": (_read_only, 3),
+    "a moving mean": (_moving, 2),
+    "everywhere": (_everywhere, 2),
+    "in a region": (_in_a_region, 2),
+    "changed by the user": (_read_only, 2),
 }
 
 
@@ -98,7 +97,7 @@ def _train(rank: int, world_size: int, body: Any, backend: str) -> list[str]:
 @pytest.mark.parametrize("case", BODIES)
 def test_training_is_fsdp2s_with_few_programs(ranks: Ranks, case: str) -> None:
     body, programs = BODIES[case]
-    for reasons in ranks(2).run(_train, body, "eager", share=case != "changed by the user"):
+    for reasons in ranks(2).run(_train, body, "eager"):
         assert len(reasons) == programs, reasons
 
 
@@ -118,20 +117,12 @@ def test_a_number_that_cannot_be_an_input_is_named_with_the_remedy(fake_world: F
     fake_world(1)
     model = _Net(lambda net, x: nn.functional.dropout(x, net.scale))
     ours = graphshard.compile(model, init_device_mesh("cpu", (1,)), backend="eager", max_captures=5)
-    with pytest.raises(graphshard.CaptureLimitError) as caught, caplog.at_level(logging.WARNING, "graphshard"):
+    with caplog.at_level(logging.WARNING, "graphshard"):
         _anneal(ours)
-    (warning,) = (record.getMessage() for record in caplog.records)
-    line = re.escape(f"{__file__}:") + r"\d+"
-    assert re.fullmatch(
-        r"_Net is captured again for each value of scale: the code computes with it where a number must be known. Keep "
-        r"it in a buffer \(register_buffer\), or pass it into the call as a tensor. Now: _Net: scale was 0.4 "
-        rf"\({line}\) and is 0.35",
-        warning,
-    )
-    remedy = (
-        rf"because of _Net: scale was 0.3 \({line}\) and is 0.25. Pad inputs to a few sizes, keep numbers that change"
-    )
-    assert re.search(remedy, str(caught.value))
+    texts = [record.getMessage() for record in caplog.records]
+    (limit,) = (text for text in texts if "max_captures=5" in text)
+    assert "The last capture: _Net.scale was 0.3 and is 0.25. Keep a number that changes in a buffer" in limit
+    assert len(graphshard.programs(ours)) == 5
 
 
 def _anneal(model: Any) -> None:
@@ -146,4 +137,4 @@ def test_a_number_with_two_values_is_captured_for_both(fake_world: FakeWorld) ->
     for step in range(6):
         ours.scale = 0.5 if step % 2 else 1.0
         ours(rows(0))
-    assert [len(program.state.numbers) for program in graphshard.programs(ours)] == [0, 0]
+    assert len(graphshard.programs(ours)) == 2

@@ -154,7 +154,7 @@ def _train(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_equal_fsdp2(ranks: Ranks, schedule: str, policy: MixedPrecisionPolicy) -> None:
     """Gradients are reduced once a step; parameters are gathered as often as with FSDP2, or less."""
-    for ours, theirs in ranks(4).run(_train, schedule, policy, share=False):
+    for ours, theirs in ranks(4).run(_train, schedule, policy):
         assert ours["scatter"] <= theirs["scatter"], (ours, theirs)
         assert ours["gather"] <= theirs["gather"], (ours, theirs)
         assert min(ours.values()) > 0
@@ -179,7 +179,7 @@ def _counted(rank: int, world_size: int, schedule: str) -> tuple[dict[str, int],
 @pytest.mark.parametrize("schedule", ["1F1B", "interleaved"])
 def test_a_step_of_many_microbatches_has_the_collectives_of_one(ranks: Ranks, schedule: str) -> None:
     """As `graphshard.explain` assumes of stages: reduced once, and gathered once, or all units in one collective."""
-    for found, alone, stages in ranks(4).run(_counted, schedule, share=False):
+    for found, alone, stages in ranks(4).run(_counted, schedule):
         assert found["scatter"] == stages * alone["scatter"] > 0
         assert stages <= found["gather"] <= stages * alone["gather"]
 
@@ -188,7 +188,7 @@ def test_a_step_of_many_microbatches_has_the_collectives_of_one(ranks: Ranks, sc
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_with_a_tensor_axis(ranks: Ranks, schedule: str) -> None:
     """2 stages x 2 data ranks x 2 that products are cut over: all three at once."""
-    for ours, theirs in ranks(8).run(_train, schedule, FP32, (2, 2, 2), share=False):
+    for ours, theirs in ranks(8).run(_train, schedule, FP32, (2, 2, 2)):
         assert ours["scatter"] <= theirs["scatter"], (ours, theirs)
         assert ours["gather"] <= theirs["gather"], (ours, theirs)
         assert min(ours.values()) > 0
@@ -214,7 +214,7 @@ def _resume(rank: int, world_size: int, folder: Path) -> None:
 
 def test_a_checkpoint_of_all_stages(ranks: Ranks, tmp_path: Path) -> None:
     """DCP saves those of all ranks in one; training goes on from it alike, also with FSDP2."""
-    ranks(4).run(_resume, tmp_path, share=False)
+    ranks(4).run(_resume, tmp_path)
 
 
 def _zero_bubble(rank: int, world_size: int) -> str:
@@ -233,7 +233,7 @@ def test_weights_have_no_backward_of_their_own(ranks: Ranks) -> None:
         r"UnsupportedError: inputs: the gradient of .* is added up over microbatches, .*zero-bubble schedules of "
         r"torch\.distributed"
     )
-    errors = ranks(4).run(_zero_bubble, share=False)
+    errors = ranks(4).run(_zero_bubble)
     assert re.match(message, errors[0])
     for error in errors:
         assert re.match(message, error) or re.search("[Cc]onnection|Application timeout", error), error

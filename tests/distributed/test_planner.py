@@ -108,4 +108,4 @@ def _branch(rank: int, world_size: int) -> None:
 
 def test_ranks_whose_sizes_compute_something_else(ranks: Ranks) -> None:
     """Nobody waits for a plan of a rank that has one, and all have the same collectives in the same order."""
-    ranks(2).run(_branch, share=False)
+    ranks(2).run(_branch)

@@ -98,13 +98,13 @@ def _with_experts(rank: int, world_size: int, shape: tuple[int, ...], limited: b
 @pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_experts(ranks: Ranks, limited: bool) -> None:
     """Their parameters are gathered over other axes, by the same link."""
-    assert len(set(ranks(4).run(_with_experts, (2, 2), limited, share=False))) == 1
+    assert len(set(ranks(4).run(_with_experts, (2, 2), limited))) == 1
 
 
 @pytest.mark.slow
 def test_experts_and_replicas(ranks: Ranks) -> None:
     """Gradients of both have two legs."""
-    ranks(8).run(_with_experts, (2, 2, 2), True, share=False)
+    ranks(8).run(_with_experts, (2, 2, 2), True)
 
 
 def _regathered(rank: int, world_size: int, limited: bool) -> None:
@@ -276,14 +276,14 @@ def _without_sizes(line: str) -> str:
 @pytest.mark.parametrize("limited", [False, True])
 def test_pieces_of_different_sizes_on_a_tensor_axis(ranks: Ranks, limited: bool) -> None:
     """The first rank's plan is for all, so that all send the same in the same order."""
-    first, *others = ranks(4).run(_pieces, limited, None, share=False)
+    first, *others = ranks(4).run(_pieces, limited, None)
     assert all(other == first for other in others)
     assert any("over tp" in line for line in first[0])
 
 
 def test_what_is_saved_of_pieces_of_different_sizes(ranks: Ranks) -> None:
     """The first rank's choice is by the names of values: a share of other sizes may be others."""
-    first, *others = ranks(4).run(_pieces, True, "auto", share=False)
+    first, *others = ranks(4).run(_pieces, True, "auto")
     assert all(other == first for other in others)
 
 
@@ -324,7 +324,7 @@ def _shares(rank: int, world_size: int, share: float) -> list[str]:
 @pytest.mark.parametrize(("share", "again"), [(0.12, 1), (0.18, 0)])
 def test_a_share_of_pieces_of_different_sizes(ranks: Ranks, share: float, again: int) -> None:
     """Ranks with smaller pieces would save one value less, and send again what others do not."""
-    first, *others = ranks(4).run(_shares, share, share=False)
+    first, *others = ranks(4).run(_shares, share)
     assert all(other == first for other in others)
     assert sum("over tp" in line for line in first if line.startswith("backward")) == 2 + again
 
@@ -351,7 +351,7 @@ def _padded_peaks(rank: int, world_size: int) -> tuple[int, int, int, str]:
 
 def test_the_limit_holds_on_the_rank_that_takes_most(ranks: Ranks) -> None:
     """It has the smaller piece, and a padded copy of it; all ranks know the least that it needs."""
-    found = ranks(4).run(_padded_peaks, share=False)
+    found = ranks(4).run(_padded_peaks)
     assert len({(least, predicted, message) for least, predicted, _, message in found}) == 1
     least, predicted, _, message = found[0]
     taken = [most for _, _, most, _ in found]
@@ -425,7 +425,7 @@ def _five_experts(rank: int, world_size: int, limited: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize("limited", [False, True])
 def test_pieces_of_different_sizes_on_an_expert_axis(ranks: Ranks, limited: bool) -> None:
     """Other parameters are gathered by ranks that have more experts and by those that have fewer."""
-    first, *others = ranks(4).run(_five_experts, limited, share=False)
+    first, *others = ranks(4).run(_five_experts, limited)
     assert all(other == first for other in others)
 
 
@@ -442,7 +442,7 @@ def _three_experts(rank: int, world_size: int) -> str:
 
 def test_pieces_with_which_ranks_communicate_otherwise(ranks: Ranks) -> None:
     """Planned by unit, and with a limit an error on all ranks."""
-    (message,) = set(ranks(4).run(_three_experts, share=False))
+    (message,) = set(ranks(4).run(_three_experts))
     assert message.startswith(
         "memory_limit=1000 cannot be kept: layers.0.experts.up is in pieces of different sizes on ep"
     )
@@ -473,7 +473,7 @@ def _more(rank: int, world_size: int) -> str:
 
 def test_ranks_with_other_pieces_that_communicate_otherwise(ranks: Ranks) -> None:
     """All ranks say so before one waits for a sum that the others do not make."""
-    (message,) = set(ranks(4).run(_more, share=False))
+    (message,) = set(ranks(4).run(_more))
     assert "made a different program than rank" in message
     assert "they first differ at collective 3:" in message
     assert ": forward: reduced over tp\n" in message

@@ -193,7 +193,7 @@ def test_random_modules(ranks: Ranks, world_size: int, case: Case) -> None:
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))])
 def test_random_programs(ranks: Ranks, seed: int) -> None:
     program = random_program(seed)
-    found = ranks(program.world_size).run(differences, program, share=program.share)
+    found = ranks(program.world_size).run(differences, program)
     assert not any(found), f"python -m benchmarks.fuzz --replay '{to_json(program)}'"
 
 
@@ -219,7 +219,7 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_programs_that_differed(ranks: Ranks, name: str) -> None:
     program = from_json(FOUND[name])
-    found = ranks(program.world_size).run(differences, program, share=program.share)
+    found = ranks(program.world_size).run(differences, program)
     assert not any(found)
 
 

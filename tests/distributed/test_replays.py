@@ -164,14 +164,14 @@ SCRIPTS = [_steps, _two_sizes, _microbatches, _several_forwards, _moved, _evalua
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.strip("_"))
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_scripts(ranks: Ranks, world_size: int, script: Script) -> None:
-    ranks(world_size).run(_train, script, {"mp_policy": BF16, "max_captures": 16}, {}, share=False)
+    ranks(world_size).run(_train, script, {"mp_policy": BF16, "max_captures": 16}, {})
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_runs_that_were_chosen_by_cost(ranks: Ranks, world_size: int) -> None:
     """Some regions are in graphs, and others between them are not."""
     options = {"mp_policy": BF16, "cuda_graphs": "auto", "hardware": "h100"}
-    ranks(world_size).run(_train, _steps, options, {"dropout": 0.5}, share=False)
+    ranks(world_size).run(_train, _steps, options, {"dropout": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_runs_that_were_chosen_by_cost(ranks: Ranks, world_size: int) -> None:
 )
 def test_random_numbers(ranks: Ranks, script: Script, made: dict[str, Any]) -> None:
     """The generator is where it would be without graphs, at the end, too."""
-    ranks(2).run(_train, script, {"mp_policy": FP32}, made, share=False)
+    ranks(2).run(_train, script, {"mp_policy": FP32}, made)
 
 
 def _dynamic(rank: int, world_size: int) -> None:
@@ -191,7 +191,7 @@ def _dynamic(rank: int, world_size: int) -> None:
 
 def test_dynamic_sizes(ranks: Ranks) -> None:
     """One program, and a graph for each size."""
-    ranks(2).run(_dynamic, share=False)
+    ranks(2).run(_dynamic)
 
 
 def _offloaded(rank: int, world_size: int, script: Script) -> None:
@@ -202,7 +202,7 @@ def _offloaded(rank: int, world_size: int, script: Script) -> None:
 @pytest.mark.parametrize("script", [_steps, _microbatches], ids=["steps", "microbatches"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_offloading(ranks: Ranks, world_size: int, script: Script) -> None:
-    ranks(world_size).run(_offloaded, script, share=False)
+    ranks(world_size).run(_offloaded, script)
 
 
 def _updates(rank: int, world_size: int) -> None:
@@ -224,7 +224,7 @@ def _updates(rank: int, world_size: int) -> None:
 
 
 def test_updates_where_gradients_arrive(ranks: Ranks) -> None:
-    ranks(2).run(_updates, share=False)
+    ranks(2).run(_updates)
 
 
 def _beside_fsdp2(rank: int, world_size: int) -> None:
@@ -242,4 +242,4 @@ def _beside_fsdp2(rank: int, world_size: int) -> None:
 
 
 def test_beside_fsdp2(ranks: Ranks) -> None:
-    ranks(2).run(_beside_fsdp2, share=False)
+    ranks(2).run(_beside_fsdp2)

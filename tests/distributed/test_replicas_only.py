@@ -81,7 +81,7 @@ def _train(rank: int, world_size: int, policy: MixedPrecisionPolicy) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_as_fsdp2(ranks: Ranks, name: str, num_ranks: int) -> None:
     """Losses, gradients, placements and steps; in fp16 FSDP2 divides before and after the sum."""
-    ranks(num_ranks).run(_train, POLICIES[name], share=False)
+    ranks(num_ranks).run(_train, POLICIES[name])
 
 
 def _settings(rank: int, world_size: int) -> None:
@@ -114,7 +114,7 @@ def _some(model: nn.Module) -> dict[str, Tensor]:
 
 
 def test_microbatches_and_settings(ranks: Ranks) -> None:
-    ranks(4).run(_settings, share=False)
+    ranks(4).run(_settings)
 
 
 def _state(rank: int, world_size: int, folder: Path) -> None:
@@ -151,7 +151,7 @@ def _state(rank: int, world_size: int, folder: Path) -> None:
 
 def test_state(ranks: Ranks, tmp_path: Path) -> None:
     """State goes to FSDP2 and back, and a checkpoint to ranks that shard."""
-    ranks(4).run(_state, tmp_path, share=False)
+    ranks(4).run(_state, tmp_path)
 
 
 def _meta(rank: int, world_size: int) -> None:
@@ -167,7 +167,7 @@ def _meta(rank: int, world_size: int) -> None:
 
 
 def test_meta_init(ranks: Ranks) -> None:
-    ranks(2).run(_meta, share=False)
+    ranks(2).run(_meta)
 
 
 # --- beside torch's replicate: plain parameters, which FSDP2 wants as DTensors ----------------------------------------
@@ -224,7 +224,7 @@ def _beside_a_tensor_axis(rank: int, world_size: int) -> None:
 
 def test_beside_a_tensor_axis(ranks: Ranks) -> None:
     """DTensors on the tensor axis alone, from `parallelize_module`."""
-    ranks(4).run(_beside_a_tensor_axis, share=False)
+    ranks(4).run(_beside_a_tensor_axis)
 
 
 def _counts(rank: int, world_size: int) -> list[int]:
@@ -276,7 +276,7 @@ def _kept(rank: int, world_size: int) -> None:
 
 def test_parameters_stay_what_they_are(ranks: Ranks) -> None:
     """What was replicated by an inner call looks like what was not, and an outer call must not take it for that."""
-    ranks(2).run(_kept, share=False)
+    ranks(2).run(_kept)
 
 
 # --- programs, predictions and files ----------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_a_file(ranks: Ranks, tmp_path: Path, tensor: bool) -> None:
     given = {"parallelize": lambda model, mesh: mlps(mesh["tp"])} if tensor else {}
     shape = {**shape, "tp": 2} if tensor else shape
     graphshard.export(Plain(), shape, path, example_inputs=(torch.randn(3, 8),), backend="eager", **given)
-    assert ranks(4 if tensor else 2).run(_from_a_file, path, tensor, share=False)[0] == ["exported"]
+    assert ranks(4 if tensor else 2).run(_from_a_file, path, tensor)[0] == ["exported"]
 
 
 def _from_another_file(rank: int, world_size: int, path: Path) -> str:
@@ -362,7 +362,7 @@ def _from_another_file(rank: int, world_size: int, path: Path) -> str:
 def test_a_file_for_ranks_that_shard(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "a.gshard"
     graphshard.export(Plain(), {"dp": 2}, path, example_inputs=(torch.randn(3, 8),), backend="eager")
-    for message in ranks(2).run(_from_another_file, path, share=False):
+    for message in ranks(2).run(_from_another_file, path):
         assert re.match(
             r"compiling instead of loading: .* mesh was \{'dp': 2\} when it was exported and is "
             r"\{'dp': 2, 'dp/1': 1\} here\. Export again with this mesh in the list: "

@@ -235,7 +235,7 @@ def _load(rank: int, world_size: int, path: Path) -> None:
 
 
 def test_artifacts_hold_scalars(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(_load, tmp_path / "scaled.gshard", share=False)
+    ranks(2).run(_load, tmp_path / "scaled.gshard")
 
 
 def test_training_is_predicted() -> None:

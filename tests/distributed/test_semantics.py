@@ -375,7 +375,7 @@ def _condition(rank: int, world_size: int) -> None:
 
 def test_ranks_that_branch_by_values_gather_the_same(ranks: Ranks) -> None:
     """A branch of torch.cond may be another layer on each rank."""
-    ranks(2).run(_condition, share=False)
+    ranks(2).run(_condition)
 
 
 def _compiled_blocks(rank: int, world_size: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import graphshard
 from tests.distributed.extended import Net as OfSubclasses
 from tests.distributed.extended import Rounded
 from tests.distributed.nets import rows
-from tests.distributed.twins import assert_same, fsdp2, grads_of, twins, world_mesh
+from tests.distributed.twins import assert_same, grads_of, twins, world_mesh
 from tests.ranks import FakeWorld, Ranks
 
 
@@ -101,42 +100,8 @@ def _methods(rank: int, world_size: int) -> list[str]:
 
 def test_registered_methods_read_and_leave_state(ranks: Ranks) -> None:
     """Also state that several entrances share: each sees what the others have left."""
-    for titles in ranks(2).run(_methods, share=False):
+    for titles in ranks(2).run(_methods):
         assert {title.rpartition("-")[0] for title in titles} == {"_Net-score", "_Net", "_Part-layers.0.encode"}
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    path, model = tmp_path_factory.mktemp("state") / "net.gshard", _Net()
-    graphshard.export(model, (2,), path, example_inputs=(rows(0),), backend="eager")
-    assert [layer.seen for layer in model.layers] == [0, 0]
-    return path
-
-
-def _loaded(rank: int, world_size: int, path: Path) -> None:
-    torch.manual_seed(0)
-    model = _Net()
-    twin = fsdp2(copy.deepcopy(model), world_mesh())
-    ours = graphshard.load(path, model, world_mesh())
-    for step in range(2):
-        found = []
-        for one in (ours, twin):
-            loss = one(rows(step + rank)) + one.layers[0].last + one.layers[1].last
-            between = _left(one)
-            loss.backward()
-            found.append({**{f"between {name}": value for name, value in between.items()}, **_left(one)})
-        assert_same(*found, f"state of step {step}")
-        assert_same(grads_of(ours), grads_of(twin), f"gradients of step {step}")
-    assert ours.layers[0].norm.num_batches_tracked == 4
-    SETTINGS.scale = 5.0
-    with pytest.raises(graphshard.ArtifactError, match=r"SETTINGS\.scale was 2\.0 and is 5\.0\. Export it with"):
-        ours(rows(rank))
-    SETTINGS.scale = 2.0
-
-
-def test_a_file_has_numbers_globals_and_what_backward_writes(ranks: Ranks, file: Path) -> None:
-    ranks(2).run(_loaded, file, share=False)
 
 
 def test_a_prediction_leaves_state_alone() -> None:

@@ -71,13 +71,13 @@ def _microbatches(rank: int, world_size: int, dim: int, number: int, policy: Mix
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
 def test_microbatches(ranks: Ranks, policy: MixedPrecisionPolicy, number: int, dim: int) -> None:
     """Pieces that lie one behind another, and side by side; added up in the compute dtype, and in the reduce dtype."""
-    ranks(4).run(_microbatches, dim, number, policy, share=False)
+    ranks(4).run(_microbatches, dim, number, policy)
 
 
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
 def test_one_data_rank(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     """Nothing is reduced but what ranks of the tensor axis have."""
-    ranks(2).run(_microbatches, 0, 3, policy, share=False)
+    ranks(2).run(_microbatches, 0, 3, policy)
 
 
 def _several_calls(rank: int, world_size: int) -> None:
@@ -89,7 +89,7 @@ def _several_calls(rank: int, world_size: int) -> None:
 
 
 def test_several_calls_in_one_backward(ranks: Ranks) -> None:
-    ranks(4).run(_several_calls, share=False)
+    ranks(4).run(_several_calls)
 
 
 def _uneven(rank: int, world_size: int) -> None:
@@ -104,4 +104,4 @@ def _uneven(rank: int, world_size: int) -> None:
 
 def test_pieces_of_different_sizes(ranks: Ranks) -> None:
     """DTensor pads them: each microbatch sends its own sums, which round otherwise than FSDP2's of all."""
-    ranks(4).run(_uneven, share=False)
+    ranks(4).run(_uneven)

@@ -119,7 +119,7 @@ def _resume_uneven(rank: int, world_size: int, folder: Path) -> list[tuple[int, 
 
 def test_resume_with_pieces_of_different_sizes(ranks: Ranks, tmp_path: Path) -> None:
     """On both axes, and on meshes of other shapes."""
-    pieces = ranks(4).run(_resume_uneven, tmp_path, share=False)
+    pieces = ranks(4).run(_resume_uneven, tmp_path)
     assert [each[0] for each in pieces] == [(2, 3), (2, 3), (2, 3), (1, 3)]
 
 

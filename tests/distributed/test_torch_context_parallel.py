@@ -130,6 +130,6 @@ def _beside_fsdp2(rank: int, world_size: int, method: str) -> list[str]:
 @pytest.mark.parametrize("method", [pytest.param("ALL_GATHER", marks=pytest.mark.slow), "ALL_TO_ALL"])
 def test_equal_to_fsdp2_and_to_whole_sequences(ranks: Ranks, method: str) -> None:
     """Keys and values gathered at once, or sent around the ring; each rank's part is balanced."""
-    for lines in ranks(4).run(_beside_fsdp2, method, share=False):
+    for lines in ranks(4).run(_beside_fsdp2, method):
         kind = {"ALL_GATHER": "joining", "ALL_TO_ALL": "exchanging"}[method]  # beside the attention to its own part
         assert f"forward: {kind} over dp_shard_cp/2" in lines

@@ -39,7 +39,7 @@ def _counted(rank: int, world_size: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_the_first_call_counts_as_the_second_and_as_fsdp2s(ranks: Ranks, backend: str) -> None:
     """What is traced and compiled is no part of the step."""
-    ranks(2).run(_counted, backend, share=False)
+    ranks(2).run(_counted, backend)
 
 
 def _dual(model: nn.Module, x: torch.Tensor) -> Any:

@@ -105,45 +105,43 @@ def test_modes_have_programs_of_their_own(ranks: Ranks) -> None:
     assert ranks(2).run(_modes)[0] == [
         "first call",
         "gradients are off",
-        "train() or eval() was called, gradients are on",
+        "train() or eval() was called",
         "gradients are off",
     ]
 
 
-def _shapes(rank: int, world_size: int) -> tuple[list[str], int, str]:
+def _kinds_of_calls(rank: int, world_size: int) -> tuple[list[str], list[int]]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("graphshard.module.maker")
+    logger = logging.getLogger("graphshard.module.recapture_log")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     model = graphshard.compile(_Net(), world_mesh(), backend="eager", max_captures=2)
-    for rows in (5, 6, 5, 6):
-        _loss(model, _input(rank, rows)).backward()
-    before = len(graphshard.programs(model))
-    error = ""
-    try:
-        model(_input(rank, 7))
-    except graphshard.CaptureLimitError as caught:
-        error = str(caught)
-    _loss(model, _input(rank, 6)).backward()  # known shapes still run
+    counts = []
+    for kind in ("train", "evaluate", "train", "infer", "train", "evaluate"):
+        model.train(kind == "train")
+        with torch.set_grad_enabled(kind != "infer"):
+            _loss(model, _input(rank))
+        counts.append(len(graphshard.programs(model)))
     logger.removeHandler(handler)
-    return [message for message in messages if message.startswith("capture")], before, error
+    return messages, counts
 
 
-def test_new_shape_is_captured_up_to_a_limit(ranks: Ranks) -> None:
-    for logged, count, error in ranks(2).run(_shapes):
+def test_beyond_the_limit_the_least_recently_used_program_is_evicted(ranks: Ranks) -> None:
+    for logged, counts in ranks(2).run(_kinds_of_calls):
+        assert counts == [1, 2, 2, 2, 2, 2]
         assert logged == [
             "capture 0 of _Net: first call",
-            "capture 1 of _Net: new shapes, dtypes or values of the inputs",
+            "capture 1 of _Net: train() or eval() was called",
+            "capture 2 of _Net: gradients are off",
+            "evicted _Net-1, the least recently used program",
+            "_Net has more than max_captures=2 programs: from now on the least recently used one is evicted, and "
+            "captured again when a call needs it. The last capture: gradients are off. Raise max_captures in "
+            "graphshard.compile to keep more.",
+            "capture 3 of _Net: train() or eval() was called",
+            "evicted _Net-2, the least recently used program",
         ]
-        assert count == 2
-        assert error == (
-            "_Net was captured 2 times, which is max_captures; this call would be one more, because of new shapes, "
-            "dtypes or values of the inputs. Pad inputs to a few sizes, keep numbers that change in buffers "
-            "(register_buffer) or pass them as tensors, or "
-            "raise max_captures in graphshard.compile."
-        )
 
 
 def _ahead(rank: int, world_size: int) -> None:

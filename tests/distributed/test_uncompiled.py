@@ -113,14 +113,14 @@ def _as_fsdp2(rank: int, world_size: int, setting: str, reshard: bool) -> None:
             _trained(model, step)
         assert_same(params_of(ours), params_of(theirs), f"{setting}, parameters")
         assert_same(dict(ours.named_buffers()), dict(theirs.named_buffers()), f"{setting}, buffers")
-    assert len(graphshard.programs(ours)) == 1
+    assert len(graphshard.programs(ours)) == 2  # a number that forward counts becomes an input
 
 
 @pytest.mark.parametrize("reshard", [False, True], ids=["at once", "unit by unit"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_results_and_what_follows_are_fsdp2s(ranks: Ranks, setting: str, reshard: bool) -> None:
     """With a cache that the model writes to, lists, counters, buffers, dropout, casts and hooks; and training."""
-    ranks(2).run(_as_fsdp2, setting, reshard, share=False)
+    ranks(2).run(_as_fsdp2, setting, reshard)
 
 
 def _generated(rank: int, world_size: int) -> None:
@@ -150,7 +150,7 @@ def _generated(rank: int, world_size: int) -> None:
 
 def test_generation_with_a_cache(ranks: Ranks) -> None:
     """It was captured at each length, and not at all with a cache."""
-    ranks(2).run(_generated, share=False)
+    ranks(2).run(_generated)
 
 
 def _on_a_tensor_axis(rank: int, world_size: int, reshard: bool) -> None:
@@ -167,7 +167,7 @@ def _on_a_tensor_axis(rank: int, world_size: int, reshard: bool) -> None:
 
 @pytest.mark.parametrize("reshard", [False, True], ids=["at once", "unit by unit"])
 def test_a_tensor_axis(ranks: Ranks, reshard: bool) -> None:
-    ranks(4).run(_on_a_tensor_axis, reshard, share=False)
+    ranks(4).run(_on_a_tensor_axis, reshard)
 
 
 def _held(rank: int, world_size: int) -> None:
@@ -203,7 +203,7 @@ def _held(rank: int, world_size: int) -> None:
 
 
 def test_modules_hold_whole_parameters(ranks: Ranks) -> None:
-    ranks(2).run(_held, share=False)
+    ranks(2).run(_held)
 
 
 def _wrapped(rank: int, world_size: int) -> None:
@@ -227,7 +227,7 @@ def _wrapped(rank: int, world_size: int) -> None:
 
 def test_forwards_that_somebody_has_replaced(ranks: Ranks) -> None:
     """Before, or in the block: they hold behind it, for programs, too."""
-    ranks(1).run(_wrapped, share=False)
+    ranks(1).run(_wrapped)
 
 
 def _during_a_step(rank: int, world_size: int) -> None:
@@ -251,4 +251,4 @@ def _during_a_step(rank: int, world_size: int) -> None:
 
 
 def test_between_forward_and_backward(ranks: Ranks) -> None:
-    ranks(2).run(_during_a_step, share=False)
+    ranks(2).run(_during_a_step)

@@ -105,7 +105,7 @@ def _uneven(rank: int, world_size: int, number: int) -> tuple[int, ...]:
 @pytest.mark.parametrize(("number", "own"), [(3, [1, 1, 1, 0]), (5, [2, 1, 1, 1])])
 def test_numbers_that_ranks_do_not_divide(ranks: Ranks, number: int, own: list[int]) -> None:
     """The first ranks have more, as FSDP2 has it; the last ones may have none."""
-    shapes = ranks(4).run(_uneven, number, share=False)
+    shapes = ranks(4).run(_uneven, number)
     assert [shape[0] for shape in shapes] == own
 
 
@@ -124,4 +124,4 @@ def _cut(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)])
 def test_experts_on_two_axes(ranks: Ranks, shape: tuple[int, ...]) -> None:
     """Dealt out along one, and cut along the other."""
-    ranks(4).run(_cut, shape, share=False)
+    ranks(4).run(_cut, shape)

@@ -67,14 +67,14 @@ def _train(rank: int, world_size: int, clip_norm: float | None, accumulate: int)
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (2, 2), (3, 1)])
 def test_training_equals_fsdp2(ranks: Ranks, world_size: int, accumulate: int) -> None:
-    for threads in ranks(world_size).run(_train, None, accumulate, share=False):
+    for threads in ranks(world_size).run(_train, None, accumulate):
         assert threads
         assert all(threads), "not in the thread that runs the backward"
 
 
 def test_clipping_equals_fsdp2(ranks: Ranks) -> None:
     """Norms are computed there, too; updates follow when all of them are known."""
-    for threads in ranks(2).run(_train, 1e-4, 1, share=False):
+    for threads in ranks(2).run(_train, 1e-4, 1):
         assert threads
         assert not any(threads)
 
@@ -103,7 +103,7 @@ def _failing(rank: int, world_size: int) -> None:
 
 
 def test_what_fails_there_is_raised_by_the_step(ranks: Ranks) -> None:
-    ranks(2).run(_failing, share=False)
+    ranks(2).run(_failing)
 
 
 class _Stream:

@@ -150,13 +150,13 @@ def _train(rank: int, world_size: int, name: str, policy: MixedPrecisionPolicy) 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in _SLOW else ()) for n in MESHES])
 def test_as_fsdp2(ranks: Ranks, name: str) -> None:
     """Losses, gradients, placements and steps, with the loss in the model and behind it; batches cut or whole."""
-    for lines in ranks(8 if name == "8 ranks" else 4).run(_train, name, FP32, share=False):
+    for lines in ranks(8 if name == "8 ranks" else 4).run(_train, name, FP32):
         of_model = {line.rpartition(" over ")[2] for line in lines if line.startswith("backward") and " over " in line}
         assert of_model == ({"tp"} if MESHES[name][1][-1] == "tp" else set()), "gradients are reduced once"
 
 
 def test_in_bfloat16(ranks: Ranks) -> None:
-    ranks(4).run(_train, "tensor axis", BF16, share=False)
+    ranks(4).run(_train, "tensor axis", BF16)
 
 
 def _ways(rank: int, world_size: int, folder: Path) -> None:
@@ -199,7 +199,7 @@ def _ways(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_ways_to_train_and_state(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(4).run(_ways, tmp_path, share=False)
+    ranks(4).run(_ways, tmp_path)
 
 
 def _meta(rank: int, world_size: int) -> None:
@@ -215,7 +215,7 @@ def _meta(rank: int, world_size: int) -> None:
 
 
 def test_meta_init(ranks: Ranks) -> None:
-    ranks(4).run(_meta, share=False)
+    ranks(4).run(_meta)
 
 
 def _placed_otherwise(rank: int, world_size: int) -> str:
@@ -228,7 +228,7 @@ def _placed_otherwise(rank: int, world_size: int) -> str:
 
 def test_gradients_of_results_that_lie_otherwise(ranks: Ranks) -> None:
     """FSDP2 adds whole gradients up as it adds up parts; a program is for one of the two."""
-    for message in ranks(4).run(_placed_otherwise, share=False):
+    for message in ranks(4).run(_placed_otherwise):
         assert re.match(
             r"the gradient of a result is placed as \(Replicate\(\),\) on \('fsdp',\), and along 'fsdp' the", message
         )

@@ -141,11 +141,11 @@ def _train(rank: int, world_size: int, name: str, whole: bool, policy: MixedPrec
 @pytest.mark.parametrize("name", MESHES)
 def test_as_fsdp2(ranks: Ranks, name: str, whole: bool) -> None:
     """Losses, gradients, placements, steps and state; experts on their axis alone, and on the whole mesh."""
-    ranks(4).run(_train, name, whole, FP32, share=False)
+    ranks(4).run(_train, name, whole, FP32)
 
 
 def test_in_bfloat16(ranks: Ranks) -> None:
-    ranks(4).run(_train, "two axes", True, BF16, share=False)
+    ranks(4).run(_train, "two axes", True, BF16)
 
 
 def _ways(rank: int, world_size: int) -> None:
@@ -173,4 +173,4 @@ def _ways(rank: int, world_size: int) -> None:
 
 
 def test_ways_to_train_and_state(ranks: Ranks) -> None:
-    ranks(4).run(_ways, share=False)
+    ranks(4).run(_ways)

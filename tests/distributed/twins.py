@@ -196,7 +196,7 @@ def train_side_by_side(pair: tuple[nn.Module, nn.Module], batch: Batch, steps: i
             output = model(**batch())
             loss = output if isinstance(output, Tensor) else output.loss
             loss.backward()
-            grads = {name: grad.to_local().clone() for name, grad in grads_of(model).items()}
+            grads = {name: grad.to_local().clone() for name, grad in grads_of(model).items() if grad is not None}
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optim.step()
             optim.zero_grad()

@@ -37,7 +37,7 @@ def study_of(case: Case) -> Study:
 @pytest.fixture(scope="module")
 def asked() -> tuple[graphshard.WhatIf, int]:
     """All answers, and how many captures they took."""
-    with mock.patch.object(subject, "capture", wraps=subject.capture) as captures:
+    with mock.patch.object(subject, "capture_example", wraps=subject.capture_example) as captures:
         found = answer(study_of(CASE), CASE, list(ABOUT), (4, 64))
     return found, captures.call_count
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_is_left_out() -> None:
 def test_wrong_arguments(given: dict[str, Any], message: str) -> None:
     """Named before anything is captured."""
     with (
-        mock.patch.object(subject, "capture", side_effect=AssertionError),
+        mock.patch.object(subject, "capture_example", side_effect=AssertionError),
         pytest.raises(graphshard.ArgumentError) as caught,
     ):
         graphshard.what_if(meta_net(width=64), (16,), example_inputs=(TOKENS,), **given)

@@ -102,7 +102,7 @@ class Deciding(nn.Module):
 
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
 def test_forward_decides_by_values(nccl, policy):
-    """Values on the GPU are conditions of programs; gradients, and the queue, have the bits of FSDP2."""
+    """Such a module is split; gradients, and the queue, have the bits of FSDP2."""
     torch.manual_seed(0)
     ours = Deciding().cuda()
     theirs = fsdp2(copy.deepcopy(ours), nccl, mp_policy=policy)
@@ -115,9 +115,6 @@ def test_forward_decides_by_values(nccl, policy):
             scores.float().square().mean().backward()
         found.append({"scores": scores.detach(), "queue": net.queue, **grads_of(net)})
     assert_same(*found, "six steps")
-    programs = graphshard.programs(ours)
-    assert 2 <= len(programs) <= 4
-    assert all(program.decided is not None for program in programs)
 
 
 def test_cpu_model_moves_to_the_mesh(nccl):

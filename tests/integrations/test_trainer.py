@@ -163,7 +163,7 @@ def _predicts(rank: int, world_size: int, folder: str) -> None:
 
 def test_evaluation_generates(ranks: Ranks, tmp_path: Path) -> None:
     """With caches, of which no program is made."""
-    ranks(2).run(_predicts, str(tmp_path), share=False)
+    ranks(2).run(_predicts, str(tmp_path))
 
 
 def test_something_else_is_no_trainer() -> None:

@@ -20,7 +20,7 @@ from graphshard.ir.program import Program
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.executor import Executor, lines_of
 from graphshard.lower.lines import Call, Operator, Return, Start, Take, Wait, print_lines
-from graphshard.lower.regions import executor, lower
+from graphshard.lower.regions import RegionCall, executor, lower
 from tests.helpers import PACKED, Blocks, captured, through
 
 BATCH = (torch.ones(3, 4),)
@@ -117,7 +117,7 @@ def test_a_region_is_the_last_to_hold_its_inputs(freed: bool) -> None:
         alive.append(known() is not None)
         return (torch.ones(2),)
 
-    run = executor(_dies(freed), {"region_0": region})
+    run = executor(_dies(freed), {"region_0": RegionCall(region)})
     for code in (run.forward, run.with_ranges()):
         arguments = [torch.zeros(2)]
         values = code(arguments)
@@ -178,7 +178,7 @@ def test_values_that_are_called_like_something_else_in_the_code(name: str) -> No
     total = graph.call_function(operator.add, (y, x))
     cast = graph.call_function(aten._to_copy.default, (total,), {"dtype": torch.float64, "device": torch.device("cpu")})
     graph.output((cast, x))
-    run = executor(graph, {"region_0": lambda inputs: (inputs.pop() * 2,)})
+    run = executor(graph, {"region_0": RegionCall(lambda inputs: (inputs.pop() * 2,))})
     value, kept = run.forward([torch.ones(2), torch.ones(2)])
     assert torch.equal(value, torch.full((2,), 3.0, dtype=torch.float64))
     assert torch.equal(kept, torch.ones(2))

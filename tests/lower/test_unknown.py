@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphshard.ir.graph import aten, emit
 from graphshard.ir.kernel_strides import new_tracing_mode
-from graphshard.ir.torch_internals import FakeTensorMode
+from graphshard.ir.torch_internals import FakeTensorMode, new_size
 from graphshard.ir.unbacked_internals import new_unknown_size
 from graphshard.lower.inductor import compile_inductor
 from graphshard.lower.regions import extract
@@ -71,3 +71,17 @@ def test_what_code_reads_and_does_not_make() -> None:
     assert unknown_in("class Runner:\n    def call(self, args):\n        u2 = u1 + 1\n        u1 = args[0]") == {"u1"}
     assert unknown_in("def first(u1):\n    return u1\n\ndef second(args):\n    return u1") == {"u1"}
     assert unknown_in("def get_args():\n    return [u5]\n\ndef call(args):\n    return args") == set()
+
+
+def test_sizes_of_inputs_keep_their_relations() -> None:
+    """Only sizes that depend on values are made anew: of s0*s1 and s2*s3 it may be known that they are equal."""
+    mode, graph = new_tracing_mode(), Graph()
+    first, second = (new_size(mode, f"s{n}", 4 + n, None, None) for n in range(2))
+    with mode:
+        x = _input(graph, torch.empty(first * second, 8))
+    for size in (first, second):
+        node = graph.placeholder(f"x{len(graph.nodes)}")
+        node.meta["val"] = size
+    graph.output((emit(graph, aten.silu.default, x, like=x),))
+    module = GraphModule({}, graph)
+    assert sums_as_sizes(module) is module

@@ -24,10 +24,11 @@ from graphshard.ir.program import Program
 from graphshard.options.passes import profile_here, with_planner
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.schedule.agreed import AgreedPlanner, communication, outline, within
+from graphshard.schedule.agreed import AgreedPlanner, communication, outline
 from graphshard.schedule.build import Constraints
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.memory_limit import within
 from tests.helpers import Blocks, captured, copied, through
 from tests.ranks import FakeWorld
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -30,9 +31,19 @@ graphshard.compile(model, init_device_mesh("cpu", (2,)), backend="eager", exampl
 STAGES = ["capture", *(step.name for step in Pipeline()), "lower"]
 
 
-def _run(**environment: str) -> str:
-    command = [sys.executable, "-c", SCRIPT]
+def _run(script: str = SCRIPT, **environment: str) -> str:
+    command = [sys.executable, "-c", script]
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True).stderr
+
+
+def _tlparsed(folder: Path) -> Path:
+    """What the tool makes of the trace in a folder."""
+    tlparse = Path(sys.executable).with_name("tlparse")
+    (log,) = (folder / "trace").glob("*.log")
+    command = [str(tlparse), str(log), "-o", str(folder / "out"), "--no-browser", "--strict"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "out"
 
 
 @pytest.mark.slow
@@ -50,12 +61,7 @@ def test_torch_logs() -> None:
 def test_tlparse(tmp_path: Path) -> None:
     """`TORCH_TRACE=dir` and the public tlparse tool show every stage."""
     _run(TORCH_TRACE=str(tmp_path / "trace"))
-    tlparse = Path(sys.executable).with_name("tlparse")
-    (log,) = (tmp_path / "trace").glob("*.log")
-    command = [str(tlparse), str(log), "-o", str(tmp_path / "out"), "--no-browser", "--strict"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = {path.name: path for path in (tmp_path / "out").rglob("graphshard_*")}
+    found = {path.name: path for path in _tlparsed(tmp_path).rglob("graphshard_*")}
     for index, stage in enumerate(STAGES):
         (name,) = [name for name in found if name.startswith(f"graphshard_Sequential-0_{index:02d}_{stage}")]
         assert name in (tmp_path / "out" / "index.html").read_text()
@@ -98,3 +104,31 @@ def test_ranges_change_nothing(fake_world: FakeWorld) -> None:
         assert code != phase.module.code
         plain = [line.split("): ", 1)[1] if "record_function" in line else line.strip() for line in code.splitlines()]
         assert plain == [line.strip() for line in phase.module.code.splitlines()]
+
+
+RECAPTURES = (
+    SCRIPT
+    + """
+for rows in (4, 3, 5):
+    model(torch.ones(rows, 4))
+"""
+)
+REASONS = [
+    "args[0] was float32[3, 4] and is float32[4, 4]",
+    "args[0] was float32[3, 4] and is float32[5, 4]",
+]
+
+
+@pytest.mark.slow
+def test_torch_logs_and_tlparse_show_why_a_model_was_captured_again(tmp_path: Path) -> None:
+    printed = _run(RECAPTURES, TORCH_LOGS="recompiles", TORCH_TRACE=str(tmp_path / "trace"))
+    lines = [line.partition("[__recompiles] ")[2] for line in printed.splitlines() if "[__recompiles]" in line]
+    assert lines == [
+        "Recompiling Sequential in graphshard (capture 1)",
+        f"    - {REASONS[0]}",
+        "Recompiling Sequential in graphshard (capture 2)",
+        f"    - {REASONS[1]}",
+    ]
+    assert "__recompiles" not in _run(RECAPTURES)
+    found = sorted(path.read_text() for path in _tlparsed(tmp_path).rglob("recompile_reasons*.json"))
+    assert [json.loads(text) for text in found] == [[f"Sequential-{n}: {REASONS[n - 1]}"] for n in (1, 2)]

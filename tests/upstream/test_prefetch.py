@@ -88,7 +88,10 @@ def _orders(rank: int, world_size: int, reshard: bool | int | None, checkpointed
     [(True, 2, ["call", ""]), (None, 2, ["composable", ""]), (False, 2, ["call", ""]), (2, 4, [""])],
 )
 def test_layers_are_gathered_one_ahead(
-    ranks: Ranks, reshard: bool | int | None, world_size: int, checkpointed: list[str]
+    ranks: Ranks,
+    reshard: bool | int | None,
+    world_size: int,
+    checkpointed: list[str],
 ) -> None:
     """`TestFullyShardPrefetch.test_fully_shard_backward_prefetch`: in forward and backward, with checkpoints, and with
     two forwards before a backward."""

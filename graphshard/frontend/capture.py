@@ -1,0 +1,315 @@
+"""Capture one call of a module: Dynamo's graph of it, differentiated, as a `Program` for the passes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import sympy
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from graphshard.frontend.checkpointing import mark_regions
+from graphshard.frontend.collectives import settle_collectives
+from graphshard.frontend.dynamic_shapes import dynamic_dims
+from graphshard.frontend.dynamo_capture import DynamoTrace, GraphInput, TracedFunction, trace_call
+from graphshard.frontend.eager_answers import without_warnings
+from graphshard.frontend.extensions import Extensions
+from graphshard.frontend.fakes import fake_state
+from graphshard.frontend.global_hooks import without_torchs_hooks
+from graphshard.frontend.inputs import constraints_of, stand_in_inputs
+from graphshard.frontend.joint_graph import FlatGraph, joint_graph, name_calls
+from graphshard.frontend.late_gathers import settle_gathers
+from graphshard.frontend.module_tensors import ModuleTensor, as_written, check_registered, holding, module_tensors
+from graphshard.frontend.phase import erase_boundaries, erase_leaves, lift_constants, phase_of, read_numbers_again
+from graphshard.frontend.program_module import ProgramModule
+from graphshard.frontend.repeated_blocks import check_changes, few_blocks
+from graphshard.frontend.results import Layout
+from graphshard.frontend.spec import CaptureSpec
+from graphshard.frontend.subgraphs import lift_subgraphs
+from graphshard.frontend.tensor_axis import distributed, take_off_last_sums, take_off_wrapping
+from graphshard.frontend.unit_boundary import boundary_class, unit_boundaries
+from graphshard.frontend.untraceable import Untraceable, explain_failure
+from graphshard.ir.driver_internals import stands_in
+from graphshard.ir.kernel_strides import new_tracing_mode
+from graphshard.ir.make_table import named_parameters
+from graphshard.ir.missing_kernels import MISSING, WITHOUT_GPU
+from graphshard.ir.program import Program, Size, Slot
+from graphshard.ir.repeats import Repeats, Uneven, captured_rows
+from graphshard.ir.sizes import expression, find_sizes, lift_sizes
+from graphshard.ir.torch_internals import FakeTensorMode, fake_tensor, hint
+from graphshard.ir.tracing_internals import fake_kernels
+from graphshard.ir.written_again import write_again
+
+# Dynamo and AOTAutograd keep what they are doing in variables of the process: threads trace one after the other.
+_TRACING = threading.RLock()
+
+
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    spec: CaptureSpec,
+    traced: TracedFunction,
+    class_of: Callable[[nn.Module], type],
+    *,
+    grad: bool,
+    repeats: Repeats | None = None,
+) -> Program:
+    """Capture a call of a module whose parameters may be full, sharded or on the meta device.
+
+    Args:
+        class_of: the class that the root, or a module of a unit, has in a compiled model.
+        repeats: equal blocks, of which a few are traced.
+
+    Raises:
+        Uneven: the blocks are not called alike.
+    """
+    if repeats is not None:
+        spec = _of_traced_blocks(module, spec, repeats)
+    args, kwargs = stand_in_inputs(args, kwargs, spec.device)
+    if isinstance(module, ProgramModule) and (wrong := module.wrong_inputs(args, kwargs)) is not None:
+        raise wrong
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_TRACING)
+        stack.enter_context(without_torchs_hooks())
+        stack.enter_context(torch.set_grad_enabled(grad))
+        forward = stack.enter_context(as_written(module, spec.method))
+        dims = dynamic_dims(forward, args, kwargs, spec.dynamic_shapes)
+        without_warnings(module)
+        blocks = stack.enter_context(few_blocks(module, repeats)) if repeats is not None else {}
+        held = module_tensors(module, spec.params)
+        originals = {entry.slot.name: entry.tensor for entry in held}
+        found = _found_parameters(held, originals, spec)
+        boundaries = unit_boundaries(module, spec.units, spec.params, spec.precision, class_of, blocks)
+        root = stack.enter_context(boundaries)
+        stack.enter_context(holding(found, held))
+        constraints = stack.enter_context(constraints_of(forward, args, kwargs, dims))
+        stack.enter_context(fake_kernels(MISSING | WITHOUT_GPU if stands_in() else MISSING))
+        trace = trace_call(traced, module, args, kwargs, forward, root, constraints)
+        trace.returned = trace.structure(module, args, kwargs)
+        if constraints:
+            trace.check_constraints()
+        name_calls(trace.graph, module)
+    if repeats is not None:
+        check_changes(trace.changed, module, blocks)
+    trace.repeats, trace.method = repeats, spec.method
+    slots = {id(found.get(entry.slot.name, entry.tensor)): entry.slot for entry in held}
+    inputs = [(index, each) for index, each in enumerate(trace.inputs) if _is_tensor(each, slots)]
+    check_registered((each.value for _, each in inputs), f"{spec.forward_class.__name__}.{spec.method}")
+    mode = new_tracing_mode(trace.sizes)
+    extensions = Extensions(spec.extended, mode)
+    given: list[tuple[Slot, Any]] = []
+    used = {slots[id(each.value)] for each in trace.inputs if id(each.value) in slots}
+    for entry in held:
+        if entry.slot.kind == "param" or entry.slot in used:
+            given.append((entry.slot, fake_state(entry.slot, originals, spec.params, spec.device, mode)))
+    given += extensions.tensors.items()
+    fakes = [_fake_input(each, mode, spec.device) for _, each in inputs]
+    given += [(Slot("input", str(number)), fake) for number, fake in enumerate(fakes)]
+    sizes = list(find_sizes(dict(enumerate(fakes))))
+    floats = {number: each for number, (_, each) in enumerate(inputs) if _is_dynamic_float(each)}
+    for number, each in floats.items():
+        symbol = each.fake.item_memo.node.expr
+        if not symbol.is_number:
+            sizes.append(Size(f"s{len(sizes)}", (number, -1), each.fake.item_memo))
+    scalars: list[int] = []
+    unused = _unused_numbers(trace)
+    for index, each in enumerate(trace.inputs):
+        if _is_symbol(each.fake) and each.fake.node.expr not in {*unused, *(size.symbol for size in sizes)}:
+            sizes.append(Size(f"s{len(sizes)}", (len(fakes) + len(scalars), -1), each.fake))
+            scalars.append(index)
+    names = {size.symbol: size.name for size in sizes}
+    numbers = [each.fake for each in trace.inputs if _is_symbol(each.fake) and each.fake.node.expr in names]
+    given += [(Slot("size", names[number.node.expr]), number) for number in numbers]
+    order = _order(trace.inputs, slots, inputs, names)
+    layouts = {
+        Slot("input", str(number)): Layout(
+            given.device_mesh,
+            given.placements,
+            torch.Size(map(expression, given.shape)),
+            tuple(map(expression, given.stride())),
+        )
+        for number, given in enumerate(each.fake for _, each in inputs)
+        if isinstance(given, DTensor)
+    }
+    # Meshes are found here: the trace would take the tensor of ranks that a mesh is made of for fake.
+    unsharded = functools.partial(_unsharded, extensions, spec, spec.communicating, layouts)
+    data = frozenset(name for row in spec.params if row.split is not None for name in row.split.around)
+    flat = FlatGraph(trace.graph, [slot for slot, _ in given], order, unsharded, data)
+    with _TRACING, without_torchs_hooks(), torch.set_grad_enabled(grad):
+        try:
+            joint = joint_graph(flat, [fake for _, fake in given], mode, stands_in=stands_in())
+        except Untraceable as error:
+            raise explain_failure(error, spec.forward_class) from error
+    lift_subgraphs(joint)
+    erase_boundaries(joint.graph)
+    mark_regions(joint.graph, trace.graph)
+    for node in joint.graph.nodes:
+        node.meta.pop("custom", None)
+    phase = phase_of(joint, flat)
+    read_numbers_again(phase)
+    rewritten = write_again(phase, spec.forward_class.__name__)
+    if spec.extended:
+        settle_gathers(phase, spec.mesh.shard, spec.extended[0].mesh.get_group().group_name)
+        erase_leaves(phase, {param.row.name for param in spec.extended})
+    mesh = settle_collectives(joint.graph, spec.mesh, spec.groups, spec.forward_class.__name__)
+    take_off_wrapping(phase, spec.params)
+    params = take_off_last_sums(phase, spec.params, spec.mesh)
+    constants = lift_constants(phase)
+    tangents = tuple(slot.name for slot in phase.inputs if slot.kind == "tangent")
+    # The partitioner computes floats again from the tensors that hold them.
+    lift_sizes(phase, tuple(size for size in sizes if not tangents or isinstance(size.value, torch.SymInt)))
+    assert flat.out_spec is not None
+    return Program(
+        {"joint" if tangents else "forward": phase},
+        params,
+        mesh,
+        torch.device(spec.device.type),
+        constants,
+        flat.out_spec,
+        tangents,
+        differentiated=phase.differentiated,
+        rewritten=rewritten,
+        model=spec.forward_class.__name__,
+        sizes=tuple(sizes),
+        shapes=tuple((tuple(t.shape), t.stride()) for t in fakes) if sizes else (),
+        checks=flat.checks,
+        trace=trace,
+        taken=(*(index for index, _ in inputs), *scalars),
+    )
+
+
+def capture_example(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    spec: CaptureSpec,
+    repeats: Repeats | None = None,
+) -> Program:
+    """Capture a call, with gradients, of a module that is not to run; arguments are those of `capture`."""
+    traced = TracedFunction("example")
+    return capture(module, args, kwargs, spec, traced, boundary_class, grad=True, repeats=repeats)
+
+
+def _of_traced_blocks(module: nn.Module, spec: CaptureSpec, repeats: Repeats) -> CaptureSpec:
+    """Return a spec without the parameters and units of blocks that are left out.
+
+    Raises:
+        Uneven: a parameter of such a block is elsewhere in the model, too.
+    """
+    params = captured_rows(spec.params, repeats)
+    known = {name for row in params for name in row.names}
+    for name in (name for names in named_parameters(module) for name in names):
+        if name not in known and not repeats.has_left_out(name):
+            raise Uneven(f"{name} is of a block that is left out")
+    return replace(spec, params=params, units=tuple(unit for unit in spec.units if not repeats.has_left_out(unit)))
+
+
+def _is_tensor(each: GraphInput, slots: Mapping[int, Slot]) -> bool:
+    """Return whether a graph input is a tensor that is no parameter or buffer of the module."""
+    return isinstance(each.fake, torch.Tensor) and id(each.value) not in slots
+
+
+def _is_symbol(value: Any) -> bool:
+    """Return whether a number is another one in other calls."""
+    return isinstance(value, torch.SymInt) and not value.node.expr.is_number
+
+
+def _unused_numbers(trace: DynamoTrace) -> set[Any]:
+    """Return the symbols of inputs that the graph does not use, such as where in its memory a dynamic tensor begins."""
+    nodes = trace.graph.graph.find_nodes(op="placeholder")
+    pairs = [(each, node) for each, node in zip(trace.inputs, nodes) if _is_symbol(each.fake)]
+    return {each.fake.node.expr for each, node in pairs if not node.users}
+
+
+def _is_dynamic_float(each: GraphInput) -> bool:
+    """Return whether an input of the graph is a Python float, which the graph reads from a tensor."""
+    return isinstance(each.value, float) and each.fake.item_memo is not None
+
+
+def _order(
+    inputs: Sequence[GraphInput],
+    slots: Mapping[int, Slot],
+    tensors: Sequence[tuple[int, GraphInput]],
+    names: Mapping[Any, str],
+) -> list[Any]:
+    """Return the slot of each graph input, or the object that it is, such as a device mesh."""
+    numbers = {index: number for number, (index, _) in enumerate(tensors)}
+    order: list[Any] = []
+    for index, each in enumerate(inputs):
+        if _is_symbol(each.fake):
+            symbol = each.fake.node.expr
+            order.append(Slot("size", names[symbol]) if symbol in names else hint(each.fake))
+        elif isinstance(each.fake, torch.SymInt):  # a guard says which number it is
+            order.append(int(each.fake.node.expr))
+        elif index in numbers:
+            order.append(Slot("input", str(numbers[index])))
+        else:
+            order.append(slots.get(id(each.value), each.value))
+    return order
+
+
+def _unsharded(
+    extensions: Extensions,
+    spec: CaptureSpec,
+    meshes: Mapping[tuple[str, ...], DeviceMesh],
+    layouts: Mapping[Slot, Layout],
+    given: Mapping[Slot, torch.Tensor],
+) -> dict[Slot, torch.Tensor]:
+    """Return what the module finds for the tensors that a program is given.
+
+    Args:
+        meshes: that parameters are DTensors on, by the names of their axes.
+        layouts: of inputs that are DTensors; a program takes their local tensors.
+    """
+    found = distributed(extensions.used(given), spec.params, meshes)
+    return {**found, **{slot: layout.around(found[slot]) for slot, layout in layouts.items()}}
+
+
+def _found_parameters(
+    held: Sequence[ModuleTensor], originals: dict[str, torch.Tensor], spec: CaptureSpec
+) -> dict[str, torch.Tensor]:
+    """Return fake tensors as the module finds them during the trace, by name.
+
+    All parameters are fake, and buffers that are not on the device of the program.
+    """
+    mode = new_tracing_mode()
+    extensions = Extensions(spec.extended, mode)
+    given = {
+        entry.slot: fake_state(entry.slot, {}, spec.params, spec.device, mode)
+        for entry in held
+        if entry.slot.kind == "param"
+    }
+    with torch.no_grad():
+        used = _unsharded(extensions, spec, spec.communicating, {}, {**given, **extensions.tensors})
+    found: dict[str, torch.Tensor] = {}
+    for slot in given:
+        found[slot.name] = nn.Parameter(used[slot].detach(), given[slot].requires_grad)
+        found[slot.name].__dict__.update(vars(originals[slot.name]))
+    for entry in held:
+        if entry.slot.kind == "buffer" and (stands_in() or entry.tensor.is_meta):
+            found[entry.slot.name] = fake_state(entry.slot, originals, spec.params, spec.device, mode)
+    return found
+
+
+def _fake_input(each: GraphInput, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    fake: Any = each.fake._local_tensor if isinstance(each.fake, DTensor) else each.fake
+    where = device if stands_in() else fake.device
+    shape, stride = list(map(_number, fake.shape)), list(map(_number, fake.stride()))
+    made: Any = fake_tensor(mode, shape, stride, fake.dtype, where)
+    if _is_dynamic_float(each):  # reading it gives the symbol that guards know
+        made.item_memo = fake.item_memo
+    made.requires_grad_(fake.requires_grad)
+    return cast(torch.Tensor, made)
+
+
+def _number(size: Any) -> Any:
+    """Return a size; a number where the trace has found out that it is one."""
+    return size if isinstance(expression(size), sympy.Basic) else expression(size)

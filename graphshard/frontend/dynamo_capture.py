@@ -1,0 +1,435 @@
+"""Strict trace of one call by TorchDynamo: the torch-level graph, its guards, and the bytecode around it.
+
+    module(*args, **kwargs)   ->   graph inputs -> GraphModule -> graph outputs     what passes and Inductor compile
+                                   guards                                           which later calls it serves
+                                   bytecode                                         reads inputs, replays side effects
+
+This is the tracer of `torch.export.export(strict=True)` and `torch.compile(fullgraph=True)`. Both call
+`fullgraph_capture`; so does this file, which is the only one that imports private names of `torch._dynamo`.
+
+Parameters are graph inputs, because Dynamo inlines modules. `GraphInput.value` is the object that the module held
+during the trace, so the caller finds out which parameter, buffer or argument an input is by identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import random
+import types
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._dynamo import config, pgo
+from torch._dynamo.convert_frame import fullgraph_capture
+from torch._dynamo.output_graph import SubgraphTracer
+from torch._dynamo.side_effects import AttributeMutationExisting, SideEffects, ValueMutationExisting
+from torch._dynamo.source import FloatTensorSource, RandomValueSource
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.misc import DebuggingVariable
+from torch._guards import Guard, GuardsSet, Source
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from graphshard.frontend.block_guards import guards_of_blocks
+from graphshard.frontend.call_writer import place_of
+from graphshard.frontend.eager_answers import eager_answers
+from graphshard.frontend.extra_guards import ExtraGuards
+from graphshard.frontend.finite_numbers import finite_numbers
+from graphshard.frontend.graph_breaks import GraphBreak
+from graphshard.frontend.unguarded import reject_unguarded
+from graphshard.frontend.unit_boundary import BOUNDARY, UnitBoundary
+from graphshard.frontend.value_branches import ValueBranches, begin_answers, branches_of
+from graphshard.ir.classes import users_class
+from graphshard.ir.repeats import Repeats
+from graphshard.ir.torch_internals import FakeTensor, hint, replaced
+from graphshard.ir.wanted import still_wanted
+
+log = logging.getLogger(__name__)
+
+# Names of the arguments of the traced function, which begin the sources of guards: L['module'], L['args'][0].
+_SCOPE = ("module", "args", "kwargs")
+
+# Globals of each `TracedFunction`. Guards read them, so closures and defaults of forward are looked at in each call.
+_graphshard_boundary = cast(UnitBoundary, None)
+_graphshard_forward = cast("Callable[..., Any]", None)
+_graphshard_begin = begin_answers
+
+
+def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _graphshard_begin()
+    args, kwargs = _graphshard_boundary.enter(args, kwargs)
+    return _graphshard_boundary.leave(_graphshard_forward(module, *args, **kwargs))
+
+
+def _call_replaced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _graphshard_begin()
+    args, kwargs = _graphshard_boundary.enter(args, kwargs)
+    return _graphshard_boundary.leave(_graphshard_forward(*args, **kwargs))
+
+
+@dataclass
+class TracedFunction:
+    """The function that Dynamo traces for one module or entry, and what it has learned of changing numbers and sizes.
+
+    Automatic dynamic shapes remember values by code object. Each module has a state of its own, so the sizes that
+    one model has seen do not make those of another dynamic.
+    """
+
+    name: str
+    seen: Any = field(default_factory=lambda: defaultdict(pgo.CodeState))
+
+    def function(self, forward: Callable[..., Any], module: nn.Module, boundary: UnitBoundary) -> types.FunctionType:
+        """Return the function (module, args, kwargs) that calls a forward, a method of the module or another function.
+
+        Args:
+            boundary: of the root.
+        """
+        is_method = getattr(forward, "__self__", None) is module
+        names = {
+            "__name__": __name__,
+            "__builtins__": __builtins__,
+            BOUNDARY: boundary,
+            "_graphshard_begin": begin_answers,
+            "_graphshard_forward": cast(types.MethodType, forward).__func__ if is_method else forward,
+        }
+        code = (_call if is_method else _call_replaced).__code__.replace(co_name=self.name)
+        return types.FunctionType(code, names, self.name)
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One input of the traced graph.
+
+    Attributes:
+        source: expression that reads it, such as L['args'][0].
+        value: the object that was read during the trace; a number for a dynamic one.
+        fake: fake tensor or symbolic number that stands for it in the graph.
+    """
+
+    source: str
+    value: Any
+    fake: Any
+
+
+@dataclass
+class DynamoTrace:
+    """What Dynamo makes of one call.
+
+    Attributes:
+        graph: torch-level graph; its placeholders are `inputs` in order, its results a tuple.
+        inputs: of the graph.
+        sizes: where symbolic sizes and their guards live; None if the graph is empty.
+        repeats: equal blocks of which a few were traced; guards are of all.
+        method: of the root, which was traced.
+        branches: on values of inputs, that the program is for; None if there are none.
+        changed: what forward changes of the objects that were there before: modules, or the names of other objects.
+        prints: the call prints, or warns.
+        returned: structure of what the call returns, see `structure`.
+    """
+
+    graph: GraphModule
+    inputs: tuple[GraphInput, ...]
+    sizes: ShapeEnv | None
+    _captured: Any
+    _code: types.CodeType
+    repeats: Repeats | None = None
+    method: str = "forward"
+    branches: ValueBranches | None = None
+    changed: tuple[nn.Module | str, ...] = ()
+    prints: bool = False
+    returned: pytree.TreeSpec | None = None
+
+    def structure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> pytree.TreeSpec | None:
+        """Return the structure of what the call returns, whose leaves are the graph's results in order.
+
+        It is found by a run of the bytecode with other tensors for results; None if that would change objects, or if a
+        leaf is something else.
+        """
+        if self.changed or self.prints or not len(self.graph.graph.nodes):
+            return None
+        outputs: Any = self.graph.graph.output_node().args[0]
+        values = [node.meta["example_value"] for node in outputs]
+        if not all(isinstance(value, torch.Tensor) for value in values):
+            return None
+        results = [torch.empty(list(map(hint, value.shape)), dtype=value.dtype, device="meta") for value in values]
+        try:
+            leaves, structure = pytree.tree_flatten(self.replay(lambda *_: results)(module, args, kwargs))
+        except Exception:
+            log.debug("the bytecode of a trace does not run with tensors on the meta device", exc_info=True)
+            return None
+        is_same = len(leaves) == len(results) and all(leaf is result for leaf, result in zip(leaves, results))
+        return structure if is_same else None
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """Globals that sources read."""
+        names: dict[str, Any] = self._captured.graph_capture_output.f_globals
+        return names
+
+    def replay(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+        """Return the function (module, args, kwargs) -> result that calls `run` with the graph's inputs.
+
+        It replays what forward does to objects besides: attributes, lists, dicts, globals.
+        """
+        output = self._captured.graph_capture_output
+        if self._captured.backend_input is None:
+            return types.FunctionType(output.bytecode, output.f_globals, closure=output.closure)
+        names = {**output.f_globals, self._captured.backend_input.backend_id: run}
+        aliases = output.import_sources
+        names |= {alias: _imported(module) for alias, module in aliases.items() if alias not in names}
+        return types.FunctionType(output.bytecode, names, closure=output.closure)
+
+    def check_constraints(self) -> None:
+        """Check that forward works for all sizes that were declared dynamic.
+
+        Raises:
+            ConstraintViolationError: it takes one of them for a number, or for a smaller range.
+        """
+        with _metrics():
+            self._captured.graph_capture_output.build_guards(self._code)
+
+    def build_guards(self, keep: Callable[[str, str, Any], bool]) -> tuple[Any, ExtraGuards]:
+        """Build the guard manager against the module as it is now.
+
+        Args:
+            keep: whether to keep a guard, given its source, its kind and, for a key of a dict, the key.
+
+        Returns:
+            An object with `check(scope)` and `check_verbose(scope)`, and what checks the rest.
+        """
+        output = self._captured.graph_capture_output
+        graph = output.output_graph
+        kept = [
+            guard
+            for guard in graph.guards
+            if all(keep(source, guard.create_fn_name(), _key_of(guard)) for source in _sources_of(guard))
+        ]
+        if self.repeats is not None:
+            kept += guards_of_blocks(kept, self.repeats, graph.input_source_to_sizes_strides)
+        graph._guards = GuardsSet(_ordered(kept))
+        _relax(graph)
+        known = {name: value for name, value in _GUARD_SETTINGS.items() if hasattr(config, name)}
+        with _metrics(), config.patch(known):
+            made = output.build_guards(self._code).guard_manager
+        values = {"L": graph.local_scope, "G": graph.global_scope}
+        sources = [(source, guard.create_fn_name()) for guard in graph.guards for source in _sources_of(guard)]
+        return made, ExtraGuards(graph.local_scope["module"], sources, values)
+
+
+def _relax(graph: Any) -> None:
+    """Let sizes be in a smaller range than was declared: compiled code may have one. Other sizes are traced again."""
+    graph.export_constraints = []
+    for each in graph.shape_env.tracked_fakes or [] if graph.shape_env is not None else []:
+        context = each.symbolic_context
+        if getattr(context, "constraint_sizes", None):
+            free = {"constraint_sizes": [None] * len(context.constraint_sizes)}
+            if getattr(context, "constraint_strides", None):
+                free["constraint_strides"] = [None] * len(context.constraint_strides)
+            each.symbolic_context = dataclasses.replace(context, **free)
+
+
+def _ordered(guards: Sequence[Guard]) -> Any:
+    from torch.utils._ordered_set import OrderedSet
+
+    return OrderedSet(guards)
+
+
+def _sources_of(guard: Guard) -> list[str]:
+    """Return what a guard is about; a guard that two things are one is about both."""
+    create = guard.create_fn
+    others = (*create.args, *create.keywords.values()) if isinstance(create, functools.partial) else ()
+    return [str(guard.name), *(str(other.name) for other in others if isinstance(other, Source))]
+
+
+def _key_of(guard: Guard) -> Any:
+    """The key of a guard that a dict has, or lacks, a key; None for another guard."""
+    create = guard.create_fn
+    named = create.keywords if isinstance(create, functools.partial) else {}
+    return named.get("key", named.get("attr"))
+
+
+def _imported(name: str) -> Any:
+    import importlib
+
+    return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def _metrics() -> Iterator[None]:
+    with get_metrics_context(), dynamo_timed("graphshard.frontend"):
+        yield
+
+
+# Traces of one call, each with the answers to questions about values that the one before has found.
+_MOST_TRACES = 6
+# Hooks are looked at, and a module whose dicts have not changed since the last call is not walked again.
+_GUARD_SETTINGS: dict[str, Any] = {
+    "skip_nnmodule_hook_guards": False,
+    "use_recursive_dict_tags_for_guards": True,
+    "max_saved_pointers_for_recursive_dict_tags_check": 1 << 16,
+    "assume_dunder_attributes_remain_unchanged": False,  # contents of closures change
+}
+# Numbers that change become symbols, and values that decide nothing are not asked for. Graph breaks are errors.
+_SETTINGS: dict[str, Any] = {
+    "allow_unspec_int_on_nn_module": True,
+    "specialize_float": False,
+    "capture_scalar_outputs": True,
+    "capture_dynamic_output_shape_ops": True,
+    "automatic_dynamic_shapes": True,
+    "assume_static_by_default": True,
+    "trace_autograd_ops": True,
+    "error_on_nested_fx_trace": True,
+    "use_numpy_random_stream": True,  # torch's draws are others
+    "suppress_errors": False,
+}
+
+
+def _logging_functions() -> set[Any]:
+    """Return the methods of loggers that write; libraries add some, such as `warning_once`."""
+    levels = {"debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log"}
+    return {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.removesuffix("_once") in levels}
+
+
+_call_debugging = DebuggingVariable.call_function
+
+
+def _print_later(self: DebuggingVariable, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Let the frame that is traced print, or warn, after the graph: Dynamo forgets what the frames inside it do."""
+    if kwargs.keys() - {"stacklevel"}:  # where a warning comes from is lost
+        raise GraphBreak("forward", f"{self.value.__name__} has keyword arguments.", "Leave them out.")
+    return _call_debugging(self, tx.output.root_tx, args, {})
+
+
+def _create_proxy(self: SubgraphTracer, *args: Any, **kwargs: Any) -> Any:
+    """Ask at each node whether another rank has failed: a trace may take minutes."""
+    still_wanted()
+    return _make_proxy(self, *args, **kwargs)
+
+
+_make_proxy = SubgraphTracer.create_proxy
+
+
+def trace_call(
+    traced: TracedFunction,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    forward: Callable[..., Any],
+    boundary: UnitBoundary,
+    constraints: Any = None,
+) -> DynamoTrace:
+    """Trace a call of a module whose parameters are full.
+
+    Args:
+        forward: what the call runs, a method of the module or a function that replaces one.
+        boundary: of the root.
+        constraints: on sizes, as torch.export makes them of dynamic shapes.
+
+    Raises:
+        torch._dynamo.exc.Unsupported: something cannot be traced; the message names the line.
+        GraphBreak: Python draws a random number.
+    """
+    scope = dict(zip(_SCOPE, (module, args, dict(kwargs))))
+    answers: list[bool] | None = []
+    for left in reversed(range(_MOST_TRACES)):
+        trace, given = _trace(traced.function(forward, module, boundary), scope, traced.seen, constraints, answers)
+        sources, values = [each.source for each in trace.inputs], [each.value for each in trace.inputs]
+        branches = branches_of(trace.graph, sources, values, given)
+        if branches is None or any(map(_has_no_values, values)):
+            return trace
+        if branches is not False:
+            found = branches.answers_for(scope, trace.names)
+            if found == branches.answers:
+                return dataclasses.replace(trace, branches=branches)
+            answers = list(found)
+        if branches is False or left == 1:
+            answers = None  # Dynamo breaks at the first branch
+    raise AssertionError("a trace without answers has branches on values")
+
+
+def _has_no_values(value: Any) -> bool:
+    """Return whether an input that is no parameter is fake, as those of `explain` are."""
+    return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter)
+
+
+def _trace(
+    function: types.FunctionType, scope: dict[str, Any], seen: Any, constraints: Any, answers: list[bool] | None
+) -> tuple[DynamoTrace, list[bool]]:
+    """Trace a call with answers to questions about values; return the answers that it was given, too."""
+    known = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
+    name = f"{users_class(scope['module']).__name__}.{function.__name__}"
+    if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((scope["args"], scope["kwargs"]))):
+        known["automatic_dynamic_shapes"] = False  # of layouts that are known
+    printed: list[bool] = []
+
+    def print_later(self: DebuggingVariable, tx: Any, args: Any, kwargs: Any) -> Any:
+        printed.append(True)
+        return _print_later(self, tx, args, kwargs)
+
+    known |= {"ignore_logging_functions": _logging_functions(), "reorderable_logging_functions": {print, warnings.warn}}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(pgo, "_CODE_STATE", seen))
+        stack.enter_context(_metrics())  # around the settings: torch 2.11 cannot log a set of functions
+        stack.enter_context(config.patch(known))
+        stack.enter_context(replaced(DebuggingVariable, "call_function", print_later))
+        changed = stack.enter_context(_changes())
+        given = stack.enter_context(eager_answers(answers))
+        stack.enter_context(finite_numbers(name))
+        stack.enter_context(replaced(SubgraphTracer, "create_proxy", _create_proxy))
+        stack.callback(random.setstate, random.getstate())  # a trace draws, too
+        captured = fullgraph_capture(function, tuple(scope.values()), constraints=constraints)
+    code, output = function.__code__, captured.graph_capture_output
+    if captured.backend_input is None:
+        empty = GraphModule(nn.Module(), torch.fx.Graph())
+        return DynamoTrace(empty, (), None, captured, code, changed=tuple(changed), prints=bool(printed)), given
+    graph, sizes = captured.backend_input.graph_module, captured.backend_input.fake_mode.shape_env
+    sources = output.output_graph.export_metadata.graph_input_idx_to_local_source
+    values = {"L": scope, "G": output.f_globals, "___from_numpy": torch.as_tensor}
+    reject_unguarded(output.output_graph.guards, output.traced_code, graph.graph, sources.values(), values, name)
+    inputs = []
+    for index, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        source: Any = sources[index]
+        read = source.base if isinstance(source, FloatTensorSource) else source
+        if isinstance(read, RandomValueSource):
+            raise _break_at(node, name)
+        inputs.append(GraphInput(read.name, eval(read.name, values), node.meta["example_value"]))
+    made = DynamoTrace(graph, tuple(inputs), sizes, captured, code, changed=tuple(changed), prints=bool(printed))
+    return made, given
+
+
+@contextlib.contextmanager
+def _changes() -> Iterator[list[nn.Module | str]]:
+    """Yield what forward changes while it is traced, of the objects that were there before."""
+    changed: list[nn.Module | str] = []
+
+    def watched(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changes(effects: SideEffects, variable: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(variable.mutation_type, (AttributeMutationExisting, ValueMutationExisting)):
+                value = vars(variable).get("value")
+                with contextlib.suppress(NotImplementedError):  # of the stack of modes, which has no name
+                    changed.append(value if isinstance(value, nn.Module) else getattr(variable.source, "name", ""))
+            return change(effects, variable, *args, **kwargs)
+
+        return changes
+
+    with contextlib.ExitStack() as stack:
+        for name in ("mutation", "store_attr"):
+            stack.enter_context(replaced(SideEffects, name, watched(getattr(SideEffects, name))))
+        yield changed
+
+
+def _break_at(node: Node, name: str) -> GraphBreak:
+    """Return the graph break for a random number that Python draws, an input of the graph from torch 2.14 on."""
+    where, _, source = next((place_of(user) for user in node.users), "").removeprefix(" at ").partition(": ")
+    remedy = "Draw with torch (torch.rand), or draw outside of forward and pass the number."
+    return GraphBreak(name, "Python draws a random number here.", remedy, where=where, source=source)

@@ -1,0 +1,271 @@
+"""FSDP2's protocol for tensor subclasses, run while a forward is traced: before the gather, and after it.
+
+    parts of the shard -> shard -> fsdp_pre_all_gather -> join -> fsdp_post_all_gather -> parameter of the module
+
+Both methods are traced at every capture, so what they compute is part of the program. The result is a leaf, as FSDP2's
+unsharded parameter is: nothing is differentiated through the methods, and the gradient of their result is the
+parameter's. A program makes the result anew wherever it gathers, so `out=` is never passed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from graphshard.frontend.closure_variables import read_by
+from graphshard.frontend.shard_operators import ShardOperators
+from graphshard.frontend.untraceable import line_of
+from graphshard.ir.errors import CaptureError
+from graphshard.ir.extension import Extension
+from graphshard.ir.operators import JOIN
+from graphshard.ir.params import ParamRow
+from graphshard.ir.precision import reduced_in
+from graphshard.ir.program import Slot
+from graphshard.ir.subclasses import (
+    POST,
+    PRE,
+    is_subclass,
+    method_of,
+    missing_methods,
+    padded_to,
+    parts_of,
+    piece_of,
+    rebuilt,
+    shard_in,
+)
+from graphshard.ir.torch_internals import FakeTensorMode, new_fake_mode
+
+COMMUNICATION = (
+    "it communicates by {}. Only functional all-reduces over the mesh that it is told are supported: "
+    "torch.distributed._functional_collectives.all_reduce"
+)
+
+
+@dataclass(frozen=True)
+class Extended:
+    """A parameter that follows the protocol, and what its methods are told.
+
+    Attributes:
+        row: of the table, with what the policy says of dtypes; `described` completes it.
+        param: sharded, or not yet.
+        module: the module that holds it.
+        policy: that of its unit.
+        mesh: the axis it is sharded along.
+        device: what programs are captured for.
+    """
+
+    row: ParamRow
+    param: nn.Parameter
+    module: nn.Module
+    policy: MixedPrecisionPolicy
+    mesh: DeviceMesh
+    device: torch.device
+
+    def stand_in(self) -> torch.Tensor:
+        """A padded shard without values like this rank's, to be made within a fake mode."""
+        shard, row = shard_in(self.param), self.row
+        held = [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=self.device) for p in parts_of(shard)]
+        stand_in = rebuilt(shard, held)
+        if not isinstance(self.param, DTensor):
+            stand_in = piece_of(stand_in, row.dim, row.num_shards, 0)
+        return padded_to(stand_in, row.padded_shape, row.dim)
+
+    def described(self) -> ParamRow:
+        """The row with what is gathered, and with the dtype of what is made of it.
+
+        Raises:
+            CaptureError: a method fails, or breaks the protocol.
+        """
+        self._check()
+        with new_fake_mode(), torch.no_grad():
+            stand_in = self.stand_in()
+            with ShardOperators() as watch:
+                sent, metadata = self._before(stand_in)
+            self._check_operators(PRE, watch)
+            self._check_sizes(sent)
+            with ShardOperators() as watch:
+                full = self._after(stand_in, sent, metadata)
+            self._check_operators(POST, watch)
+            stored = sum(part.nbytes for part in parts_of(stand_in))
+            reduce_dtype = reduced_in(self.policy, self.row.dtype, full.dtype)
+            extension = Extension(tuple((tuple(t.shape), t.dtype) for t in sent), stored)
+            return dataclasses.replace(
+                self.row, compute_dtype=full.dtype, reduce_dtype=reduce_dtype, extension=extension
+            )
+
+    @torch.no_grad()
+    def unsharded(self, like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The parameter that the model uses, of the parts of a padded shard; `like` is a stand-in for that."""
+        shard = rebuilt(like, parts)
+        return self._after(shard, *self._before(shard))
+
+    def _before(self, stand_in: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+        """What is to be gathered, and the metadata."""
+        method = method_of(shard_in(self.param), PRE, stand_in)
+        count = len(inspect.signature(method).parameters)
+        if count not in (1, 5):
+            raise self._error(PRE, "it takes neither (mesh) nor (mesh, outer_size, outer_stride, module, mp_policy)")
+        row = self.row
+        told = (torch.Size(row.shape), row.stride_of(row.shape), self.module, self.policy)
+        result = self._run(PRE, method, self.mesh, *(told if count == 5 else ()))
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], (tuple, list))):
+            raise self._error(PRE, "it must return a tuple of tensors, and metadata")
+        sent, metadata = result
+        if not sent or not all(isinstance(tensor, torch.Tensor) for tensor in sent):
+            raise self._error(PRE, "it must return one tensor at least to gather, and tensors only")
+        return [as_plain(tensor) for tensor in sent], metadata
+
+    def _after(self, stand_in: torch.Tensor, sent: list[torch.Tensor], metadata: Any) -> torch.Tensor:
+        """The parameter that the model uses."""
+        joined = tuple(JOIN(sent, self.row.num_shards, self.row.name))
+        method = method_of(shard_in(self.param), POST, stand_in)
+        result = self._run(POST, method, joined, metadata, self.row.compute_dtype)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor)):
+            raise self._error(POST, "it must return the parameter and the tensors that it is made of")
+        return self._run(POST, self._without_padding, result[0])
+
+    def _without_padding(self, full: torch.Tensor) -> torch.Tensor:
+        """What FSDP2 takes with `as_strided`: the memory of the parameter, without what was gathered of padding."""
+        shape = self.row.shape
+        if full.is_contiguous() and full.shape[1:] == shape[1:] and full.shape[0] >= shape[0]:
+            return full if full.shape == shape else full.narrow(0, 0, shape[0])
+        if full.is_contiguous() and full.numel() == math.prod(shape):
+            return full.view(shape)
+        raise self._error(
+            POST,
+            f"it returns a tensor of shape {list(full.shape)}, strides {list(full.stride())}; the parameter has shape "
+            f"{list(shape)} and is contiguous",
+        )
+
+    def _run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        before = read_by(function)
+        try:
+            result = function(*args)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise self._error(name, f"{type(error).__name__}: {error}{line_of(error)}") from error
+        if read_by(function) != before:
+            raise self._error(
+                name,
+                "it changes a variable that it reads, which FSDP2 would do at each gather, and a program does not. "
+                "Change it between the calls of the model",
+            )
+        return result
+
+    def _check(self) -> None:
+        row, missing = self.row, missing_methods(shard_in(self.param))
+        if missing:
+            raise self._error(
+                missing,
+                "there is none, so nothing says how the parameter is gathered. Give its class, or its shard, "
+                "both methods of FSDP2's protocol, or replace the parameter by a plain tensor",
+            )
+        if row.order:
+            raise self._error(PRE, "the parameter must be contiguous")
+        if row.dim != 0 and not row.is_even:
+            raise self._error(
+                PRE,
+                f"the parameter is sharded along dim {row.dim}, whose size {row.shape[row.dim]} the number of ranks, "
+                f"{row.num_shards}, must divide. Choose such a size, or shard it along dim 0",
+            )
+
+    def _check_sizes(self, sent: Sequence[torch.Tensor]) -> None:
+        row = self.row
+        for tensor in sent if row.dim != 0 and row.num_shards > 1 else ():
+            if tensor.numel() != math.prod(row.padded_shape):
+                raise self._error(
+                    PRE,
+                    f"the parameter is sharded along dim {row.dim}, so what is gathered must have as many elements as "
+                    f"the shard, {math.prod(row.padded_shape)}, and a tensor has {tensor.numel()}. Shard along dim 0",
+                )
+
+    def _check_operators(self, name: str, watch: ShardOperators) -> None:
+        """What a program cannot do, or not as FSDP2 does: draw numbers where it does, tell padding from elements."""
+        if watch.communicating:
+            raise self._error(name, COMMUNICATION.format(watch.communicating))
+        if watch.random:
+            raise self._error(
+                name,
+                f"{watch.random} draws random numbers, and FSDP2 draws them at each gather, among those of the "
+                "forward. Draw them between the calls of the model, and set them as an attribute of the shard",
+            )
+        if name == PRE and watch.mixing and not self.row.is_even:
+            raise self._error(
+                name,
+                f"the parameter's {self.row.shape[self.row.dim]} rows are uneven over {self.row.num_shards} ranks, and "
+                f"{watch.mixing} computes across rows, so that padding would count. Choose a size that the number of "
+                "ranks divides",
+            )
+
+    def _error(self, name: str, why: str) -> CaptureError:
+        return CaptureError(f"{name} of parameter {self.row.name} ({type(shard_in(self.param)).__name__}): {why}.")
+
+
+class Extensions:
+    """The parameters of a module that follow the protocol, while its forward is traced.
+
+    Attributes:
+        tensors: fake parts of their shards by slot; the function that is traced takes them.
+    """
+
+    def __init__(self, extended: Iterable[Extended], fake_mode: FakeTensorMode) -> None:
+        self.tensors: dict[Slot, torch.Tensor] = {}
+        self._known: dict[str, tuple[Extended, torch.Tensor, list[Slot]]] = {}
+        for param in extended:
+            with fake_mode:
+                stand_in = param.stand_in()
+            parts = {Slot("part", param.row.name, index=i): part for i, part in enumerate(parts_of(stand_in))}
+            self.tensors.update(parts)
+            self._known[param.row.name] = param, stand_in, list(parts)
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def used(self, given: Mapping[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
+        """What a module uses in the place of the tensors that the function was given."""
+        if not self._known:
+            return dict(given)
+        used = {}
+        for slot, tensor in given.items():
+            if slot.kind == "param" and slot.name in self._known:
+                param, like, slots = self._known[slot.name]
+                value = param.unsharded(like, [given[part] for part in slots])
+                used[slot] = Leaf.apply(tensor, value) if tensor.requires_grad else value
+            else:
+                if slot.kind == "param" and tensor.requires_grad:
+                    tensor.register_hook(as_plain)
+                used[slot] = tensor
+        return used
+
+
+class Leaf(torch.autograd.Function):
+    """What a parameter is used as, in the place of the leaf that its gradient belongs to.
+
+    The gradient may be a tensor subclass; a plain tensor is made of it, as FSDP2 does when it reduces it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return as_plain(grad), None
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor is when it is copied to a plain one, as FSDP2 does with what it gathers and reduces."""
+    if not is_subclass(tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

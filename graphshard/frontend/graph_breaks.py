@@ -1,0 +1,270 @@
+"""Graph breaks: TorchDynamo's errors as a `CaptureError` that names the user's line, the reason and the remedy.
+
+    torch._dynamo.exc.Unsupported, 30 lines   ->   GraphBreak: where, reason in one sentence, remedy
+
+`module/split_module.py` runs a module that has a graph break in Python; `explain`, `export` and `fullgraph=True` raise
+the error. An exception that forward itself raises is that exception, not a graph break.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import linecache
+import logging
+import os
+import re
+import sysconfig
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from traceback import FrameSummary
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch._dynamo.exc import ObservedException, TorchDynamoException, TorchRuntimeError
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
+
+from graphshard.ir.errors import CaptureError, GraphshardError
+from graphshard.ir.tracing_internals import quiet_tracing
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_BREAKS = (
+    TorchDynamoException,
+    GuardOnDataDependentSymNode,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    NotImplementedError,  # such as of a context_fn that is a function in forward
+)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PACKAGES = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+# Warnings of Dynamo's that the error repeats, and those of reads that it makes itself.
+_QUIET = (
+    "Dynamo does not know how to trace",
+    "Dynamo detected a call to a `functools.lru_cache`",
+    r"The \.grad attribute of a Tensor that is not a leaf",
+    r".*should not be instantiated. Methods on autograd functions are all static",
+)
+# An operator's error for fake tensors, which eager mode does not raise.
+_WITHOUT_DATA = "its data is not allocated yet"
+# Characters of a source line, and of a reason, in a message.
+_LONGEST = 160
+
+# What to do, by a part of the reason or of the source line; the first that is found holds.
+_REMEDIES = (
+    (
+        r"_hook_installation_lock",
+        "Call the model once before graphshard.compile: transformers installs hooks in the first call that asks for "
+        "hidden states or attentions.",
+    ),
+    (
+        r"backwards? hooks",
+        "Register the hook on tensors of forward, or on the compiled module itself, whose hooks are not traced.",
+    ),
+    (
+        r"[Dd]ata-dependent|reads values of tensors|TensorVariable\(\)|\.item\(|\.tolist\(",
+        "Compute with tensors what depends on values (torch.where, a mask), or decide outside of forward and pass a "
+        "Python value.",
+    ),
+    (
+        r"\brandom\b|\bRandom\b|numpy\.random",
+        "Draw with torch (torch.rand), or draw outside of forward and pass the number.",
+    ),
+    (
+        r"requires_grad|autograd",
+        "Differentiate with regard to an input of forward, or compute the gradient outside of the model.",
+    ),
+    (r"\bopen\b|\bfile\b|socket|time\.", "Do this outside of forward and pass its result."),
+)
+_ANY_REMEDY = "Move this out of forward, or write it with functions of torch."
+
+
+class GraphBreak(CaptureError):
+    """Forward cannot be traced as one graph.
+
+    Attributes:
+        where: file and number of the user's line; "" if it is not known.
+        source: the line.
+        reason: in one sentence.
+        remedy: in one sentence.
+        raised: the exception that forward raises for these inputs, as text; "" if it raises none.
+        is_own: a statement of forward raises it, and not an operator.
+        differentiates: forward calls autograd in a way that is not traced.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        reason: str,
+        remedy: str,
+        *,
+        where: str = "",
+        source: str = "",
+        raised: str = "",
+        is_own: bool = False,
+    ) -> None:
+        self.where, self.source, self.reason, self.remedy, self.raised = where, source, reason, remedy, raised
+        self.is_own = is_own
+        self.differentiates = "autograd.grad" in reason or "requires_grad" in reason
+        at = f" at {where}\n    {source}\n" if where else ": "
+        super().__init__(f"graphshard cannot capture {function}{at}{reason} {remedy}")
+
+
+def traced_or_break(function: str, trace: Callable[[], T]) -> T:
+    """Return the result of a function that traces; turn errors of tracing into `GraphBreak`.
+
+    Args:
+        function: name of what is traced, such as "Net.forward".
+
+    Raises:
+        GraphBreak: forward cannot be traced whole.
+        GraphshardError: a check of this package failed while torch traced.
+    """
+    try:
+        with quiet_tracing():
+            for message in _QUIET:
+                warnings.filterwarnings("ignore", message=message)
+            return trace()
+    except ConstraintViolationError as error:
+        raise CaptureError(
+            f"graphshard cannot capture {function} with these dynamic sizes: {' '.join(str(error).split())} Declare "
+            "other ranges, or leave the dimension out of dynamic_shapes."
+        ) from error
+    except _BREAKS as error:
+        log.debug("a trace of %s failed", function, exc_info=True)
+        found = _checks_error(error) or _graph_break(function, error)
+    raise found  # without the tracer's error, which holds the trace and its tensors
+
+
+def raise_break(error: GraphBreak) -> NoReturn:
+    """Raise what forward itself raises, as eager mode does, or else the graph break."""
+    raised = _exception_of(error.raised) if error.is_own else None
+    if raised is None:
+        raise error
+    raise raised from error  # Dynamo may be wrong about it, and the cause names the line
+
+
+def differentiates(function: Callable[..., Any]) -> bool:
+    """Return whether a function, or one of the same package that it names, passes `create_graph`.
+
+    A program computes gradients without a graph of their own, so what such a function calls runs in Python. Names are
+    looked up in globals and in the class, and nothing is run.
+    """
+    owner = type(getattr(function, "__self__", None))
+    left, seen = [getattr(function, "__func__", function)], set()
+    while left:
+        code = getattr(left[-1], "__code__", None)
+        found = left.pop()
+        if code is None or code in seen or not is_users(code.co_filename):
+            continue
+        seen.add(code)
+        codes = [code]
+        while codes:
+            inner = codes.pop()
+            if any(_names_graph(constant) for constant in inner.co_consts):
+                return True
+            codes += [constant for constant in inner.co_consts if isinstance(constant, types.CodeType)]
+            for name in inner.co_names:
+                other = getattr(found, "__globals__", {}).get(name, inspect.getattr_static(owner, name, None))
+                if isinstance(other, types.FunctionType):
+                    left.append(other)
+    return False
+
+
+def _names_graph(constant: object) -> bool:
+    return constant == "create_graph" or (isinstance(constant, tuple) and "create_graph" in constant)
+
+
+def _exception_of(text: str) -> Exception | None:
+    """Return the exception that its text describes, such as "ValueError('3 dims')"; None if it is not a builtin."""
+    name, _, rest = text.partition("(")
+    kind = getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return None
+    try:
+        args = ast.literal_eval(f"({rest[:-1]},)") if rest[:-1] else ()
+    except (SyntaxError, ValueError):
+        args = (rest[:-1],)
+    return kind(*args)
+
+
+def _graph_break(function: str, error: Exception) -> GraphBreak:
+    raised = _raised(error)
+    where, source = source_line(getattr(error, "real_stack", None) or ())
+    if raised:
+        reason, remedy = f"Forward raises {raised}.", "Check the inputs."
+    else:
+        reason = _reason(error)
+        said = f"{reason} {source} {getattr(error, 'gb_type', '')} {str(error).partition('Developer debug context')[0]}"
+        remedy = next((advice for pattern, advice in _REMEDIES if re.search(pattern, said)), _ANY_REMEDY)
+    is_own = not isinstance(error, TorchRuntimeError) and not raised.startswith("TypeError(")
+    return GraphBreak(function, reason, remedy, where=where, source=source, raised=raised, is_own=is_own)
+
+
+def _checks_error(error: BaseException | None) -> GraphshardError | None:
+    """Return an error of this package that torch has wrapped."""
+    while error is not None:
+        if isinstance(error, GraphshardError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _raised(error: Exception) -> str:
+    """Return the exception that forward raises, as Dynamo has seen it; "" for anything else that stops it."""
+    if isinstance(error, TorchRuntimeError):
+        if _WITHOUT_DATA in str(error):
+            return ""
+        found = re.search(r"got (\w+\(.*\))\.?$", str(error), re.MULTILINE)
+        return found[1] if found else "an error"
+    if str(getattr(error, "gb_type", "")).startswith("TypeError when making fake"):
+        found = re.search(r"debug context: TypeError <.*?>: (.+)", str(error))
+        return f"TypeError({found[1] if found else ''!r})"
+    if isinstance(error.__cause__, ObservedException):
+        found = re.search(r"raised exception (\w+\(.*\))$", str(error), re.MULTILINE)
+        return found[1] if found else "an exception"
+    is_assert = str(getattr(error, "gb_type", "")).startswith("Data-dependent assertion")
+    return "AssertionError()" if is_assert else ""
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason in one sentence."""
+    text = str(error)
+    if _WITHOUT_DATA in text:
+        return "The operator reads values of tensors, which a trace does not have."
+    if isinstance(error, GuardOnDataDependentSymNode) or re.search("Could not guard on data-dep|torch._check", text):
+        return "A Python value that depends on values of tensors decides here."
+    explained = re.search(r"Explanation: (\S.*)", text)
+    reason = explained[1] if explained else str(getattr(error, "gb_type", "")) or text.strip().partition("\n")[0]
+    reason = re.split(r"(?<=[^.][.)])\s+(?=[A-Z])", reason)[0].strip()
+    mutated = re.search(r"Attempted to mutate (\S.*)", text)
+    if mutated:  # Dynamo explains without saying what
+        reason = f"{reason.rstrip('.')}: {mutated[1].rstrip('.')}."
+    reason = reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}..."
+    return reason if reason.endswith(".") else f"{reason}."
+
+
+def source_line(stack: Sequence[FrameSummary]) -> tuple[str, str]:
+    """Return where the innermost line of the user's code is, as "file:line", and the line."""
+    for frame in reversed(list(stack)):
+        if is_users(frame.filename):
+            source = linecache.getline(frame.filename, frame.lineno or 0).strip()
+            return f"{frame.filename}:{frame.lineno}", source if len(source) <= _LONGEST else f"{source[:_LONGEST]}..."
+    return "", ""
+
+
+def is_users(file: str) -> bool:
+    """Return whether a source file is neither torch's, nor graphshard's, nor the standard library's."""
+    in_stdlib = file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
+    return not (in_stdlib or file.startswith((_TORCH, _HERE, "<")))

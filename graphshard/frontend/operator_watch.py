@@ -1,0 +1,153 @@
+"""Watch over the operators of a trace: what a program cannot keep is an error at the line that runs it.
+
+checkpoint(f, x, use_reentrant=True)  its gradient with the strides of x, as in eager mode
+x.relu_()                       result with the strides of x, as in eager mode
+torch.linalg.inv(x)             its status is a result of the program, and is checked after each call
+torch._check(count <= 5)        the condition is one, too
+self.weight.mul_(0.5)           error: a program reads parameters
+F.dropout(dtensor)              error on a GPU, where its draw depends on the rank
+F.embedding(..., sparse=True)   error: gradients are dense
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.traceback import get_current_meta
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphshard.frontend.call_writer import place_in, place_of
+from graphshard.frontend.draws import draws
+from graphshard.ir.checks import Check, Condition
+from graphshard.ir.errors import CaptureError
+from graphshard.ir.program import Slot
+from graphshard.ir.subclasses import shard_in
+from graphshard.ir.tracing_internals import arguments_of, keep_strides, memory_of, written_by
+from graphshard.ir.wanted import still_wanted
+
+aten = torch.ops.aten
+_COMPARISONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
+_EMBEDDINGS = (aten.embedding.default, aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Mode that is open while AOTAutograd runs the torch-level graph.
+
+    Attributes:
+        checks: statuses of linear algebra, and conditions, each with the tensor that holds it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, given: Mapping[Slot, torch.Tensor]) -> None:
+        super().__init__()
+        self._given = {memory_of(tensor): slot for slot, tensor in given.items()}
+        self.checks: list[tuple[Check | Condition, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        still_wanted()
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)
+        if func is aten._linalg_check_errors.default:
+            self.checks.append((Check(args[1], kwargs["is_matrix"]), args[0]))
+            return None
+        if getattr(func, "namespace", "") == "c10d":
+            raise _error(
+                f"runs {func}, a collective of a process group. Use torch.distributed._functional_collectives, or "
+                "communicate outside of forward"
+            )
+        if func in _EMBEDDINGS and arguments_of(func, args, kwargs).get("sparse"):
+            raise _error("makes sparse gradients, and gradients are reduced densely. Leave sparse=True out")
+        if draws(func, args, kwargs):
+            given = pytree.arg_tree_leaves(*args, **kwargs)
+            if any(isinstance(each, DTensor) and each.device_mesh.device_type != "cpu" for each in given):
+                raise _error(
+                    f"draws random numbers for a DTensor ({func}), which on a GPU sets the generator's state around "
+                    "it. Draw for local tensors: leave nn.Dropout out of the plan, or call to_local() first"
+                )
+        written: list[tuple[torch.Tensor, tuple[int, ...]]] = []
+        if isinstance(func, OpOverload) and func._schema.is_mutable:
+            written = [(tensor, tensor.stride()) for tensor in written_by(func, args, kwargs)]
+            for slot in (self._given.get(memory_of(shard_in(tensor))) for tensor, _ in written):
+                if slot is not None and slot.kind == "param":
+                    raise _error(f"writes parameter {slot.name} ({func}). Write it outside of forward, or use a buffer")
+        result = func(*args, **kwargs)
+        for tensor, stride in written:
+            if len(stride) == tensor.dim() and torch.Tag.inplace_view not in func.tags:
+                keep_strides(tensor, stride)
+        return result
+
+
+class WatchedGraph(Interpreter):
+    """Runs a torch-level graph of Dynamo; what forward asserts with `torch._check` is checked after each call.
+
+    Args:
+        watch: is open while the graph runs.
+        params: of the module, as the graph is given them.
+    """
+
+    def __init__(self, graph: GraphModule, watch: OperatorWatch, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(graph)
+        self._watch, self._params = watch, set(map(id, params))
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node."""
+        if n.target is aten._assert_scalar.default and isinstance(n.args[0], Node):
+            self._check(n.args[0])
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one function; gradients of a reentrant region's inputs are laid out as those."""
+        if target is torch.ops.higher_order.tag_activation_checkpoint and kwargs.get("use_reentrant"):
+            if not any(_needs_gradient(each) and id(each) not in self._params for each in args):
+                with torch.no_grad():  # gradients go through its inputs, or nowhere
+                    return super().call_function(target, args, kwargs)
+            args = tuple(_Laid.apply(each) if _needs_gradient(each) else each for each in args)
+        return super().call_function(target, args, kwargs)
+
+    def _check(self, condition: Node) -> None:
+        """Compute a condition on numbers that are read from tensors as a tensor, too."""
+        left: Any
+        line = place_of(condition).removeprefix(" at ")
+        if condition.target not in _COMPARISONS or "_check" not in line:
+            return  # torch's own, which holds
+        left, right = (self.env[each] if isinstance(each, Node) else each for each in condition.args)
+        of_tensor = torch.full((), left, dtype=torch.int64 if isinstance(left, (int, torch.SymInt)) else torch.float64)
+        self._watch.checks.append((Condition(line), condition.target(of_tensor, right)))
+
+
+class _Laid(torch.autograd.Function):
+    """A tensor as it is, whose gradient gets its strides, as that of a leaf does: sums round by the order in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        steps = sorted((step, size) for step, size in zip(x.stride(), x.shape) if size != 1)
+        sizes = [size for _, size in steps]
+        is_dense = all(step == math.prod(sizes[:index]) for index, (step, _) in enumerate(steps))
+        ctx.stride = x.stride() if is_dense else None
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> torch.Tensor:
+        if ctx.stride is None or grad.stride() == ctx.stride:
+            return cast(torch.Tensor, grad)
+        return grad.new_empty_strided(grad.shape, ctx.stride).copy_(grad)
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, DTensor)
+
+
+def _error(what: str) -> CaptureError:
+    """Return the error for the operator that runs now."""
+    place = place_in(get_current_meta().get("stack_trace")).removeprefix(" at ")
+    return CaptureError(f"graphshard cannot capture forward: it {what}. {place}".rstrip())

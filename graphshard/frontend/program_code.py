@@ -1,0 +1,268 @@
+"""Python code of an exported graph, one function per call of a module.
+
+A program of `torch.export` is one flat list of operators. `nn_module_stack` says in which calls of modules each ran.
+FSDP2 acts where a call of a unit starts and ends (casts, one node of autograd), so the calls are restored:
+
+    embedding   emb                    def call_0(self, x0):                       # of the root
+    linear      layers.0, layers.0.up      embedding_0 = self.emb(x0)
+    tanh        layers.0                   layers_0 = getattr(self.layers, "0")(embedding_0)
+    mul                                    mul_0 = torch.ops.aten.mul.Tensor(layers_0, ...)
+
+Equal calls have equal code: values are numbered within a call, and parameters are read from `self`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from graphshard.frontend.call_writer import ARITHMETIC, CallCode, CallWriter, is_name, literal, place_of
+from graphshard.ir.errors import UnsupportedError
+from graphshard.ir.text import brief
+
+STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+# Asserts what the dtype was at export; with a mixed-precision policy it is another one.
+_DROPPED = "aten._assert_tensor_metadata.default"
+_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A call of a module, or a region under `torch.no_grad()` or autocast.
+
+    Attributes:
+        key: distinguishes it from other calls.
+        path: name of the module.
+        kind: qualified name of its class.
+        context: of a region, the context manager as code.
+    """
+
+    key: str
+    path: str
+    kind: str = ""
+    context: str = ""
+
+
+@dataclass(frozen=True)
+class _Item:
+    node: Node
+    scopes: tuple[Scope, ...]
+
+
+@dataclass
+class ProgramCode:
+    """Code of a program.
+
+    Attributes:
+        calls: of each module that is called, its calls in order.
+        kinds: qualified names of the classes of these modules; "" is the root.
+        casts: places where the graph names a floating-point dtype.
+    """
+
+    program: ExportedProgram
+    names: Mapping[str, Sequence[str]]
+    calls: dict[str, list[CallCode]] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    casts: list[tuple[torch.dtype, str]] = field(default_factory=list)
+    _items: list[_Item] = field(default_factory=list)
+    _same_as: dict[Node, Any] = field(default_factory=dict)
+    _position: dict[Node, int] = field(default_factory=dict)
+    _last_use: dict[Node, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: ExportedProgram, names: Mapping[str, Sequence[str]]) -> ProgramCode:
+        """Write the code of a program.
+
+        Args:
+            names: all names of each parameter, buffer and constant, by each of them.
+
+        Raises:
+            UnsupportedError: the graph has an operator or an order of calls that cannot be written.
+        """
+        code = cls(program, names)
+        graph = program.graph
+        code._flatten(graph, (), program.graph_module)
+        code._position = {item.node: i for i, item in enumerate(code._items)}
+        results = list(map(code._resolved, graph.output_node().args[0]))
+        for place, item in enumerate(code._items):
+            for used in code._used(item.node):
+                code._last_use[used] = place
+        end = len(code._items)
+        code._last_use |= {node: end for node in results if isinstance(node, Node)}
+        writer = CallWriter("", names, code._resolved)
+        specs = zip(graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
+        writer.inputs = [node for node, spec in specs if spec.kind not in STATE]
+        code._write(writer, 0, end, 0)
+        writer.finish(results)
+        code.calls[""] = [CallCode(writer.inputs, [], writer.lines, writer.places)]
+        return code
+
+    def _flatten(self, graph: Graph, outer: tuple[Scope, ...], owner: GraphModule | torch.nn.Module) -> None:
+        """List the operators of a graph, those of its regions included, with the calls that they are in."""
+        for node in graph.nodes:
+            if node.op != "call_function" or str(node.target) == _DROPPED:
+                continue
+            if isinstance(node.target, HigherOrderOperator):
+                self._enter_region(node, outer, owner)
+            elif node.target is not operator.getitem or not self._is_result_of_region(node):
+                self._check(node)
+                if _returns_first(node.target):
+                    self._same_as[node] = node.args[0]
+                self._items.append(_Item(node, (*outer, *self._scopes(node)[_depth(outer) :])))
+
+    def _enter_region(self, node: Node, outer: tuple[Scope, ...], owner: Any) -> None:
+        name = str(node.target)
+        if name == _GRAD:
+            enabled, body, *args = node.args
+            context = f"torch.set_grad_enabled({bool(enabled)})"
+        elif name == _AUTOCAST:
+            device, dtype, enabled, cached, body, *args = node.args
+            given = ", ".join(map(literal, (device, dtype, enabled, cached)))
+            context = f"torch.autocast({given})"
+        else:
+            raise UnsupportedError(
+                f"model: the program has the operator {name}{place_of(node)}, which graphshard cannot take from a "
+                "program. Compile the module that was exported instead."
+            )
+        assert isinstance(body, Node)
+        region = getattr(owner, str(body.target))
+        for placeholder, arg in zip(region.graph.find_nodes(op="placeholder"), args, strict=True):
+            self._same_as[placeholder] = arg
+        inner = [self._scopes(n) for n in region.graph.nodes if n.op == "call_function" and self._scopes(n)]
+        common = self._scopes(node)[_depth(outer) :]
+        for scopes in inner:
+            depth = _depth(outer)
+            common = tuple(a for a, b in zip(common, scopes[depth:]) if a == b)
+        path = common[-1].path if common else outer[-1].path if outer else ""
+        self._flatten(region.graph, (*outer, *common, Scope(node.name, path, context=context)), region)
+        results = region.graph.output_node().args[0]
+        for user in node.users:
+            if user.target is operator.getitem:
+                self._same_as[user] = results[user.args[1]]
+
+    def _is_result_of_region(self, node: Node) -> bool:
+        return node in self._same_as
+
+    def _scopes(self, node: Node) -> tuple[Scope, ...]:
+        """The calls that an operator ran in, from the outside in, while each is of a submodule of the one before."""
+        found: list[Scope] = []
+        for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
+            path = path.partition("@")[0]
+            if path == "":
+                self.kinds.setdefault("", _class_name(kind))
+                continue
+            if path not in self._modules or (found and not path.startswith(f"{found[-1].path}.")):
+                break
+            found.append(Scope(key, path, _class_name(kind)))
+        return tuple(found)
+
+    @property
+    def _modules(self) -> frozenset[str]:
+        known = self.__dict__.get("_known")
+        if known is None:
+            known = self.__dict__["_known"] = module_names(self.program)
+        return known
+
+    def _check(self, node: Node) -> None:
+        """Raise UnsupportedError for a function that is neither an operator nor arithmetic of sizes."""
+        target = node.target
+        is_sym = getattr(torch, getattr(target, "__name__", ""), None) is target
+        if not (isinstance(target, OpOverload) or is_sym or any(target in vars(m).values() for m in ARITHMETIC)):
+            raise UnsupportedError(
+                f"model: the program calls {brief(target)}{place_of(node)}, which is not an operator. Export the "
+                "module again with torch.export.export."
+            )
+        if not all(map(is_name, node.kwargs)):
+            raise UnsupportedError(f"model: {target} in the program has the argument {brief(list(node.kwargs))}.")
+        for value in pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(value, torch.dtype) and value.is_floating_point:
+                self.casts.append((value, f"{target}{place_of(node)}"))
+
+    def _resolved(self, value: Any) -> Any:
+        while isinstance(value, Node) and value in self._same_as:
+            value = self._same_as[value]
+        return value
+
+    def _used(self, node: Node) -> Iterator[Node]:
+        for value in node.all_input_nodes:
+            found = self._resolved(value)
+            if isinstance(found, Node):
+                yield found
+
+    def _write(self, writer: CallWriter, first: int, end: int, depth: int) -> None:
+        """Write operators of one call, or region, and calls within it."""
+        place = first
+        for scope, begin, last in self._within(first, end, depth):
+            while place < begin:
+                writer.write(self._items[place].node)
+                place += 1
+            if scope.context:
+                writer.enter(scope.context)
+                self._write(writer, begin, last + 1, depth + 1)
+                writer.leave()
+            else:
+                inner = CallWriter(scope.path, self.names, self._resolved)
+                self._write(inner, begin, last + 1, depth + 1)
+                made = [item.node for item in self._items[begin : last + 1]]
+                outputs = [node for node in made if self._last_use.get(node, -1) > last]
+                inner.finish(outputs)
+                calls = self.calls.setdefault(scope.path, [])
+                calls.append(CallCode(inner.inputs, outputs, inner.lines, inner.places))
+                self.kinds.setdefault(scope.path, scope.kind)
+                writer.call(scope.path, len(calls) - 1, calls[-1])
+            place = last + 1
+        while place < end:
+            writer.write(self._items[place].node)
+            place += 1
+
+    def _within(self, first: int, end: int, depth: int) -> list[tuple[Scope, int, int]]:
+        """Calls within a call, with the places of their first and last operators."""
+        spans: dict[Scope, list[int]] = {}
+        for place in range(first, end):
+            scopes = self._items[place].scopes
+            if len(scopes) > depth:
+                spans.setdefault(scopes[depth], [place, place])[1] = place
+        found = [(scope, begin, last) for scope, (begin, last) in spans.items()]
+        for (one, _, last), (other, begin, _) in itertools.pairwise(found):
+            if begin <= last:
+                raise UnsupportedError(
+                    f"model: the operators of {one.path} and {other.path} are interleaved in the program, and calls of "
+                    "modules cannot be told apart. Export the module again, without passes that reorder the graph."
+                )
+        return found
+
+
+def module_names(program: ExportedProgram) -> frozenset[str]:
+    """Names of the modules of a program, but for the root."""
+    names = [entry.fqn.partition("@")[0] for entry in program.module_call_graph]
+    names += [name.rpartition(".")[0] for name in (*program.state_dict, *program.constants)]
+    parts = [name.split(".") for name in names if name]
+    return frozenset(".".join(name[:end]) for name in parts for end in range(1, len(name) + 1))
+
+
+def _depth(scopes: Sequence[Scope]) -> int:
+    """How many of them are calls of modules."""
+    return sum(not scope.context for scope in scopes)
+
+
+def _class_name(kind: Any) -> str:
+    return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _returns_first(target: Any) -> bool:
+    """Return whether an operator writes its first argument and returns it: in Python both are one object."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or len(schema.returns) != 1 or not schema.arguments:
+        return False
+    writes = schema.returns[0].alias_info, schema.arguments[0].alias_info
+    return all(alias is not None and alias.is_write for alias in writes)

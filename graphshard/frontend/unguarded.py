@@ -1,0 +1,224 @@
+"""Errors and graph breaks for what Dynamo traces silently and no guard can say of the next call.
+
+x.grad, x.is_leaf                      an error: a program has no such thing
+id(x), random.randint(0, 9), vars(m)   a graph break: Python answers in each call
+mask.any().item() is True              a graph break, too: Dynamo says no
+torch.set_default_dtype(...)           an error: the trace would set it, and no call
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import linecache
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.source import RandomValueSource
+from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
+from torch.fx import Graph, Node
+
+from graphshard.frontend.extra_guards import read
+from graphshard.frontend.graph_breaks import GraphBreak, is_users, source_line
+from graphshard.ir.errors import CaptureError
+
+# Builtins with another answer in each call.
+_BUILTINS = {
+    "id": "id() of an object is another one in each call.",
+    "vars": "vars() is a dict of all attributes, which no guard compares.",
+}
+# Attributes of tensors that a program does not have, or has otherwise.
+_HISTORY = frozenset({"grad", "is_leaf", "grad_fn", "output_nr", "_base", "retains_grad"})
+# Before the name of an attribute: it is not one of a tensor.
+_NO_TENSORS = frozenset({"self", "autograd", "func"})
+# Calls of numpy in graphs of Dynamo.
+_NUMPY = (numpy_to_tensor_wrapper, numpy_method_wrapper, numpy_operator_wrapper)
+# Functions that change what holds after the call, too.
+_SETTERS = frozenset(
+    {
+        "set_autocast_cache_enabled",
+        "set_autocast_dtype",
+        "set_autocast_enabled",
+        "set_default_device",
+        "set_default_dtype",
+        "_set_default_dtype",
+        "_set_deterministic_algorithms",
+        "use_deterministic_algorithms",
+    }
+)
+_ANY_REMEDY = "Ask outside of forward, and pass the answer into it."
+
+
+def reject_unguarded(
+    guards: Iterable[Any],
+    codes: Sequence[types.CodeType],
+    graph: Graph,
+    sources: Iterable[Any],
+    values: Mapping[str, Any],
+    function: str,
+) -> None:
+    """Raise an error where no guard can say whether a trace serves the next call.
+
+    Args:
+        guards: of Dynamo.
+        codes: that were traced.
+        graph: that was traced.
+        sources: of its inputs.
+        values: what the names in sources stand for.
+        function: that was traced, for the message.
+
+    Raises:
+        GraphBreak: Python does it right.
+        CaptureError: Python does not, as modules hold shards, or tensors were cast.
+    """
+    sources = list(sources)
+    names = {str(guard.name) for guard in guards}
+    found = dict(read((name for name in names if name), values))
+    _reject_builtins(guards, function)
+    _reject_attributes(codes, names | {str(source.name) for source in sources}, function)
+    _reject_classes(codes, found, function)
+    _reject_graph(graph, found, function)
+    _reject_identity(codes, graph, function)
+    if any(isinstance(source, RandomValueSource) for source in sources):
+        raise GraphBreak(function, "The module `random` draws a number.", "Draw with torch (torch.rand).")
+    bounded = [name for name, value in found.items() if isinstance(value, deque) and value.maxlen is not None]
+    if bounded:
+        raise GraphBreak(
+            function, f"{bounded[0]} is a deque with a maxlen, which Dynamo ignores.", "Keep the last values in a list."
+        )
+
+
+def _reject_builtins(guards: Iterable[Any], function: str) -> None:
+    for guard in guards:
+        name, frames = str(guard.name), list(guard.user_stack or ())
+        reason = next((why for builtin, why in _BUILTINS.items() if name.endswith(f"['{builtin}']")), None)
+        if reason and guard.create_fn_name() == "BUILTIN_MATCH" and frames and is_users(frames[-1].filename):
+            where, source = source_line(frames)
+            raise GraphBreak(function, reason, _ANY_REMEDY, where=where, source=source)
+
+
+def _reject_attributes(codes: Iterable[types.CodeType], names: Iterable[str], function: str) -> None:
+    for code in codes:
+        for name, before, line in _attributes(code, "LOAD_ATTR") if is_users(code.co_filename) else ():
+            if name in _HISTORY and before not in _NO_TENSORS:
+                raise CaptureError(
+                    f"graphshard cannot capture {function} at {code.co_filename}:{line}\n"
+                    f"    {linecache.getline(code.co_filename, line).strip()}\n"
+                    f"It asks for {name}, which does not belong to the value of a tensor, and is otherwise in a "
+                    f"program. {_ANY_REMEDY}"
+                )
+    for name in names:
+        if name.endswith(".grad") and not name.startswith("G["):
+            raise CaptureError(
+                f"graphshard cannot capture {function}: it asks for {name}, which is accumulated after the call. Take "
+                "gradients with torch.autograd.grad in forward, or pass them as arguments."
+            )
+
+
+def _reject_classes(codes: Iterable[types.CodeType], found: Mapping[str, Any], function: str) -> None:
+    """Reject attributes of classes that are set by the class's name, and all attributes of a module at once."""
+    classes = {value.__name__ for value in found.values() if isinstance(value, type)}
+    methods = {getattr(each, "__code__", None) for cls in _classes_of(found) for each in vars(cls).values()}
+    for code in codes:
+        if not is_users(code.co_filename):
+            continue
+        stored = list(_attributes(code, "STORE_ATTR"))
+        changed = {name for name, *_ in stored}
+        added_to = [each for each in _attributes(code, "LOAD_ATTR") if each[0] in changed]  # Block.calls += 1
+        for name, before, line in (*stored, *added_to):
+            if before in classes:
+                raise _break_at(code, line, function, f"It sets {before}.{name}, which Dynamo reads as it was.")
+        if code in methods:
+            for name, before, line in _attributes(code, "LOAD_ATTR"):
+                if name == "__dict__" and before == "self":
+                    raise _break_at(code, line, function, "It reads all attributes, which no guard compares.")
+
+
+def _classes_of(found: Mapping[str, Any]) -> set[type]:
+    """Return the classes of modules that were read."""
+    return {cls for value in found.values() if isinstance(value, nn.Module) for cls in type(value).__mro__}
+
+
+def _break_at(code: types.CodeType, line: int, function: str, reason: str) -> GraphBreak:
+    source = linecache.getline(code.co_filename, line).strip()
+    return GraphBreak(function, reason, _ANY_REMEDY, where=f"{code.co_filename}:{line}", source=source)
+
+
+def _reject_graph(graph: Graph, found: Mapping[str, Any], function: str) -> None:
+    methods = (each for cls in _classes_of(found) for each in vars(cls).values())
+    functions = [each for each in (*found.values(), *methods) if isinstance(each, functools._lru_cache_wrapper)]
+    wrapped = [each.__wrapped__ for each in functions]
+    cached = {each.__code__ for each in wrapped if isinstance(each, types.FunctionType)}
+    places = [(code.co_filename, range(*_lines_of(code))) for code in cached]
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "") in _SETTERS:
+            raise CaptureError(
+                f"graphshard cannot capture {function}: it calls {node.target.__name__}, and a program does not change "
+                "settings of torch. Set it before the call, or use a context such as torch.autocast in forward."
+            )
+        if type(node.target) in _NUMPY and node.all_input_nodes:
+            reason = "numpy computes with values of tensors, and torch rounds otherwise."
+            raise GraphBreak(function, reason, "Use the functions of torch.", where=_line_of(node))
+        if places and any(file == known and line in lines for file, line in _stack_of(node) for known, lines in places):
+            reason = "A function under functools.lru_cache makes a tensor, which eager mode makes once."
+            raise GraphBreak(function, reason, "Make the tensor in __init__, as a buffer.", where=_line_of(node))
+    modes = [node.args[0] for node in graph.nodes if node.target is torch._C._set_grad_enabled]
+    if modes and modes[-1] != torch.is_grad_enabled():
+        raise CaptureError(
+            f"graphshard cannot capture {function}: it leaves gradients {'on' if modes[-1] else 'off'}, and they were "
+            "not before. Use `with torch.set_grad_enabled(...)`."
+        )
+
+
+def _reject_identity(codes: Iterable[types.CodeType], graph: Graph, function: str) -> None:
+    """Reject `x.any().item() is True`, which Dynamo says is False: a symbol is no Python bool."""
+    if not any(isinstance(node.meta.get("example_value"), torch.SymBool) for node in graph.nodes):
+        return
+    for code in codes:
+        before, line = None, code.co_firstlineno
+        for each in dis.get_instructions(code) if is_users(code.co_filename) else ():
+            line = _line_at(each, line)
+            if each.opname == "IS_OP" and isinstance(before, bool):
+                raise _break_at(code, line, function, "It asks `is` of a bool that may be read from a tensor.")
+            before = each.argval
+
+
+def _line_at(instruction: dis.Instruction, line: int) -> int:
+    """Return the line of an instruction, given that of the one before."""
+    starts: Any = getattr(instruction, "line_number", None) or instruction.starts_line
+    return starts if type(starts) is int else line
+
+
+def _attributes(code: types.CodeType, opname: str) -> Iterator[tuple[str, Any, int]]:
+    """Yield names of attributes that code reads or sets, with the name before and the line."""
+    before, line = None, code.co_firstlineno
+    for each in dis.get_instructions(code):
+        line = _line_at(each, line)
+        is_method = sys.version_info >= (3, 12) and opname == "LOAD_ATTR" and bool((each.arg or 0) & 1)
+        if each.opname == opname and not is_method:
+            yield each.argval, before, line
+        before = before if each.opname in ("COPY", "DUP_TOP", "SWAP") else each.argval
+
+
+def _lines_of(code: types.CodeType) -> tuple[int, int]:
+    lines = [line for _, _, line in code.co_lines() if line]
+    return code.co_firstlineno, max(lines, default=code.co_firstlineno) + 1
+
+
+def _stack_of(node: Node) -> Iterator[tuple[str, int]]:
+    """Yield file and line of each frame that made a node."""
+    for line in str(node.meta.get("stack_trace") or "").splitlines():
+        if line.strip().startswith("File "):
+            _, file, rest = line.split('"', 2)
+            yield file, int(rest.split(",")[1].split()[1])
+
+
+def _line_of(node: Node) -> str:
+    """Return where a node was made, as "file:line"."""
+    frames = [frame for frame in _stack_of(node) if is_users(frame[0])]
+    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""

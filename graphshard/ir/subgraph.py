@@ -1,0 +1,168 @@
+"""Graphs that higher-order operators are given: `torch.cond`, `while_loop`, `scan`, `map`, `flex_attention`.
+
+    %true = get_attr[true_graph_0]                      %8: (f32[4]) = cond(%5, graph_3f0c, graph_81aa, [%1, %2])
+    %8 = cond(%5, %true, %false, (%1, %2))
+                                                        graph_3f0c:  # argument of a call
+                                                          %0: f32[4] = f32[4] (1)
+
+In FX they are attributes of a module. Here each is an argument of the node itself, so that a node can be copied into
+another graph, cut into a region or written to a file without a module that must have the attributes. Equal graphs have
+equal names. FX needs attributes where it makes Python code of a graph: `with_attributes` puts them there.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import HigherOrderOperator
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+
+# Operators with graphs that programs may have, by name; torch 2.11 lacks some.
+_NAMES = (
+    *("cond", "while_loop", "while_loop_stack_output", "scan", "map_impl", "invoke_subgraph"),
+    *("flex_attention", "flex_attention_backward"),
+)
+HIGHER_ORDER: dict[str, HigherOrderOperator] = {
+    name: getattr(torch.ops.higher_order, name) for name in _NAMES if hasattr(torch.ops.higher_order, name)
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Subgraph:
+    """Graph that a higher-order operator is given; it is never changed.
+
+    Attributes:
+        name: an identifier, which equal graphs share.
+        text: as it is printed.
+        graph: its placeholders are what the operator passes; no node reads an attribute.
+    """
+
+    name: str
+    text: str = field(compare=False)
+    graph: Graph = field(compare=False)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __deepcopy__(self, memo: Any) -> Subgraph:
+        return self
+
+    def __call__(self, *args: Any) -> Any:
+        return self.module(*args)
+
+    @functools.cached_property
+    def module(self) -> GraphModule:
+        """The graph as a module, whose own subgraphs are attributes."""
+        return with_attributes(GraphModule(nn.Module(), copy.deepcopy(self.graph)))
+
+
+def subgraph_of(graph: Graph, print_graph: Callable[..., str]) -> Subgraph:
+    """Return a graph as an argument of a node.
+
+    Args:
+        print_graph: makes text of graphs.
+    """
+    inputs = [_input(node.meta.get("val")) for node in graph.find_nodes(op="placeholder")]
+    results = graph.output_node().args[0]
+    text = print_graph(
+        graph, inputs, [""] * (len(results) if isinstance(results, (tuple, list)) else 1), canonical=True
+    )
+    return Subgraph(f"graph_{hashlib.sha256(text.encode()).hexdigest()[:12]}", text, graph)
+
+
+def _input(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    stride = ", ".join(map(str, value.stride()))
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} ({stride}) {value.device.type}"
+
+
+def is_higher_order(node: Node) -> bool:
+    """Return whether a node calls an operator with graphs."""
+    return isinstance(node.target, HigherOrderOperator) and any(True for _ in subgraphs_in(node))
+
+
+def subgraphs_in(node: Node) -> Iterator[Subgraph]:
+    """Yield the graphs that a node is given, in order; those within them are not among them."""
+    found: list[Subgraph] = []
+    map_aggregate((node.args, node.kwargs), lambda arg: found.append(arg) if isinstance(arg, Subgraph) else arg)
+    yield from found
+
+
+def subgraphs_of(graph: Graph) -> dict[str, Subgraph]:
+    """Return the graphs that nodes of a graph are given, by name, each before those that are within it."""
+    found: dict[str, Subgraph] = {}
+    for node in graph.nodes:
+        if isinstance(node.target, HigherOrderOperator):
+            for subgraph in subgraphs_in(node):
+                found.setdefault(subgraph.name, subgraph)
+                found.update(subgraphs_of(subgraph.graph))
+    return found
+
+
+def calls_in(graph: Graph) -> list[Node]:
+    """Return the calls of a graph, in order."""
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def with_attributes(module: GraphModule) -> GraphModule:
+    """Return a module whose graph reads subgraphs as attributes; the module itself if there are none."""
+    if not subgraphs_of(module.graph):
+        return module
+    found = GraphModule(nn.Module(), copy.deepcopy(module.graph))
+    give_attributes(found)
+    found.recompile()
+    return found
+
+
+def give_attributes(module: GraphModule) -> dict[str, Subgraph]:
+    """Let a graph read its subgraphs as attributes, in place; return them by name."""
+    found: dict[str, Subgraph] = {}
+    for node in list(module.graph.nodes):
+        if isinstance(node.target, HigherOrderOperator):
+            reads = {each: _read(module, node, each) for each in subgraphs_in(node)}
+            found |= {each.name: each for each in reads}
+            node.args, node.kwargs = map_aggregate(
+                (node.args, node.kwargs),
+                lambda arg: reads.get(arg, arg) if isinstance(arg, Subgraph) else arg,  # noqa: B023
+            )
+    return found
+
+
+def _read(module: GraphModule, node: Node, subgraph: Subgraph) -> Node:
+    setattr(module, subgraph.name, subgraph.module)
+    with module.graph.inserting_before(node):
+        read = module.graph.get_attr(subgraph.name)
+    read.meta = {key: node.meta[key] for key in ("partitioner_tag",) if key in node.meta}
+    return read
+
+
+def take_attributes(module: GraphModule, known: Mapping[str, Subgraph]) -> None:
+    """Make attributes that are subgraphs arguments of the nodes that read them, in place.
+
+    Args:
+        known: subgraphs by the name of the attribute.
+    """
+    for node in list(module.graph.find_nodes(op="get_attr")):
+        subgraph = known.get(str(node.target))
+        if subgraph is None:
+            continue
+        for user in list(node.users):
+            replaced: Callable[[Any], Any] = functools.partial(_replaced, node, subgraph)
+            user.args, user.kwargs = map_aggregate((user.args, user.kwargs), replaced)
+        module.graph.erase_node(node)
+    for name in known:
+        if hasattr(module, name):
+            delattr(module, name)
+
+
+def _replaced(node: Node, subgraph: Subgraph, arg: Any) -> Any:
+    return subgraph if arg is node else arg

@@ -1,0 +1,139 @@
+"""Buffers that a checkpointed region writes are written again when eager mode runs the region again, in backward.
+
+    forward                                   backward
+    %new = add(%buffer, %mean)                %again = add(%late, %mean)
+    return %new, ...                          return %again, ...
+
+What backward finds in the buffer, "late", may be what other calls have written since. Recomputation gives the other
+operands the values that they had. Where it would not, because what backward needs depends on the buffer, or where the
+order of several writes differs from eager mode's, there is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch.fx import Node
+
+from graphshard.ir.errors import CaptureError
+from graphshard.ir.graph import is_backward, is_part
+from graphshard.ir.program import Phase, Slot
+from graphshard.ir.recomputed import BACKWARD_OF, REPEATED
+
+aten = torch.ops.aten
+
+
+def write_again(
+    phase: Phase, label: str, written_in_regions: Collection[str] | None = None
+) -> dict[str, tuple[str, ...]]:
+    """Let backward write the buffers that a checkpointed region writes.
+
+    Args:
+        written_in_regions: their names. None if they are not known: then a buffer that is written outside, and depends
+            through a region on what was in it before, is an error, as one that is written in both places.
+
+    Returns:
+        Their names, each with the outputs through any of which backward must go to run the region.
+
+    Raises:
+        CaptureError: what eager mode's backward makes of the buffer, or of gradients, would differ.
+    """
+    sources = {slot.name: node for node, slot in phase.slot_of().items() if slot.kind == "buffer"}
+    written: dict[str, Node] = {}
+    path: set[Node] = set()
+    for value, slot in zip(phase.results, phase.outputs, strict=True):
+        is_buffer = slot.kind == "mutation" and slot.of == "buffer" and slot.name in sources
+        is_buffer = is_buffer and (written_in_regions is None or slot.name in written_in_regions)
+        if is_buffer and isinstance(value, Node):
+            writes = _repeated_writes(sources[slot.name], value, slot.name, label)
+            if writes:
+                path |= writes
+                written[slot.name] = value
+    if not path:
+        return {}
+    through = {name: _through(phase, value.meta["ac_graph_id"]) for name, value in written.items()}
+    late = {sources[name]: _late(phase, name, sources[name]) for name in written}
+    copied = _copied(sorted(path), late)
+    phase.set_results([*phase.results, *(copied[value] for value in written.values())])
+    phase.outputs = (*phase.outputs, *(Slot("mutation", name, "late") for name in written))
+    return through
+
+
+def _late(phase: Phase, name: str, buffer: Node) -> Node:
+    """What backward finds in a buffer. Partitioners know an input of backward by its name."""
+    node = phase.add_input(f"tangents_late_{name.replace('.', '_')}", Slot("late", name), buffer.meta["val"])
+    node.meta["partitioner_tag"] = "is_backward"
+    return node
+
+
+def _copied(path: Iterable[Node], late: Mapping[Node, Node]) -> dict[Node, Node]:
+    """Nodes of forward as nodes of backward that read other buffers, where the backward of their regions begins."""
+    copied = dict(late)
+    for node in path:
+        first = next(n for n in node.graph.nodes if n.meta.get(BACKWARD_OF) == node.meta["ac_graph_id"])
+        with node.graph.inserting_before(first):
+            new = copied[node] = node.graph.node_copy(node, lambda n: copied.get(n, n))
+        for mark in ("recompute", "ac_graph_id", REPEATED):
+            new.meta.pop(mark, None)
+        new.meta["partitioner_tag"] = "is_backward"
+    return copied
+
+
+def _through(phase: Phase, region: int) -> tuple[str, ...]:
+    """The outputs whose gradients reach a region."""
+    found = []
+    for node, slot in phase.slot_of().items():
+        if slot.kind == "tangent":
+            known = {node}
+            for other in phase.module.graph.nodes:
+                if not known.isdisjoint(other.all_input_nodes):
+                    known.add(other)
+            if any(other.meta.get(BACKWARD_OF) == region for other in known):
+                found.append(slot.name)
+    return tuple(found)
+
+
+def _repeated_writes(source: Node, value: Node, name: str, label: str) -> set[Node]:
+    """What lies between a buffer and its new value, if eager mode runs that again; otherwise nothing."""
+    dependents = _dependents(source)
+    path = {node for node in dependents if node is value or value in _dependents(node)}
+    repeated = {node.meta.get(REPEATED, 0) for node in path}
+    if not any(repeated):
+        return set()
+    reason = None
+    if len({node.meta.get("ac_graph_id") for node in path}) > 1:
+        reason = "several regions, or a region and code outside, write it, and backward repeats that in another order"
+    elif repeated != {1}:
+        reason = "backward repeats only a part of what writes it, or repeats it several times"
+    elif any(_reads_in_backward(user) for node in dependents for user in node.users):
+        reason = "gradients depend on it, for which backward would read the new value"
+    if reason is not None:
+        raise CaptureError(
+            f"graphshard cannot capture {label}.forward: a region of torch.utils.checkpoint writes buffer {name}, "
+            f"which eager mode does again in backward, and {reason}. Take what writes the buffer out of the checkpoint."
+        )
+    return path
+
+
+def _dependents(source: Node) -> list[Node]:
+    """Calls of forward that depend on a value, in order."""
+    known, found = {source}, []
+    for node in source.graph.nodes:
+        depends = not known.isdisjoint(node.all_input_nodes)
+        if node.op == "call_function" and depends and not is_backward(node) and not _is_of_batch(node):
+            known.add(node)
+            found.append(node)
+    return found
+
+
+def _is_of_batch(node: Node) -> bool:
+    """A result of batch norm in training that does not depend on the running statistics."""
+    maker = node.args[0] if is_part(node) else None
+    functional = aten._native_batch_norm_legit_functional.default
+    return isinstance(maker, Node) and maker.target is functional and node.args[1] in (0, 1, 2)
+
+
+def _reads_in_backward(node: Node) -> bool:
+    # In training, the backward of batch norm is given the running statistics and does not read them.
+    return is_backward(node) and node.target is not aten.native_batch_norm_backward.default

@@ -1,0 +1,309 @@
+"""A module whose forward cannot be traced whole: Python runs it, and its units run by programs of their own.
+
+    forward of the model          Python, on full parameters that one program gathers, and whose gradients it reduces
+    `- layers.0, layers.1, ...    each by its own program; one that cannot be traced is split in turn
+    `- other submodules           Python, as a part of forward
+
+The result has FSDP2's bits: the parameters of a unit are gathered together and their gradients reduced once, and what
+FSDP2's hooks do where values enter and leave a unit is done by `UnitBoundary` in the unit's `__call__`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from graphshard.frontend.entry import Entry, is_compiled
+from graphshard.frontend.graph_breaks import GraphBreak, differentiates
+from graphshard.frontend.signature import Signature
+from graphshard.frontend.unit_boundary import BOUNDARY, UnitBoundary
+from graphshard.ir.classes import users_class
+from graphshard.ir.errors import UnsupportedError
+from graphshard.ir.precision import Precision
+from graphshard.ir.recomputed import is_in_checkpoint
+from graphshard.ir.sentinel import MISSING
+from graphshard.ir.units import modules_of, unit_of
+from graphshard.module.parameter_gather import ParameterGather, ParameterHolder, RunsModule
+from graphshard.runtime.shards import ParamRef
+from graphshard.runtime.shown import places_of
+
+log = logging.getLogger(__name__)
+
+# How many units a warning names.
+_SHOWN = 3
+
+
+@dataclass
+class SplitState:
+    """State of a compiled model's split modules, which its runner and those of its entries share.
+
+    Attributes:
+        open: modules that Python runs now, the innermost last: the unit whose parameters they hold in full, and paths.
+        units_too: units run in Python, too, because forward differentiates what they compute.
+        gathers: programs that gather parameters, by the path of the module.
+    """
+
+    open: list[tuple[str, str]] = field(default_factory=list)
+    units_too: bool = False
+    gathers: dict[str, ParameterGather] = field(default_factory=dict)
+
+    def runs_in_python(self, name: str, units: Sequence[str]) -> bool:
+        """Return whether a submodule is a part of a forward that Python runs now, and is not a unit."""
+        return bool(self.open) and not _is_unit(name, units) and self.holds(name, unit_of(name, units))
+
+    def holds(self, name: str, unit: str) -> bool:
+        """Return whether a submodule holds the full parameters of its unit now."""
+        return any(unit == opened and f"{name}.".startswith(f"{path}." if path else "") for opened, path in self.open)
+
+
+@dataclass
+class SplitModule:
+    """Calls of one module, or of one entry, that Python runs.
+
+    Attributes:
+        runner: of the module.
+        breaks: signatures of calls that have a graph break.
+    """
+
+    runner: RunsModule
+    breaks: set[Signature] = field(default_factory=set)
+    _is_told: bool = False
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether Python runs all calls of a unit, because forward around it differentiates what it computes."""
+        state, tracer = self.runner.split_state, self.runner.tracer
+        is_unit = bool(tracer.name) and tracer.spec.forward_class is not ParameterHolder
+        return is_unit and state.units_too and bool(state.open)
+
+    def covers(self, signature: Signature) -> bool:
+        """Return whether Python runs calls with this signature for which there is no program."""
+        return signature in self.breaks or self.is_forced
+
+    def expect(self, error: GraphBreak, signature: Signature, module: nn.Module) -> None:
+        """Remember a graph break before the first call.
+
+        What a statement of forward raises is left to that call: Dynamo may be wrong about it.
+
+        Raises:
+            GraphBreak: an operator does not take the example inputs.
+        """
+        if error.raised and not error.is_own:
+            raise error
+        if not error.raised:
+            self._remember(error, signature, module)
+
+    def begin(
+        self, error: GraphBreak, signature: Signature, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the first call that has a graph break, and remember it.
+
+        What forward itself raises is raised here, and the next call is traced again.
+        """
+        if self.runner.tracer.spec.forward_class is ParameterHolder:
+            raise error
+        if error.raised:
+            result = self.call(module, args, kwargs)
+            self._remember(error, signature, module)
+            return result
+        self._remember(error, signature, module)
+        return self.call(module, args, kwargs)
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call in Python."""
+        tracer, state = self.runner.tracer, self.runner.split_state
+        forward = as_written(module, tracer.spec.method)
+        with contextlib.ExitStack() as stack:
+            boundary = self._boundaries(stack, module)
+            if boundary is not None:
+                args, kwargs = boundary.enter(args, kwargs)
+            stack.enter_context(self._full_parameters(module))
+            state.open.append((self.unit, self.runner.path))
+            stack.callback(state.open.pop)
+            result = forward(*args, **kwargs)
+        return result if boundary is None else boundary.leave(result)
+
+    @functools.cached_property
+    def unit(self) -> str:
+        """The unit that the module's own parameters belong to."""
+        return unit_of(self.runner.path, self.runner.of_model.tracer.spec.units)
+
+    def _remember(self, error: GraphBreak, signature: Signature, module: nn.Module) -> None:
+        tracer, state = self.runner.tracer, self.runner.split_state
+        self.breaks.add(signature)
+        state.units_too |= error.differentiates or any(map(differentiates, self._python_forwards(module)))
+        if self._is_told:
+            return
+        self._is_told = True
+        units = tracer.spec.units
+        named = ", ".join(units[:_SHOWN]) + (f" and {len(units) - _SHOWN} more" if len(units) > _SHOWN else "")
+        if state.units_too:
+            lost = "Python runs its units, too, as forward differentiates them: no collective overlaps with compute"
+        elif units:
+            lost = f"Each unit ({named}) is captured by itself: no gather of a unit overlaps with compute of another"
+        else:
+            lost = "It contains no units: no part of it is captured, and no collective overlaps with its compute"
+        log.warning(
+            "%s is split, and Python runs its %s. It has a graph break%s: %s %s. %s fullgraph=True makes it an error.",
+            tracer.label,
+            tracer.spec.method,
+            f" at {error.where} ({error.source})" if error.where else "",
+            error.reason,
+            lost,
+            error.remedy,
+        )
+
+    def _python_forwards(self, module: nn.Module) -> Iterator[Callable[..., Any]]:
+        """Yield the functions of modules that Python runs now."""
+        yield as_written(module, self.runner.tracer.spec.method)
+        for name, each in module.named_modules():
+            if name and not unit_of(name, self.runner.tracer.spec.units):
+                yield as_written(each, "forward")
+
+    # --- boundaries ---------------------------------------------------------------------------------------------
+
+    def _boundaries(self, stack: contextlib.ExitStack, module: nn.Module) -> _LiveBoundary | None:
+        """Give units inside their boundaries while the block is open, and return the module's own.
+
+        None if it has none, or if its `__call__` has gone through it already.
+        """
+        spec, found = self.runner.tracer.spec, None
+        sharded = {row.unit for row in spec.params if not row.ignored}
+        own = self.runner.path
+        is_unit = not own or _is_unit(own, self.runner.of_model.tracer.spec.units)
+        for unit in ("", *spec.units):
+            owners = [module] if not unit else [module.get_submodule(path) for path in modules_of(unit)]
+            called: set[int] = set()
+            for index, owner in enumerate(owners):
+                if BOUNDARY in owner.__dict__ or (not unit and not is_unit):
+                    continue
+                boundary = _LiveBoundary(_boundary(spec.precision, unit, unit in sharded), called, index, len(owners))
+                if not unit:
+                    found = boundary
+                    continue
+                owner.__dict__[BOUNDARY] = boundary
+                stack.callback(owner.__dict__.pop, BOUNDARY, None)
+        return found
+
+    # --- parameters ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _full_parameters(self, module: nn.Module) -> Iterator[None]:
+        """Let modules hold the full parameters of the module's own unit while the block is open.
+
+        They are results of a program, whose backward reduces their gradients. Autograd keeps them until then.
+
+        Raises:
+            UnsupportedError: forward wrote to one, which the shards do not see.
+        """
+        state = self.runner.split_state
+        if state.holds(self.runner.path, self.unit) or not self._own:
+            yield
+            return
+        full, runner = self._gather(), self.runner
+        runner.unsharded.shown.hide()
+        shards, versions = [], {name: tensor._version for name, tensor in full.items()}
+        for ref in self._own:
+            value = full[ref.row.name]
+            value._is_param = True  # an nn.Parameter by isinstance
+            for owner, attribute in places_of(ref, runner.aliases, ref.row.name).at:
+                shards.append((owner, attribute, value, owner._parameters[attribute]))
+        try:
+            for owner, attribute, value, _ in shards:
+                owner._parameters[attribute] = cast(nn.Parameter, value)
+                _refresh(owner)
+            yield
+        finally:
+            for owner, attribute, value, shard in shards:
+                if owner._parameters.get(attribute) is value:
+                    owner._parameters[attribute] = shard
+                _refresh(owner)
+        written = next((name for name, version in versions.items() if full[name]._version != version), None)
+        if written is not None:
+            raise UnsupportedError(
+                f"forward of {self.runner.tracer.label} writes to the parameter {written}, of which it holds a copy. "
+                "Write to it between calls, under torch.no_grad(), or hold the value in a buffer."
+            )
+
+    @functools.cached_property
+    def _own(self) -> tuple[ParamRef, ...]:
+        """Parameters of the module's own unit."""
+        return tuple(ref for ref in self.runner.tracer.params if not ref.row.unit and not ref.row.ignored)
+
+    def _gather(self) -> dict[str, torch.Tensor]:
+        gathers, path = self.runner.split_state.gathers, self.runner.path
+        if path not in gathers:
+            gathers[path] = ParameterGather(self.runner, self._own)
+        return gathers[path]()
+
+
+class _LiveBoundary:
+    """Boundary of a unit's module while Python runs the forward around it; of a unit, one module has the node."""
+
+    block = checkpointed = None  # no block is left out, and hooks run
+
+    def __init__(self, boundary: UnitBoundary, called: set[int], index: int, num_modules: int) -> None:
+        self._first, self._called, self._index, self._count = boundary, called, index, num_modules
+        self._later = replace(boundary, has_node=False)
+
+    def enter(self, args: Any, kwargs: Any) -> Any:
+        """Return the inputs of the module as the module finds them."""
+        boundary = self._later if self._called else self._first
+        self._called.add(self._index)
+        if len(self._called) == self._count:
+            self._called.clear()
+        return boundary.enter(args, kwargs)
+
+    def leave(self, output: Any) -> Any:
+        """Return the results of the module as the caller finds them."""
+        return self._first.leave(output)
+
+
+def as_written(module: nn.Module, method: str) -> Callable[..., Any]:
+    """Return a method of a compiled model or of a part of it as the user wrote it."""
+    found = module.__dict__.get(method, MISSING)
+    found = found.replaced if type(found) is Entry else found
+    if found is MISSING or is_compiled(module):
+        return types.MethodType(getattr(users_class(module), method), module)
+    return found
+
+
+def check_not_recomputed(name: str) -> None:
+    """Check that no checkpointed region holds a submodule that Python runs on full parameters.
+
+    Backward would run the region again, when modules hold shards. Around a whole unit a checkpoint is possible.
+
+    Raises:
+        UnsupportedError: a region does.
+    """
+    if is_in_checkpoint():
+        raise UnsupportedError(
+            f"{name} is called in a region of torch.utils.checkpoint, and Python runs its unit, as a graph break keeps "
+            "it from being captured. Remove the graph break that the log names, or checkpoint the whole unit."
+        )
+
+
+def _boundary(precision: Precision, unit: str, has_node: bool) -> UnitBoundary:
+    policy = precision.of(unit)
+    casts = policy.param_dtype if policy.cast_forward_inputs else None
+    return UnitBoundary(unit or "root", "0", "1", casts, policy.output_dtype, has_node)
+
+
+def _is_unit(name: str, units: Sequence[str]) -> bool:
+    unit = unit_of(name, units)
+    return bool(unit) and name in modules_of(unit)
+
+
+def _refresh(owner: nn.Module) -> None:
+    """Let a recurrent module use the parameters that it holds now: it keeps them in a list of its own, too."""
+    names = getattr(owner, "_flat_weights_names", None)
+    if names is not None and isinstance(owner, nn.RNNBase):
+        owner._flat_weights = [owner._parameters.get(name) for name in names]

@@ -1,0 +1,319 @@
+"""Constructs of forwards and of training loops: as in plain PyTorch in every step, or an error with the remedy."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from tests.frontend.compared import Net, batch, verdict
+
+
+class Base(Net):
+    """Two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2))
+        self.register_buffer("seen", torch.zeros(3, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _leaf(step: int) -> Tensor:
+    return batch(step).requires_grad_()
+
+
+# --- asked of tensors ----------------------------------------------------------------------------------------------
+
+
+class AsksGrad(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if x.grad is None else 3)
+
+    def inputs(self, step: int) -> tuple[Any, ...]:
+        return (_leaf(step),)
+
+
+class AsksGradOfParameter(AsksGrad):
+    def forward(self, x: Tensor) -> Tensor:
+        return Base.forward(self, x) * (2 if self.layers[0][0].weight.grad is None else 3)
+
+
+class AsksLeaf(AsksGrad):
+    def forward(self, x: Tensor) -> Tensor:
+        return Base.forward(self, x) * (2 if x.is_leaf else 3)
+
+
+class AsksPlace(AsksGrad):
+    def forward(self, x: Tensor) -> Tensor:
+        return Base.forward(self, x) * (2 if x.output_nr == 0 else 3)
+
+
+class SetsData(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x.data = x.data * 2
+        return super().forward(x)
+
+
+class LeavesGradientsOff(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        torch.set_grad_enabled(False)
+        return x
+
+
+class SetsDtype(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float32)
+        return super().forward(x)
+
+
+class HookWrites(Base):
+    def hook(self, grad: Tensor) -> None:
+        self.seen.add_(grad)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(self.hook)
+        return y * 1
+
+
+# --- tensors that are held twice -------------------------------------------------------------------------------------
+
+
+class HoldsParameter(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [self.linear.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.held[0]
+
+
+class HoldsOtherParameter(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [nn.Parameter(torch.ones(4))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.held[0]
+
+
+class WritesInput(Base):
+    """The input is the buffer itself in odd steps."""
+
+    def inputs(self, step: int) -> tuple[Any, ...]:
+        return (self.seen if step % 2 else batch(step),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        return super().forward(x + self.seen)
+
+
+class WritesViewOfBuffer(WritesInput):
+    def inputs(self, step: int) -> tuple[Any, ...]:
+        return (self.seen[:] if step % 2 else batch(step),)
+
+
+class HoldsViewOfBuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = self.seen[:1]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        made = type(self)()
+        made.load_state_dict(self.state_dict())
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.view.add_(1)
+        return super().forward(x + self.seen)
+
+
+class WritesItem(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x.t()[1] = 3
+        return super().forward(x)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """A unit that counts its calls in a checkpointed region, which is a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.calls = nn.Linear(4, 4), nn.BatchNorm1d(4), 0
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x).relu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class SplitCheckpoint(AsksGrad):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Checkpointed() for _ in range(2))
+
+    forward = Base.forward
+
+
+class NormInCheckpoint(AsksGrad):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(functools.partial(Base.forward, self), x, use_reentrant=False)
+
+
+class NormInCheckpointedUnit(NormInCheckpoint):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            composable_checkpoint(layer)
+
+    forward = Base.forward
+
+
+# --- as in eager mode ---------------------------------------------------------------------------------------------
+
+
+class HooksComeAndGo(Base):
+    def change(self, step: int) -> None:
+        if step == 1:
+            self.hooks = [
+                self.layers[0].register_forward_hook(lambda module, args, result: result * 2),
+                self.layers[1][0].register_forward_pre_hook(lambda module, args: (args[0] * 3,)),
+                self.register_forward_hook(lambda module, args, result: result + 1),
+            ]
+        elif step == 3:
+            for hook in self.hooks:
+                hook.remove()
+
+
+class Modes(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.batch_norm = nn.Dropout(0.5), nn.BatchNorm1d(4)
+
+    def change(self, step: int) -> None:
+        self.train(step != 1)
+        self.drop.p = 0.1 * step
+        self.layers[0].requires_grad_(step != 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.batch_norm(self.drop(super().forward(x)))
+
+
+class Penalty(AsksGrad):
+    """torch.autograd.grad is not a question for `.grad`."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = Base.forward(self, x)
+        return y, torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
+
+
+class Functional(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.func.grad(lambda z: (z**3).sum())(x)
+
+
+class Cache(Base):
+    """A dict of the caller's grows."""
+
+    def inputs(self, step: int) -> tuple[Any, ...]:
+        if step == 0:
+            _CACHE.clear()
+        return batch(step), _CACHE
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        key = self.linear(x)
+        cache["key"] = torch.cat([cache["key"], key]).detach() if "key" in cache else key.detach()
+        return super().forward(x) + cache["key"].sum(0) + key
+
+
+class Sizes(Base):
+    """Empty batches and batches of one."""
+
+    def inputs(self, step: int) -> tuple[Any, ...]:
+        return (batch(step, [2, 0, 1, 5][step]),)
+
+
+class Raises(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        if x.shape[0] == 2:
+            raise KeyError("two rows")
+        return super().forward(x)
+
+    def inputs(self, step: int) -> tuple[Any, ...]:
+        return (batch(step, 3 if step != 1 else 2)[:, :4],)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = self.seen.sum()
+
+
+_CACHE: dict[str, Tensor] = {}
+EQUAL = [
+    NormInCheckpoint,
+    NormInCheckpointedUnit,
+    HoldsOtherParameter,
+    WritesInput,
+    WritesItem,
+    HooksComeAndGo,
+    Modes,
+    Penalty,
+    Functional,
+    Cache,
+    Sizes,
+    Raises,
+]
+ERRORS = {
+    AsksGrad: "(2 if x.grad is None else 3)\nIt asks for grad, which does not belong to the value of a tensor",
+    AsksGradOfParameter: "It asks for grad, which does not belong to the value of a tensor",
+    AsksLeaf: "It asks for is_leaf, which does not belong to the value of a tensor",
+    AsksPlace: "It asks for output_nr, which does not belong to the value of a tensor",
+    SetsData: "sets `.data` of a tensor that it is given",
+    SetsDtype: "calls set_default_dtype, and a program does not change settings of torch",
+    HookWrites: "a hook, or the backward of a torch.autograd.Function, writes buffer seen",
+    LeavesGradientsOff: "leaves gradients off, and they were not before",
+    HoldsParameter: "reads the parameter linear.weight from a list, dict or closure",
+    WritesViewOfBuffer: "args[0] and seen of WritesViewOfBuffer share memory, and forward writes to args[0]",
+    HoldsViewOfBuffer: "HoldsViewOfBuffer.view and seen of HoldsViewOfBuffer share memory, and forward writes to "
+    "HoldsViewOfBuffer.view",
+    SplitCheckpoint: "layers.0.linear is called in a region of torch.utils.checkpoint, and Python runs its unit",
+}
+
+
+@pytest.fixture(autouse=True)
+def _gradients_on() -> Any:
+    yield
+    torch.set_grad_enabled(True)
+
+
+@pytest.mark.parametrize("net", EQUAL, ids=lambda net: net.__name__)
+def test_as_in_eager_mode(mesh: DeviceMesh, net: type[Net]) -> None:
+    assert verdict(net, mesh) == "equal"
+
+
+@pytest.mark.parametrize("net", ERRORS, ids=lambda net: net.__name__)
+def test_an_error_says_what_to_do(mesh: DeviceMesh, net: type[Net]) -> None:
+    found = verdict(net, mesh)
+    assert found.startswith("error: ")
+    assert ERRORS[net] in found

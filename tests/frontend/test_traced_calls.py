@@ -1,0 +1,217 @@
+"""Calls of models that Dynamo has traced: which program serves them, and what is traced or compiled again."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import graphshard
+
+
+class Net(nn.Module):
+    """Reads an attribute, counts its calls, and keeps the last loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale, self.step = nn.Linear(4, 4), 1.0, 0
+        self.last = torch.zeros(())
+
+    def forward(self, x: torch.Tensor, rate: float = 0.1, times: int = 2, tag: str = "", seen: int = 0) -> Any:
+        self.step += 1
+        loss = (self.inner(x) * rate * times / self.scale).square().sum() * (self.step / 10)
+        self.last = loss.detach()
+        return loss
+
+
+class Listing(nn.Module):
+    """Keeps all losses in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.inner(x).square().sum()
+        self.losses.append(loss.detach())
+        return loss
+
+
+class Block(nn.Module):
+    """One of equal blocks, with an attribute that forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 4), 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x).tanh() * self.scale
+
+
+class Deep(nn.Module):
+    """Eight equal blocks, of which five are traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum() / len(self.layers)
+
+
+def compiled(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    return graphshard.compile(copy.deepcopy(model), mesh, backend="eager", **options)
+
+
+def same_gradients(ours: nn.Module, plain: nn.Module) -> bool:
+    pairs = zip(ours.parameters(), plain.parameters(), strict=True)
+    return all(torch.equal(mine.grad.full_tensor(), other.grad) for mine, other in pairs)
+
+
+def test_everything_changes_and_two_programs_serve_it(mesh: DeviceMesh) -> None:
+    """A learning rate, a count, an attribute, a counter and the batch size become symbols at their second value."""
+    plain = Net()
+    ours = compiled(plain, mesh)
+    for step in range(2, 14):
+        plain.scale = ours.scale = 1 + step / 8
+        x = torch.randn(2 + step % 5, 4)
+        losses = [each(x, 0.1 * step, step, f"tag {step}", step * 7) for each in (plain, ours)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        assert same_gradients(ours, plain)
+    assert ours.step == plain.step == 12
+    assert torch.equal(ours.last, plain.last)
+    assert len(graphshard.programs(ours)) == 2
+
+
+def test_a_trace_that_equals_another_compiles_nothing(mesh: DeviceMesh) -> None:
+    """The list is longer at each call, so guards fail; the graph is the same."""
+    ours = compiled(Listing(), mesh)
+    for _ in range(4):
+        ours(torch.ones(3, 4)).backward()
+    assert len(ours.losses) == 4
+    assert len(graphshard.programs(ours)) == 1
+
+
+def test_a_change_in_a_block_that_was_not_traced_is_noticed(mesh: DeviceMesh) -> None:
+    plain = Deep()
+    ours = compiled(plain, mesh)
+    x = torch.randn(3, 4)
+    assert torch.equal(ours(x), plain(x))
+    plain.layers[3].scale = ours.layers[3].scale = 2.0
+    assert torch.equal(ours(x), plain(x))
+    reasons = [program.reason for program in graphshard.programs(ours)]
+    assert len(reasons) == 2
+    assert "layers.3.scale" in reasons[1]
+
+
+def test_few_blocks_make_the_program_of_all(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, x = Deep(), torch.randn(3, 4)
+    few = compiled(plain, mesh)
+    few(x).backward()
+    monkeypatch.setenv("GRAPHSHARD_EVERY_BLOCK", "1")
+    every = compiled(plain, mesh)
+    every(x).backward()
+    plain(x).backward()
+    assert same_gradients(few, plain)
+    assert same_gradients(every, plain)
+    texts = [[str(phase.module.graph) for phase in graphshard.programs(m)[0].phases.values()] for m in (few, every)]
+    assert [text.count("addmm") for text in texts[0]] == [text.count("addmm") for text in texts[1]]
+
+
+def test_a_forward_that_is_exchanged_is_traced_again(mesh: DeviceMesh) -> None:
+    ours = compiled(Deep(), mesh)
+    x = torch.randn(3, 4)
+    before = ours(x)
+    ours.layers[3].forward = lambda x: x * 2
+    assert not torch.equal(ours(x), before)
+    del ours.layers[3].forward
+    assert torch.equal(ours(x), before)
+
+
+def test_another_launch_finds_the_program_by_its_graph(
+    mesh: DeviceMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, x = Deep(), torch.randn(3, 4)
+    with caplog.at_level(logging.INFO, "graphshard.cache"):
+        first = compiled(plain, mesh, cache=tmp_path)
+        first(x).backward()
+        caplog.clear()
+        second = compiled(plain, mesh, cache=tmp_path)
+        second(x).backward()
+        assert "Deep found in" in caplog.text
+        plain(x).backward()
+        assert same_gradients(second, plain)
+        caplog.clear()
+        plain.layers[3].scale = 0.25
+        third = compiled(plain, mesh, cache=tmp_path)
+        third(x)
+        assert "is not in" in caplog.text
+        assert torch.equal(third(x), plain(x))
+
+
+def test_a_file_serves_traces_of_few_blocks(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """Of many equal blocks a few are traced when the file is loaded, and all of them were when it was written."""
+    x = torch.randn(3, 4)
+    path = graphshard.export(Deep(), (1,), tmp_path / "deep.gshard", example_inputs=(x,), backend="eager", device="cpu")
+    model, plain = Deep(), Deep()
+    model.load_state_dict(plain.state_dict())
+    graphshard.load(path, model, mesh)
+    assert torch.equal(model(x), plain(x))
+    assert model._graphshard.tracer._every_block is False
+
+
+def test_a_joint_program_runs_by_what_it_was_captured_for(mesh: DeviceMesh) -> None:
+    """It has no forward that Dynamo could trace."""
+    plain, x = Deep(), torch.randn(3, 4)
+    source = compiled(plain, mesh)
+    source(x).backward()
+    program = graphshard.programs(source)[0].exported
+    made = graphshard.compile(program, mesh, backend="eager").to_empty(device="cpu")
+    made.load_state_dict(source.state_dict())
+    results = made(x)
+    loss = results[0] if isinstance(results, (list, tuple)) else results
+    assert torch.equal(loss, plain(x))
+
+
+def test_a_submodule_that_is_called_alone_notices_another_forward(mesh: DeviceMesh) -> None:
+    ours = compiled(Deep(), mesh)
+    x = torch.randn(3, 4)
+    before = ours.layers[3](x)
+    ours.layers[3].forward = types.MethodType(lambda self, x: self.inner(x) * 5, ours.layers[3])
+    assert torch.equal(ours.layers[3](x), ours.layers[3].inner(x) * 5)
+    del ours.layers[3].forward
+    assert torch.equal(ours.layers[3](x), before)
+
+
+class Checkpointed(nn.Module):
+    """A batch norm in a checkpoint: eager mode updates its statistics twice a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: self.norm(self.inner(y)).sin(), x, use_reentrant=False).square().sum()
+
+
+def test_a_submodule_that_is_no_unit_is_called_alone(mesh: DeviceMesh) -> None:
+    """Its class stays what it is, and guards name places in the classes that it is derived from."""
+    plain = Checkpointed()
+    ours = compiled(plain, mesh)
+    x = torch.randn(5, 4)
+    for model in (plain, ours):
+        model.norm(model.inner(x)).square().sum().backward()
+    assert same_gradients(ours, plain)
