@@ -219,8 +219,12 @@ class DynamoTrace:
         graph._guards = GuardsSet(_ordered(kept))
         _relax(graph)
         known = {name: value for name, value in _GUARD_SETTINGS.items() if hasattr(config, name)}
+        graph.skip_guards_check = True  # it also measures them, for which it flushes the caches: 0.1 s
         with _metrics(), config.patch(known):
             made = output.build_guards(self._code).guard_manager
+        if not made.check(graph.local_scope):
+            parts = made.check_verbose(graph.local_scope).verbose_code_parts
+            raise AssertionError(f"a guard fails for the call that was traced: {parts}")
         values = {"L": graph.local_scope, "G": graph.global_scope}
         sources = [(source, guard.create_fn_name()) for guard in graph.guards for source in _sources_of(guard)]
         return made, ExtraGuards(graph.local_scope["module"], sources, values)
