@@ -56,7 +56,7 @@ def _level(rank: int, world_size: int) -> str | None:
 
 
 def test_the_first_rank_verifies(ranks: Ranks) -> None:
-    assert ranks(3).run(_level) == ["each", "off", "off"]
+    assert ranks(3).run(_level) == ["ends", "off", "off"]
 
 
 def _footprint(rank: int, world_size: int) -> tuple[int, str, bool]:

@@ -35,9 +35,8 @@ def finite_numbers(function: str) -> Iterator[None]:
     def watched(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         def computes(left: Any, right: Any) -> Any:
             result = compute(left, right)
-            symbols = [each for each in (left, right) if each.expr.free_symbols]
-            is_float = any(each.pytype is float for each in (left, right))
-            if not symbols or not is_float or _is_dynamos_own():
+            symbols = [each for each in (left, right) if _has_floats(each)]
+            if not symbols or _is_dynamos_own():
                 return result
             known = [each for each in symbols if each.hint is not None]
             if name in _ORDERED:
@@ -59,6 +58,11 @@ def finite_numbers(function: str) -> Iterator[None]:
             if hasattr(SymNode, name):
                 stack.enter_context(replaced(SymNode, name, watched(name, getattr(SymNode, name))))
         yield
+
+
+def _has_floats(number: SymNode) -> bool:
+    """Return whether floats are unknown: what is made of sizes is finite, such as DTensor's costs."""
+    return any(not symbol.is_integer for symbol in number.expr.free_symbols)
 
 
 def _is_dynamos_own() -> bool:
