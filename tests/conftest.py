@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import FakeWorld, RankPool, Ranks, reset_distributed
 
-# The rules are checked before the first pass and behind the last, here and in the processes that tests start. After
-# every pass, which takes a third of the time, CI checks them for the tests of passes and some that train.
+# The rules are checked before the first pass and after the last, here and in the processes that tests start. Checking
+# them after every pass takes a third of a test's time; `rules_after_every_pass` does so.
 os.environ.setdefault("GRAPHSHARD_VERIFY", "ends")
 # Tests compile what they test; those of the cache give it a directory. With one given here a second run of all tests is
 # a second launch of each model.
@@ -45,6 +45,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(0)  # what a test draws does not depend on the tests before it
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture
+def rules_after_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the rules of a program after every pass, here and on the first rank."""
+    monkeypatch.setenv("GRAPHSHARD_VERIFY", "each")
 
 
 @pytest.fixture(scope="session")

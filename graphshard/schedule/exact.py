@@ -12,6 +12,7 @@ left say what no schedule beats.
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,9 +99,10 @@ class _Search:
         clocks = self._clocks(state)
         others = self.kept.setdefault(key, [])
         self.budget.spend(len(others))
-        if any(all(a <= b for a, b in zip(other, clocks)) for other in others):
+        # `map` compares without a frame for each clock: this is where a search spends its time.
+        if any(all(map(operator.le, other, clocks)) for other in others):
             return False
-        others[:] = [other for other in others if not all(a <= b for a, b in zip(clocks, other))]
+        others[:] = [other for other in others if not all(map(operator.le, clocks, other))]
         others.append(clocks)
         return True
 

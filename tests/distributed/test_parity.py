@@ -26,6 +26,8 @@ from tests.distributed.twins import (
 )
 from tests.ranks import RankError, Ranks
 
+pytestmark = pytest.mark.usefixtures("rules_after_every_pass")
+
 # --- the models ---------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,8 @@ from graphshard.schedule.by_cost import PlanByCost
 from tests.distributed.twins import assert_same, example_llama, fsdp2, grads_of, params_of, world_mesh
 from tests.ranks import Ranks
 
+pytestmark = pytest.mark.usefixtures("rules_after_every_pass")
+
 VOCAB = 101
 
 
