@@ -22,12 +22,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from graphshard.frontend.call_inputs import apart
 from graphshard.frontend.capture import capture
 from graphshard.frontend.dynamo_capture import TracedFunction
 from graphshard.frontend.graph_breaks import GraphBreak, raise_break, traced_or_break
-from graphshard.frontend.spec import CaptureSpec
-from graphshard.frontend.unit_boundary import boundary_class
+from graphshard.frontend.inputs import apart
+from graphshard.frontend.signature import CaptureSpec
+from graphshard.frontend.unit_boundaries import boundary_class
 from graphshard.ir.graph import WAIT, fake, is_collective
 from graphshard.ir.make_table import build_table
 from graphshard.ir.mesh import Mesh

@@ -30,7 +30,7 @@ from graphshard.artifact.stored_options import describe_options
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.debug.dump import dump_directory, recorder
-from graphshard.frontend.call_inputs import apart
+from graphshard.frontend.inputs import apart
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_bool, check_choice, check_count, is_int, path_of
 from graphshard.ir.mesh import Mesh, MeshLike

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphshard.artifact.exporter import in_mode
-from graphshard.frontend.call_inputs import apart
 from graphshard.frontend.graph_breaks import GraphBreak, raise_break
+from graphshard.frontend.inputs import apart
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import replacing
 from graphshard.ir.make_table import places_of

@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 from graphshard.codec.graphs import encode_marks
 from graphshard.codec.structures import encode_structure
 from graphshard.codec.values import short_name
-from graphshard.frontend.joint_module import OURS
+from graphshard.exported.exported_program import OURS
 from graphshard.ir.errors import ArtifactError, UnsupportedError
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.subgraph import give_attributes

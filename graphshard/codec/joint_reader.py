@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from graphshard.codec.graphs import check_phase, decode_marks
 from graphshard.codec.structures import decode_structure
 from graphshard.codec.values import Decoder
-from graphshard.frontend.joint_module import OURS, facts_of, joint_of
-from graphshard.frontend.subgraphs import lift_subgraphs
+from graphshard.exported.exported_program import OURS, facts_of, joint_of
+from graphshard.frontend.phase import lift_subgraphs
 from graphshard.ir.errors import ArgumentError, InputError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable

@@ -24,8 +24,8 @@ from graphshard.explain.cut import lists_of
 from graphshard.explain.subject import Place, Subject, at_place, device_given, with_found
 from graphshard.explain.symbols import spread_ranks
 from graphshard.explain.training import Training
-from graphshard.frontend.equal_blocks import check_alike, find_repeats
-from graphshard.frontend.spec import CaptureSpec
+from graphshard.frontend.repeated_blocks import find_repeats
+from graphshard.frontend.signature import CaptureSpec, check_alike
 from graphshard.ir.alike import few_of
 from graphshard.ir.errors import GraphshardError
 from graphshard.ir.mesh import Mesh

@@ -22,8 +22,8 @@ from graphshard.explain.programs import Programs, whose
 from graphshard.explain.scheduled import Scheduled, schedule_regions
 from graphshard.explain.staged import PipelineStep, stages_of
 from graphshard.explain.subject import Place, at_place, device_given, place_of, sizes_of, standing_in, without_pipeline
-from graphshard.frontend.call_inputs import count_tokens
-from graphshard.frontend.equal_blocks import check_alike
+from graphshard.frontend.inputs import count_tokens
+from graphshard.frontend.signature import check_alike
 from graphshard.ir.collector import collector_paused
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_bool, check_function, check_seconds, is_int

@@ -20,10 +20,10 @@ from graphshard.codec.joint_reader import joint_program
 from graphshard.cost.multiplications import flop_of
 from graphshard.explain.even import assume_even
 from graphshard.explain.symbols import Inputs, symbolize
-from graphshard.frontend.call_inputs import apart, moved_to, stand_in
 from graphshard.frontend.capture import capture_example
 from graphshard.frontend.graph_breaks import GraphBreak, raise_break, traced_or_break
-from graphshard.frontend.spec import CaptureSpec
+from graphshard.frontend.inputs import apart, moved_to, stand_in
+from graphshard.frontend.signature import CaptureSpec
 from graphshard.ir.driver_internals import stand_in as stand_in_for
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_choice, check_count, is_int

@@ -1,7 +1,6 @@
-"""From a module and one call, or from a program of `torch.export`, to a joint ATen graph.
+"""From a module and one call to a joint ATen graph.
 
     module, one call --Dynamo--> torch-level graph, guards, bytecode --AOTAutograd--> joint ATen graph -> Program
-    ExportedProgram, .pt2 file -> module, which is traced like any other
 
 **Tracing** (`capture.py`, by the tracers of `torch.export`):
 
@@ -9,8 +8,8 @@
   which later calls a program serves, its bytecode replays what forward does to objects.
 * **AOTAutograd differentiates the torch-level graph** (`joint_graph.py`), under full fake parameters in the compute
   dtype. So nothing is allocated, and custom backwards, hooks and checkpointed regions are in the graph.
-* **A unit's boundary is a call** (`unit_boundary.py`): its class casts inputs and results, and sends inputs through one
-  node of autograd, as FSDP2's hooks do. Sums of gradients then have FSDP2's order, hence its bits.
+* **A unit's boundary is a call** (`unit_boundaries.py`): its class casts inputs and results, and sends inputs through
+  one node of autograd, as FSDP2's hooks do. Sums of gradients then have FSDP2's order, hence its bits.
 * **Of many equal blocks a few are traced** (`repeated_blocks.py`). Guards of the others are copies of the template's.
 * **Branches on values of masks are guards** (`value_branches.py`). transformers leaves out a mask without padding, and
   the kernels differ; so the program is for masks with padding or without, and each call computes which it is.
@@ -23,42 +22,28 @@
   Its methods are traced in the same trace as the forward. The operator `join` stands where the gather will be. What
   the methods read besides is part of the signature (`closure_variables.py`), since no guard sees it. Ranks with shorter
   shards show the methods a padded one, so that the graph has no rank in it; operators that would tell the padding apart
-  are errors (`shard_operators.py`).
-* **A parameter that is a DTensor is its local tensor** (`tensor_axis.py`). The function that is traced takes the piece
-  and makes a DTensor of it, by an autograd function that brings the gradient to the parameter's placement, as FSDP2
-  does after backward. The graph is that of one place on the tensor axis: offsets of a vocabulary are constants.
-  Collectives become operators that run at once, so that passes and plans take them for compute (`collectives.py`).
+  are errors.
+* **A parameter that is a DTensor is its local tensor** (`tensor_parallel.py`). The function that is traced takes the
+  piece and makes a DTensor of it, by an autograd function that brings the gradient to the parameter's placement, as
+  FSDP2 does after backward. The graph is that of one place on the tensor axis: offsets of a vocabulary are constants.
+  Collectives become operators that run at once, so that passes and plans take them for compute.
 * **The last sum of a gradient over the tensor axis is left to the reduction** (`take_off_last_sums`): there it is in
   the reduce dtype, and runs once for all microbatches. Where pieces have different sizes it stays, as ranks must agree
   on what they send.
 * **Private names of torch are in one table** (`torch_names.py`), which is checked when the package is imported.
 
-**Programs of torch.export**: `exported_program.py` turns an `ExportedProgram`, or a `.pt2` file that `pt2_reader.py`
-reads, into a module, which the rest of graphshard takes like any other. `program_module.py` makes the module, with code
-by `program_code.py` and `call_writer.py`, tensors by `program_state.py` and checks of inputs by `program_inputs.py`.
-
-* **A module, not a graph of its own path.** The tracer, guards, units, checkpoints and errors stay the same for it.
-* **Calls of submodules are restored.** FSDP2 casts and adds up gradients where a unit is entered, so a flat graph would
-  not have its bits. `torch.export.unflatten` restores calls, too, but copies every parameter, renames further calls of
-  a module, and runs an interpreter that capture would have to see through.
-* **Code, not an interpreter.** What is traced is plain Python that reads parameters from `self`, so guards, messages
-  with lines and equal blocks work as for code that was written by hand.
-* **Files are looked at before torch loads them.** `torch.export.load` unpickles and evaluates what a file says.
-
 Pitfalls:
 
 * DTensor keeps its plans by meshes that are equal, so a trace may name the process group of another mesh of the same
   ranks: groups are compared by ranks.
-* `aten.native_dropout`, which tracing puts in place of CPU dropout, rounds differently in bfloat16: `rounding.py`.
+* `aten.native_dropout`, which tracing puts in place of CPU dropout, rounds differently in bfloat16
+  (`eager_operators.py`).
 * AOTAutograd calls the flat function twice, first without a graph. What a mode needs to know it keeps itself.
 * AOTAutograd traces leaves as results of something else, and autocast keeps casts of leaves only: `leaves_stay_leaves`.
 * Guards are built against the compiled module, whose units have other classes: the trace gives units the same classes,
   because a guard on a method names the place of its class in `__mro__`.
 * `replaced` restores `None`: Dynamo's automatic dynamic state is None until somebody asks for it.
 * Dynamo's fake floats remember the symbol that reading them gives (`item_memo`); AOTAutograd's must have the same.
-* Names of a tied parameter are one object in a program, and one tensor each in a file, over the same storage.
-* `aten._assert_tensor_metadata` says what a dtype was at export. It is left out, because a mixed-precision policy
-  changes dtypes; and torch 2.13 writes the wrong one for results of an autocast region into a file.
 """
 
 from graphshard.frontend.torch_names import check_names

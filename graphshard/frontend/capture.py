@@ -15,27 +15,37 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from graphshard.frontend.checkpointing import mark_regions
-from graphshard.frontend.collectives import settle_collectives
-from graphshard.frontend.dynamic_shapes import dynamic_dims
+from graphshard.exported.program_module import ProgramModule
+from graphshard.frontend.dynamic_shapes import constraints_of, dynamic_dims
 from graphshard.frontend.dynamo_capture import DynamoTrace, GraphInput, TracedFunction, trace_call
-from graphshard.frontend.eager_answers import without_warnings
-from graphshard.frontend.extensions import Extensions
-from graphshard.frontend.fakes import fake_state
-from graphshard.frontend.global_hooks import without_torchs_hooks
-from graphshard.frontend.inputs import constraints_of, stand_in_inputs
+from graphshard.frontend.dynamo_patches import without_torchs_hooks
+from graphshard.frontend.extensions import Extensions, settle_gathers
+from graphshard.frontend.graph_breaks import Untraceable, explain_failure
+from graphshard.frontend.inputs import stand_in_inputs
 from graphshard.frontend.joint_graph import FlatGraph, joint_graph, name_calls
-from graphshard.frontend.late_gathers import settle_gathers
-from graphshard.frontend.module_tensors import ModuleTensor, as_written, check_registered, holding, module_tensors
-from graphshard.frontend.phase import erase_boundaries, erase_leaves, lift_constants, phase_of, read_numbers_again
-from graphshard.frontend.program_module import ProgramModule
+from graphshard.frontend.module_tensors import (
+    ModuleTensor,
+    as_written,
+    check_registered,
+    fake_state,
+    holding,
+    module_tensors,
+)
+from graphshard.frontend.phase import (
+    erase_boundaries,
+    erase_leaves,
+    lift_constants,
+    lift_subgraphs,
+    mark_regions,
+    phase_of,
+    read_numbers_again,
+)
 from graphshard.frontend.repeated_blocks import check_changes, few_blocks
 from graphshard.frontend.results import Layout
-from graphshard.frontend.spec import CaptureSpec
-from graphshard.frontend.subgraphs import lift_subgraphs
-from graphshard.frontend.tensor_axis import distributed, take_off_last_sums, take_off_wrapping
-from graphshard.frontend.unit_boundary import boundary_class, unit_boundaries
-from graphshard.frontend.untraceable import Untraceable, explain_failure
+from graphshard.frontend.signature import CaptureSpec
+from graphshard.frontend.tensor_parallel import distributed, settle_collectives, take_off_last_sums, take_off_wrapping
+from graphshard.frontend.unit_boundaries import boundary_class, unit_boundaries
+from graphshard.frontend.value_branches import without_warnings
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.kernel_strides import new_tracing_mode
 from graphshard.ir.make_table import named_parameters

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphshard.frontend.call_inputs import PLAIN
 from graphshard.frontend.graph_breaks import is_users
+from graphshard.frontend.inputs import PLAIN
 from graphshard.ir.codes import codes_of
 from graphshard.ir.sentinel import MISSING
 from graphshard.ir.subclasses import POST, PRE, identity_of, shard_in

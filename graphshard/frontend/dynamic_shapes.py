@@ -6,18 +6,21 @@ dimension is captured as what it is, and captured again as dynamic when it has a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.export import Dim
-from torch.export.dynamic_shapes import _combine_args
+from torch.export.dynamic_shapes import _combine_args, _process_dynamic_shapes
 from torch.utils import _pytree as pytree
 
 from graphshard.ir.errors import ArgumentError, InputError
 from graphshard.ir.text import brief
 
 _DYNAMIC, _WEAK = "_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices"
+# All that torch.export leaves on tensors for hints.
+_MARKS = (_DYNAMIC, _WEAK, "_dynamo_dynamic_range", "_dynamo_static_indices")
 # On a tensor that stands in for one on the meta device: it has memory, and what is in it means nothing.
 WITHOUT_VALUES = "_graphshard_without_values"
 
@@ -109,3 +112,28 @@ def _dims(tensor: torch.Tensor, shapes: Any, path: str) -> dict[int, Any]:
                 f"{getattr(what, '__name__', what)!r} from {low} to {high}."
             )
     return {dim % tensor.dim(): what for dim, what in dims.items() if what is not Dim.STATIC and tensor.shape[dim] > 1}
+
+
+@contextlib.contextmanager
+def constraints_of(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dims: Any
+) -> Iterator[Any]:
+    """Yield torch.export's constraints for dimensions that are to be dynamic; None if there are none.
+
+    Hints such as `Dim.AUTO` are marks on the tensors, which are as before when the block ends.
+
+    Args:
+        dims: in torch.export's format, for every input.
+    """
+    if dims is None:
+        yield None
+        return
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    kept = [{mark: vars(tensor)[mark] for mark in _MARKS if mark in vars(tensor)} for tensor in tensors]
+    try:
+        yield _process_dynamic_shapes(_combine_args(forward, args, kwargs), dims)
+    finally:
+        for tensor, marks in zip(tensors, kept):
+            for mark in _MARKS:
+                vars(tensor).pop(mark, None)
+            vars(tensor).update(marks)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import logging
 import random
 import types
@@ -39,17 +40,16 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+from torch.utils._ordered_set import OrderedSet
 
-from graphshard.frontend.block_guards import guards_of_blocks
-from graphshard.frontend.call_writer import place_of
-from graphshard.frontend.eager_answers import eager_answers
-from graphshard.frontend.extra_guards import ExtraGuards
-from graphshard.frontend.finite_numbers import finite_numbers
+from graphshard.frontend.dynamo_patches import finite_numbers
 from graphshard.frontend.graph_breaks import GraphBreak
-from graphshard.frontend.unguarded import reject_unguarded
-from graphshard.frontend.unit_boundary import BOUNDARY, UnitBoundary
-from graphshard.frontend.value_branches import ValueBranches, begin_answers, branches_of
+from graphshard.frontend.repeated_blocks import guards_of_blocks
+from graphshard.frontend.unguarded_state import ExtraGuards, reject_unguarded
+from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
+from graphshard.frontend.value_branches import ValueBranches, begin_answers, branches_of, eager_answers
 from graphshard.ir.classes import users_class
+from graphshard.ir.graph import place_of
 from graphshard.ir.repeats import Repeats
 from graphshard.ir.torch_internals import FakeTensor, hint, replaced
 from graphshard.ir.wanted import still_wanted
@@ -186,7 +186,7 @@ class DynamoTrace:
             return types.FunctionType(output.bytecode, output.f_globals, closure=output.closure)
         names = {**output.f_globals, self._captured.backend_input.backend_id: run}
         aliases = output.import_sources
-        names |= {alias: _imported(module) for alias, module in aliases.items() if alias not in names}
+        names |= {alias: importlib.import_module(module) for alias, module in aliases.items() if alias not in names}
         return types.FunctionType(output.bytecode, names, closure=output.closure)
 
     def check_constraints(self) -> None:
@@ -216,7 +216,7 @@ class DynamoTrace:
         ]
         if self.repeats is not None:
             kept += guards_of_blocks(kept, self.repeats, graph.input_source_to_sizes_strides)
-        graph._guards = GuardsSet(_ordered(kept))
+        graph._guards = GuardsSet(OrderedSet(kept))
         _relax(graph)
         known = {name: value for name, value in _GUARD_SETTINGS.items() if hasattr(config, name)}
         graph.skip_guards_check = True  # it also measures them, for which it flushes the caches: 0.1 s
@@ -242,12 +242,6 @@ def _relax(graph: Any) -> None:
             each.symbolic_context = dataclasses.replace(context, **free)
 
 
-def _ordered(guards: Sequence[Guard]) -> Any:
-    from torch.utils._ordered_set import OrderedSet
-
-    return OrderedSet(guards)
-
-
 def _sources_of(guard: Guard) -> list[str]:
     """Return what a guard is about; a guard that two things are one is about both."""
     create = guard.create_fn
@@ -260,12 +254,6 @@ def _key_of(guard: Guard) -> Any:
     create = guard.create_fn
     named = create.keywords if isinstance(create, functools.partial) else {}
     return named.get("key", named.get("attr"))
-
-
-def _imported(name: str) -> Any:
-    import importlib
-
-    return importlib.import_module(name)
 
 
 @contextlib.contextmanager

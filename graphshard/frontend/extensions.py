@@ -5,6 +5,15 @@
 Both methods are traced at every capture, so what they compute is part of the program. The result is a leaf, as FSDP2's
 unsharded parameter is: nothing is differentiated through the methods, and the gradient of their result is the
 parameter's. A program makes the result anew wherever it gathers, so `out=` is never passed.
+
+Methods of all parameters are traced before the forward. `settle_gathers` moves them to where the parameter is needed,
+because otherwise every parameter would be gathered first:
+
+    %s = mul(%part, 2)                    %y = mm(%x, %v)
+    %g = join([%s], 2, w)                 %s = mul(%part, 2)
+    %w = _to_copy(%g[0], float32)         %g = join([%s], 2, w)
+    %y = mm(%x, %v)                       %w = _to_copy(%g[0], float32)
+    %z = mm(%y, %w)                       %z = mm(%y, %w)
 """
 
 from __future__ import annotations
@@ -21,16 +30,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.fx import Node
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphshard.frontend.closure_variables import read_by
-from graphshard.frontend.shard_operators import ShardOperators
-from graphshard.frontend.untraceable import line_of
+from graphshard.frontend.graph_breaks import line_of
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.extension import Extension
-from graphshard.ir.operators import JOIN
+from graphshard.ir.graph import c10d, emit, is_backward
+from graphshard.ir.mesh import Axis
+from graphshard.ir.operators import JOIN, REDUCED
 from graphshard.ir.params import ParamRow
 from graphshard.ir.precision import reduced_in
-from graphshard.ir.program import Slot
+from graphshard.ir.program import Phase, Slot
 from graphshard.ir.subclasses import (
     POST,
     PRE,
@@ -43,11 +55,20 @@ from graphshard.ir.subclasses import (
     rebuilt,
     shard_in,
 )
-from graphshard.ir.torch_internals import FakeTensorMode, new_fake_mode
+from graphshard.ir.torch_internals import FakeTensor, FakeTensorMode, new_fake_mode
 
 COMMUNICATION = (
     "it communicates by {}. Only functional all-reduces over the mesh that it is told are supported: "
     "torch.distributed._functional_collectives.all_reduce"
+)
+
+# Operators that are not element by element, but leave elements in front of those that padding adds.
+_KEEP_ORDER = frozenset(
+    {
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_zeros", "zeros", "zeros_like", "full"),
+        *("_to_copy", "clone", "copy_", "copy", "detach", "alias", "lift_fresh", "constant_pad_nd"),
+        *("slice", "slice_scatter", "split", "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "as_strided"),
+    }
 )
 
 
@@ -269,3 +290,83 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     if not is_subclass(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+# --- operators that the methods run -------------------------------------------------------------------------------
+
+
+class ShardOperators(TorchDispatchMode):
+    """Notes operators on plain tensors while it is on.
+
+    Attributes:
+        random: the first that draws random numbers; "" for none.
+        mixing: the first that computes across rows, such as a sum.
+        communicating: the first that communicates and is not functional.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = self.mixing = self.communicating = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is not FakeTensor for kind in types):  # what a subclass makes of it comes here again
+            return NotImplemented
+        if func.namespace == "c10d":
+            self.communicating = self.communicating or str(func)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.random = self.random or str(func)
+        if torch.Tag.pointwise not in func.tags and func._opname not in _KEEP_ORDER and func.namespace != "prim":
+            self.mixing = self.mixing or str(func)
+        return func(*args, **(kwargs or {}))
+
+
+# --- gathers where the parameter is needed ------------------------------------------------------------------------
+
+
+def settle_gathers(phase: Phase, axis: Axis, group: str) -> None:
+    """Move what is computed of shards to where it is used, and let it name the mesh axis that it reduces over.
+
+    Args:
+        group: name of the process group of the axis.
+
+    Raises:
+        CaptureError: something else is communicated, or a shard is written to.
+    """
+    own = _of_parts(phase)
+    for node in [n for n in own if getattr(n.target, "namespace", "") == "_c10d_functional"]:
+        if node.target is c10d.all_reduce.default and node.args[2] == group:
+            _name_axis(node, axis)
+        elif node.target is not c10d.wait_tensor.default:
+            raise CaptureError(f"{PRE}: {COMMUNICATION.format(node.target)}.")
+    for slot in phase.outputs:
+        if slot.of == "part":
+            raise CaptureError(
+                f"{PRE} of parameter {slot.name} writes to its shard. Keep what changes from step to "
+                "step in an attribute, and set it between the calls of the model."
+            )
+    for node in reversed(_of_parts(phase)):
+        if node.users:
+            min(node.users).prepend(node)
+
+
+def _of_parts(phase: Phase) -> list[Node]:
+    """Calls of forward whose inputs are parts of shards, and what is made of those alone; in order."""
+    known = {node for node, slot in phase.slot_of().items() if slot.kind == "part"}
+    found = []
+    for node in phase.module.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and inputs and known.issuperset(inputs) and not is_backward(node):
+            known.add(node)
+            found.append(node)
+    return found
+
+
+def _name_axis(reduction: Node, axis: Axis) -> None:
+    value, op, _ = reduction.args
+    (wait,) = reduction.users
+    graph = reduction.graph
+    with graph.inserting_before(reduction):
+        reduced = emit(graph, REDUCED, value, op, axis.name, like=reduction)
+    for old in (wait, reduction):
+        old.replace_all_uses_with(reduced)
+        graph.erase_node(old)

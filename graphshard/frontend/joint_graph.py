@@ -21,11 +21,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
-from graphshard.frontend.eager_kernels import eager_kernels
-from graphshard.frontend.operator_watch import OperatorWatch, WatchedGraph
+from graphshard.frontend.eager_operators import OperatorWatch, WatchedGraph, capture_decompositions, eager_kernels
 from graphshard.frontend.results import in_parts
-from graphshard.frontend.rounding import capture_decompositions
-from graphshard.frontend.tensor_axis import OneCast
+from graphshard.frontend.tensor_parallel import OneCast
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import CaptureError

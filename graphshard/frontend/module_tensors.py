@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from graphshard.frontend.entry import is_compiled, without_entries
-from graphshard.frontend.equal_blocks import HOOKS, MARKS_OF_HOOKS
+from graphshard.frontend.repeated_blocks import HOOKS, MARKS_OF_HOOKS
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.params import REPLACED, ParamTable
 from graphshard.ir.program import Slot
+from graphshard.ir.torch_internals import FakeTensorMode
 
 
 @dataclass
@@ -121,3 +122,20 @@ def check_registered(values: Iterable[Any], function: str) -> None:
 def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
     module.__dict__.clear()
     module.__dict__.update(attributes)
+
+
+def fake_state(
+    slot: Slot, originals: dict[str, torch.Tensor], params: ParamTable, device: torch.device, fake_mode: FakeTensorMode
+) -> torch.Tensor:
+    """A full parameter in the compute dtype, or a buffer."""
+    with fake_mode:
+        if slot.kind == "param":
+            row = params[slot.name]
+            stride = row.stride_of(row.shape)
+            full = torch.empty_strided(row.shape, stride, dtype=row.compute_dtype, device=device)
+            full.requires_grad_(row.trainable)
+            if row.trainable and row.grad_dtype != row.compute_dtype:
+                full.grad_dtype = row.grad_dtype
+            return full
+        tensor = originals[slot.name]
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -1,8 +1,14 @@
-"""From what AOTAutograd has traced to a phase: inputs and outputs with a meaning, and no attributes."""
+"""From what AOTAutograd has traced to a phase: inputs and outputs with a meaning, and no attributes.
+
+Graphs of higher-order operators become arguments of their nodes. Torch's marks of checkpointed regions become the
+partitioner's: Dynamo keeps `torch.utils.checkpoint` as an operator with a graph, and AOTAutograd marks the nodes of
+such a graph with the region (`ac_graph_id`) and with what the policy of a selective checkpoint says of them
+(`recompute`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -19,10 +25,18 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from graphshard.ir.errors import CaptureError
-from graphshard.ir.graph import is_backward
+from graphshard.ir.graph import is_backward, is_part, is_random
+from graphshard.ir.operators import NAMING_GROUPS
+from graphshard.ir.printer import print_graph
 from graphshard.ir.program import Phase, Slot
+from graphshard.ir.recomputed import BACKWARD_OF, RECOMPUTE, REPEATED, SAVE, maker_of, save_leaving
 from graphshard.ir.sizes import expression
+from graphshard.ir.subgraph import Subgraph, calls_in, subgraph_of, take_attributes
 from graphshard.ir.torch_internals import CheckpointPolicy
+
+# What nodes of subgraphs keep besides their operators.
+_KEPT = ("val",)
+_SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 class Flat(Protocol):
@@ -134,3 +148,147 @@ def _unexpected(desc: AOTInput | AOTOutput) -> CaptureError:
         f"graphshard cannot capture this forward: its trace has {desc}, which no program can be given. Operators with "
         "effects besides their results, such as printing, make such values: take them out of forward and backward."
     )
+
+
+# --- graphs of higher-order operators -----------------------------------------------------------------------------
+
+
+def lift_subgraphs(module: GraphModule) -> None:
+    """Make each graph that a higher-order operator is given an argument of its node, in place.
+
+    Raises:
+        CaptureError: a graph has a collective, draws random numbers, or holds a tensor.
+    """
+    found: dict[str, Subgraph] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        attribute = getattr(module, str(node.target))
+        if isinstance(attribute, GraphModule) and node.target not in found:
+            operator = next(iter(node.users)).target if node.users else None
+            found[str(node.target)] = _subgraph(attribute, getattr(operator, "__name__", str(operator)))
+    take_attributes(module, found)
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+        node.args = (node.args[0], str(node.args[0]), *node.args[2:])  # its name for the graph is one of this process
+
+
+def _subgraph(module: GraphModule, operator: str) -> Subgraph:
+    lift_subgraphs(module)
+    for node in module.graph.find_nodes(op="get_attr"):
+        _inline_constant(module, node, operator)
+    for node in calls_in(module.graph):
+        _check(node, operator)
+    graph = module.graph
+    for node in graph.nodes:
+        node.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+    return subgraph_of(graph, print_graph)
+
+
+def _inline_constant(module: GraphModule, node: Node, operator: str) -> None:
+    value = getattr(module, str(node.target))
+    if not isinstance(value, torch.Tensor) or value.dim() or not isinstance(node.meta.get("val", value), torch.Tensor):
+        raise CaptureError(
+            f"a graph that {operator} is given holds a tensor of shape {list(getattr(value, 'shape', []))}. Make it "
+            "outside of the function that is passed, or register it as a buffer."
+        )
+    with module.graph.inserting_before(node):
+        made = module.graph.call_function(
+            torch.ops.aten.full.default, ([], value.item()), {"dtype": value.dtype, "device": value.device}
+        )
+    made.meta["val"] = node.meta.get("val")
+    node.replace_all_uses_with(made)
+    module.graph.erase_node(node)
+
+
+def _check(node: Node, operator: str) -> None:
+    target = node.target
+    namespace = getattr(target, "namespace", "")
+    if namespace in ("_c10d_functional", "c10d_functional", "_dtensor") or target in NAMING_GROUPS:
+        raise CaptureError(
+            f"a function that is passed to {operator} has the collective {target}, which ranks would have to run "
+            "together. Move it out of the function."
+        )
+    if is_random(node):
+        raise CaptureError(
+            f"a function that is passed to {operator} draws random numbers by {target}. Its backward computes the "
+            "function again, and would draw others: draw them before, and pass them as an operand."
+        )
+
+
+# --- checkpointed regions -----------------------------------------------------------------------------------------
+
+
+def mark_regions(graph: Graph, traced: GraphModule) -> None:
+    """Make each operator of a region saved or recomputed for certain, as eager mode does; in place.
+
+    Torch's partitioner may save what a full checkpoint merely prefers to recompute. What leaves a region is saved.
+    Torch counts regions in the process; here they are counted in the graph, so that equal traces have equal graphs.
+
+    Args:
+        traced: by Dynamo, with a graph for each region.
+    """
+    known = sorted({node.meta["ac_graph_id"] for node in graph.nodes if "ac_graph_id" in node.meta})
+    for node in graph.nodes:
+        if "ac_graph_id" in node.meta and not is_backward(node):
+            node.meta["ac_graph_id"] = known.index(node.meta["ac_graph_id"])
+            node.meta["recompute"] = SAVE if node.meta.get("recompute") in _SAVED else RECOMPUTE
+        else:
+            node.meta.pop("recompute", None)
+            node.meta.pop("ac_graph_id", None)
+    _count_repeats(graph, traced)
+    save_leaving(graph)
+
+
+def _count_repeats(graph: Graph, traced: GraphModule) -> None:
+    """Mark what eager mode runs again in backward, and backward's nodes with the region that they belong to.
+
+    Eager mode stops to run a region again where autograd has saved the last of its tensors, unless it is reentrant.
+    Autograd's numbers tell which node of forward has saved what a node of backward reads.
+
+    """
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    if not any("ac_graph_id" in node.meta for node in calls):
+        return
+    place = {node: index for index, node in enumerate(calls)}
+    # Operators without a gradient have the number of the last one with a gradient before them.
+    first: dict[int, Node] = {}
+    for node in calls:
+        first.setdefault(node.meta.get("seq_nr", 0), node)
+    last_saved: dict[int, int] = {}
+    for node in filter(is_backward, calls):
+        saved_by = first[node.meta.get("seq_nr", 0)]
+        region = saved_by.meta.get("ac_graph_id")
+        if region is not None and not is_backward(saved_by):
+            node.meta[BACKWARD_OF] = region
+            if not all(map(is_backward, node.all_input_nodes)):
+                last_saved[region] = max(last_saved.get(region, -1), place[saved_by])
+    regions = sorted({node.meta["ac_graph_id"] for node in calls if "ac_graph_id" in node.meta})
+    whole = dict(zip(regions, _run_to_the_end(traced, len(regions)) if last_saved else (), strict=bool(last_saved)))
+    for node in calls:
+        region = node.meta.get("ac_graph_id")
+        if region in last_saved and node.meta["recompute"] != SAVE:
+            maker = maker_of(node) if is_part(node) else node
+            if whole[region] or place[maker] <= last_saved[region]:
+                node.meta[REPEATED] = 1
+
+
+def _run_to_the_end(traced: GraphModule, num_regions: int) -> list[bool]:
+    """Return for each region whether eager mode runs all of it again, in the order in which they run."""
+    checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+    regions = [node for node in _calls(traced) if node.target is checkpoint]
+    found = [bool(node.kwargs.get("use_reentrant")) or node.kwargs.get("early_stop") is False for node in regions]
+    if len(found) != num_regions:  # some compute nothing; which is only known if all are alike
+        if len(set(found)) > 1:
+            raise CaptureError(
+                "graphshard cannot capture checkpoints of which some are reentrant, some are not, and some compute "
+                "nothing. Give all of them use_reentrant=False."
+            )
+        found = [found[0]] * num_regions
+    return found
+
+
+def _calls(traced: GraphModule) -> Iterator[Node]:
+    """Yield the calls of a graph and of those that it calls, in the order in which they run."""
+    for node in traced.graph.nodes:
+        yield node
+        for read in node.all_input_nodes if node.op == "call_function" else ():
+            if read.op == "get_attr" and isinstance(body := traced.get_submodule(str(read.target)), GraphModule):
+                yield from _calls(body)

@@ -1,25 +1,38 @@
-"""Few of many equal blocks in a trace: the others return what they are given, and cost nothing.
+"""Equal blocks of a deep model: which they are, a trace of a few of them, and guards of the others.
 
     layers.0 .. layers.125        block  0  1  2 ... 122  123  124  125
                                   traced x  x  -  ...  -    x    x    x
 
-Forward runs as it is, so code between the blocks sees their true number. Each call of a block is compared with the one
-before it, while Dynamo traces: if a block is given something else than the result of its predecessor and what that was
-given, nothing can be said of the blocks that are left out, and the whole model is traced.
+Blocks are equal if nothing that their forward could read differs: classes, attributes, hooks, and shapes of what they
+hold. Blocks that are left out return what they are given, and cost nothing. Forward runs as it is, so code between the
+blocks sees their true number. Each call of a block is compared with the one before it, while Dynamo traces: if a block
+is given something else than the result of its predecessor and what that was given, nothing can be said of the blocks
+that are left out, and the whole model is traced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import re
+import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import ChainedSource, Guard, Source
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
-from graphshard.ir.repeats import Repeats, Uneven
+from graphshard.frontend.entry import without_entries
+from graphshard.frontend.inputs import PLAIN
+from graphshard.ir.repeats import CAPTURED, TEMPLATE, Repeats, Uneven
 
 # Calls of blocks so far in this trace: leaves of the arguments and of the result, and what each argument is. Empty
 # before and after a trace, so that nothing of it is a side effect.
@@ -27,7 +40,15 @@ _calls: list[tuple[list[Any], list[Any], list[Any], Any]] = []
 
 # In the names of what this file changes.
 _OWN = "repeated_blocks"
+# What is compared of a module apart from its other attributes.
 _PARTS = ("_parameters", "_buffers", "_modules")
+# Hooks of a module, and what is said of some of them by their numbers.
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+MARKS_OF_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+# Whose objects say of a module that a function was applied to it: nothing that forward reads.
+_LABELS = ("graphshard.module.", "torch.distributed._composable.contract")
+# Of functions in functions; what is deeper is compared by what it is.
+_DEEPEST = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,3 +209,172 @@ def rebuilt(value: Any, leaves: list[Any]) -> Any:
         parts = [rebuilt(part, leaves) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return leaves.pop(0)
+
+
+# --- which blocks are equal ---------------------------------------------------------------------------------------
+
+
+def find_repeats(model: nn.Module) -> Repeats | None:
+    """The longest run of equal blocks, or of equal groups of blocks; None if all can as well be captured."""
+    places = Counter(id(p) for owner in model.modules() for p in owner._parameters.values() if p is not None)
+    best: Repeats | None = None
+    for path, owner in model.named_modules():
+        if not path or type(owner) not in (nn.ModuleList, nn.Sequential) or len(owner) <= CAPTURED:
+            continue
+        keys = [_signature(block, places) for block in owner]
+        for found in _runs(keys):
+            first, period, groups = found
+            run = Repeats(path, first, period, groups)
+            if best is None or run.left_out > best.left_out:
+                best = run
+    return best
+
+
+def _runs(keys: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+    """Begins, periods and numbers of groups in which a sequence repeats more often than is captured."""
+    numbers: list[int] = []
+    known: list[Any] = []
+    for key in keys:
+        if key not in known:
+            known.append(key)
+        numbers.append(known.index(key))
+    for period in range(1, len(keys) // (CAPTURED + 1) + 1):
+        first = 0
+        while first + period < len(keys):
+            end = first
+            while end + period < len(keys) and numbers[end] == numbers[end + period]:
+                end += 1
+            groups = (end - first) // period + 1
+            if groups > CAPTURED:
+                yield first, period, groups
+            first = end + 1
+
+
+def _signature(module: nn.Module, places: Counter[int]) -> Any:
+    """Equal for modules whose forward does the same with tensors of the same shapes."""
+    attributes = without_entries(module)
+    others = sorted(name for name in attributes if name not in (*_PARTS, *HOOKS, *MARKS_OF_HOOKS))
+    rest = tuple((name, key_of(attributes[name])) for name in others) + tuple(_hooks(attributes))
+    params = tuple((name, _of_parameter(value, places)) for name, value in module._parameters.items())
+    buffers = tuple((name, about_tensor(value)) for name, value in module._buffers.items())
+    parts = tuple((name, None if part is None else _signature(part, places)) for name, part in module._modules.items())
+    return type(module), rest, params, buffers, parts
+
+
+def _of_parameter(param: nn.Parameter | None, places: Counter[int]) -> Any:
+    if param is None:
+        return None
+    if places[id(param)] > 1:  # tied: where its gradients are added up is not seen in a block
+        return object()
+    return about_tensor(param)
+
+
+def about_tensor(tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    lies = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    about = tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device), tensor.requires_grad
+    return type(tensor), *about, *lies
+
+
+def key_of(value: Any) -> Any:
+    """Equal for values that code cannot tell apart; of objects that are not plain, for the very object."""
+    if type(value) in PLAIN:
+        return type(value), repr(value)
+    if type(value) in (tuple, list):
+        return type(value), tuple(map(key_of, value))
+    if type(value) in (set, frozenset):
+        return type(value), tuple(sorted(map(repr, map(key_of, value))))
+    if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
+        return type(value), tuple((key_of(name), key_of(item)) for name, item in value.items())
+    if type(value) is functools.partial:
+        return functools.partial, key_of(value.func), key_of(value.args), key_of(value.keywords)
+    if isinstance(value, (DeviceMesh, Placement)):
+        return type(value), value
+    if type(value).__module__.startswith(_LABELS):
+        return type(value), "label"
+    return "object", id(value)
+
+
+def _hooks(attributes: dict[str, Any]) -> Iterator[Any]:
+    """Hooks by what they do, in their order; torch numbers them."""
+    for name in HOOKS:
+        marks = [mark for mark in MARKS_OF_HOOKS if mark.startswith(name)]
+        for number, hook in attributes.get(name, {}).items():
+            yield name, _key_of_hook(hook, 0), tuple(number in attributes.get(mark, {}) for mark in marks)
+
+
+def _key_of_hook(value: Any, depth: int) -> Any:
+    """Equal for functions of the same code that close over equal values, as those of tensor parallelism are."""
+    if depth > _DEEPEST:
+        return "object", id(value)
+    inner = functools.partial(_key_of_hook, depth=depth + 1)
+    if type(value) is types.FunctionType and not vars(value):
+        cells = tuple(map(inner, map(_contents, value.__closure__ or ())))
+        defaults = value.__defaults__ or (), sorted((value.__kwdefaults__ or {}).items())
+        return types.FunctionType, value.__code__, id(value.__globals__), key_of(defaults), cells
+    if type(value) is types.MethodType:
+        return types.MethodType, inner(value.__func__), inner(value.__self__)
+    if type(value) is functools.partial:
+        return functools.partial, inner(value.func), tuple(map(inner, value.args)), key_of(value.keywords)
+    if isinstance(value, ParallelStyle):
+        return type(value), tuple((name, inner(item)) for name, item in sorted(vars(value).items()))
+    if type(value) in (tuple, list):
+        return type(value), tuple(map(inner, value))
+    return key_of(value)
+
+
+def _contents(cell: types.CellType) -> Any:
+    """What a function closes over; an empty cell is equal to none."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return object()
+
+
+# --- guards of blocks that are left out ---------------------------------------------------------------------------
+
+
+def guards_of_blocks(guards: Sequence[Guard], repeats: Repeats, sizes: dict[Source, Any]) -> list[Guard]:
+    """Return what guards say of the block that those left out are copies of, said of each of these.
+
+    Args:
+        sizes: sizes and strides of tensors, by source; those of the blocks are added.
+    """
+    found = []
+    for group in repeats.missing:
+        for guard in guards:
+            source = _in_group(guard.originating_source, repeats, group)
+            create = guard.create_fn
+            if isinstance(create, functools.partial):
+                args = [_in_group(each, repeats, group) for each in create.args]
+                named = {name: _in_group(each, repeats, group) for name, each in create.keywords.items()}
+                create = functools.partial(create.func, *args, **named)
+            if source is not guard.originating_source:
+                if guard.originating_source in sizes:
+                    sizes[source] = sizes[guard.originating_source]
+                found.append(Guard(source, create))
+    return found
+
+
+def _in_group(source: Any, repeats: Repeats, group: int) -> Any:
+    """Return the source in a block of another group; itself if it is not in a block of the template."""
+    if not isinstance(source, ChainedSource):
+        return source
+    chained: Any = source
+    base = _in_group(source.base, repeats, group)
+    if base is not source.base:
+        return dataclasses.replace(chained, base=base)
+    index = getattr(source, "index", None)
+    if isinstance(index, str) and index.isdigit():
+        path = _path_of(source.base)
+        place = repeats.place_of(f"{repeats.path}.{index}") if path == repeats.path else None
+        if place is not None and place[0] == TEMPLATE:
+            name = repeats.name_at(group, f"{repeats.path}.{index}")
+            return dataclasses.replace(chained, index=name.rpartition(".")[2])
+    return source
+
+
+def _path_of(source: Source) -> str:
+    """Return the name of the module whose submodules a source holds, such as "layers"."""
+    return ".".join(re.findall(r"_modules(?:'\])?\['([^']+)'\]", str(source.name)))

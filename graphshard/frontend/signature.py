@@ -1,15 +1,83 @@
-"""What a program was captured for: which calls it serves."""
+"""What a capture depends on (`CaptureSpec`), and which later calls its program serves (`Signature`)."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from graphshard.ir.params import Settings
+from graphshard.frontend.extensions import Extended
+from graphshard.ir.device_meshes import ExpertMeshes, axes_of_mesh
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.params import ParamTable, Settings
+from graphshard.ir.precision import Precision
+from graphshard.ir.repeats import Repeats, Uneven
+
+
+@dataclass(frozen=True)
+class CaptureSpec:
+    """What a capture depends on besides the module and the inputs.
+
+    Attributes:
+        dynamic_shapes: in torch.export's format.
+        method: the method that is captured.
+        extended: parameters that decide themselves what is gathered of them.
+        tensor: mesh of the tensor axis, on which the program is for this rank's place.
+        experts: meshes of parameters that lie otherwise on the ranks.
+        whole: mesh of all axes, if the model finds DTensors on it.
+        groups: names of this rank's process groups by axis, to which capture adds the model's own that it finds.
+    """
+
+    params: ParamTable
+    units: tuple[str, ...]
+    mesh: Mesh
+    device: torch.device
+    precision: Precision
+    forward_class: type[nn.Module]
+    dynamic_shapes: Any = None
+    method: str = "forward"
+    extended: tuple[Extended, ...] = ()
+    tensor: DeviceMesh | None = None
+    experts: ExpertMeshes | None = None
+    whole: DeviceMesh | None = None
+    groups: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def communicating(self) -> dict[tuple[str, ...], DeviceMesh]:
+        """The meshes that parameters are DTensors on, by the names of their axes."""
+        found = {}
+        for row in self.params:
+            mesh, whole = self.tensor, self.whole
+            if row.expert and self.experts is not None:
+                mesh, whole = self.experts.axis, self.experts.whole
+            if row.split is not None and row.split.around:
+                mesh = whole
+            if row.split is not None and mesh is not None:
+                found[row.split.found_on] = axes_of_mesh(mesh, row.split.found_on)
+        return found
+
+
+def check_alike(spec: CaptureSpec, repeats: Repeats) -> None:
+    """Raise Uneven if parameters or units of blocks that are left out are treated unlike those that are captured."""
+    if spec.extended:
+        raise Uneven("parameters are subclasses of tensors")
+    found: dict[int, list[Any]] = {}
+    for row in spec.params:
+        place = repeats.place_of(row.name)
+        if place is not None:
+            names = tuple(repeats.name_at(0, name) for name in row.names)
+            found.setdefault(place[0], []).append(replace(row, names=names, unit=repeats.name_at(0, row.unit)))
+    for unit in spec.units:
+        place = repeats.place_of(unit)
+        if place is not None:
+            found.setdefault(place[0], []).append((repeats.name_at(0, unit), spec.precision.of(unit)))
+    if any(found.get(group) != found.get(0) for group in range(repeats.groups)):
+        raise Uneven("parameters of blocks are treated differently")
 
 
 @dataclass(frozen=True)
@@ -48,24 +116,3 @@ class Signature:
             "settings": "resharding, the divisor of gradients, or what is gathered by hand was changed",
         }
         return [why for name, why in reasons.items() if getattr(self, name) != getattr(other, name)]
-
-
-def leaf_key(leaf: Any) -> tuple[Any, ...]:
-    """What programs distinguish of an input: four things of a tensor, type and value of anything else.
-
-    The value is something that can be hashed, and is equal where it is the same: of a slice its parts, and the text of
-    numbers for which == does not say that, such as 0.0 and -0.0.
-    """
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
-    if isinstance(leaf, slice):
-        return (slice, (leaf.start, leaf.stop, leaf.step))
-    if isinstance(leaf, complex) or is_numpys(leaf) or (isinstance(leaf, float) and repr(leaf) in ("-0.0", "nan")):
-        return (type(leaf), repr(leaf))
-    return (type(leaf), leaf)
-
-
-def is_numpys(leaf: Any) -> bool:
-    """Whether an input is a number of numpy's, such as np.float32(3), and no array."""
-    kind = type(leaf)
-    return kind.__module__ == "numpy" and getattr(leaf, "shape", None) == () and not hasattr(kind, "__setitem__")

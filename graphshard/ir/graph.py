@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -29,6 +30,9 @@ WAIT = c10d.wait_tensor.default
 _COLLECTIVE_IDS = frozenset(map(id, _COLLECTIVES))
 # Operators of our own, which stay outside of regions.
 OWN = frozenset({SETTLED}) | COPIES | NAMING_GROUPS
+# Lines of a stack trace, and files of torch in them.
+_FRAME = re.compile(r'File "([^"]*)", line (\d+)')
+_OF_TORCH = re.compile(r"(^|(site|dist)-packages/)torch/")
 
 
 def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
@@ -317,3 +321,19 @@ def with_parts(node: Node) -> list[Node]:
 def is_backward(node: Node) -> bool:
     """Whether a node of a joint graph was made by differentiation."""
     return bool(node.meta.get("partitioner_tag") == "is_backward")
+
+
+def place_of(node: Node) -> str:
+    """Return where in the user's code an operator was called, as the end of a message; "" if that is not known."""
+    return place_in(node.meta.get("stack_trace"))
+
+
+def place_in(stack: str | None) -> str:
+    """Return the innermost place in the user's code of a stack trace, as `place_of` does."""
+    lines = [line.strip() for line in (stack or "").splitlines()]
+    for index in range(len(lines) - 1, -1, -1):
+        frame = _FRAME.match(lines[index])
+        if frame is not None and not _OF_TORCH.search(frame[1]):
+            source = lines[index + 1] if index + 1 < len(lines) else ""
+            return f" at {frame[1]}:{frame[2]}: {source}"
+    return ""

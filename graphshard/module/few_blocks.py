@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import nn
 
-from graphshard.frontend.equal_blocks import check_alike, find_repeats
-from graphshard.frontend.spec import CaptureSpec
+from graphshard.frontend.repeated_blocks import find_repeats
+from graphshard.frontend.signature import CaptureSpec, check_alike
 from graphshard.ir.alike import few_of
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program

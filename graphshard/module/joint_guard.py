@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphshard.codec.joint_reader import joint_inputs, wrong_call
-from graphshard.frontend.joint_module import joint_of
+from graphshard.exported.exported_program import joint_of
 from graphshard.ir.program import Program
 from graphshard.module.held import BufferMemory
 from graphshard.runtime.step import Executable

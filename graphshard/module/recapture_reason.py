@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from graphshard.frontend.call_inputs import input_path
+from graphshard.frontend.inputs import input_path
 from graphshard.frontend.signature import Signature
 from graphshard.ir.text import brief
 

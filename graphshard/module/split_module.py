@@ -24,7 +24,7 @@ from torch import nn
 from graphshard.frontend.entry import Entry, is_compiled
 from graphshard.frontend.graph_breaks import GraphBreak, differentiates
 from graphshard.frontend.signature import Signature
-from graphshard.frontend.unit_boundary import BOUNDARY, UnitBoundary
+from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.precision import Precision

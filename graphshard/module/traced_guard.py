@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from graphshard.frontend.eager_answers import WARNING
+from graphshard.frontend.dynamo_patches import without_torchs_hooks
 from graphshard.frontend.entry import Entry, is_compiled
-from graphshard.frontend.extra_guards import read
-from graphshard.frontend.global_hooks import without_torchs_hooks
-from graphshard.frontend.unit_boundary import BOUNDARY, BoundaryModule
+from graphshard.frontend.unguarded_state import read
+from graphshard.frontend.unit_boundaries import BOUNDARY, BoundaryModule
+from graphshard.frontend.value_branches import WARNING
 from graphshard.ir.classes import users_class
 from graphshard.ir.distributed_internals import is_checkpointed
 from graphshard.ir.program import Program

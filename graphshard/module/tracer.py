@@ -22,14 +22,13 @@ from torch.utils import _pytree as pytree
 from graphshard.codec.captured_graph import CapturedGraph
 from graphshard.codec.joint_program import to_exported
 from graphshard.codec.joint_reader import joint_program
-from graphshard.frontend.call_inputs import moved_to, stand_ins, without_values
 from graphshard.frontend.capture import capture as capture_call
 from graphshard.frontend.closure_variables import relied_on
 from graphshard.frontend.dynamo_capture import TracedFunction
 from graphshard.frontend.extensions import Extended
 from graphshard.frontend.graph_breaks import traced_or_break
-from graphshard.frontend.signature import Signature, leaf_key
-from graphshard.frontend.spec import CaptureSpec
+from graphshard.frontend.inputs import leaf_key, moved_to, stand_ins, without_values
+from graphshard.frontend.signature import CaptureSpec, Signature
 from graphshard.ir.classes import users_class
 from graphshard.ir.collector import collector_paused
 from graphshard.ir.errors import ArgumentError, DivergenceError, GraphshardError, PeerError

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from graphshard.frontend.unit_boundary import BoundaryModule
+from graphshard.frontend.unit_boundaries import BoundaryModule
 from graphshard.ir.classes import MADE_OF, users_class
 from graphshard.ir.distributed_internals import register_as
 from graphshard.ir.errors import ArgumentError, UnsupportedError

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from graphshard.frontend.exported_program import module_of
-from graphshard.frontend.joint_module import facts_of, joint_of
-from graphshard.frontend.program_module import ProgramModule
+from graphshard.exported.exported_program import facts_of, joint_of, module_of
+from graphshard.exported.program_module import ProgramModule
 from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.units import MODULE_SEPARATOR
 from graphshard.options.options import Options

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from graphshard.frontend.spec import CaptureSpec
+from graphshard.frontend.signature import CaptureSpec
 from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import is_int

@@ -30,7 +30,8 @@ from graphshard.codec.stage import program_from_json, program_to_json
 from graphshard.codec.values import Decoder, to_json
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Profile, load_profile
-from graphshard.frontend.signature import Signature, leaf_key
+from graphshard.frontend.inputs import leaf_key
+from graphshard.frontend.signature import Signature
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.plan import Bucket, Event, Plan, Prediction

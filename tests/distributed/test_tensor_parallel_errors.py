@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphshard
-from graphshard.frontend.operator_watch import OperatorWatch
+from graphshard.frontend.eager_operators import OperatorWatch
 from graphshard.ir.errors import ArgumentError, CaptureError, UnsupportedError
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.program import Slot

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim
 
 import graphshard
-from graphshard.frontend.exported_program import module_of
+from graphshard.exported.exported_program import module_of
 from tests.distributed.twins import BF16, example_llama
 from tests.frontend.programs import Net, Wide, batch, exported, rows
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim
 
 import graphshard
-from graphshard.frontend.exported_program import module_of
+from graphshard.exported.exported_program import module_of
 from graphshard.ir.units import find_units
 from tests.distributed.twins import BF16, FP32, Batch, example_llama, fsdp2, train_side_by_side, world_mesh
 from tests.frontend.programs import Net, Wide, batch, exported, narrowed, rows

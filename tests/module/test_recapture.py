@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 import graphshard
-from graphshard.frontend.signature import Signature, leaf_key
+from graphshard.frontend.inputs import leaf_key
+from graphshard.frontend.signature import Signature
 from graphshard.module.recapture_reason import reason_at, reason_of
 
 STEPS = 14

@@ -1,22 +1,30 @@
-"""Watch over the operators of a trace: what a program cannot keep is an error at the line that runs it.
+"""Operators of a trace as eager mode runs them; what a program cannot keep is an error at the line that runs it.
 
-checkpoint(f, x, use_reentrant=True)  its gradient with the strides of x, as in eager mode
-x.relu_()                       result with the strides of x, as in eager mode
-torch.linalg.inv(x)             its status is a result of the program, and is checked after each call
-torch._check(count <= 5)        the condition is one, too
-self.weight.mul_(0.5)           error: a program reads parameters
-F.dropout(dtensor)              error on a GPU, where its draw depends on the rank
-F.embedding(..., sparse=True)   error: gradients are dense
+F.interpolate(x, mode="bilinear")     torch's kernel; tracing has a function in Python that rounds differently
+nn.LSTM(..., dropout=0.1)             with the dropout between its layers, which that function leaves out
+F.dropout(x)                          rounded, and drawn, as on the CPU in eager mode
+checkpoint(f, x, use_reentrant=True)  its gradient with the strides of x
+x.relu_()                             result with the strides of x
+torch.linalg.inv(x)                   its status is a result of the program, and is checked after each call
+torch._check(count <= 5)              the condition is one, too
+self.weight.mul_(0.5)                 error: a program reads parameters
+F.dropout(dtensor)                    error on a GPU, where its draw depends on the rank
+F.embedding(..., sparse=True)         error: gradients are dense
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._decomp import decompositions
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Interpreter, Node
@@ -24,18 +32,138 @@ from torch.fx.traceback import get_current_meta
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphshard.frontend.call_writer import place_in, place_of
-from graphshard.frontend.draws import draws
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.errors import CaptureError
+from graphshard.ir.graph import WRONG_IN_PYTHON, interpolations, place_in, place_of
+from graphshard.ir.params import inverse_of, memory_order
 from graphshard.ir.program import Slot
 from graphshard.ir.subclasses import shard_in
+from graphshard.ir.torch_internals import replaced
 from graphshard.ir.tracing_internals import arguments_of, keep_strides, memory_of, written_by
 from graphshard.ir.wanted import still_wanted
+
+_OTHERS = (torch.ops.aten.multi_margin_loss.default, *WRONG_IN_PYTHON)
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
+_IN_PYTHON = (DispatchKey.Autograd, _COMPOSITE)
 
 aten = torch.ops.aten
 _COMPARISONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
 _EMBEDDINGS = (aten.embedding.default, aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+
+
+@contextlib.contextmanager
+def eager_kernels() -> Iterator[None]:
+    """In the block these operators are not taken apart while they are traced."""
+    others = []
+    for op in (*interpolations(), *_OTHERS):
+        for key in _IN_PYTHON:
+            if key in op.py_kernels:
+                others.append((op, key, op.py_kernels[key]))
+                op.py_kernels[key] = functools.partial(_chosen, op, key, op.py_kernels[key])
+                op._dispatch_cache.clear()
+    try:
+        with replaced(decompositions, "_rnn_helper", functools.partial(_layers, decompositions._rnn_helper)):
+            yield
+    finally:
+        for op, key, kernel in others:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+def _layers(
+    run: Callable[..., tuple[Tensor, list[Any]]],
+    x: Tensor,
+    hidden: Sequence[Any],
+    params: Sequence[Any],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    layer: Callable[..., Any],
+) -> tuple[Tensor, list[Any]]:
+    """Run the layers of an nn.RNN, LSTM or GRU one by one, with dropout between them."""
+    directions = 2 if bidirectional else 1
+    x = x.transpose(0, 1) if batch_first else x
+    final: list[Any] = []
+    for number in range(num_layers):
+        own = slice(directions * number, directions * (number + 1))
+        x, ends = run(x, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer)
+        final += pytree.tree_map(_shaped, ends, [*hidden[own]])
+        if train and dropout and number < num_layers - 1:
+            x = torch.dropout(x, dropout, train=True)
+    return (x.transpose(0, 1) if batch_first else x), final
+
+
+def _shaped(end: Tensor, begin: Tensor) -> Tensor:
+    """A final state, with the shape of the initial one; torch 2.11 leaves a dim too many on those of an LSTM."""
+    return end if end.dim() == begin.dim() else end.reshape(begin.shape)
+
+
+def _chosen(op: OpOverload, key: DispatchKey, in_python: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run torch's kernel, or the function in Python where sizes are not known; what is whole is not taken apart."""
+    leaves = pytree.arg_tree_leaves(*args, **kwargs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    numbers = [*leaves, *(size for tensor in tensors for size in tensor.shape)]
+    if any(isinstance(number, (torch.SymInt, torch.SymFloat)) for number in numbers):
+        return in_python(*args, **kwargs)
+    kernel = next((each for each in (key, _COMPOSITE) if op.has_kernel_for_dispatch_key(each)), None)
+    return NotImplemented if kernel is None else op._op_dk(kernel, *args, **kwargs)
+
+
+# --- dropout, which tracing rounds differently on the CPU ---------------------------------------------------------
+
+
+def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
+    if x.device.type != "cpu" or not train or p == 0:
+        return NotImplemented
+    if p == 1:  # nothing is drawn
+        return x * _zero_like(x), torch.zeros_like(x, dtype=torch.bool)
+    keep = _drawn_in_memory_order(torch.empty_like(x), 1 - p)
+    return x * (keep / (1 - p)), keep.to(torch.bool)
+
+
+def _drawn_in_memory_order(like: torch.Tensor, p: float) -> torch.Tensor:
+    """What `like.bernoulli_(p)` draws; the operator that returns a new tensor draws in the order of the dims."""
+    order = memory_order(like)
+    if not order or not _draws_in_memory_order():
+        return aten.bernoulli.p(like, p)
+    return aten.bernoulli.p(like.permute(order), p).permute(inverse_of(order))
+
+
+@functools.cache
+def _draws_in_memory_order() -> bool:
+    """Whether `bernoulli_` does: torch's own kernel, but not MKL's, which is taken on Intel's processors."""
+    drawn = [
+        torch.empty(4, 8, device="cpu").t().bernoulli_(generator=torch.Generator("cpu").manual_seed(0)).t(),
+        torch.empty(4, 8, device="cpu").bernoulli_(generator=torch.Generator("cpu").manual_seed(0)),
+    ]
+    return torch.equal(*drawn)
+
+
+def _native_dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
+    if grad.device.type != "cpu":
+        return NotImplemented
+    if scale == 0.0:  # of a probability of 1
+        return grad * _zero_like(grad)
+    return grad * (mask.to(grad.dtype) / (1 / scale))
+
+
+def _zero_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=x.dtype, device=x.device)
+
+
+def capture_decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """The table to differentiate a forward with."""
+    _draws_in_memory_order()  # found out before anything is traced
+    return {
+        aten.native_dropout.default: _native_dropout,
+        aten.native_dropout_backward.default: _native_dropout_backward,
+    }
+
+
+# --- watch over operators -----------------------------------------------------------------------------------------
 
 
 class OperatorWatch(TorchDispatchMode):
@@ -151,3 +279,9 @@ def _error(what: str) -> CaptureError:
     """Return the error for the operator that runs now."""
     place = place_in(get_current_meta().get("stack_trace")).removeprefix(" at ")
     return CaptureError(f"graphshard cannot capture forward: it {what}. {place}".rstrip())
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers; attention without dropout does not."""
+    is_random = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
+    return is_random and arguments_of(func, args, kwargs).get("dropout_p") != 0

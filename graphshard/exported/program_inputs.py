@@ -17,7 +17,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
-from graphshard.frontend.call_writer import is_name
+from graphshard.exported.program_code import is_name
 from graphshard.ir.errors import InputError, UnsupportedError
 from graphshard.ir.text import brief
 

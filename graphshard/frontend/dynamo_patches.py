@@ -1,8 +1,11 @@
-"""Graph breaks where symbols of floats are taken for finite numbers, which nan and infinity are not.
+"""Torch changed while Dynamo traces: global hooks are set aside, and floats are not taken for finite numbers.
 
-total != total      False, says the algebra of symbols; True of nan
-total * 0           0; nan of nan and of infinity
-min(0.5, total)     Python's depends on the order where one of them is nan
+Hooks of all modules that torch sets to count, such as CommDebugMode's, run around the model, and not in it. Those of
+the user are traced and guarded by Dynamo. Symbols of floats stand for finite numbers, which nan and infinity are not:
+
+    total != total      False, says the algebra of symbols; True of nan
+    total * 0           0; nan of nan and of infinity
+    min(0.5, total)     Python's depends on the order where one of them is nan
 """
 
 from __future__ import annotations
@@ -11,17 +14,56 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch._guards import TracingContext
 from torch.fx.experimental.sym_node import SymNode
+from torch.nn.modules import module as modules
 
-from graphshard.frontend.graph_breaks import GraphBreak, source_line
+from graphshard.frontend.graph_breaks import GraphBreak, is_users, source_line
 from graphshard.ir.torch_internals import replaced
+
+# What `register_module_forward_hook` and its like fill.
+_HOOKS: tuple[dict[int, Any], ...] = (
+    modules._global_forward_pre_hooks,
+    modules._global_forward_hooks,
+    modules._global_backward_pre_hooks,
+    modules._global_backward_hooks,
+)
+_NONE: AbstractContextManager[None] = contextlib.nullcontext()
 
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 _COMPUTED = ("sub", "mul", "float_truediv", "int_truediv", "mod", "floordiv", "int_floordiv")
 _ORDERED = ("sym_min", "sym_max")
+
+
+def without_torchs_hooks() -> AbstractContextManager[None]:
+    """Set torch's own hooks of all modules aside in the block, which traces or looks at guards."""
+    return _set_aside() if any(_HOOKS) else _NONE
+
+
+@contextlib.contextmanager
+def _set_aside() -> Iterator[None]:
+    kept = [(hooks, dict(hooks)) for hooks in _HOOKS]
+    for hooks, content in kept:
+        hooks.clear()
+        hooks.update({key: hook for key, hook in content.items() if _is_users_hook(hook)})
+    try:
+        yield
+    finally:
+        for hooks, content in kept:
+            hooks.clear()
+            hooks.update(content)
+
+
+def _is_users_hook(hook: Any) -> bool:
+    function = getattr(hook, "__func__", hook)
+    code = getattr(function, "__code__", getattr(type(hook).__call__, "__code__", None))
+    return code is None or is_users(code.co_filename)
+
+
+# --- floats that may be nan or infinity ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -46,7 +88,7 @@ def finite_numbers(function: str) -> Iterator[None]:
             if holds:
                 return result
             if len(known) < len(symbols) or not all(math.isfinite(each.hint) for each in known):
-                raise _break(function)
+                raise _break_at_number(function)
             for each in known:  # a program for each value
                 (each.guard_float if each.pytype is float else each.guard_int)("", 0)
             return result
@@ -70,7 +112,7 @@ def _is_dynamos_own() -> bool:
     return str(sys._getframe(3).f_globals.get("__name__")).startswith("torch._dynamo.variables")
 
 
-def _break(function: str) -> GraphBreak:
+def _break_at_number(function: str) -> GraphBreak:
     stack = TracingContext.extract_stack() if TracingContext.try_get() else ()
     where, source = source_line(stack)
     reason = "A symbol stands for the float here, and for finite ones only; a value may be nan or infinity."

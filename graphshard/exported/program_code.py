@@ -14,8 +14,12 @@ Equal calls have equal code: values are numbered within a call, and parameters a
 from __future__ import annotations
 
 import itertools
+import keyword
+import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,14 +30,17 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from graphshard.frontend.call_writer import ARITHMETIC, CallCode, CallWriter, is_name, literal, place_of
 from graphshard.ir.errors import UnsupportedError
+from graphshard.ir.graph import place_of
 from graphshard.ir.text import brief
 
 STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 # Asserts what the dtype was at export; with a mixed-precision policy it is another one.
 _DROPPED = "aten._assert_tensor_metadata.default"
 _GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
+
+# Modules of functions that are arithmetic of sizes.
+ARITHMETIC = (operator, math)
 
 
 @dataclass(frozen=True)
@@ -266,3 +273,160 @@ def _returns_first(target: Any) -> bool:
         return False
     writes = schema.returns[0].alias_info, schema.arguments[0].alias_info
     return all(alias is not None and alias.is_write for alias in writes)
+
+
+# --- code of one call ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CallCode:
+    """Code of one call.
+
+    Attributes:
+        inputs: the values and parameters that it is given, in order.
+        outputs: the values that it returns.
+        lines: the body, without the line of `def`.
+        places: where in the user's code each line comes from.
+    """
+
+    inputs: list[Node]
+    outputs: list[Node]
+    lines: list[str]
+    places: list[str]
+
+    @property
+    def text(self) -> str:
+        """The function that is to be compiled."""
+        return self._function(self.lines or ["pass"])
+
+    @property
+    def commented(self) -> str:
+        """The function with the lines of the user's code."""
+        lines = [f"{line}  # {place}" if place else line for line, place in zip(self.lines, self.places)]
+        return self._function(lines or ["pass"])
+
+    def _function(self, lines: Sequence[str]) -> str:
+        names = "".join(f", x{i}" for i in range(len(self.inputs)))
+        return "\n".join([f"def call(self{names}):", *(f"    {line}" for line in lines), ""])
+
+
+class CallWriter:
+    """Writes the code of one call.
+
+    Args:
+        path: name of the module that is called.
+        names: all names of the parameter, buffer or constant that an input of the graph is, by the name of the input.
+        resolved: returns the value that a node stands for.
+    """
+
+    def __init__(self, path: str, names: Mapping[str, Sequence[str]], resolved: Callable[[Any], Any]) -> None:
+        self._path, self._names, self._resolved = path, names, resolved
+        self.inputs: list[Node] = []
+        self.lines: list[str] = []
+        self.places: list[str] = []
+        self._named: dict[Node, str] = {}
+        self._counts: Counter[str] = Counter()
+        self._indent = 0
+
+    def write(self, node: Node) -> None:
+        args = [self.text(value) for value in node.args]
+        args += [f"{name}={self.text(value)}" for name, value in node.kwargs.items()]
+        self._line(f"{self._new(node, _short(node.target))} = {_function(node.target)}({', '.join(args)})", node)
+
+    def call(self, path: str, number: int, code: CallCode) -> None:
+        """Write the call of a submodule."""
+        args = [self.text(value) for value in code.inputs] + ([f"call={number}"] if number else [])
+        name = re.sub(r"\W", "_", path.removeprefix(f"{self._path}." if self._path else ""))
+        results = ", ".join(self._new(node, f"of_{name}") for node in code.outputs)
+        called = f"{self._attribute(path)}({', '.join(args)})"
+        self._line(f"{results} = {called}" if results else called)
+
+    def enter(self, context: str) -> None:
+        self._line(f"with {context}:")
+        self._indent += 1
+        self._line("pass")
+
+    def leave(self) -> None:
+        self._indent -= 1
+
+    def finish(self, results: Sequence[Any]) -> None:
+        """Write what the call returns: one value, or several as a tuple."""
+        texts = list(map(self.text, results))
+        if self._path == "" or len(texts) > 1:
+            self._line(f"return ({''.join(f'{text}, ' for text in texts)})")
+        elif texts:
+            self._line(f"return {texts[0]}")
+
+    def text(self, value: Any) -> str:
+        """Return an argument as code."""
+        value = self._resolved(value)
+        if isinstance(value, Node):
+            return self._name(value)
+        if isinstance(value, (list, tuple)):
+            inside = ", ".join(map(self.text, value))
+            return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if inside else "()"
+        if isinstance(value, slice):
+            return f"slice({self.text(value.start)}, {self.text(value.stop)}, {self.text(value.step)})"
+        return literal(value)
+
+    def _name(self, node: Node) -> str:
+        if node in self._named:
+            return self._named[node]
+        if node.op == "placeholder" and (path := self._state(node)) is not None:
+            return self._attribute(path)
+        if node not in self.inputs:
+            self.inputs.append(node)
+        return f"x{self.inputs.index(node)}"
+
+    def _state(self, node: Node) -> str | None:
+        """The name of a parameter within this module; None for others, which are passed in."""
+        prefix = f"{self._path}." if self._path else ""
+        return next((name for name in self._names.get(node.name, ()) if name.startswith(prefix)), None)
+
+    def _attribute(self, path: str) -> str:
+        text = "self"
+        for part in path.removeprefix(f"{self._path}." if self._path else "").split("."):
+            text = f"{text}.{part}" if is_name(part) else f"getattr({text}, {part!r})"
+        return text
+
+    def _new(self, node: Node, base: str) -> str:
+        name = self._named[node] = f"{base}_{self._counts[base]}"
+        self._counts[base] += 1
+        return name
+
+    def _line(self, text: str, node: Node | None = None) -> None:
+        self.lines.append("    " * self._indent + text)
+        self.places.append("" if node is None else place_of(node).removeprefix(" at "))
+
+
+def literal(value: Any) -> str:
+    """Return a constant as code."""
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float({str(value)!r})"
+    if value is None or type(value) in (bool, int, float, complex, str):
+        return repr(value)
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(value)
+    raise UnsupportedError(
+        f"model: the program has the constant {brief(value)}, which cannot be written as code. Compile the module that "
+        "was exported instead."
+    )
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text can be a name in Python code."""
+    return text.isidentifier() and not keyword.iskeyword(text)
+
+
+def _short(target: Any) -> str:
+    name = target._schema.name.rpartition("::")[2] if isinstance(target, OpOverload) else target.__name__
+    return name.strip("_") or "value"
+
+
+def _function(target: Any) -> str:
+    if isinstance(target, OpOverload):
+        return f"torch.ops.{target}"
+    home = next((module.__name__ for module in ARITHMETIC if target in vars(module).values()), "torch")
+    return f"{home}.{target.__name__}"

@@ -1,31 +1,51 @@
-"""Errors and graph breaks for what Dynamo traces silently and no guard can say of the next call.
+"""State that a trace depends on and that Dynamo's guards leave out: guards of our own, or else an error.
 
-x.grad, x.is_leaf                      an error: a program has no such thing
-id(x), random.randint(0, 9), vars(m)   a graph break: Python answers in each call
-mask.any().item() is True              a graph break, too: Dynamo says no
-torch.set_default_dtype(...)           an error: the trace would set it, and no call
+Block.forward = other, nn.Linear.forward = other     guard: functions of classes of what is read
+os.environ["SCALE"]                                  guard: environment variables, if forward reads one
+self.rates.move_to_end("a")                          guard: order of an OrderedDict
+register_module_forward_hook(...)                    guard: hooks of all modules
+x.grad, x.is_leaf                                    error: a program has no such thing
+torch.set_default_dtype(...)                         error: the trace would set it, and no call
+id(x), random.randint(0, 9), vars(m)                 graph break: Python answers in each call
+mask.any().item() is True                            graph break: Dynamo says no
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import gc
 import linecache
+import os
+import re
 import sys
 import types
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.guards import dict_version
 from torch._dynamo.source import RandomValueSource
 from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
 from torch.fx import Graph, Node
+from torch.nn.modules import module as torch_module
 
-from graphshard.frontend.extra_guards import read
 from graphshard.frontend.graph_breaks import GraphBreak, is_users, source_line
 from graphshard.ir.errors import CaptureError
+
+# Flags of classes whose attributes may be set.
+_IS_HEAP_TYPE, _IS_IMMUTABLE = 1 << 9, 1 << 8
+_ENVIRON = re.compile(r"\b(environ|getenv)\b")
+# What modules hold themselves; their classes are known without.
+_OF_MODULES = re.compile(r"_parameters|_buffers|_hooks|_modules(?:'\])?(?:\['[^']+'\])?$")
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
+    value for name, value in vars(torch_module).items() if name.startswith("_global_") and isinstance(value, dict)
+)
+# Guards by ==, which -0.0 passes for 0.0.
+_EQUAL = ("CONSTANT_MATCH", "EQUALS_MATCH")
+_FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property)
 
 # Builtins with another answer in each call.
 _BUILTINS = {
@@ -52,6 +72,101 @@ _SETTERS = frozenset(
     }
 )
 _ANY_REMEDY = "Ask outside of forward, and pass the answer into it."
+
+
+class ExtraGuards:
+    """Checks of one program, made when it is installed.
+
+    Args:
+        module: that is called.
+        guards: expressions that guards read, and kinds of the guards.
+        values: what the names in sources stand for.
+    """
+
+    def __init__(self, module: nn.Module, guards: Sequence[tuple[str, str]], values: Mapping[str, Any]) -> None:
+        sources = {source for source, _ in guards}
+        found = dict(read({each for each in sources if not _OF_MODULES.search(each)}, values))
+        objects = [*module.modules(), *found.values(), torch.empty(0)]
+        classes = {cls: None for each in objects for cls in type(each).__mro__ if _may_change(cls)}
+        self._classes = [(cls, _attributes_of(cls)) for cls in classes]
+        self._functions = [_functions_of(attributes) for _, attributes in self._classes]
+        self._versions = self._versions_now()
+        self._hooks = _hooks_now()
+        self._environment = dict(os.environ) if any(map(_ENVIRON.search, sources)) else None
+        equal = {source for source, kind in guards if kind in _EQUAL}
+        names = {name: value for name, value in values.items() if name != "L"}
+        # Expressions, with what they read, what is compared of that, and what it was.
+        self._compared: list[tuple[str, Callable[..., Any], Callable[[Any], Any], Any]] = []
+        for source, value in found.items():
+            compared = list if isinstance(value, OrderedDict) else repr if source in equal and _is_zero(value) else None
+            if compared is not None:
+                self._compared.append((source, eval(f"lambda L: {source}", {**names}), compared, compared(value)))
+
+    def change(self, scope: Mapping[str, Any]) -> str:
+        """Return what is another than when the program was traced, in words; "" if nothing is.
+
+        Args:
+            scope: module, args and kwargs of the call.
+        """
+        versions = self._versions_now()
+        if versions != self._versions:
+            for (cls, attributes), was in zip(self._classes, self._functions):
+                now = _functions_of(attributes)
+                changed = next((key for key in {**was, **now} if now.get(key) is not was.get(key)), None)
+                if changed is not None:
+                    return f"{cls.__qualname__}.{changed} was replaced"
+            self._versions = versions
+        if _hooks_now() != self._hooks:
+            return "hooks of all modules were changed"
+        if self._environment is not None and self._environment != os.environ:
+            names = sorted({*self._environment, *os.environ})
+            name = next(name for name in names if self._environment.get(name) != os.environ.get(name))
+            return f"the environment variable {name} was changed"
+        for source, value_in, compared, before in self._compared:
+            if compared(value_in(scope)) != before:
+                return f"{source} was {before} and is {compared(value_in(scope))}"
+        return ""
+
+    def _versions_now(self) -> list[int]:
+        return [dict_version(attributes) for _, attributes in self._classes]
+
+
+def read(sources: Iterable[str], values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of sources that can be read."""
+    for source in sources:
+        if source:
+            try:
+                yield source, eval(source, {**values})
+            except Exception:
+                continue
+
+
+def _is_zero(value: object) -> bool:
+    """Return whether a number may equal another one with another sign."""
+    if isinstance(value, complex):
+        return value.real == 0 or value.imag == 0
+    return isinstance(value, float) and value == 0
+
+
+def _may_change(cls: type) -> bool:
+    return bool(cls.__flags__ & _IS_HEAP_TYPE) and not cls.__flags__ & _IS_IMMUTABLE
+
+
+def _attributes_of(cls: type) -> dict[str, Any]:
+    """Return the dict of a class, whose version changes when an attribute is set."""
+    (found,) = [each for each in gc.get_referents(cls.__dict__) if type(each) is dict]
+    return found
+
+
+def _functions_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if isinstance(value, _FUNCTIONS) or callable(value)}
+
+
+def _hooks_now() -> list[list[Any]]:
+    return [list(hooks.values()) for hooks in _GLOBAL_HOOKS]
+
+
+# --- state that no guard can compare ------------------------------------------------------------------------------
 
 
 def reject_unguarded(
