@@ -195,8 +195,7 @@ class DynamoTrace:
         Raises:
             ConstraintViolationError: it takes one of them for a number, or for a smaller range.
         """
-        with _metrics():
-            self._captured.graph_capture_output.build_guards(self._code)
+        self._guard_manager()
 
     def build_guards(self, keep: Callable[[str, str, Any], bool]) -> tuple[Any, ExtraGuards]:
         """Build the guard manager against the module as it is now.
@@ -219,15 +218,29 @@ class DynamoTrace:
         graph._guards = GuardsSet(OrderedSet(kept))
         _relax(graph)
         known = {name: value for name, value in _GUARD_SETTINGS.items() if hasattr(config, name)}
-        graph.skip_guards_check = True  # it also measures them, for which it flushes the caches: 0.1 s
-        with _metrics(), config.patch(known):
-            made = output.build_guards(self._code).guard_manager
+        with config.patch(known):
+            made = self._guard_manager()
         if not made.check(graph.local_scope):
             parts = made.check_verbose(graph.local_scope).verbose_code_parts
             raise AssertionError(f"a guard fails for the call that was traced: {parts}")
         values = {"L": graph.local_scope, "G": graph.global_scope}
         sources = [(source, guard.create_fn_name()) for guard in graph.guards for source in _sources_of(guard)]
+        # Only guards are made of these. A view among them keeps its base where the garbage collector does not look.
+        if graph.shape_env is not None:
+            graph.shape_env.tracked_fakes = None
         return made, ExtraGuards(graph.local_scope["module"], sources, values)
+
+    def _guard_manager(self) -> Any:
+        """Return what checks the guards of the trace, without having checked or measured them."""
+        output = self._captured.graph_capture_output
+        output.output_graph.skip_guards_check = True  # to measure them, Dynamo flushes the caches: 0.1 s
+        with _metrics():
+            manager = output.build_guards(self._code)
+        made = manager.guard_manager
+        # Functions and classes that forward reads keep the manager as long as they live, to tell it of their end; with
+        # it they would keep the trace, and the process groups of its tensors.
+        del manager.guard_manager
+        return made
 
 
 def _relax(graph: Any) -> None:
