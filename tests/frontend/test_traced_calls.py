@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import types
 from pathlib import Path
@@ -10,11 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
+from tests.conftest import FakeWorld
 
 
 class Net(nn.Module):
@@ -215,3 +221,67 @@ def test_a_submodule_that_is_no_unit_is_called_alone(mesh: DeviceMesh) -> None:
     for model in (plain, ours):
         model.norm(model.inner(x)).square().sum().backward()
     assert same_gradients(ours, plain)
+
+
+class Reads(nn.Module):
+    """Reads a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.activation = nn.Parameter(torch.randn(4, 4)), F.gelu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(x @ self.weight).square().sum()
+
+
+class Distributes(Reads):
+    """Has a DTensor as its parameter."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), mesh["tp"], [Replicate()]))
+
+
+@pytest.mark.parametrize("axes", [("dp",), ("dp", "tp")], ids=["plain", "tensor axis"])
+def test_what_was_traced_goes_with_the_model(fake_world: FakeWorld, axes: tuple[str, ...]) -> None:
+    """Else each model leaves its graphs, its mesh and the threads of the mesh's process groups."""
+    fake_world(2 ** len(axes))
+    mesh = init_device_mesh("cpu", (2,) * len(axes), mesh_dim_names=axes)
+
+    def train() -> None:
+        model = graphshard.compile(Distributes(mesh) if "tp" in axes else Reads(), mesh, backend="eager")
+        x = torch.randn(3, 8)[:, :4]  # a view
+        model(DTensor.from_local(x, mesh["tp"], [Replicate()]) if "tp" in axes else x).backward()
+
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(each), ShapeEnv) for each in gc.get_objects())
+
+    train()
+    train()
+    before = alive()  # of the last traces, which torch keeps
+    train()
+    train()
+    assert alive() == before
+
+
+class Halves(nn.Module):
+    """Compares a number that it computes of a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = len(x) / 2
+        return self.inner(x).sum() * (0.0 if half == float("inf") or half != half else half)
+
+
+def test_numbers_of_sizes_are_finite(mesh: DeviceMesh) -> None:
+    """One program for all sizes of a declared range, as no size makes nan or infinity."""
+    plain = Halves()
+    ours = compiled(plain, mesh, dynamic_shapes=({0: Dim("rows", min=2, max=64)},))
+    for rows in (3, 5, 8):
+        x = torch.randn(rows, 4)
+        assert torch.equal(ours(x), plain(x))
+    assert len(graphshard.programs(ours)) == 1
