@@ -6,7 +6,7 @@
 `program_module.py` makes the module and its tensors, with code by `program_code.py` and checks of inputs by
 `program_inputs.py`.
 
-* **A module, not a graph of its own path.** The tracer, guards, units, checkpoints and errors stay the same for it.
+* **A module, not a second path for graphs.** The tracer, guards, units, checkpoints and errors stay the same for it.
 * **Calls of submodules are restored.** FSDP2 casts and adds up gradients where a unit is entered, so a flat graph would
   not have its bits. `torch.export.unflatten` restores calls, too, but copies every parameter, renames further calls of
   a module, and runs an interpreter that capture would have to see through.

@@ -145,6 +145,6 @@ def joint_of(module: nn.Module) -> ExportedProgram | None:
 
 
 def facts_of(exported: ExportedProgram) -> dict[str, Any] | None:
-    """Return what graphshard has written into a joint program besides its graph; None for others."""
+    """Return what graphshard has written into a joint program in addition to its graph; None for others."""
     facts = exported.graph_module.meta.get("custom", {}).get(OURS)
     return facts if isinstance(facts, dict) else None

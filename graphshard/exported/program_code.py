@@ -115,7 +115,7 @@ class ProgramCode:
         return code
 
     def _flatten(self, graph: Graph, outer: tuple[Scope, ...], owner: GraphModule | torch.nn.Module) -> None:
-        """List the operators of a graph, those of its regions included, with the calls that they are in."""
+        """List the operators of a graph and of its regions, with the calls that they are in."""
         for node in graph.nodes:
             if node.op != "call_function" or str(node.target) == _DROPPED:
                 continue
@@ -301,7 +301,7 @@ class CallCode:
 
     @property
     def commented(self) -> str:
-        """The function with the lines of the user's code."""
+        """The function with the lines of the model's code."""
         lines = [f"{line}  # {place}" if place else line for line, place in zip(self.lines, self.places)]
         return self._function(lines or ["pass"])
 

@@ -247,7 +247,7 @@ def state_of(program: ExportedProgram) -> ProgramState:
 
     Raises:
         ArgumentError: one is missing, or not what the graph takes.
-        UnsupportedError: the program holds something besides tensors.
+        UnsupportedError: the program holds something other than tensors.
     """
     _check(program)
     state = ProgramState()
@@ -283,7 +283,7 @@ def _without_fakes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are one: a file has each name of a tied parameter as a tensor of its own."""
+    """Equal for tensors that are one: a file has a tensor for each name of a tied parameter."""
     if tensor.is_meta or type(tensor) not in (torch.Tensor, nn.Parameter):  # all on meta have one address in a file
         return (id(tensor),)
     storage = tensor.untyped_storage()._cdata

@@ -81,7 +81,7 @@ def read_program(path: Any) -> ExportedProgram:
 
 
 def _check_archive(file: Path, shown: str) -> None:
-    """Raise ArgumentError unless a file is a program that can be loaded without running code of its own."""
+    """Raise ArgumentError unless a file is a program that can be loaded without running code of the file."""
     try:
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, OSError):

@@ -17,7 +17,7 @@
   is the same for both backends, and `backend="eager"` runs the operators that eager mode runs, hence its bits.
 * **Submodules have entries** (`entry.py`). The `forward` of a submodule is an `Entry` in its `__dict__`, which is taken
   away while a module is captured. The class and `repr` of submodules stay the user's, and `model.encoder(x)` runs a
-  program of its own.
+  separate program.
 * **A parameter may say itself what is gathered of it** (`extensions.py`), by FSDP2's protocol for tensor subclasses.
   Its methods are traced in the same trace as the forward. The operator `join` stands where the gather will be. What
   the methods read besides is part of the signature (`closure_variables.py`), since no guard sees it. Ranks with shorter

@@ -203,7 +203,7 @@ def capture_example(
     spec: CaptureSpec,
     repeats: Repeats | None = None,
 ) -> Program:
-    """Capture a call, with gradients, of a module that is not to run; arguments are those of `capture`."""
+    """Capture a call, with gradients, of a module that is not to run; see `capture` for the arguments."""
     traced = TracedFunction("example")
     return capture(module, args, kwargs, spec, traced, boundary_class, grad=True, repeats=repeats)
 

@@ -1,4 +1,4 @@
-"""What methods of parameters read besides the shard: a program that was captured with them holds while it is the same.
+"""Variables that methods of parameters read in addition to the shard; a program holds while they stay the same.
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         return (self * SCALE, self.new_full((), config.offset + module.factor)), None
@@ -46,7 +46,7 @@ _SETTINGS = (
     *(types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap),
     *(queue.Queue, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
 )
-# Python's own, as others may be filled when somebody looks.
+# Python's own, as reading others may fill them.
 _CONTAINERS = (
     *(list, tuple, dict, set, frozenset),
     *(collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter),
@@ -76,7 +76,7 @@ def relied_on(params: Iterable[tuple[torch.Tensor, nn.Module]]) -> tuple[Hashabl
     """What a program relies on of parameters that decide themselves what is gathered of them, to be compared.
 
     Args:
-        params: with the modules that hold them; those that are plain count for nothing.
+        params: with the modules that hold them; plain ones are ignored.
     """
     known: dict[types.FunctionType, Hashable] = {}
     found: list[Hashable] = []
@@ -91,13 +91,13 @@ def relied_on(params: Iterable[tuple[torch.Tensor, nn.Module]]) -> tuple[Hashabl
 
 
 def read_by(method: Any, depth: int = _DEPTH) -> tuple[Hashable, ...]:
-    """The variables that a method of the user's reads, and functions that it names, with what they are now."""
+    """Return the variables that a user's method reads, and functions that it names, with their present values."""
     function = _function_of(method)
     return () if function is None else tuple(_variables(function, depth))
 
 
 def _function_of(method: Any) -> types.FunctionType | None:
-    """The function of the user's that a method runs, within decorators."""
+    """Return the user's function that a method runs, inside its decorators."""
     function = inspect.unwrap(getattr(method, "__func__", method)) if callable(method) else None
     users = isinstance(function, types.FunctionType) and is_users(function.__code__.co_filename)
     return function if users else None
@@ -187,7 +187,7 @@ def _following(chains: Collection[tuple[str, ...]], name: str) -> list[tuple[str
 
 
 def _is_namespace(value: Any) -> bool:
-    """Whether a value is a module or class of the user's, whose attributes may be settings."""
+    """Return whether a value is a user's module or class, whose attributes may be settings."""
     if isinstance(value, types.ModuleType):
         return is_users(getattr(value, "__file__", None) or "<>")
     return isinstance(value, type) and _is_users_class(value)

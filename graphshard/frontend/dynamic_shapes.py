@@ -1,6 +1,6 @@
 """Which dimensions of a call's inputs are dynamic: `dynamic_shapes=` of compile, or marks on the tensors.
 
-Torch fixes a dimension of size 0 or 1, whatever is asked for: those sizes broadcast and need code of their own. Such a
+Torch fixes a dimension of size 0 or 1, whatever is asked for: such sizes broadcast and need different code. Such a
 dimension is captured as what it is, and captured again as dynamic when it has another size.
 """
 

@@ -81,8 +81,8 @@ def _call_replaced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 class TracedFunction:
     """The function that Dynamo traces for one module or entry, and what it has learned of changing numbers and sizes.
 
-    Automatic dynamic shapes remember values by code object. Each module has a state of its own, so the sizes that
-    one model has seen do not make those of another dynamic.
+    Automatic dynamic shapes remember values by code object. Each module has a separate state, so the sizes that
+    one model has seen do not make the sizes of another dynamic.
     """
 
     name: str
@@ -179,7 +179,7 @@ class DynamoTrace:
     def replay(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
         """Return the function (module, args, kwargs) -> result that calls `run` with the graph's inputs.
 
-        It replays what forward does to objects besides: attributes, lists, dicts, globals.
+        It replays the side effects of forward, too: on attributes, lists, dicts, globals.
         """
         output = self._captured.graph_capture_output
         if self._captured.backend_input is None:
@@ -363,7 +363,7 @@ def trace_call(
 
 
 def _has_no_values(value: Any) -> bool:
-    """Return whether an input that is no parameter is fake, as those of `explain` are."""
+    """Return whether an input that is not a parameter is fake, as with `explain`."""
     return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter)
 
 

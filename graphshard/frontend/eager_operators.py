@@ -97,7 +97,7 @@ def _layers(
 
 
 def _shaped(end: Tensor, begin: Tensor) -> Tensor:
-    """A final state, with the shape of the initial one; torch 2.11 leaves a dim too many on those of an LSTM."""
+    """Return a final state in the shape of the initial one; torch 2.11 leaves an LSTM's a dimension too many."""
     return end if end.dim() == begin.dim() else end.reshape(begin.shape)
 
 
@@ -254,7 +254,7 @@ class WatchedGraph(Interpreter):
 
 
 class _Laid(torch.autograd.Function):
-    """A tensor as it is, whose gradient gets its strides, as that of a leaf does: sums round by the order in memory."""
+    """Return a tensor as it is; its gradient gets its strides, like a leaf's: sums round by the order in memory."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

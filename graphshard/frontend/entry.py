@@ -22,7 +22,7 @@ class Entry:
     The compiled forward of the whole model never calls it, and it is taken away while a module is captured.
 
     Attributes:
-        replaced: what somebody had put in the method's place on this module; MISSING if nobody had.
+        replaced: what stood in the method's place on this module; MISSING if it was the class's own.
     """
 
     def __init__(self, module: nn.Module, name: str, run: Callable[..., Any], method: str = "forward") -> None:
@@ -45,7 +45,7 @@ class Entry:
         return self._module
 
     def __getattr__(self, name: str) -> Any:
-        """Return what Dynamo's guards look at besides, such as the defaults of the function."""
+        """Return what Dynamo's guards read of the function as well, such as its defaults."""
         if name.startswith("__") and name.endswith("__"):
             return getattr(self.__func__, name)
         raise AttributeError(name)

@@ -4,7 +4,7 @@
 
 Both methods are traced at every capture, so what they compute is part of the program. The result is a leaf, as FSDP2's
 unsharded parameter is: nothing is differentiated through the methods, and the gradient of their result is the
-parameter's. A program makes the result anew wherever it gathers, so `out=` is never passed.
+parameter's. A program makes the result again wherever it gathers, so `out=` is never passed.
 
 Methods of all parameters are traced before the forward. `settle_gathers` moves them to where the parameter is needed,
 because otherwise every parameter would be gathered first:
@@ -62,7 +62,7 @@ COMMUNICATION = (
     "torch.distributed._functional_collectives.all_reduce"
 )
 
-# Operators that are not element by element, but leave elements in front of those that padding adds.
+# Operators that are not element by element, but keep elements in front of the padding.
 _KEEP_ORDER = frozenset(
     {
         *("empty", "empty_like", "empty_strided", "new_empty", "new_zeros", "zeros", "zeros_like", "full"),
@@ -80,7 +80,7 @@ class Extended:
         row: of the table, with what the policy says of dtypes; `described` completes it.
         param: sharded, or not yet.
         module: the module that holds it.
-        policy: that of its unit.
+        policy: its unit's.
         mesh: the axis it is sharded along.
         device: what programs are captured for.
     """
@@ -254,7 +254,7 @@ class Extensions:
         return bool(self._known)
 
     def used(self, given: Mapping[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
-        """What a module uses in the place of the tensors that the function was given."""
+        """What a module uses instead of the tensors that the function was given."""
         if not self._known:
             return dict(given)
         used = {}
@@ -271,7 +271,7 @@ class Extensions:
 
 
 class Leaf(torch.autograd.Function):
-    """What a parameter is used as, in the place of the leaf that its gradient belongs to.
+    """What a parameter is used as, instead of the leaf that its gradient belongs to.
 
     The gradient may be a tensor subclass; a plain tensor is made of it, as FSDP2 does when it reduces it.
     """

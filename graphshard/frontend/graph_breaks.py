@@ -51,7 +51,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PACKAGES = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-# Warnings of Dynamo's that the error repeats, and those of reads that it makes itself.
+# Warnings of Dynamo that the error repeats, and warnings of reads that Dynamo makes itself.
 _QUIET = (
     "Dynamo does not know how to trace",
     "Dynamo detected a call to a `functools.lru_cache`",
@@ -107,7 +107,7 @@ class GraphBreak(CaptureError):
     """Forward cannot be traced as one graph.
 
     Attributes:
-        where: file and number of the user's line; "" if it is not known.
+        where: file and number of the line in the model; "" if it is not known.
         source: the line.
         reason: in one sentence.
         remedy: in one sentence.
@@ -171,7 +171,7 @@ def raise_break(error: GraphBreak) -> NoReturn:
 def differentiates(function: Callable[..., Any]) -> bool:
     """Return whether a function, or one of the same package that it names, passes `create_graph`.
 
-    A program computes gradients without a graph of their own, so what such a function calls runs in Python. Names are
+    A program computes gradients without a graph for them, so what such a function calls runs in Python. Names are
     looked up in globals and in the class, and nothing is run.
     """
     owner = type(getattr(function, "__self__", None))
@@ -269,7 +269,7 @@ def _reason(error: Exception) -> str:
 
 
 def source_line(stack: Sequence[FrameSummary]) -> tuple[str, str]:
-    """Return where the innermost line of the user's code is, as "file:line", and the line."""
+    """Return where the innermost line of the model's code is, as "file:line", and the line."""
     for frame in reversed(list(stack)):
         if is_users(frame.filename):
             source = linecache.getline(frame.filename, frame.lineno or 0).strip()
@@ -302,7 +302,7 @@ class Untraceable(Exception):
 
 
 def explain_failure(error: Untraceable, cls: type[nn.Module]) -> CaptureError:
-    """Return the error to raise instead: file, line and source of the user's code, and what to change."""
+    """Return the error to raise instead: file, line and source in the model, and what to change."""
     frame = _user_frame(error)
     what, advice = f"graphshard cannot capture {cls.__name__}.forward", _ADVICE[error.kind]
     if frame is None:

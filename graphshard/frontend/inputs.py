@@ -47,7 +47,7 @@ pytree.register_pytree_node(
 
 
 def flat_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a call, and its structure, with `LocalInput`s in the place of DTensors.
+    """Return the leaves of a call, and its structure, with `LocalInput`s instead of DTensors.
 
     Raises:
         InputError: a DTensor wants a gradient.
@@ -145,7 +145,7 @@ def stand_ins(leaves: Iterable[Any], *, meta_only: bool = False) -> list[Any]:
 
 
 def apart(leaves: Iterable[Any]) -> list[Any]:
-    """Leaves of an example that stands for all calls, not only for those that are given one tensor twice."""
+    """Return leaves of an example that stands for all calls, not only for calls that are given one tensor twice."""
     seen: set[int] = set()
     found = []
     for leaf in leaves:
@@ -162,7 +162,7 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """What capture can look at in the place of an input: on the CPU, and without values if it is elsewhere."""
+    """Return what capture can read instead of an input: on the CPU, and without values if the input is elsewhere."""
     if tensor.device.type == "cpu":
         return tensor
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
@@ -218,7 +218,7 @@ def is_numpys(leaf: Any) -> bool:
 
 
 def stand_in_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
-    """Return a call with fake tensors for those that are not on the device of the program; one tensor has one."""
+    """Return a call with fake tensors instead of tensors on other devices than the program's; one tensor has one."""
     leaves = pytree.tree_leaves((args, kwargs))
     if not stands_in() and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
         return args, kwargs

@@ -47,7 +47,7 @@ class FlatGraph(nn.Module):
 
     Attributes:
         leaves: results that are constants; None where a result is computed.
-        places: of the computed results among the leaves; those of the checks follow.
+        places: of the computed results among the leaves; the places of the checks follow.
         checks: of statuses that follow the results.
         out_spec: structure of the results; tensor subclasses are their parts.
     """

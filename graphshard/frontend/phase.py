@@ -34,7 +34,7 @@ from graphshard.ir.sizes import expression
 from graphshard.ir.subgraph import Subgraph, calls_in, subgraph_of, take_attributes
 from graphshard.ir.torch_internals import CheckpointPolicy
 
-# What nodes of subgraphs keep besides their operators.
+# Metadata that nodes of subgraphs keep.
 _KEPT = ("val",)
 _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
@@ -44,7 +44,7 @@ class Flat(Protocol):
 
     Attributes:
         slots: of what it takes.
-        leaves: results that are constants; None in the place of tensors.
+        leaves: results that are constants; None for tensors.
         places: of the tensors among the results.
     """
 
@@ -57,7 +57,7 @@ def phase_of(joint: GraphModule, flat: Flat) -> Phase:
     """The joint graph with slots for what AOTAutograd describes.
 
     Raises:
-        CaptureError: there is an input or output of another kind than those of a module.
+        CaptureError: there is an input or output of a kind that modules do not have.
     """
     graph = joint.graph
     graph.set_codegen(CodeGen())
@@ -105,7 +105,7 @@ def read_numbers_again(phase: Phase) -> None:
 
 
 def lift_constants(phase: Phase) -> dict[str, torch.Tensor]:
-    """Tensors that were made while the forward was traced, or are nobody's, become inputs."""
+    """Make inputs of tensors that the forward made while it was traced, or that no module holds."""
     graph, constants = phase.module.graph, {}
     first = phase.placeholders[0] if phase.inputs else next(iter(graph.nodes))
     lifted: dict[Any, Node] = {}  # forward and backward may read the same
@@ -286,7 +286,7 @@ def _run_to_the_end(traced: GraphModule, num_regions: int) -> list[bool]:
 
 
 def _calls(traced: GraphModule) -> Iterator[Node]:
-    """Yield the calls of a graph and of those that it calls, in the order in which they run."""
+    """Yield the calls of a graph and of its subgraphs, in the order in which they run."""
     for node in traced.graph.nodes:
         yield node
         for read in node.all_input_nodes if node.op == "call_function" else ():

@@ -201,7 +201,7 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def rebuilt(value: Any, leaves: list[Any]) -> Any:
-    """Return a container with other leaves; those that are used are taken out of the list."""
+    """Return a container with other leaves, which are taken out of the list."""
     if isinstance(value, dict):
         items = {key: rebuilt(part, leaves) for key, part in value.items()}
         return items if type(value) is dict else type(value)(items)
@@ -305,7 +305,7 @@ def _hooks(attributes: dict[str, Any]) -> Iterator[Any]:
 
 
 def _key_of_hook(value: Any, depth: int) -> Any:
-    """Equal for functions of the same code that close over equal values, as those of tensor parallelism are."""
+    """Equal for functions of the same code that close over equal values, such as the hooks of tensor parallelism."""
     if depth > _DEEPEST:
         return "object", id(value)
     inner = functools.partial(_key_of_hook, depth=depth + 1)
@@ -339,7 +339,7 @@ def guards_of_blocks(guards: Sequence[Guard], repeats: Repeats, sizes: dict[Sour
     """Return what guards say of the block that those left out are copies of, said of each of these.
 
     Args:
-        sizes: sizes and strides of tensors, by source; those of the blocks are added.
+        sizes: sizes and strides of tensors, by source; the blocks' are added.
     """
     found = []
     for group in repeats.missing:

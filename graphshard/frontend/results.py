@@ -1,7 +1,7 @@
 """Results of a forward that are tensor subclasses: a program returns their parts, and the caller gets the whole.
 
-traced      result -> parts, which are outputs of the program; gradients of the parts make that of the result
-called      parts -> result, as the node of a pytree; a gradient of the result makes those of the parts
+traced      result -> parts, which are outputs of the program; gradients of the parts make the result's
+called      parts -> result, as the node of a pytree; a gradient of the result makes the parts'
 
 A DTensor, as a model with tensor parallelism returns for logits, say, is its local tensor. Its gradient is placed as it
 is, and whole where it is a partial sum: the program is made for that, and another gradient is redistributed.

@@ -21,7 +21,7 @@ from graphshard.ir.repeats import Repeats, Uneven
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """What a capture depends on besides the module and the inputs.
+    """What a capture depends on in addition to the module and the inputs.
 
     Attributes:
         dynamic_shapes: in torch.export's format.
@@ -63,7 +63,7 @@ class CaptureSpec:
 
 
 def check_alike(spec: CaptureSpec, repeats: Repeats) -> None:
-    """Raise Uneven if parameters or units of blocks that are left out are treated unlike those that are captured."""
+    """Raise Uneven if parameters or units of blocks that are left out are treated unlike the captured ones."""
     if spec.extended:
         raise Uneven("parameters are subclasses of tensors")
     found: dict[int, list[Any]] = {}
@@ -82,7 +82,7 @@ def check_alike(spec: CaptureSpec, repeats: Repeats) -> None:
 
 @dataclass(frozen=True)
 class Signature:
-    """Description of the calls that a program is for, besides what guards look at.
+    """Description of the calls that a program is for, as far as guards do not check it.
 
     Attributes:
         structure, inputs: of a call; guards look at them, and messages say how two calls differ.

@@ -10,7 +10,7 @@ functional collectives. These become operators that run at once and name an axis
 
 To plans they are compute: what gathers and reduces parameters is moved around them, and they stay where they are.
 
-A group of the user's that is no axis of the mesh may be one of neighbors on the sharding axis, as those are that send
+A group that is not an axis of the mesh may be one of neighbors on the sharding axis, as used to send
 keys and values around a ring. It becomes an axis of the program's mesh, which is bound to the group itself.
 """
 
@@ -52,7 +52,7 @@ _AT_ONCE = {
 def distributed(
     used: Mapping[Slot, torch.Tensor], params: ParamTable, meshes: Mapping[tuple[str, ...], DeviceMesh]
 ) -> dict[Slot, torch.Tensor]:
-    """What a module finds in the place of its tensors: DTensors for parameters that are split over an axis.
+    """Return what a module finds instead of its tensors: DTensors for parameters that are split over an axis.
 
     Args:
         meshes: that parameters are DTensors on, by the names of their axes.
@@ -166,7 +166,7 @@ def settle_collectives(graph: Graph, mesh: Mesh, groups: dict[str, str], model: 
     """Let what the model communicates run at once, and name an axis.
 
     Args:
-        groups: names of the process groups of this rank by the names of the axes; those that are found are added.
+        groups: names of the process groups of this rank by the names of the axes; new ones are added.
 
     Returns:
         The mesh, with the axes that were found.

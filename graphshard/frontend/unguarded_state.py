@@ -304,7 +304,7 @@ def _reject_identity(codes: Iterable[types.CodeType], graph: Graph, function: st
 
 
 def _line_at(instruction: dis.Instruction, line: int) -> int:
-    """Return the line of an instruction, given that of the one before."""
+    """Return the line of an instruction, given the line of the one before."""
     starts: Any = getattr(instruction, "line_number", None) or instruction.starts_line
     return starts if type(starts) is int else line
 

@@ -81,7 +81,7 @@ class UnitBoundary:
         has_node: whether the unit has parameters that are sharded.
         block: the module is one of equal blocks, of which some are left out of the trace.
         num_blocks: how many there are, as text; of the root.
-        checkpointed: settings of torch's composable `checkpoint`, which the module has in the place of its hooks.
+        checkpointed: settings of torch's composable `checkpoint`, whose hooks the module had.
     """
 
     unit: str
@@ -223,7 +223,7 @@ def _cast(dtype: torch.dtype, value: Any) -> Any:
 
 
 def _changed(needs: Callable[[torch.Tensor], bool], change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a container with other tensors for those that need it: in lists, tuples, dicts and dataclasses.
+    """Return a container with tensors exchanged where needed: in lists, tuples, dicts and dataclasses.
 
     A container without such a tensor is itself: forward may append to it.
     """

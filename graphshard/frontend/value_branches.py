@@ -9,7 +9,7 @@ trace takes the likely way. The conditions that it leaves in the graph are compu
 where the call goes another way, it is traced again with the answers that were found. The assertion stays in the
 program, which may run without the guard, as one that was exported does.
 
-The functions are those of transformers. It makes an explicit attention mask where it is told that it is traced, its
+The functions are transformers'. It makes an explicit attention mask where it is told that it is traced, its
 eager code makes none, and gradients differ in the last bit. So its questions are answered as in eager mode while
 graphshard traces, through `torch.compiler.substitute_in_graph`; other uses of `torch.compile` hear the truth.
 
