@@ -215,7 +215,29 @@ class OperatorWatch(TorchDispatchMode):
         return result
 
 
-class WatchedGraph(Interpreter):
+class _LaidBranches(Interpreter):
+    """Runs a graph; in branches of `torch.cond` a gradient of an operand has the operand's strides.
+
+    torch wants the same strides of both branches, and a branch may sum a tensor whose gradient is expanded.
+    """
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one function."""
+        if target is torch.ops.higher_order.cond and torch.is_grad_enabled():
+            predicate, *branches, operands = args
+            args = (predicate, *map(_laid_branch, branches), operands)
+        return super().call_function(target, args, kwargs)
+
+
+def _laid_branch(branch: Any) -> Callable[..., Any]:
+    def run(*operands: Any) -> Any:
+        graph = _LaidBranches(branch)
+        return graph.run(*(_Laid.apply(each) if _needs_gradient(each) else each for each in operands))
+
+    return run
+
+
+class WatchedGraph(_LaidBranches):
     """Runs a torch-level graph of Dynamo; what forward asserts with `torch._check` is checked after each call.
 
     Args:
