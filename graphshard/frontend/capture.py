@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.exported.program_module import ProgramModule
 from graphshard.frontend.dynamic_shapes import constraints_of, dynamic_dims
-from graphshard.frontend.dynamo_capture import DynamoTrace, GraphInput, TracedFunction, trace_call
+from graphshard.frontend.dynamo_capture import TRACING, DynamoTrace, GraphInput, TracedFunction, trace_call
 from graphshard.frontend.dynamo_patches import without_torchs_hooks
 from graphshard.frontend.extensions import Extensions, settle_gathers
 from graphshard.frontend.graph_breaks import Untraceable, explain_failure
@@ -57,9 +56,6 @@ from graphshard.ir.torch_internals import FakeTensorMode, fake_tensor, hint
 from graphshard.ir.tracing_internals import fake_kernels
 from graphshard.ir.written_again import write_again
 
-# Dynamo and AOTAutograd keep what they are doing in variables of the process: threads trace one after the other.
-_TRACING = threading.RLock()
-
 
 def capture(
     module: nn.Module,
@@ -87,7 +83,7 @@ def capture(
     if isinstance(module, ProgramModule) and (wrong := module.wrong_inputs(args, kwargs)) is not None:
         raise wrong
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_TRACING)
+        stack.enter_context(TRACING)
         stack.enter_context(without_torchs_hooks())
         stack.enter_context(torch.set_grad_enabled(grad))
         forward = stack.enter_context(as_written(module, spec.method))
@@ -153,7 +149,7 @@ def capture(
     unsharded = functools.partial(_unsharded, extensions, spec, spec.communicating, layouts)
     data = frozenset(name for row in spec.params if row.split is not None for name in row.split.around)
     flat = FlatGraph(trace.graph, [slot for slot, _ in given], order, unsharded, data)
-    with _TRACING, without_torchs_hooks(), torch.set_grad_enabled(grad):
+    with TRACING, without_torchs_hooks(), torch.set_grad_enabled(grad):
         try:
             joint = joint_graph(flat, [fake for _, fake in given], mode, stands_in=stands_in())
         except Untraceable as error:

@@ -19,6 +19,7 @@ import functools
 import importlib
 import logging
 import random
+import threading
 import types
 import warnings
 from collections import defaultdict
@@ -58,6 +59,8 @@ log = logging.getLogger(__name__)
 
 # Names of the arguments of the traced function, which begin the sources of guards: L['module'], L['args'][0].
 _SCOPE = ("module", "args", "kwargs")
+# Dynamo and AOTAutograd keep what they are doing in variables of the process: threads trace one after the other.
+TRACING = threading.RLock()
 
 # Globals of each `TracedFunction`. Guards read them, so closures and defaults of forward are looked at in each call.
 _graphshard_boundary = cast(UnitBoundary, None)
@@ -218,7 +221,7 @@ class DynamoTrace:
         graph._guards = GuardsSet(OrderedSet(kept))
         _relax(graph)
         known = {name: value for name, value in _GUARD_SETTINGS.items() if hasattr(config, name)}
-        with config.patch(known):
+        with TRACING, config.patch(known):
             made = self._guard_manager()
         if not made.check(graph.local_scope):
             parts = made.check_verbose(graph.local_scope).verbose_code_parts
