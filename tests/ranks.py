@@ -54,6 +54,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 from unittest import mock
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -70,6 +71,10 @@ START_TIMEOUT = 300.0
 
 # Of all ranks but the first.
 UNVERIFIED = {"GRAPHSHARD_VERIFY": "off"}
+
+# A rank with more threads is replaced. Some models of DTensors leave their process groups, and the threads of each look
+# for work a hundred times a second: hundreds of them take half of the machine.
+MOST_THREADS = 60
 
 # How the names of graphshard's environment variables begin.
 OURS = "GRAPHSHARD_"
@@ -116,6 +121,8 @@ class RankPool:
         call = pickle.dumps((function, args))
         request = pickle.dumps(_Request(next(self._runs), world_size, call, environment))
         try:
+            if any(rank.num_threads() > MOST_THREADS for rank in self._ranks):
+                self.close()
             self._start(world_size)
             chosen = self._ranks[:world_size]
             for rank in chosen:
@@ -235,6 +242,13 @@ class _Rank:
     connection: Connection
     log: TextIO  # what the rank prints
     stacks: TextIO  # what it writes when asked where it hangs
+
+    def num_threads(self) -> int:
+        """Return how many threads the process has; 0 if it is gone."""
+        try:
+            return psutil.Process(self.process.pid).num_threads()
+        except psutil.NoSuchProcess:
+            return 0
 
     @classmethod
     def start(cls, rank: int, port: int, folder: Path) -> _Rank:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks import FakeWorld, RankError, RankPool, Ranks
+from tests.ranks import MOST_THREADS, FakeWorld, RankError, RankPool, Ranks
 
 
 def _pid(rank: int, world_size: int) -> int:
@@ -57,6 +58,18 @@ def _level(rank: int, world_size: int) -> str | None:
 
 def test_the_first_rank_verifies(ranks: Ranks) -> None:
     assert ranks(3).run(_level) == ["ends", "off", "off"]
+
+
+def _with_threads(rank: int, world_size: int, threads: int) -> int:
+    for _ in range(threads):
+        threading.Thread(target=time.sleep, args=(600.0,), daemon=True).start()
+    return os.getpid()
+
+
+def test_ranks_with_many_threads_are_replaced(ranks: Ranks) -> None:
+    first = ranks(1).run(_with_threads, 1)
+    assert ranks(1).run(_with_threads, MOST_THREADS) == first
+    assert ranks(1).run(_with_threads, 0) != first
 
 
 def _footprint(rank: int, world_size: int) -> tuple[int, str, bool]:
