@@ -220,8 +220,7 @@ class DynamoTrace:
             kept += guards_of_blocks(kept, self.repeats, graph.input_source_to_sizes_strides)
         graph._guards = GuardsSet(OrderedSet(kept))
         _relax(graph)
-        known = {name: value for name, value in _GUARD_SETTINGS.items() if hasattr(config, name)}
-        with TRACING, config.patch(known):
+        with TRACING, config.patch(_known(_GUARD_SETTINGS)):
             made = self._guard_manager()
         if not made.check(graph.local_scope):
             parts = made.check_verbose(graph.local_scope).verbose_code_parts
@@ -302,6 +301,11 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
+def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that this release of torch has."""
+    return {name: value for name, value in settings.items() if hasattr(config, name)}
+
+
 def _logging_functions() -> set[Any]:
     """Return the methods of loggers that write; libraries add some, such as `warning_once`."""
     levels = {"debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log"}
@@ -374,7 +378,7 @@ def _trace(
     function: types.FunctionType, scope: dict[str, Any], seen: Any, constraints: Any, answers: list[bool] | None
 ) -> tuple[DynamoTrace, list[bool]]:
     """Trace a call with answers to questions about values; return the answers that it was given, too."""
-    known = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
+    known = _known(_SETTINGS)
     name = f"{users_class(scope['module']).__name__}.{function.__name__}"
     if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((scope["args"], scope["kwargs"]))):
         known["automatic_dynamic_shapes"] = False  # of layouts that are known

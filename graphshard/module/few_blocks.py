@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -111,10 +110,7 @@ class Short:
 
 
 def program_of_few(
-    trace: Callable[..., Program],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    trace: Callable[[], Program],
     spec: CaptureSpec,
     repeats: Repeats,
     passes: tuple[Pass, ...],
@@ -138,7 +134,7 @@ def program_of_few(
         raise Uneven("there is no partition")
     start = time.perf_counter()
     with watching():
-        program = trace_few(trace, module, args, kwargs, spec, repeats)
+        program = trace_few(trace, spec, repeats)
     title(program)
     observer.after(program, "capture", 0, time.perf_counter() - start)
     for step in passes[: at + 1]:
@@ -146,21 +142,14 @@ def program_of_few(
     return Short(program, few_of(program, repeats, spec.params), passes[at + 1 :])
 
 
-def trace_few(
-    trace: Callable[..., Program],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    spec: CaptureSpec,
-    repeats: Repeats,
-) -> Program:
+def trace_few(trace: Callable[[], Program], spec: CaptureSpec, repeats: Repeats) -> Program:
     """Trace a few of equal blocks, and check that they stand for all.
 
     Raises:
         Uneven: they do not.
     """
     check_alike(spec, repeats)
-    program = trace(module, args, kwargs, spec, repeats)
+    program = trace()
     _check(program)
     return program
 

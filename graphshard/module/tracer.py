@@ -164,7 +164,8 @@ class Tracer:
             if repeats is None:
                 return None
             try:
-                program = trace_few(alone._trace_few, module, args, kwargs, spec, repeats)
+                trace = functools.partial(alone._trace_few, module, args, kwargs, spec, repeats)
+                program = trace_few(trace, spec, repeats)
             except (Uneven, GraphshardError) as error:
                 log.info("%s: every block is traced: %s", self.label, error)
                 return None
@@ -224,9 +225,8 @@ class Tracer:
         if repeats is None:
             return None
         try:
-            return program_of_few(
-                self._trace_few, module, args, kwargs, spec, repeats, passes, replace(observer), title, watching
-            )
+            trace = functools.partial(self._trace_few, module, args, kwargs, spec, repeats)
+            return program_of_few(trace, spec, repeats, passes, replace(observer), title, watching)
         except (Uneven, GraphshardError) as error:
             self._doubt(error)
             return None
