@@ -337,10 +337,24 @@ def _answer_here(request: _Request, store: dist.Store, rank: int) -> _Answer:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=request.world_size)
         function, args = pickle.loads(request.call)
         torch.manual_seed(0)  # last, as the first run of a module imports it here
-        return _Answer(rank, value=pickle.dumps(function(rank, request.world_size, *args)))
+        value = pickle.dumps(function(rank, request.world_size, *args))
+        check_modes()
+        return _Answer(rank, value=value)
     except BaseException as error:  # SystemExit and pytest.fail, too
         summary = "".join(traceback.format_exception_only(error)).strip()
         return _Answer(rank, error=summary, detail=traceback.format_exc(), time=time.monotonic())
+
+
+def check_modes() -> None:
+    """Check that no mode of torch is left open: what runs next in this process would be in it."""
+    torch.autocast_increment_nesting()
+    assert torch.autocast_decrement_nesting() == 0, "autocast is left open"
+    assert not torch.is_autocast_enabled("cpu"), "autocast is left open"
+    assert torch.is_grad_enabled(), "gradients are left off"
+    assert not torch.is_inference_mode_enabled(), "inference mode is left open"
+    assert torch._C._functorch.maybe_current_level() is None, "a transform of torch.func is left open"
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack(), "a mode of operators is left open"
+    assert torch._C._len_torch_function_stack() == 0, "a mode of functions is left open"
 
 
 def reset_distributed() -> None:

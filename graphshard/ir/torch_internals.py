@@ -73,6 +73,7 @@ __all__ = [
     "keeps_code",
     "load_package",
     "min_cut_partition",
+    "modes_end",
     "modes_of_functions",
     "new_fake_mode",
     "new_size",
@@ -242,6 +243,31 @@ def cached_casts(cached: bool) -> Iterator[None]:
     finally:
         torch.set_autocast_cache_enabled(enabled)
         torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def modes_end() -> Iterator[None]:
+    """Leave what the block has entered and an error in it has not left: autocast, and transforms of torch.func.
+
+    A graph enters and leaves them by calls. In an autocast that is never left, plain PyTorch keeps casts of parameters
+    for ever, and computes with old ones.
+    """
+    kinds = ("cpu", "cuda")
+    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    torch.autocast_increment_nesting()
+    nesting, transforms = torch.autocast_decrement_nesting(), torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    except BaseException:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(transforms)
+        torch.autocast_increment_nesting()
+        while torch.autocast_decrement_nesting() > nesting:
+            pass
+        torch.clear_autocast_cache()
+        for kind, (enabled, dtype) in zip(kinds, casts):
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        raise
 
 
 @contextlib.contextmanager

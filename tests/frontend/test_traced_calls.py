@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from tests.conftest import FakeWorld
+from tests.ranks import check_modes
 
 
 class Net(nn.Module):
@@ -287,3 +289,34 @@ def test_numbers_of_sizes_are_finite(mesh: DeviceMesh) -> None:
         x = torch.randn(rows, 4)
         assert torch.equal(ours(x), plain(x))
     assert len(graphshard.programs(ours)) == 1
+
+
+class _Fails(nn.Module):
+    """Writes a parameter, which no program can, or asks for its address, while a mode of torch is open."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.linear, self.mode = nn.Linear(4, 4), mode
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mode == "checkpoint":
+            return checkpoint(self._in_autocast, x, use_reentrant=False)
+        if self.mode == "vmap":
+            return torch.func.vmap(self._written)(x)
+        return self._in_autocast(x)
+
+    def _in_autocast(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x * id(x) if self.mode == "graph break" else self._written(self.linear(x))
+
+    def _written(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.mul_(0.5)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("mode", ["autocast", "checkpoint", "vmap", "graph break"])
+def test_an_error_leaves_no_mode_open(mesh: DeviceMesh, mode: str) -> None:
+    model = graphshard.compile(_Fails(mode), mesh, backend="eager", fullgraph=True)
+    with torch.no_grad() if mode != "graph break" else contextlib.nullcontext(), pytest.raises(graphshard.CaptureError):
+        model(torch.ones(2, 4))
+    check_modes()
