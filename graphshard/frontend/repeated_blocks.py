@@ -34,9 +34,9 @@ from graphshard.frontend.entry import without_entries
 from graphshard.frontend.inputs import PLAIN
 from graphshard.ir.repeats import CAPTURED, TEMPLATE, Repeats, Uneven
 
-# Calls of blocks so far in this trace: leaves of the arguments and of the result, and what each argument is. Empty
-# before and after a trace, so that nothing of it is a side effect.
-_calls: list[tuple[list[Any], list[Any], list[Any], Any]] = []
+# Calls of blocks so far in this trace: leaves of the arguments and of the result, what each argument is, modes, and the
+# result. Empty before and after a trace, so that nothing of it is a side effect.
+_calls: list[tuple[list[Any], list[Any], list[Any], list[bool], Any]] = []
 
 # In the names of what this file changes.
 _OWN = "repeated_blocks"
@@ -74,24 +74,23 @@ class Block:
         number, period = int(self.place), int(self.size)
         if number != len(_calls):
             raise Uneven("blocks are not called one after the other")
-        given = leaves_of((args, kwargs))
+        given = leaves_of((*args, *kwargs.values()))
         before = _calls[number - 1][1] if number else []
         earlier = _calls[number - period][0] if number >= period else []
-        relations = [_relation(leaf, index, before, earlier) for index, leaf in enumerate(given)]
-        relations += [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
-        if number >= 2 * period and relations != _calls[number - period][2]:
+        relations = _relations(given, before, earlier)
+        modes = [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
+        if number >= 2 * period and [relations, modes] != [*_calls[number - period][2:4]]:
             raise Uneven("blocks are not given alike")
         if not self.left_out:
             result = run(*args, **kwargs)
-            _calls.append((given, leaves_of(result), relations, result))
+            _calls.append((given, leaves_of(result), relations, modes, result))
             return result
-        _, example, _, structure = _calls[number - period]
+        _, example, _, _, structure = _calls[number - period]
         # What the template's successor was given of the template's results says what is carried.
         place = number - period + 1
-        following = relations if place == number else _calls[place][2]
-        leaves = [_carried(index, leaf, following, given) for index, leaf in enumerate(example)]
+        leaves = _carried(example, relations if place == number else _calls[place][2], given)
         result = rebuilt(structure, list(leaves))
-        _calls.append((given, leaves, relations, result))
+        _calls.append((given, leaves, relations, modes, result))
         return result
 
 
@@ -166,38 +165,59 @@ def _hollow(block: nn.Module) -> nn.Module:
     return made
 
 
-def _relation(leaf: Any, index: int, before: list[Any], earlier: list[Any]) -> Any:
-    """Return which result of the block before an argument is, "same" for what an earlier group was given, or None."""
-    if isinstance(leaf, torch.Tensor):
-        for place, result in enumerate(before):
-            if isinstance(result, torch.Tensor) and result is leaf:
-                return place
-        same = index < len(earlier) and isinstance(earlier[index], torch.Tensor) and earlier[index] is leaf
-        return "same" if same else None
-    same = index < len(earlier) and not isinstance(earlier[index], torch.Tensor) and earlier[index] == leaf
-    return "same" if same else None
+# Dynamo takes 20 us for each instruction that it follows, and follows these for every block: they call little.
 
 
-def _carried(index: int, leaf: Any, following: list[Any], given: list[Any]) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        if leaf is not None:
+def _relations(given: list[Any], before: list[Any], earlier: list[Any]) -> list[Any]:
+    """Return what arguments are: the place of a result of the block before, "same" as an earlier group's, or None."""
+    relations: list[Any] = []
+    for leaf in given:
+        index = len(relations)
+        is_tensor = isinstance(leaf, torch.Tensor)
+        first = [place for place in range(len(before)) if before[place] is leaf] if is_tensor else []
+        if first:
+            relations.append(first[0])
+        elif index >= len(earlier) or isinstance(earlier[index], torch.Tensor) != is_tensor:
+            relations.append(None)
+        else:
+            same = earlier[index] is leaf if is_tensor else earlier[index] == leaf
+            relations.append("same" if same else None)
+    return relations
+
+
+def _carried(example: list[Any], following: list[Any], given: list[Any]) -> list[Any]:
+    """Return the results of a block that is left out: what the next one is given of them, it was given itself.
+
+    Args:
+        example: results of the template.
+        following: what the arguments of the template's successor are.
+    """
+    leaves: list[Any] = []
+    for leaf in example:
+        if leaf is None:
+            leaves.append(None)
+        elif not isinstance(leaf, torch.Tensor):
             raise Uneven("blocks return more than tensors")
-        return None
-    for place, what in enumerate(following):
-        if type(what) is int and what == index:
-            return given[place]
-    raise Uneven("a result of a block is not what the next one is given")
+        elif len(leaves) in following:
+            leaves.append(given[following.index(len(leaves))])
+        else:
+            raise Uneven("a result of a block is not what the next one is given")
+    return leaves
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Return the leaves of lists, tuples and dicts. Dynamo traces it, so it is written for that."""
+    """Return the leaves of lists, tuples and dicts."""
     if isinstance(value, dict):
-        parts: Iterable[Any] = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        parts = value
-    else:
+        value = list(value.values())
+    elif not isinstance(value, (list, tuple)):
         return [value]
-    return [leaf for part in parts for leaf in leaves_of(part)]
+    leaves: list[Any] = []
+    for part in value:
+        if isinstance(part, (dict, list, tuple)):
+            leaves += leaves_of(part)
+        else:
+            leaves.append(part)
+    return leaves
 
 
 def rebuilt(value: Any, leaves: list[Any]) -> Any:
@@ -342,37 +362,65 @@ def guards_of_blocks(guards: Sequence[Guard], repeats: Repeats, sizes: dict[Sour
         sizes: sizes and strides of tensors, by source; the blocks' are added.
     """
     found = []
+    inside = {id(guard): _is_inside(guard.originating_source, repeats) for guard in guards}
     for group in repeats.missing:
+        moved = _Moved(repeats, group)
         for guard in guards:
-            source = _in_group(guard.originating_source, repeats, group)
-            create = guard.create_fn
+            if not inside[id(guard)]:
+                continue
+            source, create = moved.source(guard.originating_source), guard.create_fn
             if isinstance(create, functools.partial):
-                args = [_in_group(each, repeats, group) for each in create.args]
-                named = {name: _in_group(each, repeats, group) for name, each in create.keywords.items()}
-                create = functools.partial(create.func, *args, **named)
-            if source is not guard.originating_source:
-                if guard.originating_source in sizes:
-                    sizes[source] = sizes[guard.originating_source]
-                found.append(Guard(source, create))
+                named = {name: moved.source(each) for name, each in create.keywords.items()}
+                create = functools.partial(create.func, *map(moved.source, create.args), **named)
+            if guard.originating_source in sizes:
+                sizes[source] = sizes[guard.originating_source]
+            found.append(Guard(source, create))
     return found
 
 
-def _in_group(source: Any, repeats: Repeats, group: int) -> Any:
-    """Return the source in a block of another group; itself if it is not in a block of the template."""
-    if not isinstance(source, ChainedSource):
-        return source
-    chained: Any = source
-    base = _in_group(source.base, repeats, group)
-    if base is not source.base:
-        return dataclasses.replace(chained, base=base)
+class _Moved:
+    """Sources in a block of the template, as they are in a block of another group."""
+
+    def __init__(self, repeats: Repeats, group: int) -> None:
+        self._repeats, self._group = repeats, group
+        self._known: dict[int, Any] = {}  # by the id of a source, which its guard holds
+
+    def source(self, source: Any) -> Any:
+        """Return a source in the other group; itself if it is not in a block of the template."""
+        if not isinstance(source, ChainedSource):
+            return source
+        found = self._known.get(id(source))
+        if found is None:
+            found = self._known[id(source)] = self._moved(source)
+        return found
+
+    def _moved(self, source: Any) -> Any:
+        base = self.source(source.base)
+        if base is not source.base:
+            return dataclasses.replace(source, base=base)
+        place = _place_in_template(source, self._repeats)
+        if place is None:
+            return source
+        return dataclasses.replace(source, index=self._repeats.name_at(self._group, place).rpartition(".")[2])
+
+
+def _is_inside(source: Any, repeats: Repeats) -> bool:
+    """Return whether a source is in a block of the template."""
+    while isinstance(source, ChainedSource):
+        if _place_in_template(source, repeats) is not None:
+            return True
+        source = source.base
+    return False
+
+
+def _place_in_template(source: Any, repeats: Repeats) -> str | None:
+    """Return the name of the template's block that a source is; None if it is something else."""
     index = getattr(source, "index", None)
-    if isinstance(index, str) and index.isdigit():
-        path = _path_of(source.base)
-        place = repeats.place_of(f"{repeats.path}.{index}") if path == repeats.path else None
-        if place is not None and place[0] == TEMPLATE:
-            name = repeats.name_at(group, f"{repeats.path}.{index}")
-            return dataclasses.replace(chained, index=name.rpartition(".")[2])
-    return source
+    if not (isinstance(index, str) and index.isdigit()) or _path_of(source.base) != repeats.path:
+        return None
+    name = f"{repeats.path}.{index}"
+    place = repeats.place_of(name)
+    return name if place is not None and place[0] == TEMPLATE else None
 
 
 def _path_of(source: Source) -> str:
