@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
@@ -27,6 +28,7 @@ from graphshard.frontend.tensor_parallel import OneCast
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import CaptureError
+from graphshard.ir.graph import place_of
 from graphshard.ir.missing_kernels import MISSING, WITHOUT_GPU
 from graphshard.ir.program import Slot
 from graphshard.ir.torch_internals import FakeTensorMode, cached_casts, draws_stay, modes_end
@@ -117,6 +119,15 @@ def joint_graph(flat: FlatGraph, given: Sequence[Any], mode: FakeTensorMode, *, 
                 "an operator that checks what it computes, such as torch.linalg.inv. Call it outside of the function, "
                 "or one that returns the status, such as torch.linalg.inv_ex."
             ) from error
+        except RuntimeError as error:
+            operator_of = re.match(r"Trying to backward through (\S+) but no autograd formula", str(error))
+            if operator_of is None:
+                raise
+            raise CaptureError(
+                f"graphshard cannot capture forward: gradients flow through {operator_of[1]}"
+                f"{_place_of_call(flat, operator_of[1])}. It has no autograd formula. Register one with "
+                "torch.library.register_autograd, or pass x.detach() to it."
+            ) from error
         except AssertionError as error:
             if "Encountered a set_" not in str(error):
                 raise
@@ -128,6 +139,12 @@ def joint_graph(flat: FlatGraph, given: Sequence[Any], mode: FakeTensorMode, *, 
     _check_backward(joint, flat.slots)
     _split_sums(joint)
     return joint
+
+
+def _place_of_call(flat: FlatGraph, operator_name: str) -> str:
+    """Return where the model calls an operator, as the end of a sentence; "" if it is not known."""
+    nodes = (node for each in flat.__dict__["_graph"].modules() for node in getattr(each, "graph", Graph()).nodes)
+    return next((place_of(node) for node in nodes if str(node.target) == operator_name), "")
 
 
 def _split_sums(joint: GraphModule) -> None:

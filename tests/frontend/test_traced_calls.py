@@ -320,3 +320,38 @@ def test_an_error_leaves_no_mode_open(mesh: DeviceMesh, mode: str) -> None:
     with torch.no_grad() if mode != "graph break" else contextlib.nullcontext(), pytest.raises(graphshard.CaptureError):
         model(torch.ones(2, 4))
     check_modes()
+
+
+@torch.library.custom_op("graphshard_tests::twice", mutates_args=())
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    """Has no autograd formula."""
+    return x * 2
+
+
+@_twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _twice(self.linear(x))
+
+
+def test_an_operator_without_an_autograd_formula(mesh: DeviceMesh) -> None:
+    module = _Twice()
+    expected = module(torch.ones(2, 4)).detach()
+    model = graphshard.compile(module, mesh, backend="eager")
+    with pytest.raises(
+        graphshard.CaptureError,
+        match=r"gradients flow through graphshard_tests\.twice\.default at .*test_traced_calls\.py:\d+: "
+        r"return _twice\(self\.linear\(x\)\)\. It has no autograd formula\. Register one with "
+        r"torch\.library\.register_autograd, or pass x\.detach\(\) to it\.",
+    ):
+        model(torch.ones(2, 4))
+    with torch.no_grad():
+        assert torch.equal(model(torch.ones(2, 4)), expected)
