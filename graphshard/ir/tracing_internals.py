@@ -74,14 +74,17 @@ def keep_strides(tensor: torch.Tensor, stride: Sequence[int]) -> None:
     What follows computes in the order of memory, and takes that from strides of dims of size 1, too. These the kernels
     choose otherwise than tracing believes, so where they say nothing they are always given back.
     """
-    sizes = tensor.shape
-    if not isinstance(tensor, FunctionalTensor) or not all(type(s) is int for s in (*sizes, *tensor.stride(), *stride)):
+    if not isinstance(tensor, FunctionalTensor):
+        return
+    # The tensor itself says what it was before: torch takes for granted that writing changes no strides.
+    sizes, lies = tensor.shape, contents_now(tensor).stride()
+    if not all(type(s) is int for s in (*sizes, *lies, *stride)):
         return
     unclear = tensor.is_contiguous() and tuple(stride) != make_contiguous_strides_for(sizes)
-    if tuple(tensor.stride()) == tuple(stride) and not unclear:
+    if tuple(lies) == tuple(stride) and not unclear:
         return
     aten = torch.ops.aten
-    if all(now == before or size == 1 for now, before, size in zip(tensor.stride(), stride, sizes)):
+    if all(now == before or size == 1 for now, before, size in zip(lies, stride, sizes)):
         laid_out = aten.as_strided.default(tensor, sizes, stride)
     else:
         laid_out = aten.copy.default(aten.new_empty_strided.default(tensor, sizes, stride), tensor)
