@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import glob
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -46,8 +47,10 @@ from graphshard.runtime.shards import ParamRef
 # Options that FSDP2's fully_shard has: each call is for its own unit. The others are for the whole model.
 OF_UNITS = {"reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params", "units"}
 
-# What became of parameters that somebody still holds, and over which data axes: others may be tied to them.
-_sharded_as: MutableMapping[nn.Parameter, tuple[ParamRef, DeviceMesh]] = WeakIdKeyDictionary()
+# What became of parameters that somebody still holds, as others may be tied to them: owner, attribute, row, data axes.
+# A DTensor may be its own shard, so nothing here keeps the owner.
+_sharded_as: MutableMapping[nn.Parameter, tuple[weakref.ref[nn.Module], str, ParamRow, DeviceMesh]]
+_sharded_as = WeakIdKeyDictionary()
 
 
 class Group(nn.ModuleList):
@@ -118,10 +121,15 @@ def tie_again(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, ParamRow
     known: dict[nn.Parameter, ParamRow] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
-            ref, over = (None, None) if param is None else _sharded_as.get(param, (None, None))
-            if ref is not None and isinstance(ref.param, DTensor) and over == mesh:
-                module._parameters[name] = ref.param
-                known[ref.param] = ref.row
+            found = None if param is None else _sharded_as.get(param)
+            owner = None if found is None else found[0]()
+            if found is None or owner is None:
+                continue
+            _, attribute, row, over = found
+            shard_of = ParamRef(row, owner, attribute).param
+            if isinstance(shard_of, DTensor) and over == mesh:
+                module._parameters[name] = shard_of
+                known[shard_of] = row
     return known
 
 
@@ -320,14 +328,15 @@ def shard_unit(
     check_storage(tracer, parts)
     runner = make_runner(model, tracer, mesh, recorder, cache)
     plain = [
-        (ref.param, (ref, experts.data if ref.row.expert and experts is not None else mesh))
+        (ref.param, ref, experts.data if ref.row.expert and experts is not None else mesh)
         for ref in tracer.params
         if not (ref.row.ignored or ref.param in known)
     ]
     release(model)
     shard(model, runner, known)
     take_over(runner, parts)
-    _sharded_as.update(plain)
+    for param, ref, over in plain:
+        _sharded_as[param] = weakref.ref(ref.owner), ref.attribute, ref.row, over
 
 
 def _ignored_in(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +148,21 @@ def test_as_fsdp2(ranks: Ranks, name: str, whole: bool) -> None:
 
 def test_in_bfloat16(ranks: Ranks) -> None:
     ranks(4).run(_train, "two axes", True, BF16)
+
+
+def _dropped(rank: int, world_size: int) -> bool:
+    mesh = MESHES["two axes"]()
+    model = _sharded(OURS, mesh, whole=True, mp_policy=FP32)
+    model(_input(mesh, 0)).backward()
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    return kept() is not None
+
+
+def test_a_model_that_is_dropped_is_gone(ranks: Ranks) -> None:
+    """Though its experts are DTensors that are their own shards."""
+    assert ranks(4).run(_dropped) == [False] * 4
 
 
 def _ways(rank: int, world_size: int) -> None:
