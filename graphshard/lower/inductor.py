@@ -294,9 +294,20 @@ def whole_operators() -> Iterator[None]:
         decompositions.update(taken)
 
 
+def _apart(values: list[Any]) -> list[Any]:
+    """Fake inputs, each another object: where one is there twice, make_fx reads the last input in both places."""
+    seen: set[int] = set()
+    found = []
+    for value in values:
+        again = isinstance(value, torch.Tensor) and id(value) in seen
+        seen.add(id(value))
+        found.append(value.detach() if again else value)
+    return found
+
+
 def decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
     """A region in Inductor's decompositions, with the strides of its outputs pinned, which others rely on."""
-    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    inputs = _apart([node.meta["val"] for node in module.graph.find_nodes(op="placeholder")])
     outputs = outputs_of(module)
     with torch.no_grad(), outputs[0].fake_mode:
         decomposed = make_fx(with_attributes(numbers_as_tensors(module)), _decompositions(), tracing_mode="real")(

@@ -239,3 +239,13 @@ def test_a_decomposition_with_other_strides() -> None:
     (value,) = compile_inductor(region, "region_0")(inputs)
     assert value.stride() == expected.stride() == (20, 5, 1)
     torch.testing.assert_close(value, expected)
+
+
+def test_inputs_that_share_a_fake_value_stay_apart() -> None:
+    """As a buffer does before forward and after it: make_fx knows inputs by these objects."""
+    before, after = torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0]])
+    region = _region(lambda a, b: (a - b).sin() + b, before, after)
+    first, second = region.module.graph.find_nodes(op="placeholder")
+    second.meta["val"] = first.meta["val"]
+    (value,) = compile_inductor(region, "region_0")([before, after])
+    torch.testing.assert_close(value, (before - after).sin() + after)
