@@ -38,9 +38,9 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.fx.graph import _BoxedCodeGen
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._sympy.numbers import int_oo
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 # Size, for estimates, of what depends on values.
 _GUESS = 64
@@ -86,6 +86,7 @@ __all__ = [
     "uncompiled",
     "use_boxed_calls",
     "without_dispatch_modes",
+    "without_selective_checkpoints",
 ]
 
 
@@ -293,6 +294,27 @@ def without_dispatch_modes() -> Iterator[None]:
     """
     with _disable_current_modes():
         yield
+
+
+@contextlib.contextmanager
+def without_selective_checkpoints() -> Iterator[None]:
+    """Let no policy of a selective checkpoint see the operators of the block.
+
+    It would keep results of a program's operators, which backward runs again as a whole, and knows none with graphs.
+    """
+    modes = _get_current_dispatch_mode_stack()
+    kept = [mode for mode in modes if not isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode))]
+    if len(kept) == len(modes):
+        yield
+        return
+    with _disable_current_modes():
+        for mode in kept:  # entering would begin their counts anew
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in kept:
+                _pop_mode()
 
 
 def transform_of(leaves: Sequence[object]) -> str:

@@ -18,7 +18,7 @@ from graphshard.ir.operators import finish_copies
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, sizes_in, with_sizes
 from graphshard.ir.split import Sum
-from graphshard.ir.torch_internals import Fate, disable_autocast
+from graphshard.ir.torch_internals import Fate, disable_autocast, without_selective_checkpoints
 from graphshard.lower.executor import Boxed
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
@@ -150,7 +150,7 @@ class Executable:
         if self._written:
             check_apart(tensors, self._written)
         run, taken = self._forward_code()
-        with disable_autocast(), self._codes.step(self._forward, taken):
+        with disable_autocast(), without_selective_checkpoints(), self._codes.step(self._forward, taken):
             values = run(self._values.inputs(tensors))
         if self.program.offloaded:  # or the user, who may write to a shard now, would change what is still copied
             finish_copies(self.program.device)

@@ -213,6 +213,11 @@ FOUND = {
         '{"width":2,"first":{"pieces":[{"kind":"batch_norm"}]},'
         '"blocks":[{"pieces":[{"kind":"attribute","flag":true},{"kind":"conv"}]}],"calls":[{"block":0}],"last":{}}'
     ),
+    "a selective checkpoint, run by Python, around a unit that draws in a region": (
+        '{"width":2,"first":{},"blocks":[{"pieces":[{"kind":"function","size":1}]},'
+        '{"pieces":[{"kind":"checkpoint","size":1}]}],'
+        '"calls":[{"block":1,"checkpoint":"selective"},{"block":0}],"last":{}}'
+    ),
 }
 
 
