@@ -31,7 +31,7 @@ from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import place_of
 from graphshard.ir.missing_kernels import MISSING, WITHOUT_GPU
 from graphshard.ir.program import Slot
-from graphshard.ir.torch_internals import FakeTensorMode, cached_casts, draws_stay, modes_end
+from graphshard.ir.torch_internals import FakeTensorMode, cached_casts, draws_stay, leave_modes_on_error
 from graphshard.ir.tracing_internals import fake_kernels, is_traced, leaves_stay_leaves, memory_of, quiet_tracing
 
 Unsharded: TypeAlias = Callable[[Mapping[Slot, torch.Tensor]], Mapping[Slot, torch.Tensor]]
@@ -102,7 +102,7 @@ def joint_graph(flat: FlatGraph, given: Sequence[Any], mode: FakeTensorMode, *, 
         mode: of the fake tensors.
         stands_in: the program is for a GPU that is not here.
     """
-    with modes_end(), contextlib.ExitStack() as stack, tracing(TracingContext(mode)), quiet_tracing():
+    with leave_modes_on_error(), contextlib.ExitStack() as stack, tracing(TracingContext(mode)), quiet_tracing():
         stack.enter_context(leaves_stay_leaves())
         stack.enter_context(draws_stay())
         stack.enter_context(eager_kernels())

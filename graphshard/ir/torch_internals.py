@@ -71,9 +71,9 @@ __all__ = [
     "hint",
     "inductor_cache",
     "keeps_code",
+    "leave_modes_on_error",
     "load_package",
     "min_cut_partition",
-    "modes_end",
     "modes_of_functions",
     "new_fake_mode",
     "new_size",
@@ -247,8 +247,8 @@ def cached_casts(cached: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def modes_end() -> Iterator[None]:
-    """Leave what the block has entered and an error in it has not left: autocast, and transforms of torch.func.
+def leave_modes_on_error() -> Iterator[None]:
+    """Leave autocast, and transforms of torch.func, that the block has entered when an error ends it.
 
     A graph enters and leaves them by calls. In an autocast that is never left, plain PyTorch keeps casts of parameters
     for ever, and computes with old ones.
@@ -300,7 +300,8 @@ def without_dispatch_modes() -> Iterator[None]:
 def without_selective_checkpoints() -> Iterator[None]:
     """Let no policy of a selective checkpoint see the operators of the block.
 
-    It would keep results of a program's operators, which backward runs again as a whole, and knows none with graphs.
+    The policy would keep results of single operators, though backward runs the whole program again, and torch has no
+    rule there for operators with graphs.
     """
     modes = _get_current_dispatch_mode_stack()
     kept = [mode for mode in modes if not isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode))]
