@@ -49,11 +49,20 @@ class SplitState:
         open: modules that Python runs now, the innermost last: the unit whose parameters they hold in full, and paths.
         units_too: units run in Python, too, because forward differentiates what they compute.
         gathers: programs that gather parameters, by the path of the module.
+        full: what they have gathered since the outermost forward began, by path and whether gradients are on. A unit
+            that is called again takes it: gradients of both calls are added up before they are reduced, as FSDP2's are.
     """
 
     open: list[tuple[str, str]] = field(default_factory=list)
     units_too: bool = False
     gathers: dict[str, ParameterGather] = field(default_factory=dict)
+    full: dict[tuple[str, bool], dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """End the innermost module that Python runs."""
+        self.open.pop()
+        if not self.open:
+            self.full.clear()
 
     def runs_in_python(self, name: str, units: Sequence[str]) -> bool:
         """Return whether a submodule is a part of a forward that Python runs now, and is not a unit."""
@@ -127,7 +136,7 @@ class SplitModule:
                 args, kwargs = boundary.enter(args, kwargs)
             stack.enter_context(self._full_parameters(module))
             state.open.append((self.unit, self.runner.path))
-            stack.callback(state.open.pop)
+            stack.callback(state.close)
             result = forward(*args, **kwargs)
         return result if boundary is None else boundary.leave(result)
 
@@ -239,10 +248,17 @@ class SplitModule:
         return tuple(ref for ref in self.runner.tracer.params if not ref.row.unit and not ref.row.ignored)
 
     def _gather(self) -> dict[str, torch.Tensor]:
-        gathers, path = self.runner.split_state.gathers, self.runner.path
-        if path not in gathers:
-            gathers[path] = ParameterGather(self.runner, self._own)
-        return gathers[path]()
+        state, path = self.runner.split_state, self.runner.path
+        if path not in state.gathers:
+            state.gathers[path] = ParameterGather(self.runner, self._own)
+        if is_in_checkpoint():  # backward runs the region again, and gathers in it
+            return state.gathers[path]()
+        if not state.open:
+            state.full.clear()
+        key = path, torch.is_grad_enabled()
+        if key not in state.full:
+            state.full[key] = state.gathers[path]()
+        return state.full[key]
 
 
 class _LiveBoundary:

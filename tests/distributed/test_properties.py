@@ -213,6 +213,10 @@ FOUND = {
         '{"width":2,"first":{"pieces":[{"kind":"batch_norm"}]},'
         '"blocks":[{"pieces":[{"kind":"attribute","flag":true},{"kind":"conv"}]}],"calls":[{"block":0}],"last":{}}'
     ),
+    "a unit that Python runs is called twice": (
+        '{"width":1,"first":{},"blocks":[{"pieces":[{"kind":"penalty"}]},{"pieces":[{"kind":"linear","size":1}]}],'
+        '"calls":[{"block":0},{"block":1},{"block":1}],"last":{},"policy":"bf16"}'
+    ),
     "a selective checkpoint, run by Python, around a unit that draws in a region": (
         '{"width":2,"first":{},"blocks":[{"pieces":[{"kind":"function","size":1}]},'
         '{"pieces":[{"kind":"checkpoint","size":1}]}],'
