@@ -17,7 +17,7 @@ from graphshard.frontend.results import Layout
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.errors import InputError
 from graphshard.ir.subclasses import overrides_operators
-from graphshard.ir.torch_internals import fake_tensor, new_fake_mode
+from graphshard.ir.torch_internals import distinct, fake_tensor, new_fake_mode
 
 # Immutable, and equal where they are the same.
 PLAIN = (
@@ -146,13 +146,7 @@ def stand_ins(leaves: Iterable[Any], *, meta_only: bool = False) -> list[Any]:
 
 def apart(leaves: Iterable[Any]) -> list[Any]:
     """Return leaves of an example that stands for all calls, not only for calls that are given one tensor twice."""
-    seen: set[int] = set()
-    found = []
-    for leaf in leaves:
-        again = isinstance(leaf, torch.Tensor) and id(leaf) in seen
-        seen.add(id(leaf))
-        found.append(_copy_of(leaf) if again else leaf)
-    return found
+    return distinct(leaves, _copy_of)
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:

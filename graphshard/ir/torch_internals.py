@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import linecache
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +63,7 @@ __all__ = [
     "condition",
     "disable_autocast",
     "dispatcher_operators",
+    "distinct",
     "draws_stay",
     "fake_mode_of",
     "fake_tensor",
@@ -244,6 +245,17 @@ def cached_casts(cached: bool) -> Iterator[None]:
     finally:
         torch.set_autocast_cache_enabled(enabled)
         torch.clear_autocast_cache()
+
+
+def distinct(values: Iterable[Any], copy: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    """Return values with copies of the tensors that are there a second time."""
+    seen: set[int] = set()
+    found = []
+    for value in values:
+        again = isinstance(value, torch.Tensor) and id(value) in seen
+        seen.add(id(value))
+        found.append(copy(value) if again else value)
+    return found
 
 
 @contextlib.contextmanager

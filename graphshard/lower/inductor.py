@@ -38,7 +38,7 @@ from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
 from graphshard.ir.strides import laid_out
 from graphshard.ir.subgraph import with_attributes
-from graphshard.ir.torch_internals import fake_mode_of
+from graphshard.ir.torch_internals import distinct, fake_mode_of
 from graphshard.ir.wanted import still_wanted
 from graphshard.lower import kept_dims
 from graphshard.lower.cache import writable_cache
@@ -294,20 +294,10 @@ def whole_operators() -> Iterator[None]:
         decompositions.update(taken)
 
 
-def _apart(values: list[Any]) -> list[Any]:
-    """Fake inputs, each another object: where one is there twice, make_fx reads the last input in both places."""
-    seen: set[int] = set()
-    found = []
-    for value in values:
-        again = isinstance(value, torch.Tensor) and id(value) in seen
-        seen.add(id(value))
-        found.append(value.detach() if again else value)
-    return found
-
-
 def decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
     """A region in Inductor's decompositions, with the strides of its outputs pinned, which others rely on."""
-    inputs = _apart([node.meta["val"] for node in module.graph.find_nodes(op="placeholder")])
+    values = (node.meta["val"] for node in module.graph.find_nodes(op="placeholder"))
+    inputs = distinct(values, torch.Tensor.detach)  # make_fx knows inputs by these objects
     outputs = outputs_of(module)
     with torch.no_grad(), outputs[0].fake_mode:
         decomposed = make_fx(with_attributes(numbers_as_tensors(module)), _decompositions(), tracing_mode="real")(
