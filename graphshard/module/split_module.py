@@ -58,9 +58,8 @@ class SplitState:
     gathers: dict[str, ParameterGather] = field(default_factory=dict)
     full: dict[tuple[str, bool], dict[str, torch.Tensor]] = field(default_factory=dict)
 
-    def close(self) -> None:
-        """End the innermost module that Python runs."""
-        self.open.pop()
+    def forget_full(self) -> None:
+        """Forget what was gathered if the outermost forward has ended."""
         if not self.open:
             self.full.clear()
 
@@ -134,9 +133,10 @@ class SplitModule:
             boundary = self._boundaries(stack, module)
             if boundary is not None:
                 args, kwargs = boundary.enter(args, kwargs)
+            stack.callback(state.forget_full)
             stack.enter_context(self._full_parameters(module))
             state.open.append((self.unit, self.runner.path))
-            stack.callback(state.close)
+            stack.callback(state.open.pop)
             result = forward(*args, **kwargs)
         return result if boundary is None else boundary.leave(result)
 
@@ -253,8 +253,6 @@ class SplitModule:
             state.gathers[path] = ParameterGather(self.runner, self._own)
         if is_in_checkpoint():  # backward runs the region again, and gathers in it
             return state.gathers[path]()
-        if not state.open:
-            state.full.clear()
         key = path, torch.is_grad_enabled()
         if key not in state.full:
             state.full[key] = state.gathers[path]()
