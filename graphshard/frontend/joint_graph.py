@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
@@ -143,8 +143,15 @@ def joint_graph(flat: FlatGraph, given: Sequence[Any], mode: FakeTensorMode, *, 
 
 def _place_of_call(flat: FlatGraph, operator_name: str) -> str:
     """Return where the model calls an operator, as the end of a sentence; "" if it is not known."""
-    nodes = (node for each in flat.__dict__["_graph"].modules() for node in getattr(each, "graph", Graph()).nodes)
+    nodes = _nodes_of(flat.__dict__["_graph"])
     return next((place_of(node) for node in nodes if str(node.target) == operator_name), "")
+
+
+def _nodes_of(graph: GraphModule) -> Iterator[Node]:
+    """Yield the nodes of a graph and of the graphs in it, such as those of checkpointed regions."""
+    for each in graph.modules():
+        if isinstance(each, GraphModule):
+            yield from each.graph.nodes
 
 
 def _split_sums(joint: GraphModule) -> None:
@@ -181,8 +188,7 @@ def name_calls(graph: GraphModule, module: nn.Module) -> None:
     Dynamo marks them by the identity of the submodule, and "@" with the number of the call from the second on.
     """
     names = {str(id(each)): (name, users_class(each)) for name, each in module.named_modules() if name}
-    graphs = [each.graph for each in graph.modules() if isinstance(each, GraphModule)]  # of checkpointed regions, too
-    for node in (node for each in graphs for node in each.nodes):
+    for node in _nodes_of(graph):
         calls: dict[str, tuple[str, type]] = {}
         for key in node.meta.pop("nn_module_stack", None) or ():
             submodule, _, number = key.partition("@")

@@ -165,7 +165,7 @@ def _hollow(block: nn.Module) -> nn.Module:
     return made
 
 
-# Dynamo takes 20 us for each instruction that it follows, and follows these for every block: they call little.
+# Dynamo takes about 15 us for each instruction that it follows, and follows these for every block: they call little.
 
 
 def _relations(given: list[Any], before: list[Any], earlier: list[Any]) -> list[Any]:
@@ -362,12 +362,10 @@ def guards_of_blocks(guards: Sequence[Guard], repeats: Repeats, sizes: dict[Sour
         sizes: sizes and strides of tensors, by source; the blocks' are added.
     """
     found = []
-    inside = {id(guard): _is_inside(guard.originating_source, repeats) for guard in guards}
+    of_template = [guard for guard in guards if _is_inside(guard.originating_source, repeats)]
     for group in repeats.missing:
         moved = _Moved(repeats, group)
-        for guard in guards:
-            if not inside[id(guard)]:
-                continue
+        for guard in of_template:
             source, create = moved.source(guard.originating_source), guard.create_fn
             if isinstance(create, functools.partial):
                 named = {name: moved.source(each) for name, each in create.keywords.items()}
