@@ -8,7 +8,9 @@ meta["in_forward"]    forward computes a value that only backward needs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -60,5 +62,21 @@ def maker_of(node: Node) -> Node:
 
 def is_in_checkpoint() -> bool:
     """Return whether a region of torch.utils.checkpoint runs now that backward will run again."""
+    return _saving_hook("_checkpoint_hook") is not None
+
+
+def is_recomputing() -> bool:
+    """Return whether backward runs such a region again now."""
+    return _saving_hook("_recomputation_hook") is not None
+
+
+def checkpoint_region() -> Any:
+    """Torch's record of the region that runs now, whose `recompute_fn` backward calls; None outside of one."""
+    hook = _saving_hook("_checkpoint_hook")
+    return None if hook is None else inspect.getclosurevars(hook).nonlocals["frame"]
+
+
+def _saving_hook(owner: str) -> Callable[..., Any] | None:
+    """What is done with tensors that backward needs, if this class of torch.utils.checkpoint does it."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) if torch.is_grad_enabled() else None
-    return hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
+    return hooks[0] if hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(owner) else None

@@ -31,7 +31,7 @@ from graphshard.module.executables import Executables, Installed
 from graphshard.module.joint_guard import JointGuard
 from graphshard.module.kept_program import EqualProgram
 from graphshard.module.maker import Maker
-from graphshard.module.split_module import SplitModule, SplitState, as_written, check_not_recomputed
+from graphshard.module.split_module import SplitModule, SplitState, as_written
 from graphshard.module.traced_guard import TracedGuard
 from graphshard.module.tracer import Tracer, entry_name
 from graphshard.options.passes import Direction
@@ -151,8 +151,8 @@ class Runner(Maker):
 
         The submodule's name is "" for the model itself.
         """
+        self.split_state.keep_in_region()
         if self.split_state.runs_in_python(name, self.tracer.spec.units):
-            check_not_recomputed(name)
             return as_written(module, method)(*args, **kwargs)
         entry = self.entry(name, method, module)
         self._follow_unsharded(entry.tracer)

@@ -28,7 +28,7 @@ from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.precision import Precision
-from graphshard.ir.recomputed import is_in_checkpoint
+from graphshard.ir.recomputed import checkpoint_region, is_in_checkpoint, is_recomputing
 from graphshard.ir.sentinel import MISSING
 from graphshard.ir.units import modules_of, unit_of
 from graphshard.module.parameter_gather import ParameterGather, ParameterHolder, RunsModule
@@ -46,14 +46,14 @@ class SplitState:
     """State of a compiled model's split modules, which its runner and those of its entries share.
 
     Attributes:
-        open: modules that Python runs now, the innermost last: the unit whose parameters they hold in full, and paths.
+        open: modules that Python runs now, the innermost last.
         units_too: units run in Python, too, because forward differentiates what they compute.
         gathers: programs that gather parameters, by the path of the module.
         full: what they have gathered since the outermost forward began, by path and whether gradients are on. A unit
             that is called again takes it: gradients of both calls are added up before they are reduced, as FSDP2's are.
     """
 
-    open: list[tuple[str, str]] = field(default_factory=list)
+    open: list[OpenModule] = field(default_factory=list)
     units_too: bool = False
     gathers: dict[str, ParameterGather] = field(default_factory=dict)
     full: dict[tuple[str, bool], dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -69,7 +69,59 @@ class SplitState:
 
     def holds(self, name: str, unit: str) -> bool:
         """Return whether a submodule holds the full parameters of its unit now."""
-        return any(unit == opened and f"{name}.".startswith(f"{path}." if path else "") for opened, path in self.open)
+        return any(each.unit == unit and f"{name}.".startswith(f"{each.path}." if each.path else "") for each in self.open)
+
+    def keep_in_region(self) -> None:
+        """Let modules hold what they hold now when backward runs the region of torch.utils.checkpoint again."""
+        region = checkpoint_region() if self.open else None
+        if region is not None and type(region.recompute_fn) is not _Recomputation:
+            around = tuple(each for each in self.open if each.region is not region)
+            region.recompute_fn = _Recomputation(region.recompute_fn, self, around)
+
+
+@dataclass(frozen=True)
+class OpenModule:
+    """A module that Python runs.
+
+    Attributes:
+        full: parameters of its own unit, gathered; none if a module around it holds them.
+        region: of torch.utils.checkpoint, in which it was called; backward runs such a module again as a whole.
+    """
+
+    split: SplitModule
+    module: nn.Module
+    full: dict[str, torch.Tensor]
+    region: Any
+
+    @property
+    def unit(self) -> str:
+        """The unit whose parameters the module holds in full."""
+        return self.split.unit
+
+    @property
+    def path(self) -> str:
+        """Path of the module in the model."""
+        return self.split.runner.path
+
+
+@dataclass(frozen=True)
+class _Recomputation:
+    """What backward runs again of a region of torch.utils.checkpoint, with modules as they were in forward.
+
+    They hold the tensors that forward has gathered: nothing is gathered again.
+    """
+
+    recompute: Callable[..., Any]
+    state: SplitState
+    around: tuple[OpenModule, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.state.forget_full)
+            for each in self.around:
+                each.split.boundaries(stack, each.module)
+                stack.enter_context(each.split.holding(each))
+            return self.recompute(*args, **kwargs)
 
 
 @dataclass
@@ -130,13 +182,13 @@ class SplitModule:
         tracer, state = self.runner.tracer, self.runner.split_state
         forward = as_written(module, tracer.spec.method)
         with contextlib.ExitStack() as stack:
-            boundary = self._boundaries(stack, module)
+            boundary = self.boundaries(stack, module)
             if boundary is not None:
                 args, kwargs = boundary.enter(args, kwargs)
             stack.callback(state.forget_full)
-            stack.enter_context(self._full_parameters(module))
-            state.open.append((self.unit, self.runner.path))
-            stack.callback(state.open.pop)
+            is_held = not self._own or state.holds(self.runner.path, self.unit)
+            full = {} if is_held else self._gather()
+            stack.enter_context(self.holding(OpenModule(self, module, full, checkpoint_region())))
             result = forward(*args, **kwargs)
         return result if boundary is None else boundary.leave(result)
 
@@ -179,7 +231,7 @@ class SplitModule:
 
     # --- boundaries ---------------------------------------------------------------------------------------------
 
-    def _boundaries(self, stack: contextlib.ExitStack, module: nn.Module) -> _LiveBoundary | None:
+    def boundaries(self, stack: contextlib.ExitStack, module: nn.Module) -> _LiveBoundary | None:
         """Give units inside their boundaries while the block is open, and return the module's own.
 
         None if it has none, or if its `__call__` has gone through it already.
@@ -205,32 +257,32 @@ class SplitModule:
     # --- parameters ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _full_parameters(self, module: nn.Module) -> Iterator[None]:
-        """Let modules hold the full parameters of the module's own unit while the block is open.
+    def holding(self, opened: OpenModule) -> Iterator[None]:
+        """Let modules hold the full parameters of the module's own unit while Python runs it.
 
         They are results of a program, whose backward reduces their gradients. Autograd keeps them until then.
 
         Raises:
             UnsupportedError: forward wrote to one, which the shards do not see.
         """
-        state = self.runner.split_state
-        if state.holds(self.runner.path, self.unit) or not self._own:
-            yield
-            return
-        full, runner = self._gather(), self.runner
-        runner.unsharded.shown.hide()
+        runner, full = self.runner, opened.full
+        if full:
+            runner.unsharded.shown.hide()
         shards, versions = [], {name: tensor._version for name, tensor in full.items()}
-        for ref in self._own:
+        for ref in self._own if full else ():
             value = full[ref.row.name]
             value._is_param = True  # an nn.Parameter by isinstance
             for owner, attribute in places_of(ref, runner.aliases, ref.row.name).at:
                 shards.append((owner, attribute, value, owner._parameters[attribute]))
+        open_modules = runner.split_state.open
+        open_modules.append(opened)
         try:
             for owner, attribute, value, _ in shards:
                 owner._parameters[attribute] = cast(nn.Parameter, value)
                 _refresh(owner)
             yield
         finally:
+            open_modules.pop()
             for owner, attribute, value, shard in shards:
                 if owner._parameters.get(attribute) is value:
                     owner._parameters[attribute] = shard
@@ -251,7 +303,7 @@ class SplitModule:
         state, path = self.runner.split_state, self.runner.path
         if path not in state.gathers:
             state.gathers[path] = ParameterGather(self.runner, self._own)
-        if is_in_checkpoint():  # backward runs the region again, and gathers in it
+        if is_in_checkpoint() or is_recomputing():  # backward runs the region again, and gathers in it
             return state.gathers[path]()
         key = path, torch.is_grad_enabled()
         if key not in state.full:
@@ -288,21 +340,6 @@ def as_written(module: nn.Module, method: str) -> Callable[..., Any]:
     if found is MISSING or is_compiled(module):
         return types.MethodType(getattr(users_class(module), method), module)
     return found
-
-
-def check_not_recomputed(name: str) -> None:
-    """Check that no checkpointed region holds a submodule that Python runs on full parameters.
-
-    Backward would run the region again, when modules hold shards. Around a whole unit a checkpoint is possible.
-
-    Raises:
-        UnsupportedError: a region does.
-    """
-    if is_in_checkpoint():
-        raise UnsupportedError(
-            f"{name} is called in a region of torch.utils.checkpoint, and Python runs its unit, as a graph break keeps "
-            "it from being captured. Remove the graph break that the log names, or checkpoint the whole unit."
-        )
 
 
 def _boundary(precision: Precision, unit: str, has_node: bool) -> UnitBoundary:

@@ -110,13 +110,59 @@ class Checkpointed(Net):
         return checkpoint(super().run, layer, x, use_reentrant=False)
 
 
+class RootInRegions(Net):
+    """The root's own layer and parameter, in regions and outside of them, beside a unit and in nested regions."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        """Part of the region around it."""
+        return self.stem(x).sin() * self.scale
+
+    def region(self, x: Tensor) -> Tensor:
+        """Read the root's parameters before and after a unit."""
+        x = checkpoint(self.inner, x.cos(), use_reentrant=False).tanh()
+        return self.stem(self.layers[0](x).exp() * self.scale).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.region, self.stem(x) * self.scale, use_reentrant=False)
+        return super().forward(x)
+
+
+class BrokenUnit(nn.Module):
+    """A unit with a graph break, and a region that holds a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.bias = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.zeros(8))
+
+    def region(self, x: Tensor) -> Tensor:
+        """Read a parameter and a submodule of the unit."""
+        return self.first(x.tanh() + self.bias).exp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.region, x, use_reentrant=False).sin()
+        return self.second(x) if x.sum() > -100 else x
+
+
+class UnitsInRegions(Net):
+    """Units with graph breaks, called twice, of which one is in a region as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(BrokenUnit() for _ in range(2))
+
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(checkpoint(super().run, self.layers[0], x, use_reentrant=False))
+
+
 def _checkpoints(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    models = _pair(Checkpointed())
-    for model in models:
-        for step in range(2):
-            model(_batch(rank, step)).backward()
-    assert_same(*map(grads_of, models), "gradients")
+    for make in (Checkpointed, RootInRegions, UnitsInRegions):
+        torch.manual_seed(0)
+        models = _pair(make())
+        for model in models:
+            for step in range(2):
+                model(_batch(rank, step)).backward()
+            checkpoint(model, _batch(rank, 2), use_reentrant=False).backward()
+        assert_same(*map(grads_of, models), f"gradients of {make.__name__}")
 
 
 class OnOneRank(Net):
