@@ -91,6 +91,8 @@ class Runner(Maker):
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
+        if self.split_state.is_open(module):
+            return self.split.call(module, args, kwargs)
         tracer = self.tracer
         if not tracer.name:  # the model's own runner does it for its entries
             self._follow_unsharded(tracer)

@@ -71,6 +71,10 @@ class SplitState:
         """Return whether a submodule holds the full parameters of its unit now."""
         return any(each.unit == unit and f"{name}.".startswith(f"{each.path}." if each.path else "") for each in self.open)
 
+    def is_open(self, module: nn.Module) -> bool:
+        """Return whether Python runs a module already: gradients that its forward asks for may run a region again."""
+        return any(each.module is module for each in self.open)
+
     def keep_in_region(self) -> None:
         """Let modules hold what they hold now when backward runs the region of torch.utils.checkpoint again."""
         region = checkpoint_region() if self.open else None
@@ -303,12 +307,15 @@ class SplitModule:
         state, path = self.runner.split_state, self.runner.path
         if path not in state.gathers:
             state.gathers[path] = ParameterGather(self.runner, self._own)
-        if is_in_checkpoint() or is_recomputing():  # backward runs the region again, and gathers in it
+        if is_recomputing():
             return state.gathers[path]()
         key = path, torch.is_grad_enabled()
-        if key not in state.full:
-            state.full[key] = state.gathers[path]()
-        return state.full[key]
+        full = state.full.get(key)
+        if full is None:
+            full = state.gathers[path]()
+        if not is_in_checkpoint():  # of a unit in a region, autograd keeps nothing until backward
+            state.full[key] = full
+        return full
 
 
 class _LiveBoundary:

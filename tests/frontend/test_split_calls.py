@@ -154,8 +154,28 @@ class UnitsInRegions(Net):
         return layer(checkpoint(super().run, self.layers[0], x, use_reentrant=False))
 
 
+class Slope(nn.Module):
+    """A unit with a graph break that asks for a gradient, for which torch runs the region around it again at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.requires_grad_()
+        y = self.linear(x.sin()).tanh()
+        y = y.sin() if y.sum() > -100 else y
+        return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+class SlopesInRegions(UnitsInRegions):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Slope() for _ in range(2))
+
+
 def _checkpoints(rank: int, world_size: int) -> None:
-    for make in (Checkpointed, RootInRegions, UnitsInRegions):
+    for make in (Checkpointed, RootInRegions, UnitsInRegions, SlopesInRegions):
         torch.manual_seed(0)
         models = _pair(make())
         for model in models:
