@@ -69,7 +69,8 @@ class SplitState:
 
     def holds(self, name: str, unit: str) -> bool:
         """Return whether a submodule holds the full parameters of its unit now."""
-        return any(each.unit == unit and f"{name}.".startswith(f"{each.path}." if each.path else "") for each in self.open)
+        holders = (each.path for each in self.open if each.unit == unit)
+        return any(f"{name}.".startswith(f"{path}." if path else "") for path in holders)
 
     def is_open(self, module: nn.Module) -> bool:
         """Return whether Python runs a module already: gradients that its forward asks for may run a region again."""
