@@ -251,8 +251,10 @@ class WatchedGraph(_LaidBranches):
 
     def run_node(self, n: Node) -> Any:
         """Run one node."""
-        if n.target is aten._assert_scalar.default and isinstance(n.args[0], Node):
-            self._check(n.args[0])
+        if n.target in _COMPARISONS:
+            for user in n.users:
+                if user.target is aten._assert_scalar.default:
+                    self._check(n)
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,7 +270,7 @@ class WatchedGraph(_LaidBranches):
         """Compute a condition on numbers that are read from tensors as a tensor, too."""
         left: Any
         line = place_of(condition).removeprefix(" at ")
-        if condition.target not in _COMPARISONS or "_check" not in line:
+        if "_check" not in line:
             return  # torch's own, which holds
         left, right = (self.env[each] if isinstance(each, Node) else each for each in condition.args)
         of_tensor = torch.full((), left, dtype=torch.int64 if isinstance(left, (int, torch.SymInt)) else torch.float64)

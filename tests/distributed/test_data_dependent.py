@@ -59,6 +59,7 @@ class Shortened(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         count = (x[:, 0] > 0).sum().item()
         torch._check(count <= 5)
+        torch._check_tensor_all(x < 100)
         return self.linear(x)[:count].square().sum()
 
 
@@ -147,15 +148,19 @@ def test_inductor_compiles_regions_for_all_sizes(ranks: Ranks, make: Callable[[]
     ranks(2).run(_train_with_inductor, make)
 
 
-def _checks(rank: int, world_size: int) -> None:
+def _checks(rank: int, world_size: int, wrong: Tensor) -> None:
     model = graphshard.compile(Shortened(), world_mesh(), backend="eager")
     model(_rows(rank))
-    model(torch.ones(6, 4))
+    model(wrong)
 
 
-def test_what_torch_check_takes_for_granted_is_checked(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r"InputError: forward raises .*dependent\.py:\d+: torch\._check\(count"):
-        ranks(1).run(_checks)
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [(torch.ones(6, 4), r"torch\._check\(count"), (torch.eye(6, 4) * 200, r"torch\._check_tensor_all\(x")],
+)
+def test_what_torch_check_takes_for_granted_is_checked(ranks: Ranks, wrong: Tensor, line: str) -> None:
+    with pytest.raises(RankError, match=rf"InputError: forward raises .*dependent\.py:\d+: {line}"):
+        ranks(1).run(_checks, wrong)
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
